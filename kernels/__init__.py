@@ -1,6 +1,6 @@
-"""Tensors in, tensors out: reference, Triton kernels, custom ops and public functions, one operation per file.
+"""Triton kernels with PyTorch references, custom ops and public functions, one operation per file.
 
-The public functions are read from their files when asked for: importing this package imports neither torch nor Triton.
+Public functions are imported lazily: importing this package imports neither torch nor Triton.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The nonlinearities of an MLP; `gated_activation.py` has their product with the up projection."""
+"""Activation functions of MLPs; the gated ones (GLU variants) are in `gated_activation.py`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 def gelu(inputs: Tensor) -> Tensor:
-    """GELU in its exact form, x * Phi(x) (arXiv 1606.08415)."""
+    """Exact (erf) GELU, x * Phi(x) (arXiv 1606.08415)."""
     return F.gelu(inputs)
 
 
 def gelu_tanh(inputs: Tensor) -> Tensor:
-    """GELU by tanh: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as in GPT-2."""
+    """Tanh approximation of GELU, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as in GPT-2."""
     return F.gelu(inputs, approximate="tanh")
 
 
 def gelu_sigmoid(inputs: Tensor) -> Tensor:
-    """GELU by sigmoid: x * sigmoid(1.702 x)."""
+    """Sigmoid approximation of GELU, x * sigmoid(1.702 x)."""
     return inputs * torch.sigmoid(1.702 * inputs)
 
 
 def relu_squared(inputs: Tensor) -> Tensor:
-    """max(x, 0)^2 (Primer, arXiv 2109.08668)."""
+    """Squared ReLU, max(x, 0)^2 (Primer, arXiv 2109.08668)."""
     return F.relu(inputs).square()
 
 

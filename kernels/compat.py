@@ -1,19 +1,20 @@
-"""The functions of the flash-attn package, version 2, with the same arguments in the same order, on our kernels.
+"""Drop-in replacements of the functions of flash-attn 2, with the same arguments in the same order.
 
-`from stoker.kernels.compat import flash_attn_func` replaces `from flash_attn import flash_attn_func`. Beyond it: fp32
-tensors, softcap together with dropout, log-sum-exps and ALiBi slopes with gradients. Not taken: `block_table`.
+`from stoker.kernels.compat import flash_attn_func` replaces `from flash_attn import flash_attn_func`. Additionally
+supported: fp32 tensors, softcap together with dropout, gradients of log-sum-exps and ALiBi slopes. Not supported:
+`block_table`.
 
 Arguments that all functions share:
 
-- `dropout_p`: the mask is drawn from torch's generator of the device, so `torch.manual_seed` repeats it.
+- `dropout_p`: the mask is seeded from torch's generator of the device, so it is reproducible by `torch.manual_seed`.
 - `softmax_scale`: None is 1 / sqrt(head_dim).
 - `causal`, `window_size`: bottom-right aligned; keys to the left and right of a query, inclusive, -1 for all.
 - `softcap`: cap * tanh(score / cap), 0 for none.
 - `alibi_slopes`: fp32 (heads,) or (batch, heads); -slope * |i + keys - queries - j| is added to the score of query i
-  and key j. Slopes that want a gradient get one.
+  and key j. Differentiable where `requires_grad` is set.
 - `deterministic`: gradients are deterministic with and without it.
 - `return_attn_probs`: return (out, softmax_lse, None): the natural log-sum-exps, fp32 (batch, heads, queries) or packed
-  (heads, total), and None where flash-attn hands its own tests the matrix of probabilities, which is never made here.
+  (heads, total). The None stands for flash-attn's attention probabilities (for testing), which are never materialized.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def flash_attn_func(
     """Attention of dense tensors.
 
     Args:
-        q: (batch, queries, heads, head_dim); and all others: see the top of the file.
+        q: (batch, queries, heads, head_dim). For arguments not listed here see the module docstring.
         k: (batch, keys, groups, head_dim).
         v: like `k`.
 
@@ -51,7 +52,7 @@ def flash_attn_func(
         Output like `q`; with `return_attn_probs` (out, softmax_lse, None).
 
     Raises:
-        ValueError: an argument breaks a rule; see `flash_attention`.
+        ValueError: invalid arguments; see `flash_attention`.
     """
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if alibi_slopes is None:
@@ -59,11 +60,11 @@ def flash_attn_func(
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"`q` {tuple(q.shape)} must be (batch, queries, heads, head_dim), and `k` alike.")
     batch, _, heads, _ = q.shape
-    _check_slopes(alibi_slopes, batch, heads, of_each_sequence=True)
+    _check_slopes(alibi_slopes, batch, heads, per_sequence=True)
     options["alibi_slopes"] = alibi_slopes.flatten()
     if alibi_slopes.dim() == 1:
         return _result(flash_attention(q, k, v, **options, return_lse=True), return_attn_probs)
-    # slopes of each sequence: the heads of all sequences become the heads of one
+    # slopes per sequence: fold the batch into the head dimension
     q, k, v = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (q, k, v))
     out, lse = flash_attention(q, k, v, **options, return_lse=True)
     out = out[0].unflatten(1, (batch, heads)).transpose(0, 1)
@@ -91,27 +92,27 @@ def flash_attn_varlen_func(
     """Attention of packed sequences.
 
     Args:
-        q: (total queries, heads, head_dim); and all others: see the top of the file.
+        q: (total queries, heads, head_dim). For arguments not listed here see the module docstring.
         k: (total keys, groups, head_dim).
         v: like `k`.
-        cu_seqlens_q: int32 (sequences + 1), 0 and where the sequences of `q` end.
+        cu_seqlens_q: int32 (sequences + 1,), cumulative sequence lengths of `q`, starting with 0.
         cu_seqlens_k: likewise of `k` and `v`.
-        max_seqlen_q: a bound of the lengths in `cu_seqlens_q`.
-        max_seqlen_k: a bound of the lengths in `cu_seqlens_k`.
+        max_seqlen_q: upper bound of the sequence lengths of `q`.
+        max_seqlen_k: upper bound of the sequence lengths of `k`.
         alibi_slopes: (heads,) only.
-        block_table: None.
+        block_table: must be None.
 
     Returns:
         Output like `q`; with `return_attn_probs` (out, softmax_lse, None).
 
     Raises:
-        ValueError: slopes of each sequence, a `block_table`, or an argument breaks a rule of `flash_attention`.
+        ValueError: slopes per sequence, a `block_table`, or an argument that `flash_attention` rejects.
     """
     if block_table is not None:
-        raise ValueError("`block_table` must be None: keys in pages are not supported; gather them first.")
+        raise ValueError("`block_table` must be None: a paged KV cache is not supported; gather its pages first.")
     options = _options(q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[-2], of_each_sequence=False)
+        _check_slopes(alibi_slopes, cu_seqlens_q.shape[0] - 1, q.shape[-2], per_sequence=False)
         options["alibi_slopes"] = alibi_slopes
     results = flash_attention(
         q,
@@ -138,9 +139,9 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of one tensor (batch, tokens, 3, heads, head_dim): queries, keys, values."""
+    """`flash_attn_func` with queries, keys and values packed as (batch, tokens, 3, heads, head_dim)."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    q, k, v = _unpacked(qkv, "qkv", 3, 5)
+    q, k, v = _unpack(qkv, "qkv", 3, 5)
     return flash_attn_func(q, k, v, *options)
 
 
@@ -156,9 +157,9 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` with keys and values in one tensor (batch, keys, 2, groups, head_dim)."""
+    """`flash_attn_func` with keys and values packed as (batch, keys, 2, groups, head_dim)."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    k, v = _unpacked(kv, "kv", 2, 5)
+    k, v = _unpack(kv, "kv", 2, 5)
     return flash_attn_func(q, k, v, *options)
 
 
@@ -175,10 +176,10 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of one tensor (total, 3, heads, head_dim): queries, keys, values."""
+    """`flash_attn_varlen_func` with queries, keys and values packed as (total, 3, heads, head_dim)."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    q, k, v = _unpacked(qkv, "qkv", 3, 4)
+    q, k, v = _unpack(qkv, "qkv", 3, 4)
     return flash_attn_varlen_func(q, k, v, *lengths, *options)
 
 
@@ -198,14 +199,14 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` with keys and values in one tensor (total keys, 2, groups, head_dim)."""
+    """`flash_attn_varlen_func` with keys and values packed as (total keys, 2, groups, head_dim)."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    k, v = _unpacked(kv, "kv", 2, 4)
+    k, v = _unpack(kv, "kv", 2, 4)
     return flash_attn_varlen_func(q, k, v, *lengths, *options)
 
 
-def _unpacked(packed: Tensor, name: str, count: int, rank: int) -> tuple[Tensor, ...]:
+def _unpack(packed: Tensor, name: str, count: int, rank: int) -> tuple[Tensor, ...]:
     if packed.dim() != rank or packed.shape[-3] != count:
         leading = "batch, tokens" if rank == 5 else "total"
         raise ValueError(f"`{name}` {tuple(packed.shape)} must be ({leading}, {count}, heads, head_dim).")
@@ -221,7 +222,7 @@ def _options(
     softcap: float,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """Keyword arguments of `flash_attention`, with a fresh seed where there is dropout."""
+    """Return keyword arguments for `flash_attention`, with a fresh seed when dropout is active."""
     seed = torch.randint(2**62, (1,), device=q.device) if dropout_p else None
     return {
         "dropout_p": dropout_p,
@@ -234,16 +235,16 @@ def _options(
     }
 
 
-def _check_slopes(slopes: Tensor, batch: int, heads: int, *, of_each_sequence: bool) -> None:
+def _check_slopes(slopes: Tensor, batch: int, heads: int, *, per_sequence: bool) -> None:
     if slopes.dtype != torch.float32:
         raise ValueError(f"`alibi_slopes` ({slopes.dtype}) must be float32; convert them with `.float()`.")
-    if slopes.shape == (heads,) or (of_each_sequence and slopes.shape == (batch, heads)):
+    if slopes.shape == (heads,) or (per_sequence and slopes.shape == (batch, heads)):
         return
-    wanted = f"(heads,) = ({heads},)" + (f" or (batch, heads) = ({batch}, {heads})" if of_each_sequence else "")
-    reason = "" if of_each_sequence else "; packed sequences share the slopes of their heads"
-    raise ValueError(f"`alibi_slopes` {tuple(slopes.shape)} must be {wanted}{reason}.")
+    expected = f"(heads,) = ({heads},)" + (f" or (batch, heads) = ({batch}, {heads})" if per_sequence else "")
+    reason = "" if per_sequence else "; slopes per sequence are not supported for packed sequences"
+    raise ValueError(f"`alibi_slopes` {tuple(slopes.shape)} must be {expected}{reason}.")
 
 
 def _result(results: Any, return_attn_probs: bool) -> Any:
-    """What flash-attn returns, from output and log-sum-exp."""
+    """Convert (output, log-sum-exp) to flash-attn's return value."""
     return (*results, None) if return_attn_probs else results[0]

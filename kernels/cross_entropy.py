@@ -1,9 +1,10 @@
-"""Output projection and cross-entropy in one operation, chunk by chunk over the tokens.
+"""Fused output projection and cross-entropy, computed in chunks of tokens.
 
-The logits of the whole batch never exist in fp32: each chunk is projected, turned into its own gradient in place and
-multiplied back at once, so the backward pass only gives them away. Three matrix products in all, as without fusion
-(the idea of Liger Kernel, arXiv 2410.10989; chunks here are kept large enough for full GEMM speed). What the sum of
-losses is to be divided by goes into the gradient of the logits: nothing is left then to multiply the others with.
+The logits of the whole batch are never materialized in fp32: the forward pass projects each chunk, overwrites its
+logits with their gradient and multiplies that back to the gradients of hidden states and weight, which the backward
+pass only returns. Three matrix products in all, as without fusion (the idea of Liger Kernel, arXiv 2410.10989; chunks
+here are kept large enough for full GEMM speed). The denominator of the loss is applied to the gradient of the logits,
+which saves scaling the other gradients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .cross_entropy_kernels import torch_loss_and_gradient, triton_loss_and_grad
 from .launch import next_power_of_2, sums_wide, triton_runs_on
 from .scale_in_place import reference_scaled, scales_in_place, triton_scale_
 
-CPU_CHUNK_BYTES = 32 << 20  # stays near the cache of a laptop
+CPU_CHUNK_BYTES = 32 << 20  # about the size of a laptop's cache
 GPU_CHUNK_BYTES = 512 << 20  # 16-bit logits; GEMMs keep thousands of rows up to a vocabulary of 128 k
 
 
@@ -37,15 +38,15 @@ def reference_linear_cross_entropy(
     ignore_index: int = -100,
     denominator: Tensor | None = None,
 ) -> Tensor:
-    """The same value in plain torch with all logits at once: the truth of the tests."""
+    """Reference in plain PyTorch, with all logits at once."""
     accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logits = F.linear(hidden, weight[:valid_vocab], None if bias is None else bias[:valid_vocab]).to(accumulate)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     loss = F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")
     if label_smoothing:
-        of_all = -logits.log_softmax(dim=-1)[labels != ignore_index].sum()
-        loss = (1 - label_smoothing) * loss + label_smoothing / (valid_vocab - 1) * (of_all - loss)
+        all_tokens = -logits.log_softmax(dim=-1)[labels != ignore_index].sum()
+        loss = (1 - label_smoothing) * loss + label_smoothing / (valid_vocab - 1) * (all_tokens - loss)
     return loss if denominator is None else loss / denominator
 
 
@@ -53,7 +54,7 @@ def reference_linear_cross_entropy(
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product of 16-bit matrices to an fp32 one, in place."""
+    """Add the product of 16-bit matrices to the fp32 matrix `total`, in place."""
     torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
@@ -72,26 +73,26 @@ def _linear_cross_entropy(
     frozen: bool = False,
     denominator: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum of losses over `denominator`, and its gradients by `hidden`, `weight` and `bias` (empty unless asked for).
+    """Return sum of losses / `denominator` and its gradients for `hidden`, `weight` and `bias`.
 
-    With `frozen` those of `weight` and `bias` are empty in any case.
+    The gradients are empty without `with_gradient`; those of `weight` and `bias` are also empty with `frozen`.
     """
     accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     use_triton = triton_runs_on(hidden)
     total = torch.zeros((), dtype=accumulate, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if with_gradient else hidden.new_empty(0)
     one_chunk = chunk_tokens >= len(hidden)
-    in_matmul = not one_chunk and sums_in_matmul(*weight.shape, width=hidden.element_size(), cuda=use_triton)
+    accumulate_in_gemm = not one_chunk and sums_in_matmul(*weight.shape, width=hidden.element_size(), cuda=use_triton)
     bias_sum = None if bias is None or frozen else torch.zeros(bias.shape, dtype=accumulate, device=bias.device)
     weight_sum: Tensor | None = None
     for start in range(0, len(hidden), chunk_tokens):
-        part = hidden[start : start + chunk_tokens]
-        part_labels = labels[start : start + chunk_tokens]
+        hidden_chunk = hidden[start : start + chunk_tokens]
+        labels_chunk = labels[start : start + chunk_tokens]
         if use_triton:
-            logits = F.linear(part, weight, bias)
+            logits = F.linear(hidden_chunk, weight, bias)
             losses = triton_loss_and_gradient_(
                 logits,
-                part_labels,
+                labels_chunk,
                 valid_vocab=valid_vocab,
                 ignore_index=ignore_index,
                 with_gradient=with_gradient,
@@ -99,12 +100,12 @@ def _linear_cross_entropy(
                 softcap=softcap,
                 denominator=denominator,
             )
-            gradient, rows = logits, weight
+            gradient, chunk_weight = logits, weight
         else:
-            rows = weight[:valid_vocab]
+            chunk_weight = weight[:valid_vocab]
             losses, gradient = torch_loss_and_gradient(
-                F.linear(part, rows, None if bias is None else bias[:valid_vocab]),
-                part_labels,
+                F.linear(hidden_chunk, chunk_weight, None if bias is None else bias[:valid_vocab]),
+                labels_chunk,
                 valid_vocab=valid_vocab,
                 ignore_index=ignore_index,
                 with_gradient=with_gradient,
@@ -117,26 +118,26 @@ def _linear_cross_entropy(
             if bias_sum is not None:
                 bias_sum[: gradient.shape[1]] += gradient.sum(dim=0, dtype=accumulate)
             gradient = gradient.to(hidden.dtype)
-            torch.mm(gradient, rows, out=hidden_gradient[start : start + chunk_tokens])
+            torch.mm(gradient, chunk_weight, out=hidden_gradient[start : start + chunk_tokens])
             if frozen:
                 continue
             if one_chunk:
-                weight_sum = gradient.t() @ part
-            elif weight_sum is None and in_matmul:
-                weight_sum = torch.mm(gradient.t(), part, out_dtype=torch.float32)
+                weight_sum = gradient.t() @ hidden_chunk
+            elif weight_sum is None and accumulate_in_gemm:
+                weight_sum = torch.mm(gradient.t(), hidden_chunk, out_dtype=torch.float32)
             elif weight_sum is None:
-                weight_sum = (gradient.t() @ part).to(accumulate)
-            elif in_matmul:
-                _add_product_(weight_sum, gradient.t(), part)
+                weight_sum = (gradient.t() @ hidden_chunk).to(accumulate)
+            elif accumulate_in_gemm:
+                _add_product_(weight_sum, gradient.t(), hidden_chunk)
             else:
-                weight_sum += gradient.t() @ part
+                weight_sum += gradient.t() @ hidden_chunk
     if denominator is not None:
         total /= denominator
     if not with_gradient or frozen:
         return total, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0)
     assert weight_sum is not None
     weight_gradient = weight_sum.to(weight.dtype)
-    if len(weight_gradient) < len(weight):
+    if len(weight_gradient) < len(weight):  # the plain PyTorch path leaves out the padding rows
         weight_gradient = F.pad(weight_gradient, (0, 0, 0, len(weight) - len(weight_gradient)))
     bias_gradient = hidden.new_empty(0) if bias is None or bias_sum is None else bias_sum.to(bias.dtype)
     return total, hidden_gradient, weight_gradient, bias_gradient
@@ -178,14 +179,14 @@ def _scale_gradients(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor |
     if scales_in_place(gradients[0]):
         for gradient in gradients:
             triton_scale_(gradient, loss_gradient)
-        # whoever goes back through the graph a second time gets autograd's error, not the gradients scaled twice
+        # a second backward pass raises autograd's version error instead of scaling the gradients twice
         torch.autograd.graph.increment_version(gradients)
     else:
         gradients = tuple(reference_scaled(gradient, loss_gradient) for gradient in gradients)
-    of_hidden, of_weight, of_bias = gradients
+    hidden_gradient, weight_gradient, bias_gradient = gradients
     if ctx.frozen:
-        return (of_hidden, *(None,) * 11)
-    return (of_hidden, of_weight, *(None,) * 5, of_bias if ctx.has_bias else None, *(None,) * 4)
+        return (hidden_gradient, *(None,) * 11)
+    return (hidden_gradient, weight_gradient, *(None,) * 5, bias_gradient if ctx.has_bias else None, *(None,) * 4)
 
 
 _linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -195,13 +196,13 @@ _linear_cross_entropy.register_autograd(_scale_gradients, setup_context=_save_gr
 
 
 def default_chunk_tokens(vocab: int, *, cuda: bool) -> int:
-    """Tokens per chunk: as many as keep one chunk of logits below a fixed size, at least 256 (2048 on a GPU)."""
+    """Return the tokens per chunk that keep its logits below a fixed size, at least 256 (2048 on a GPU)."""
     limit, smallest, width = (GPU_CHUNK_BYTES, 2048, 2) if cuda else (CPU_CHUNK_BYTES, 256, 4)
     return max(smallest, next_power_of_2(limit // (vocab * width) + 1) // 2)
 
 
 def sums_in_matmul(vocab: int, hidden_size: int, *, width: int, cuda: bool) -> bool:
-    """Whether the matmul itself adds up the products of chunks in fp32: on a GPU, for numbers of two bytes."""
+    """Return True if the GEMM can accumulate weight gradients of chunks in fp32: on a GPU, for 16-bit inputs."""
     return cuda and width == 2 and sums_wide(vocab, hidden_size)
 
 
@@ -218,33 +219,33 @@ def linear_cross_entropy(
     denominator: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
-    """Sum over tokens of the cross-entropy of softmax(hidden @ weight.T + bias) against `labels`.
+    """Return the sum over tokens of the cross-entropy between softmax(hidden @ weight.T + bias) and `labels`.
 
-    To divide it by `denominator` rather than to divide the result spares a pass over each gradient.
+    Passing `denominator` instead of dividing the result saves a pass over each gradient.
 
     Args:
         hidden: (tokens, hidden_size), fp64, fp32, bf16 or fp16.
         weight: (padded_vocab, hidden_size), same dtype.
-        labels: (tokens,) int64, each below `valid_vocab` or `ignore_index`, which counts nothing. On a GPU any other
-            label makes the loss NaN, on a CPU it raises RuntimeError.
-        valid_vocab: rows of `weight` that are real tokens; the padding rows get probability 0 and gradient 0.
-        bias: (padded_vocab,), same dtype; None for none.
-        softcap: softcap * tanh(logit / softcap) takes the place of each logit; 0 for none.
+        labels: (tokens,) int64, each below `valid_vocab`, or `ignore_index` to contribute nothing. Any other label
+            makes the loss NaN on a GPU and raises RuntimeError on a CPU.
+        valid_vocab: vocabulary size without padding; the padding rows of `weight` get probability 0 and gradient 0.
+        bias: (padded_vocab,), same dtype, or None.
+        softcap: replace each logit by softcap * tanh(logit / softcap); 0 for none.
         label_smoothing: e in [0, 1); the target is 1 - e at the label and e / (valid_vocab - 1) at each other token
-            (Megatron's form; `torch.nn.functional.cross_entropy` gives a share to the label too).
-        ignore_index: the label to leave out.
-        denominator: what the sum is divided by, a scalar of any dtype on the device of the others, not differentiated;
-            None for 1. In fp16 a large one makes gradients vanish.
-        chunk_tokens: tokens projected at once; None: by vocabulary and device.
+            (as in Megatron; `torch.nn.functional.cross_entropy` includes the label in the smoothed share).
+        ignore_index: label to ignore.
+        denominator: scalar divisor of the sum, of any dtype on the device of the inputs, not differentiated; None
+            for 1. In fp16 gradients underflow with a large one.
+        chunk_tokens: tokens per chunk; None chooses by vocabulary and device.
 
     Returns:
-        A scalar in fp32 (fp64 for fp64 inputs), differentiable once in `hidden`, `weight` and `bias`: on a GPU
-        a second backward pass through the same graph raises RuntimeError.
+        A scalar in fp32 (fp64 for fp64 inputs), differentiable once with respect to `hidden`, `weight` and `bias`: on
+        a GPU a second backward pass through the same graph raises RuntimeError.
 
     Raises:
-        ValueError: shapes do not fit, `valid_vocab` is not in 1..padded_vocab, `softcap` is negative, or
-            `label_smoothing` not in [0, 1), or there is no other token to smooth over,
-            or `denominator` is no scalar.
+        ValueError: shapes do not match, `valid_vocab` is not in 1..padded_vocab, `softcap` is negative,
+            `label_smoothing` is not in [0, 1) or there is no other token to smooth over, or `denominator` is not a
+            scalar.
     """
     if hidden.ndim != 2 or labels.shape != hidden.shape[:1] or weight.shape[1:] != hidden.shape[1:]:
         shapes = f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
@@ -261,10 +262,10 @@ def linear_cross_entropy(
         raise ValueError(f"`label_smoothing` ({label_smoothing}) must be 0 with a single token.")
     if denominator is not None and denominator.ndim:
         raise ValueError(f"`denominator` must be a scalar, but is of shape {tuple(denominator.shape)}.")
-    # spread over all tokens, the label's own share goes back to it
-    over_all = label_smoothing * valid_vocab / (valid_vocab - 1) if label_smoothing else 0.0
+    # the kernel smooths over all tokens including the label: e V / (V - 1) leaves e for the others
+    uniform_smoothing = label_smoothing * valid_vocab / (valid_vocab - 1) if label_smoothing else 0.0
     chunk = chunk_tokens or default_chunk_tokens(len(weight), cuda=hidden.is_cuda)
-    learns = weight.requires_grad or (bias is not None and bias.requires_grad)
+    trains_weight = weight.requires_grad or (bias is not None and bias.requires_grad)
     return _linear_cross_entropy(
         hidden,
         weight,
@@ -272,10 +273,10 @@ def linear_cross_entropy(
         valid_vocab,
         ignore_index,
         chunk,
-        torch.is_grad_enabled() and (learns or hidden.requires_grad),
+        torch.is_grad_enabled() and (trains_weight or hidden.requires_grad),
         bias,
-        over_all,
+        uniform_smoothing,
         softcap,
-        not learns,
+        not trains_weight,
         denominator,
     )[0]

@@ -1,6 +1,6 @@
-"""Losses of logits, which become their own gradient in place: by a Triton kernel, and in plain torch.
+"""Cross-entropy of a chunk of logits and its gradient, which replaces the logits in place; used by `cross_entropy.py`.
 
-What `cross_entropy.py` does with each chunk of logits; there is the reference.
+The reference is in `cross_entropy.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .launch import jit, next_power_of_2, tl
 
 @jit
 def _capped(logit, softcap):
-    """The bounded logit, softcap * tanh(logit / softcap), and its slope; tanh needs no library and ends at -1 and 1."""
+    """Return softcap * tanh(logit / softcap) and its derivative; tanh by exp saturates at -1 and 1."""
     tanh = 1.0 - 2.0 / (tl.exp(logit * (2.0 / softcap)) + 1.0)
     return softcap * tanh, 1.0 - tanh * tanh
 
@@ -38,14 +38,14 @@ def _loss_and_gradient_kernel(
     DIVIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program turns one row of logits (tokens, padded_vocab) into softmax minus target, in place.
+    """Replace one row of logits (tokens, padded_vocab) per program by softmax minus target, in place.
 
-    The target is 1 - smoothing at the label, and smoothing spread over the valid columns. With CAPPED the softmax is
-    that of softcap * tanh(logit / softcap), and its slope a factor of the gradient. With DIVIDED the gradient, not the
-    loss, is divided by the scalar at denominator_pointer, before it is rounded.
+    The target is 1 - smoothing at the label, plus smoothing spread evenly over the valid columns. With CAPPED the
+    softmax is that of softcap * tanh(logit / softcap), whose derivative multiplies the gradient. With DIVIDED the
+    gradient, not the loss, is divided by the scalar at denominator_pointer, before it is rounded.
 
-    losses_pointer: (tokens,) fp32, logsumexp minus the logits weighted with the target; 0 where the label is ignored,
-    whose gradient row is 0.
+    losses_pointer: (tokens,) fp32, logsumexp minus the target-weighted logits; ignored labels get loss 0 and a
+    gradient row of 0.
     """
     row = tl.program_id(0).to(tl.int64)
     row_pointer = logits_pointer + row * row_stride
@@ -77,7 +77,7 @@ def _loss_and_gradient_kernel(
         row_maximum = tl.max(maximum, 0)
         row_total = tl.sum(total * tl.exp(maximum - row_maximum), 0)
         logsumexp = row_maximum + tl.log(row_total)
-        # a label that is no token makes the loss NaN: the host, which would raise, does not look at labels
+        # an out-of-range label makes the loss NaN: labels are not read on the host, which could raise
         is_token = (label >= 0) & (label < valid_vocab)
         target = tl.load(row_pointer + label, mask=is_token, other=float("nan")).to(tl.float32)
         if CAPPED:
@@ -88,9 +88,9 @@ def _loss_and_gradient_kernel(
             target = (1.0 - smoothing) * target + spread * tl.sum(sums, 0)
         tl.store(losses_pointer + row, logsumexp - target)
         if WITH_GRADIENT:
-            share = 1.0
+            factor = 1.0
             if DIVIDED:
-                share = 1.0 / tl.load(denominator_pointer).to(tl.float32)
+                factor = 1.0 / tl.load(denominator_pointer).to(tl.float32)
             for start in range(0, padded_vocab, BLOCK):
                 column = start + offsets
                 logit = tl.load(row_pointer + column, mask=column < valid_vocab, other=float("-inf")).to(tl.float32)
@@ -104,7 +104,7 @@ def _loss_and_gradient_kernel(
                     gradient -= tl.where(column == label, 1.0 - smoothing, 0.0)
                 else:
                     gradient -= tl.where(column == label, 1.0, 0.0)
-                gradient *= slope * share
+                gradient *= slope * factor
                 tl.store(
                     row_pointer + column,
                     gradient.to(logits_pointer.dtype.element_ty),
@@ -123,9 +123,9 @@ def triton_loss_and_gradient_(
     softcap: float = 0.0,
     denominator: Tensor | None = None,
 ) -> Tensor:
-    """Losses (tokens,) in fp32; `logits` (tokens, padded_vocab) become their gradient in place if asked.
+    """Return losses (tokens,) in fp32; with `with_gradient` replace `logits` (tokens, padded_vocab) by their gradient.
 
-    That is divided by `denominator`, a scalar on their device, or None for 1.
+    The gradient is divided by `denominator`, a scalar on the same device; None for 1.
     """
     tokens, padded_vocab = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
@@ -166,7 +166,7 @@ def torch_loss_and_gradient(
     softcap: float,
     denominator: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel does, in plain torch and in fp32 (fp64 for fp64 logits)."""
+    """Return losses and gradient like the kernel, out of place, in plain PyTorch and fp32 (fp64 for fp64 logits)."""
     logits = logits[:, :valid_vocab].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     tanh = torch.tanh(logits / softcap) if softcap else None
     logits = logits if tanh is None else softcap * tanh
@@ -185,5 +185,5 @@ def torch_loss_and_gradient(
         gradient.sub_(smoothing / valid_vocab)
     if tanh is not None:
         gradient.mul_(tanh.square_().neg_().add_(1.0))
-    share = kept.to(gradient.dtype)
-    return losses, gradient.mul_((share if denominator is None else share / denominator)[:, None])
+    factor = kept.to(gradient.dtype)
+    return losses, gradient.mul_((factor if denominator is None else factor / denominator)[:, None])

@@ -1,8 +1,8 @@
-"""Queries, keys and values of a fused projection, queries and keys turned by their positions, in one pass over memory.
+"""Fused split of a QKV projection and rotary embedding (arXiv 2104.09864) of queries and keys.
 
-A compiler splits, turns and copies in passes of their own, and joins the gradients in two more. Here each number is
-read once and written once, forward and backward: the backward turns the other way and writes the gradient of the
-projection as a whole. Rotary embedding: arXiv 2104.09864.
+torch.compile splits, rotates and copies in separate passes, and concatenates the gradients in two more. Here each
+element is read once and written once, forward and backward: the backward kernel rotates by the negative angle and
+writes the gradient of the whole projection.
 """
 
 # Triton's constant conditions decide which names exist:
@@ -19,23 +19,23 @@ from .interpreter_rounding import rounded
 from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
 from .rope import apply_rotary
 
-# channel pairs of a program: enough loads in flight for each of its 128 threads
+# channel pairs per program: enough loads in flight for each of its 128 threads
 PAIRS = 1024
 
-Parts = tuple[Tensor, Tensor, Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]
 """Queries (batch, tokens, heads, head_dim), keys and values (batch, tokens, groups, head_dim)."""
 
 
 # ---------------------------------------------------------------- reference
 
 
-def reference_rotary_split(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> Parts:
-    """`rotary_split` in plain torch, any device and floating dtype."""
+def reference_rotary_split(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> QKV:
+    """Reference in plain PyTorch, any device and floating dtype."""
     heads = projected.shape[2] - 2 * groups
-    turning, value = projected.split((heads + groups, groups), dim=2)
-    # queries and keys are neighbours: one pass turns both
-    query, key = apply_rotary(turning, cosine, sine, interleaved=interleaved).split((heads, groups), dim=2)
-    # a view would keep everything that was projected for the backward, beside queries and keys once turned
+    query_key, value = projected.split((heads + groups, groups), dim=2)
+    # queries and keys are adjacent: rotate both at once
+    query, key = apply_rotary(query_key, cosine, sine, interleaved=interleaved).split((heads, groups), dim=2)
+    # a view would keep the whole projection alive for the backward, besides the rotated queries and keys
     return query, key, value.contiguous()
 
 
@@ -43,32 +43,35 @@ def reference_rotary_split(projected: Tensor, cosine: Tensor, sine: Tensor, grou
 
 
 @jit
-def _taken(
+def _load_heads(
     projected, query, key, value, is_query, is_key, is_value, channel, inside, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of some heads, (heads, channels). The pointers are to the first channel of each head, (heads,)."""
+    """Load channels of some heads, (heads, channels); pointers are to the first channel of each head, (heads,).
+
+    Forward from `projected`, backward from `query`, `key` and `value`, of which each head has one.
+    """
     if BACKWARD:
-        numbers = tl.load(query[:, None] + channel, mask=is_query[:, None] & inside, other=0.0)
-        numbers += tl.load(key[:, None] + channel, mask=is_key[:, None] & inside, other=0.0)
-        numbers += tl.load(value[:, None] + channel, mask=is_value[:, None] & inside, other=0.0)
+        values = tl.load(query[:, None] + channel, mask=is_query[:, None] & inside, other=0.0)
+        values += tl.load(key[:, None] + channel, mask=is_key[:, None] & inside, other=0.0)
+        values += tl.load(value[:, None] + channel, mask=is_value[:, None] & inside, other=0.0)
     else:
         exists = is_query | is_key | is_value
-        numbers = tl.load(projected[:, None] + channel, mask=exists[:, None] & inside, other=0.0)
-    return numbers
+        values = tl.load(projected[:, None] + channel, mask=exists[:, None] & inside, other=0.0)
+    return values
 
 
 @jit
-def _put(
-    numbers, projected, query, key, value, is_query, is_key, is_value, channel, inside, BACKWARD: tl.constexpr,
+def _store_heads(
+    values, projected, query, key, value, is_query, is_key, is_value, channel, inside, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The way back of `_taken`."""
+    """Store channels of some heads, in the opposite direction of `_load_heads`."""
     if BACKWARD:
         exists = is_query | is_key | is_value
-        tl.store(projected[:, None] + channel, numbers, mask=exists[:, None] & inside)
+        tl.store(projected[:, None] + channel, values, mask=exists[:, None] & inside)
     else:
-        tl.store(query[:, None] + channel, numbers, mask=is_query[:, None] & inside)
-        tl.store(key[:, None] + channel, numbers, mask=is_key[:, None] & inside)
-        tl.store(value[:, None] + channel, numbers, mask=is_value[:, None] & inside)
+        tl.store(query[:, None] + channel, values, mask=is_query[:, None] & inside)
+        tl.store(key[:, None] + channel, values, mask=is_key[:, None] & inside)
+        tl.store(value[:, None] + channel, values, mask=is_value[:, None] & inside)
 
 
 @jit
@@ -81,10 +84,11 @@ def rotary_split_kernel(
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_HEADS of the HEADS + 2 GROUPS heads of one token. HALF: pairs of channels that turn.
+    """Process BLOCK_HEADS of the HEADS + 2 GROUPS heads of one token per program.
 
-    projected: (rows * tokens, HEADS + 2 GROUPS, HEAD_DIM), contiguous. cosine, sine: (rows or 1, tokens, HALF), a row
-    angle_stride from the next, 0 where all have the same. BLOCK_REST: of the channels that pass, 0 for none.
+    projected: (rows * tokens, HEADS + 2 GROUPS, HEAD_DIM), contiguous. cosine, sine: (rows or 1, tokens, HALF), with
+    row stride angle_stride, 0 if shared by all rows. HALF: rotated channel pairs. BLOCK_REST: block size of the
+    unrotated channels, 0 for none.
     """
     place = tl.program_id(0).to(tl.int64)
     row, token = place // tokens, place % tokens
@@ -95,15 +99,15 @@ def rotary_split_kernel(
     projected = projected_pointer + (place * (HEADS + 2 * GROUPS) + head) * HEAD_DIM
     query = query_pointer + row * query_stride_row + token * query_stride_token + head * query_stride_head
     key = key_pointer + row * key_stride_row + token * key_stride_token + (head - HEADS) * key_stride_head
-    of_values = head - HEADS - GROUPS
-    value = value_pointer + row * value_stride_row + token * value_stride_token + of_values * value_stride_head
+    value_head = head - HEADS - GROUPS
+    value = value_pointer + row * value_stride_row + token * value_stride_token + value_head * value_stride_head
 
     pair = tl.arange(0, BLOCK_HALF)
     inside = pair < HALF
     angle = row * angle_stride + token * HALF + pair
-    turns = (is_query | is_key)[:, None]
-    cosine = tl.where(turns, tl.load(cosine_pointer + angle, mask=inside, other=1.0)[None, :], 1.0)
-    sine = tl.where(turns, tl.load(sine_pointer + angle, mask=inside, other=0.0)[None, :], 0.0)
+    is_rotated = (is_query | is_key)[:, None]
+    cosine = tl.where(is_rotated, tl.load(cosine_pointer + angle, mask=inside, other=1.0)[None, :], 1.0)
+    sine = tl.where(is_rotated, tl.load(sine_pointer + angle, mask=inside, other=0.0)[None, :], 0.0)
     if BACKWARD:
         sine = -sine
     if INTERLEAVED:
@@ -111,27 +115,33 @@ def rotary_split_kernel(
     else:
         first_channel, second_channel = pair, pair + HALF
     element = projected_pointer.dtype.element_ty
-    first = _taken(
+    first = _load_heads(
         projected, query, key, value, is_query, is_key, is_value, first_channel, inside, BACKWARD
     ).to(cosine.dtype)  # fmt: skip
-    second = _taken(
+    second = _load_heads(
         projected, query, key, value, is_query, is_key, is_value, second_channel, inside, BACKWARD
     ).to(cosine.dtype)  # fmt: skip
-    turned_first = rounded(first * cosine - second * sine, element)
-    turned_second = rounded(second * cosine + first * sine, element)
-    _put(turned_first, projected, query, key, value, is_query, is_key, is_value, first_channel, inside, BACKWARD)
-    _put(turned_second, projected, query, key, value, is_query, is_key, is_value, second_channel, inside, BACKWARD)
+    rotated_first = rounded(first * cosine - second * sine, element)
+    rotated_second = rounded(second * cosine + first * sine, element)
+    _store_heads(
+        rotated_first, projected, query, key, value, is_query, is_key, is_value, first_channel, inside, BACKWARD
+    )
+    _store_heads(
+        rotated_second, projected, query, key, value, is_query, is_key, is_value, second_channel, inside, BACKWARD
+    )
     if BLOCK_REST > 0:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-        passing = _taken(
+        unrotated = _load_heads(
             projected, query, key, value, is_query, is_key, is_value, rest, rest < HEAD_DIM, BACKWARD
         )  # fmt: skip
-        _put(passing, projected, query, key, value, is_query, is_key, is_value, rest, rest < HEAD_DIM, BACKWARD)
+        _store_heads(
+            unrotated, projected, query, key, value, is_query, is_key, is_value, rest, rest < HEAD_DIM, BACKWARD
+        )
 
 
-def _launch(projected: Tensor, parts: Parts, cosine: Tensor, sine: Tensor, interleaved: bool, backward: bool) -> None:
-    """Write `parts` of `projected`, or `projected` of `parts`; the last dimension of all is contiguous."""
-    query, key, value = parts
+def _launch(projected: Tensor, qkv: QKV, cosine: Tensor, sine: Tensor, interleaved: bool, backward: bool) -> None:
+    """Write `qkv` from `projected`, or backward `projected` from `qkv`; last dimensions must be contiguous."""
+    query, key, value = qkv
     rows, tokens, heads, width = query.shape
     groups, half = key.shape[2], cosine.shape[-1]
     block_half, rest = next_power_of_2(half), width - 2 * half
@@ -168,8 +178,8 @@ def _launch(projected: Tensor, parts: Parts, cosine: Tensor, sine: Tensor, inter
     )
 
 
-def triton_forward(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> Parts:
-    """Launch the kernel from the projection to its parts."""
+def triton_forward(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> QKV:
+    """Launch the kernel from the projection to queries, keys and values."""
     rows, tokens, all_heads, width = projected.shape
     query = projected.new_empty(rows, tokens, all_heads - 2 * groups, width)
     key, value = (projected.new_empty(rows, tokens, groups, width) for _ in range(2))
@@ -178,9 +188,9 @@ def triton_forward(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int,
     return query, key, value
 
 
-def triton_backward(gradients: Parts, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
-    """Launch the kernel from the gradients of the parts to that of the projection."""
-    query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in gradients)
+def triton_backward(gradients: QKV, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    """Launch the kernel from the gradients of queries, keys and values to that of the projection."""
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in gradients)
     rows, tokens, heads, width = query.shape
     gradient = query.new_empty(rows, tokens, heads + 2 * key.shape[2], width)
     _launch(gradient, (query, key, value), cosine.contiguous(), sine.contiguous(), interleaved, backward=True)
@@ -198,7 +208,7 @@ def _rotary_split(
 
 
 @_rotary_split.register_fake
-def _(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> Parts:
+def _(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> QKV:
     rows, tokens, all_heads, width = projected.shape
     query = projected.new_empty(rows, tokens, all_heads - 2 * groups, width)
     key, value = (projected.new_empty(rows, tokens, groups, width) for _ in range(2))
@@ -218,7 +228,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, i
     return query.new_empty(rows, tokens, heads + 2 * key.shape[2], width)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Parts) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: QKV) -> None:
     _, cosine, sine, _, ctx.interleaved = inputs
     ctx.save_for_backward(cosine, sine)
 
@@ -237,23 +247,23 @@ _rotary_split.register_autograd(_backward, setup_context=_save)
 def rotary_split(
     projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection and turn its queries and keys, as `kernels.rope.apply_rotary` does.
+    """Split a fused QKV projection and apply `kernels.rope.apply_rotary` to its queries and keys.
 
     Args:
         projected: (batch, tokens, heads + 2 groups, head_dim): all query heads, then all key groups, then all value
             groups.
-        cosine: (tokens, dim / 2), or (batch, tokens, dim / 2) for rows of different positions, with dim <= head_dim;
-            fp32 (fp64 for fp64). No gradient goes there.
+        cosine: (tokens, dim / 2), or (batch, tokens, dim / 2) if rows have different positions, with dim <= head_dim;
+            fp32 (fp64 for fp64), not differentiated.
         sine: like `cosine`.
-        groups: key and value heads.
-        interleaved: turn the pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
+        groups: number of key and value heads.
+        interleaved: rotate pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
 
     Returns:
         Queries (batch, tokens, heads, head_dim), keys and values (batch, tokens, groups, head_dim), differentiable once
-        on a GPU. None of them is a view that keeps `projected`.
+        on a GPU. None of them is a view of `projected`.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not match.
     """
     _check(projected, cosine, sine, groups)
     if triton_runs_on(projected):

@@ -1,7 +1,7 @@
-"""act(gate) * up from the fused projection [gate | up], forward and backward in one pass over memory each.
+"""Gated linear units, act(gate) * up of a fused projection [gate | up] (arXiv 2002.05202), one kernel per direction.
 
-A compiler turns the backward of the split into a concatenation that reads its inputs twice; here each of gate, up and
-the gradient is read once, and both halves of the result are written side by side. Gated linear units: arXiv 2002.05202.
+torch.compile turns the backward of the split into a concatenation that reads its inputs twice; here gate, up and the
+output gradient are read once, and both halves of the input gradient are written side by side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 1024
 
 
 def reference_gated_activation(gate_up: Tensor, kind: str) -> Tensor:
-    """The operation in plain torch, any device and dtype: (..., 2 f) to (..., f)."""
+    """Reference in plain PyTorch, any device and dtype: (..., 2 f) to (..., f)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return NONLINEARITIES[kind](gate) * up
 
@@ -39,7 +39,7 @@ def _sigmoid(x):
 
 @jit
 def _gate_and_slope(x, KIND: tl.constexpr):
-    """act(x) and act'(x) in fp32."""
+    """Return act(x) and its derivative in fp32."""
     if KIND == "silu":
         sigmoid = _sigmoid(x)
         value = x * sigmoid
@@ -52,7 +52,7 @@ def _gate_and_slope(x, KIND: tl.constexpr):
         value = x * below
         slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
-        tl.static_assert(KIND == "gelu_tanh", "a kind that has no formula here")
+        tl.static_assert(KIND == "gelu_tanh", "unsupported activation")
         tanh = 2.0 * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) - 1.0
         value = 0.5 * x * (1.0 + tanh)
         inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
@@ -62,7 +62,7 @@ def _gate_and_slope(x, KIND: tl.constexpr):
 
 @jit
 def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: BLOCK columns of one row. gate_up_pointer: (rows, 2 width); product_pointer: (rows, width)."""
+    """Compute BLOCK columns of one row per program. gate_up: (rows, 2 width), product: (rows, width)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -77,7 +77,10 @@ def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr,
 def _backward_kernel(
     gate_up_pointer, product_gradient_pointer, gradient_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: BLOCK columns of one row of the gradient of (rows, 2 width), both halves."""
+    """Compute BLOCK columns of one row per program, in both halves of gradient (rows, 2 width).
+
+    gate_up: (rows, 2 width), product_gradient: (rows, width).
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -149,11 +152,11 @@ _gated_activation.register_autograd(_backward, setup_context=_save)
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up.
+    """Return act(gate) * up.
 
     Args:
-        gate_up: (..., 2 f), the gate in the first half of the last dimension; arithmetic is fp32 for 16-bit inputs
-            on a GPU.
+        gate_up: (..., 2 f), the gate in the first half of the last dimension; computed in fp32 for 16-bit inputs on a
+            GPU.
         kind: `silu` (SwiGLU), `gelu` (GEGLU), `gelu_tanh`, or `relu` (ReGLU).
 
     Returns:

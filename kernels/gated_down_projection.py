@@ -1,7 +1,7 @@
-"""A projection of act(gate) * up that keeps [gate | up] for the backward pass and not the product.
+"""Linear layer on act(gate) * up that saves [gate | up] for the backward pass and recomputes the product.
 
-The gradient of the weight needs the product again. One kernel writes it beside the gradient of [gate | up], from what
-it reads for that in any case: a third of the traffic of a second run of the activation.
+The gradient of the weight needs the product. The kernel that computes the gradient of [gate | up] writes it too, from
+values it has loaded anyway: a third of the memory traffic of running the activation a second time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .launch import jit, tl, triton, triton_runs_on
 
 
 def reference_gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """The operation in plain torch, any device and dtype: (..., 2 f) to (..., n) by a weight (n, f)."""
+    """Reference in plain PyTorch, any device and dtype: (..., 2 f) to (..., n) by a weight (n, f)."""
     return F.linear(reference_gated_activation(gate_up, kind), weight, bias)
 
 
@@ -36,7 +36,7 @@ def _backward_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: BLOCK columns of one row. Gradient of (rows, 2 width), both halves, and product, (rows, width)."""
+    """Compute BLOCK columns of one row per program: both halves of gradient (rows, 2 width), product (rows, width)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -51,7 +51,7 @@ def _backward_kernel(
 
 
 def triton_backward(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Launch the kernel on contiguous tensors: the gradient of `gate_up`, and the product."""
+    """Launch the kernel on contiguous tensors and return the gradient of `gate_up` and the product."""
     width = gate_up.shape[-1] // 2
     gradient, product = torch.empty_like(gate_up), torch.empty_like(product_gradient)
     grid = (product.numel() // width, triton.cdiv(width, BLOCK))
@@ -79,6 +79,8 @@ def _(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tuple[Tensor, Ten
 
 
 class _GatedProjection(torch.autograd.Function):
+    """Save `gate_up` and `weight` only."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
@@ -89,29 +91,29 @@ class _GatedProjection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         (gradient,) = gradients
         gate_up, weight = ctx.saved_tensors
-        inner, product = _backward_with_product(gradient @ weight, gate_up, ctx.kind)
+        gate_up_gradient, product = _backward_with_product(gradient @ weight, gate_up, ctx.kind)
         rows = gradient.flatten(0, -2)
-        of_weight = rows.t() @ product.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return inner, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        weight_gradient = rows.t() @ product.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return gate_up_gradient, weight_gradient, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 # ---------------------------------------------------------------- public function
 
 
 def gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """`F.linear(gated_activation(gate_up, kind), weight, bias)`; on a GPU only `gate_up` is kept.
+    """Return `F.linear(gated_activation(gate_up, kind), weight, bias)`; on a GPU only `gate_up` is saved.
 
     Args:
-        gate_up: (..., 2 f), the gate in the first half of the last dimension.
-        weight: (n, f); under autocast, cast to its dtype.
-        bias: (n,), likewise; None for none.
+        gate_up: (..., 2 f), the gate in the first half of the last dimension; under autocast, cast to its dtype.
+        weight: (n, f), likewise.
+        bias: (n,), likewise, or None.
         kind: one of `GATES`, as in `gated_activation`.
 
     Returns:
         (..., n), differentiable once on a GPU.
 
     Raises:
-        ValueError: the shapes do not fit, or `kind` is unknown.
+        ValueError: shapes do not match, or `kind` is unknown.
     """
     if kind not in GATES:
         raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATES)}.")

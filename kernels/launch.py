@@ -1,4 +1,4 @@
-"""The only helpers the kernel files share: Triton where the platform has it, and when to use it."""
+"""Optional import of Triton and helpers shared by the kernel files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ try:
     import triton.language as tl
 
     HAS_TRITON = True
-except ImportError:  # macOS, Windows: the plain torch path of every operation remains
+except ImportError:  # macOS, Windows: every operation falls back to plain PyTorch
     HAS_TRITON = False
 
     class _NoTriton:
-        """Stands in for the module so that kernel files import; nothing launches without Triton."""
+        """Stub of the Triton modules that lets the kernel files be imported; no kernel is launched without Triton."""
 
         @staticmethod
         def jit(function: Any = None, **_: Any) -> Any:
@@ -28,24 +28,24 @@ except ImportError:  # macOS, Windows: the plain torch path of every operation r
     triton: Any = _NoTriton()
     tl: Any = _NoTriton()
 
-jit: Any = triton.jit  # untyped: a kernel is called with grid and launch options that its signature does not show
+jit: Any = triton.jit  # untyped: kernels are launched with a grid and options that are not in their signatures
 
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def triton_runs_on(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernel of an operation serves `tensor`: on CUDA, Triton present and compiling, not fp64.
+    """Return True if Triton kernels support `tensor`: on CUDA, not fp64, Triton installed and not interpreting.
 
-    The kernels compute in fp32; fp64 tensors are there to be exact and take the plain torch path.
+    The kernels compute in fp32; fp64 tensors, used where exactness matters, fall back to plain PyTorch.
     """
     return HAS_TRITON and not INTERPRETED and tensor.is_cuda and tensor.dtype != torch.float64
 
 
 def sums_wide(*widths: int) -> bool:
-    """Whether cuBLAS multiplies 16-bit matrices of these widths into fp32: it wants rows of a multiple of 16 bytes."""
+    """Return True if cuBLAS supports fp32 output for 16-bit matrices of these widths (rows of 16-byte multiples)."""
     return not any(width % 8 for width in widths)
 
 
 def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least `n` (n >= 1)."""
+    """Return the smallest power of two that is at least `n` (n >= 1)."""
     return 1 << (n - 1).bit_length()

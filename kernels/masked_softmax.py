@@ -1,11 +1,11 @@
-"""softmax(scale * x + mask) over the last dimension in one operation, for rows of any length.
+"""Fused softmax(scale * x + mask) over the last dimension, for rows of any length.
 
-Forward and backward read and write each element once up to 32768 columns; of longer rows, which are read twice, the
-second time comes from a cache. Of what a causal mask hides at most a few elements at its edge are
-read, and no mask is ever built for it. Nothing but the probabilities is kept for the backward pass.
+Forward and backward read and write each element once up to 32768 columns; longer rows are read twice, the second time
+from cache. A causal mask is never materialized, and beyond its edge at most a few elements are read. Only the
+probabilities are saved for the backward pass.
 
-A mask follows Megatron's FusedScaleMaskSoftmax: True hides a position. Unlike there, a row that sees nothing gives
-zeros and a zero gradient, and no length, alignment or dtype is refused.
+Masks follow Megatron's FusedScaleMaskSoftmax: True masks out a position. Unlike there, a fully masked row gives zeros
+and a zero gradient, and every length, alignment and dtype is supported.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .interpreter_rounding import rounded
 from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
 
 ONE_PASS_COLUMNS = 32768  # a row in fp32 is half the registers of a multiprocessor; reading it twice is slower
-TILE = 2048  # elements of a program that holds several short rows
-VECTOR = 8  # neighbouring columns that a thread has together: a load of 16 bytes
-STEP = 8192  # columns of a step over a long row
+TILE = 2048  # elements per program for several short rows
+VECTOR = 8  # adjacent columns per thread: 16-byte loads
+STEP = 8192  # columns per step over a long row
 LONG_WARPS = 16
 
 
@@ -31,7 +31,7 @@ LONG_WARPS = 16
 def reference_scaled_masked_softmax(
     x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> Tensor:
-    """The operation in plain torch, any device and dtype, with the arguments of `scaled_masked_softmax`."""
+    """Reference in plain PyTorch, any device and dtype; arguments as in `scaled_masked_softmax`."""
     scores = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     if x.numel() == 0:
         return scores.to(x.dtype)
@@ -42,16 +42,16 @@ def reference_scaled_masked_softmax(
         later = torch.ones(queries, keys, dtype=torch.bool, device=x.device).triu(keys - queries + 1)
         scores = scores.masked_fill(later, float("-inf"))
     empty = scores.amax(dim=-1, keepdim=True) == float("-inf")
-    # an empty row is made finite before the softmax, so that neither it nor its gradient is NaN
+    # fully masked rows are made finite before the softmax, so that neither they nor their gradients are NaN
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0).to(x.dtype)
 
 
 def reference_backward(output_gradient: Tensor, probabilities: Tensor, scale: float) -> Tensor:
-    """The gradient of `x`; where the probability is 0 it is 0, whatever arrives there."""
+    """Return the gradient of `x`; it is 0 where the probability is 0, whatever the output gradient holds there."""
     accumulate = torch.promote_types(probabilities.dtype, torch.float32)
     wide = probabilities.to(accumulate)
-    arriving = output_gradient.to(accumulate).masked_fill(probabilities == 0, 0.0)
-    weighted = wide * arriving
+    visible_gradient = output_gradient.to(accumulate).masked_fill(probabilities == 0, 0.0)
+    weighted = wide * visible_gradient
     return ((weighted - wide * weighted.sum(dim=-1, keepdim=True)) * scale).to(probabilities.dtype)
 
 
@@ -59,27 +59,27 @@ def reference_backward(output_gradient: Tensor, probabilities: Tensor, scale: fl
 
 
 @jit
-def _last_seen(row, queries, columns):
-    """The last column a row sees under a causal mask, in 32 bits: comparing every column in 64 would cost the most."""
+def _last_visible(row, queries, columns):
+    """Return the last column visible to a row under a causal mask, in int32: 64-bit comparisons would dominate."""
     return (row % queries).to(tl.int32) + (columns - queries)
 
 
 @jit
-def _readable(row, column, total_rows, queries, columns, CAUSAL: tl.constexpr):
-    """What of `column` (columns of a tile) each of `row` (rows of a tile) may read, as a 2-D tile.
+def _load_mask(row, column, total_rows, queries, columns, CAUSAL: tl.constexpr):
+    """Return the load mask of a tile with rows `row` and columns `column`, as a 2-D tile.
 
-    A causal mask cuts between vectors of 16 columns, not within one: a load whose mask changes from column to column
-    would be one of a single element.
+    The causal bound is rounded up to vectors of 16 columns: a mask that changes within a vector would prevent
+    vectorized loads.
     """
     inside = (row < total_rows)[:, None] & (column < columns)[None, :]
     if CAUSAL:
-        inside = inside & ((column // 16 * 16)[None, :] <= _last_seen(row, queries, columns)[:, None])
+        inside = inside & ((column // 16 * 16)[None, :] <= _last_visible(row, queries, columns)[:, None])
     return inside
 
 
 @jit
 def _mask_row(row, queries, heads, mask_batch_stride, mask_head_stride, mask_query_stride):
-    """Where the mask of a row begins."""
+    """Return the offset of a row's mask."""
     outer = row // queries
     place = (outer // heads) * mask_batch_stride + (outer % heads) * mask_head_stride
     return place + (row % queries) * mask_query_stride
@@ -105,25 +105,25 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One program: ROWS whole rows of x (batch, heads, queries, columns), contiguous, in registers."""
+    """Process ROWS whole rows per program, in registers; x and probabilities: (batch, heads, queries, columns)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    readable = _readable(row, column, total_rows, queries, columns, CAUSAL)
+    load_mask = _load_mask(row, column, total_rows, queries, columns, CAUSAL)
     place = row[:, None] * columns + column[None, :]
-    x = tl.load(x_pointer + place, mask=readable, other=0.0).to(ACCUMULATE)
-    visible = readable
+    x = tl.load(x_pointer + place, mask=load_mask, other=0.0).to(ACCUMULATE)
+    visible = load_mask
     if CAUSAL:
-        visible = visible & (column[None, :] <= _last_seen(row, queries, columns)[:, None])
+        visible = visible & (column[None, :] <= _last_visible(row, queries, columns)[:, None])
     if MASKED:
         start = _mask_row(row, queries, heads, mask_batch_stride, mask_head_stride, mask_query_stride)
         mask_place = start[:, None] + (column.to(tl.int64) * mask_key_stride)[None, :]
-        visible = visible & (tl.load(mask_pointer + mask_place, mask=readable, other=1) == 0)
+        visible = visible & (tl.load(mask_pointer + mask_place, mask=load_mask, other=1) == 0)
     score = tl.where(visible, x * scale, float("-inf"))
     highest = tl.max(score, 1)
     highest = tl.where(highest == float("-inf"), 0.0, highest)  # exp(-inf - -inf) would be NaN
-    grown = tl.exp(score - highest[:, None])
-    total = tl.sum(grown, 1)
-    probability = grown / tl.where(total == 0.0, 1.0, total)[:, None]
+    exponential = tl.exp(score - highest[:, None])
+    total = tl.sum(exponential, 1)
+    probability = exponential / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         probabilities_pointer + place,
         rounded(probability, probabilities_pointer.dtype.element_ty),
@@ -145,19 +145,20 @@ def _long_scores(
     VECTOR: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Scores of a step of a long row, -inf where hidden; `column` is (BLOCK // VECTOR, VECTOR), `bound` the last seen.
+    """Return the scores of one step over a long row, -inf where masked.
 
-    As in `_readable` a causal mask cuts loads between vectors.
+    `column` is (BLOCK // VECTOR, VECTOR), `bound` the last visible column. As in `_load_mask` the causal bound of loads
+    is rounded up to vectors.
     """
-    readable = column < columns
+    load_mask = column < columns
     if CAUSAL:
-        readable = readable & (column // VECTOR * VECTOR <= bound)
-    x = tl.load(x_row + column, mask=readable, other=0.0).to(ACCUMULATE)
-    visible = readable
+        load_mask = load_mask & (column // VECTOR * VECTOR <= bound)
+    x = tl.load(x_row + column, mask=load_mask, other=0.0).to(ACCUMULATE)
+    visible = load_mask
     if CAUSAL:
         visible = visible & (column <= bound)
     if MASKED:
-        hidden = tl.load(mask_row + column.to(tl.int64) * mask_key_stride, mask=readable, other=1)
+        hidden = tl.load(mask_row + column.to(tl.int64) * mask_key_stride, mask=load_mask, other=1)
         visible = visible & (hidden == 0)
     return tl.where(visible, x * scale, float("-inf"))
 
@@ -182,10 +183,10 @@ def _long_forward_kernel(
     VECTOR: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One program: one row of x (batch, heads, queries, columns), BLOCK columns a step, read twice.
+    """Process one row of x (batch, heads, queries, columns) per program, BLOCK columns per step, reading it twice.
 
-    A thread keeps the highest score and the sum of each of its vectors: one exponential more for a vector, not for an
-    element, and no exchange between threads before the end.
+    Online softmax with a maximum and a sum per vector of columns: the rescaling costs one exponential per vector
+    instead of per element, and threads exchange nothing before the end.
     """
     row = tl.program_id(0).to(tl.int64)
     x_row, probabilities_row = x_pointer + row * columns, probabilities_pointer + row * columns
@@ -237,17 +238,17 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One program: the gradient of ROWS rows, scale * p * (dp - sum(p * dp)); every pointer is (rows, columns).
+    """Compute scale * p * (dp - sum(p * dp)) of ROWS rows per program; every pointer is (rows, columns).
 
-    Where p is 0 whatever dp holds, NaN included, counts nothing.
+    Where p is 0, dp is ignored, even if it is NaN.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    readable = _readable(row, column, total_rows, queries, columns, CAUSAL)
+    load_mask = _load_mask(row, column, total_rows, queries, columns, CAUSAL)
     place = row[:, None] * columns + column[None, :]
-    probability = tl.load(probabilities_pointer + place, mask=readable, other=0.0).to(ACCUMULATE)
-    arriving = tl.load(output_gradient_pointer + place, mask=readable, other=0.0).to(ACCUMULATE)
-    weighted = probability * tl.where(probability == 0.0, 0.0, arriving)
+    probability = tl.load(probabilities_pointer + place, mask=load_mask, other=0.0).to(ACCUMULATE)
+    output_gradient = tl.load(output_gradient_pointer + place, mask=load_mask, other=0.0).to(ACCUMULATE)
+    weighted = probability * tl.where(probability == 0.0, 0.0, output_gradient)
     gradient = (weighted - probability * tl.expand_dims(tl.sum(weighted, 1), 1)) * scale
     inside = (row < total_rows)[:, None] & (column < columns)[None, :]
     tl.store(gradient_pointer + place, rounded(gradient, gradient_pointer.dtype.element_ty), mask=inside)
@@ -265,26 +266,26 @@ def _long_backward_kernel(
     BLOCK: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """One program: the gradient of one row, BLOCK columns a step, read twice."""
+    """Compute the gradient of one row per program, BLOCK columns per step, reading it twice."""
     row = tl.program_id(0).to(tl.int64) * columns
     end = columns
-    if CAUSAL:  # to the end of a vector: see `_readable`
+    if CAUSAL:  # rounded up to vectors: see `_load_mask`
         bound = tl.maximum(tl.program_id(0) % queries + columns - queries + 1, 0)
         end = tl.minimum(columns, tl.cdiv(bound, 16) * 16)
     total = tl.zeros((BLOCK,), ACCUMULATE)
     for start in range(0, end, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        readable = (column // 16 * 16 < end) & (column < columns)
-        probability = tl.load(probabilities_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
-        arriving = tl.load(output_gradient_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
-        total += probability * tl.where(probability == 0.0, 0.0, arriving)
+        load_mask = (column // 16 * 16 < end) & (column < columns)
+        probability = tl.load(probabilities_pointer + row + column, mask=load_mask, other=0.0).to(ACCUMULATE)
+        output_gradient = tl.load(output_gradient_pointer + row + column, mask=load_mask, other=0.0).to(ACCUMULATE)
+        total += probability * tl.where(probability == 0.0, 0.0, output_gradient)
     row_total = tl.sum(total, 0)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        readable = (column // 16 * 16 < end) & (column < columns)
-        probability = tl.load(probabilities_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
-        arriving = tl.load(output_gradient_pointer + row + column, mask=readable, other=0.0).to(ACCUMULATE)
-        weighted = probability * tl.where(probability == 0.0, 0.0, arriving)
+        load_mask = (column // 16 * 16 < end) & (column < columns)
+        probability = tl.load(probabilities_pointer + row + column, mask=load_mask, other=0.0).to(ACCUMULATE)
+        output_gradient = tl.load(output_gradient_pointer + row + column, mask=load_mask, other=0.0).to(ACCUMULATE)
+        weighted = probability * tl.where(probability == 0.0, 0.0, output_gradient)
         gradient = (weighted - probability * row_total) * scale
         tl.store(
             gradient_pointer + row + column, rounded(gradient, gradient_pointer.dtype.element_ty), mask=column < columns
@@ -296,14 +297,14 @@ def _accumulate(tensor: Tensor) -> Any:
 
 
 def _tile(columns: int) -> dict[str, int]:
-    """Whole rows of a program and its warps: some 2048 elements of short rows, 32 elements a thread of long ones."""
+    """Return rows and warps per program: about 2048 elements of short rows, 32 elements per thread of long ones."""
     block = max(16, next_power_of_2(columns))
     rows = max(1, TILE // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(4, rows * block // 1024))}
 
 
-def _as_four(x: Tensor) -> tuple[int, int, int, int]:
-    """The shape as (batch, heads, queries, columns), with ones in front or the first dimensions as one."""
+def _shape_4d(x: Tensor) -> tuple[int, int, int, int]:
+    """Return the shape as (batch, heads, queries, columns), padded with ones or with leading dimensions merged."""
     shape = (1,) * (4 - x.ndim) + tuple(x.shape)
     outer = 1
     for size in shape[:-3]:
@@ -312,38 +313,38 @@ def _as_four(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def triton_forward(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """Launch the forward kernel that fits the length of the rows; `x` is contiguous and not empty."""
-    batch, heads, queries, columns = _as_four(x)
+    """Launch the forward kernel for this row length; `x` must be contiguous and not empty."""
+    batch, heads, queries, columns = _shape_4d(x)
     probabilities = torch.empty_like(x)
-    held, strides = x, (0, 0, 0, 0)
+    mask_bytes, strides = x, (0, 0, 0, 0)  # without a mask its pointer is not read
     if mask is not None:
-        held = mask.view(torch.uint8).expand(x.shape)  # strides of 0, no copy
-        held = held.flatten(0, x.ndim - 4) if x.ndim > 4 else held
-        strides = (0,) * (4 - held.ndim) + held.stride()
+        mask_bytes = mask.view(torch.uint8).expand(x.shape)  # strides of 0, no copy
+        mask_bytes = mask_bytes.flatten(0, x.ndim - 4) if x.ndim > 4 else mask_bytes
+        strides = (0,) * (4 - mask_bytes.ndim) + mask_bytes.stride()
     rows = batch * heads * queries
-    arguments = (x, held, probabilities, scale, rows, queries, columns, heads, *strides)
-    kinds = {"CAUSAL": causal, "MASKED": mask is not None, "ACCUMULATE": _accumulate(x), "enable_fp_fusion": True}
+    arguments = (x, mask_bytes, probabilities, scale, rows, queries, columns, heads, *strides)
+    options = {"CAUSAL": causal, "MASKED": mask is not None, "ACCUMULATE": _accumulate(x), "enable_fp_fusion": True}
     if columns <= ONE_PASS_COLUMNS:
         tile = _tile(columns)
-        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](*arguments, **kinds, **tile)
+        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](*arguments, **options, **tile)
     else:
-        _long_forward_kernel[(rows,)](*arguments, **kinds, BLOCK=STEP, VECTOR=VECTOR, num_warps=LONG_WARPS)
+        _long_forward_kernel[(rows,)](*arguments, **options, BLOCK=STEP, VECTOR=VECTOR, num_warps=LONG_WARPS)
     return probabilities
 
 
 def triton_backward(output_gradient: Tensor, probabilities: Tensor, scale: float, causal: bool) -> Tensor:
-    """Launch the backward kernel that fits the length of the rows; both tensors are contiguous and not empty."""
-    batch, heads, queries, columns = _as_four(probabilities)
+    """Launch the backward kernel for this row length; both tensors must be contiguous and not empty."""
+    batch, heads, queries, columns = _shape_4d(probabilities)
     gradient = torch.empty_like(probabilities)
     rows = batch * heads * queries
     tensors = (output_gradient, probabilities, gradient)
-    kinds = {"CAUSAL": causal, "ACCUMULATE": _accumulate(gradient), "enable_fp_fusion": True}
+    options = {"CAUSAL": causal, "ACCUMULATE": _accumulate(gradient), "enable_fp_fusion": True}
     if columns <= ONE_PASS_COLUMNS:
         tile = _tile(columns)
         grid = (triton.cdiv(rows, tile["ROWS"]),)
-        _backward_kernel[grid](*tensors, scale, rows, queries, columns, **kinds, **tile)
+        _backward_kernel[grid](*tensors, scale, rows, queries, columns, **options, **tile)
     else:
-        _long_backward_kernel[(rows,)](*tensors, scale, queries, columns, **kinds, BLOCK=STEP, num_warps=LONG_WARPS)
+        _long_backward_kernel[(rows,)](*tensors, scale, queries, columns, **options, BLOCK=STEP, num_warps=LONG_WARPS)
     return gradient
 
 
@@ -393,34 +394,34 @@ _scaled_masked_softmax.register_autograd(_backward, setup_context=_save)
 
 
 def scaled_masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """softmax(scale * x) over the positions that are not hidden.
+    """Return softmax(scale * x) over the positions that are not masked out.
 
     Args:
-        x: (..., queries, keys), bf16, fp16, fp32 or fp64; arithmetic is fp32 (fp64 for fp64).
-        mask: bool, broadcastable to `x`; True hides a position, as in Megatron. (Note that SDPA's masks and the
-            `key_padding_mask` of `flash_attention` mean the opposite.) None hides nothing.
+        x: (..., queries, keys), bf16, fp16, fp32 or fp64; computed in fp32 (fp64 for fp64).
+        mask: bool, broadcastable to `x`; True masks out a position, as in Megatron. (The masks of SDPA and the
+            `key_padding_mask` of `flash_attention` have the opposite meaning.) None for no mask.
         scale: factor of `x`, any sign.
-        causal: query i sees keys 0 to i + keys - queries only (bottom-right aligned).
+        causal: query i attends to keys 0 to i + keys - queries only (bottom-right aligned).
 
     Returns:
-        Probabilities like `x`, same dtype, differentiable once in `x`. What is hidden gives 0 and gets gradient 0,
-        whatever `x` and the arriving gradient hold there. A row that sees nothing, or -inf only, is all 0, its
-        gradient too.
+        Probabilities, same shape and dtype as `x`, differentiable once with respect to `x`. Masked positions are 0 and
+        get gradient 0, whatever `x` and the output gradient hold there. Rows that are fully masked or all -inf are 0,
+        and so are their gradients.
 
     Raises:
-        ValueError: `x` is not floating or has fewer than two dimensions with `causal`, `mask` is not bool, does not
-            broadcast to `x` or is on another device.
+        ValueError: `x` is not floating point or has fewer than two dimensions with `causal`; `mask` is not bool, does
+            not broadcast to `x` or is on another device.
     """
     if not x.is_floating_point() or x.ndim < (2 if causal else 1):
         raise ValueError(
-            f"`x` must be floating, (..., queries, keys), but is {x.dtype} {tuple(x.shape)} (causal={causal})."
+            f"`x` must be floating point, (..., queries, keys), but is {x.dtype} {tuple(x.shape)} (causal={causal})."
         )
     if mask is not None:
         if mask.dtype != torch.bool:
-            raise ValueError(f"`mask` must be bool (True hides), but is {mask.dtype}.")
+            raise ValueError(f"`mask` must be bool (True masks out), but is {mask.dtype}.")
         if mask.device != x.device:
             raise ValueError(f"`mask` must be on the device of `x` ({x.device}), but is on {mask.device}.")
         sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
-        if mask.ndim > x.ndim or any(size not in (1, wanted) for size, wanted in sizes):
+        if mask.ndim > x.ndim or any(size not in (1, target) for size, target in sizes):
             raise ValueError(f"`mask` {tuple(mask.shape)} must broadcast to `x` {tuple(x.shape)}.")
     return _scaled_masked_softmax(x, mask, float(scale), causal)

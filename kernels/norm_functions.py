@@ -1,7 +1,7 @@
-"""Layer normalisation and RMS normalisation, computed in fp32 and rounded once.
+"""LayerNorm and RMSNorm, computed in fp32 and rounded once.
 
-Plain torch: torch.compile fuses each into one kernel. `zero_centered` means that the stored weight is the gain minus
-one (NeMo's layernorm1p), so that weight decay pulls the gain to one.
+Plain PyTorch, which torch.compile fuses into one kernel each. With `zero_centered` the stored weight is the gain minus
+one (NeMo's layernorm1p), so that weight decay pulls the gain towards one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 class NormParts(NamedTuple):
-    """What an RMS normalisation multiplies: its result is source * factors * gain.
+    """Factors of an RMSNorm output, which is source * factors * gain.
 
     Attributes:
-        source: (..., n).
-        factors: fp32 (fp64), (..., 1), without gradient: one over the root of each row's mean square.
-        gain: (n,).
+        source: input of the norm, (..., n).
+        factors: inverse root mean square of each row, (..., 1), fp32 (fp64), without gradient.
+        gain: weight of the norm, (n,).
     """
 
     source: Tensor
@@ -28,9 +28,9 @@ class NormParts(NamedTuple):
 
 
 def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, zero_centered: bool = False) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension (arXiv 1607.06450)."""
+    """Return (x - mean) / sqrt(variance + epsilon) * gain + bias over the last dimension (arXiv 1607.06450)."""
     if not zero_centered and weight.dtype == inputs.dtype:
-        return F.layer_norm(inputs, weight.shape, weight, bias, epsilon)  # its own accumulation is fp32
+        return F.layer_norm(inputs, weight.shape, weight, bias, epsilon)  # accumulates in fp32 itself
     accumulate = torch.promote_types(inputs.dtype, torch.float32)
     gain = weight.to(accumulate) + 1.0 if zero_centered else weight.to(accumulate)
     return F.layer_norm(inputs.to(accumulate), weight.shape, gain, bias.to(accumulate), epsilon).to(inputs.dtype)
@@ -39,9 +39,9 @@ def layer_norm(inputs: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float, 
 def rms_norm(
     inputs: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool = False, training: bool = True
 ) -> Tensor:
-    """Inputs / sqrt(mean(inputs^2) + epsilon) * gain over the last dimension (arXiv 1910.07467).
+    """Return inputs / sqrt(mean(inputs^2) + epsilon) * gain over the last dimension (arXiv 1910.07467).
 
-    Outside training, and without gradients, a kernel of PyTorch's may do it, which rounds once too.
+    Outside training and without gradients PyTorch's fused kernel may be used, which also rounds once.
     """
     if not training and _in_one_kernel(inputs, weight, zero_centered):
         return F.rms_norm(inputs, weight.shape, weight, epsilon)
@@ -50,7 +50,7 @@ def rms_norm(
 
 
 def rms_norm_parts(inputs: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool = False) -> NormParts:
-    """What `rms_norm` multiplies; a compiler computes the factors once for both."""
+    """Return the factors of `rms_norm`; torch.compile computes the inverse root mean square once for both."""
     with torch.no_grad():
         wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
         return NormParts(inputs, _factors(wide, epsilon), _gain(weight, wide.dtype, zero_centered))
@@ -65,9 +65,9 @@ def _gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
 
 
 def _in_one_kernel(inputs: Tensor, weight: Tensor, zero_centered: bool) -> bool:
-    """Whether PyTorch has one kernel for this: outside a compiler, which makes one of what is written out.
+    """Return True if F.rms_norm runs as one kernel: in eager mode on CUDA; torch.compile fuses plain PyTorch anyway.
 
-    It spares a text that is generated seven launches a norm.
+    It saves seven launches per norm during generation.
     """
     eager = inputs.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return eager and not zero_centered and weight.dtype == inputs.dtype and not torch.is_autocast_enabled("cuda")

@@ -1,4 +1,4 @@
-"""The buckets of T5's relative positions (arXiv 1910.10683). Pure: no torch, no device."""
+"""Buckets of T5's relative position bias (arXiv 1910.10683), without torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from bisect import bisect_left
 
 
 def relative_buckets(buckets: int, max_distance: int, *, bidirectional: bool) -> list[int]:
-    """The bucket of each distance from -R to R, the distance from which on all in its direction share theirs.
+    """Return the bucket of each relative position from -R to R; all distances from R on share the last bucket.
 
-    Half of the buckets of a direction hold one distance each, the others ever more, up to `max_distance`. The last one
-    begins before that, and with it R: at 91 both ways, at 113 causal, for 32 buckets up to 128.
+    Half of the buckets of a direction hold one distance each, the others logarithmically growing ranges up to
+    `max_distance`. The last bucket starts below that, at R: 91 bidirectional, 113 causal, for 32 buckets up to 128.
 
     Args:
-        buckets: of both directions together.
-        max_distance: what the sizes of the buckets are made for; distances from here on are not told apart in any case.
-        bidirectional: later keys have the upper half of the buckets; otherwise they share bucket 0.
+        buckets: number of buckets of both directions together.
+        max_distance: upper end of the logarithmic ranges; all distances from here on share the last bucket.
+        bidirectional: later keys use the upper half of the buckets; otherwise they share bucket 0.
     """
     per_direction = buckets // 2 if bidirectional else buckets
     exact = per_direction // 2

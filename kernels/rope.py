@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864): the table of angles and its application."""
+"""Rotary position embedding (RoPE, arXiv 2104.09864): cos/sin tables and their application."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def rotary_table(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of p * position_scale * base ** (-2i / dim), each (positions, dim / 2).
+    """Return cos and sin of p * position_scale * base ** (-2i / dim), each (positions, dim / 2).
 
-    Computed in fp64 on the CPU and rounded once, so that every device and every sharding holds the same table.
+    Computed in fp64 on the CPU and rounded once, so that the table is the same on every device and rank.
 
     Args:
-        positions: rows.
+        positions: number of positions p.
         dim: rotated channels of a head, even.
-        base: of the frequencies.
+        base: base of the frequencies.
         position_scale: factor of every position.
-        scaling: other frequencies for long texts; its amplitude is a factor of the whole table.
-        dtype: of the table.
-        device: of the table.
+        scaling: frequency scaling for long contexts; its amplitude multiplies the whole table.
+        dtype: dtype of the tables.
+        device: device of the tables.
     """
     frequencies, amplitude = rotary_frequencies(dim, base), 1.0
     if scaling is not None:
@@ -37,7 +37,7 @@ def rotary_table(
     position = torch.arange(positions, dtype=torch.float64, device="cpu") * position_scale
     angle = torch.outer(position, torch.tensor(frequencies, dtype=torch.float64, device="cpu"))
     cosine, sine = angle.cos() * amplitude, angle.sin() * amplitude
-    # rounded before it travels: not every device knows fp64 (MPS)
+    # cast before the copy: some devices do not support fp64 (MPS)
     return cosine.to(dtype).to(device), sine.to(dtype).to(device)
 
 
@@ -48,11 +48,11 @@ def xpos_table(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cosine and sine of queries, then of keys, each (positions, dim / 2): xPos (arXiv 2212.10554).
+    """Return the xPos tables (arXiv 2212.10554): cos and sin of queries, then of keys, each (positions, dim / 2).
 
-    Rotation as in `rotary_table` with base 10000. Besides, channel pair k of a query at p grows by s_k^(p / 2048) and
-    that of a key shrinks by it, s_k = (2 k / dim + 0.4) / 1.4: a score fades with distance. Only differences of
-    positions matter; p counts from -positions / 2, so that neither factor gets large.
+    Rotation as in `rotary_table` with base 10000. In addition, channel pair k of a query at position p is multiplied by
+    s_k^(p / 2048), and that of a key divided by it, with s_k = (2 k / dim + 0.4) / 1.4, so that scores decay with
+    distance. Only differences of positions matter; p starts at -positions / 2, which keeps both factors small.
     """
     cosine, sine = rotary_table(positions, dim, dtype=torch.float64, device="cpu")
     pair = torch.arange(dim // 2, dtype=torch.float64, device="cpu")
@@ -64,30 +64,30 @@ def xpos_table(
 
 
 def apply_rotary(heads: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn the first channels of every head by the angle of its position; the others pass.
+    """Apply the rotary embedding to the first `dim` channels of every head; the others pass through unchanged.
 
     Args:
-        heads: (batch, tokens, heads, head_dim).
-        cosine: (tokens, dim / 2), or (batch, tokens, dim / 2) for rows of different positions, with dim <= head_dim;
+        heads: queries or keys, (batch, tokens, heads, head_dim).
+        cosine: (tokens, dim / 2), or (batch, tokens, dim / 2) if rows have different positions, with dim <= head_dim;
             fp32 (fp64 for fp64 heads).
         sine: like `cosine`.
-        interleaved: turn the pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
+        interleaved: rotate pairs (2i, 2i + 1) (GPT-J style); otherwise channel i with i + dim / 2 (GPT-NeoX style).
 
     Returns:
-        Like `heads`, computed in the dtype of the table and rounded once.
+        Same shape and dtype as `heads`, computed in the dtype of the tables and rounded once.
     """
     dim = 2 * cosine.shape[-1]
-    passing = heads[..., dim:]
-    turning = heads[..., :dim].to(cosine.dtype)
+    unrotated = heads[..., dim:]
+    channels = heads[..., :dim].to(cosine.dtype)
     cosine, sine = cosine.unsqueeze(-2), sine.unsqueeze(-2)  # (tokens, 1, dim / 2)
     if interleaved:
-        first, second = turning.unflatten(-1, (dim // 2, 2)).unbind(-1)
+        first, second = channels.unflatten(-1, (dim // 2, 2)).unbind(-1)
     else:
-        first, second = turning.chunk(2, dim=-1)
-    turned_first, turned_second = first * cosine - second * sine, second * cosine + first * sine
+        first, second = channels.chunk(2, dim=-1)
+    rotated_first, rotated_second = first * cosine - second * sine, second * cosine + first * sine
     if interleaved:
-        turned = torch.stack((turned_first, turned_second), dim=-1).flatten(-2)
+        rotated = torch.stack((rotated_first, rotated_second), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((turned_first, turned_second), dim=-1)
-    turned = turned.to(heads.dtype)
-    return turned if dim == heads.shape[-1] else torch.cat((turned, passing), dim=-1)
+        rotated = torch.cat((rotated_first, rotated_second), dim=-1)
+    rotated = rotated.to(heads.dtype)
+    return rotated if dim == heads.shape[-1] else torch.cat((rotated, unrotated), dim=-1)

@@ -1,6 +1,6 @@
-"""Rotary frequencies for texts longer than those a model was trained on: plain numbers, no torch.
+"""RoPE frequency scaling for context lengths beyond those of pretraining, without torch.
 
-Each function takes and gives the angles per position, base^(-2i / dim) for i = 0..dim/2 - 1, highest first.
+Frequencies are angles per position, base^(-2i / dim) for i = 0..dim/2 - 1, highest first.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 
 
 def rotary_frequencies(dim: int, base: float) -> list[float]:
-    """base^(-2i / dim) for i = 0..dim/2 - 1 (RoFormer, arXiv 2104.09864)."""
+    """Return base^(-2i / dim) for i = 0..dim/2 - 1 (RoFormer, arXiv 2104.09864)."""
     return [base ** (-channel / dim) for channel in range(0, dim, 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's: waves longer than `original_length` / `low` are stretched, short ones kept, blended in between.
+    """Llama 3.1's scaling: divide low frequencies by `factor`, keep high ones, interpolate in between.
 
     Attributes:
-        factor: by which long waves are stretched.
-        original_length: tokens the model was trained on before.
-        low: waves that turn less often than this in `original_length` are stretched by the whole factor.
-        high: waves that turn more often than this are kept.
+        factor: divisor of the low frequencies.
+        original_length: context length of pretraining (`original_max_position_embeddings` in Hugging Face).
+        low: frequencies with fewer rotations than this in `original_length` are divided by `factor`
+            (`low_freq_factor`).
+        high: frequencies with more rotations than this are kept (`high_freq_factor`).
     """
 
     factor: float
@@ -33,28 +34,28 @@ class Llama3Scaling:
 
     @property
     def amplitude(self) -> float:
-        """Factor of the rotated queries and keys."""
+        """Factor of the rotated queries and keys (`attention_factor` in Hugging Face)."""
         return 1.0
 
     def apply(self, frequencies: Sequence[float], base: float) -> list[float]:
-        """The frequencies in use instead of `frequencies`."""
-        return [self._blended(frequency) for frequency in frequencies]
+        """Return the scaled frequencies."""
+        return [self._scaled(frequency) for frequency in frequencies]
 
-    def _blended(self, frequency: float) -> float:
-        turns = self.original_length * frequency / (2 * math.pi)
-        kept = min(1.0, max(0.0, (turns - self.low) / (self.high - self.low)))
+    def _scaled(self, frequency: float) -> float:
+        rotations = self.original_length * frequency / (2 * math.pi)
+        kept = min(1.0, max(0.0, (rotations - self.low) / (self.high - self.low)))
         return (1 - kept) * frequency / self.factor + kept * frequency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): waves that turn often are kept, others stretched, a ramp over the channels between.
+    """YaRN (arXiv 2309.00071): keep high frequencies, divide low ones by `factor`, with a linear ramp over channels.
 
     Attributes:
-        factor: by which long waves are stretched.
-        original_length: tokens the model was trained on before.
-        fast: waves that turn more often than this in `original_length` are kept.
-        slow: waves that turn less often than this are stretched by the whole factor.
+        factor: divisor of the low frequencies.
+        original_length: context length of pretraining (`original_max_position_embeddings` in Hugging Face).
+        fast: frequencies with more rotations than this in `original_length` are kept (`beta_fast`).
+        slow: frequencies with fewer rotations than this are divided by `factor` (`beta_slow`).
     """
 
     factor: float
@@ -64,24 +65,24 @@ class YarnScaling:
 
     @property
     def amplitude(self) -> float:
-        """Factor of the rotated queries and keys, 0.1 ln(factor) + 1: the paper's temperature of the softmax."""
+        """Factor of the rotated queries and keys, 0.1 ln(factor) + 1, the paper's softmax temperature."""
         return 0.1 * math.log(self.factor) + 1.0
 
     def apply(self, frequencies: Sequence[float], base: float) -> list[float]:
-        """The frequencies in use instead of `frequencies`, which are those of `base`."""
+        """Return the scaled frequencies, given the unscaled ones of `base`."""
         dim = 2 * len(frequencies)
         first = max(math.floor(self._channel(self.fast, dim, base)), 0)
         last = min(math.ceil(self._channel(self.slow, dim, base)), dim - 1)
-        width = last - first or 0.001  # a step where both are the same channel
-        stretched = [min(1.0, max(0.0, (channel - first) / width)) for channel in range(dim // 2)]
+        width = last - first or 0.001  # avoids division by zero: the ramp becomes a step
+        ramp = [min(1.0, max(0.0, (channel - first) / width)) for channel in range(dim // 2)]
         return [
             frequency / self.factor * share + frequency * (1 - share)
-            for frequency, share in zip(frequencies, stretched, strict=True)
+            for frequency, share in zip(frequencies, ramp, strict=True)
         ]
 
-    def _channel(self, turns: float, dim: int, base: float) -> float:
-        """The channel whose wave turns so many times in `original_length`, as a fraction."""
-        return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def _channel(self, rotations: float, dim: int, base: float) -> float:
+        """Return the (fractional) channel with this number of rotations in `original_length`."""
+        return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
 
 RotaryScaling = Llama3Scaling | YarnScaling

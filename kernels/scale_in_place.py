@@ -1,7 +1,7 @@
-"""A tensor times a scalar of the device, in place, and without a pass over it where the scalar is 1.
+"""In-place multiplication by a device scalar, without memory traffic if the scalar is 1.
 
-The gradient that comes to a loss from above is 1 in training, but only the device knows that, and the host does not
-wait for it: a plain product would read and write everything to change nothing.
+The output gradient of a loss is usually 1 in training, but only the device knows its value: a plain multiplication
+would read and write everything to change nothing, and checking on the host would synchronize.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from .launch import jit, tl, triton_runs_on
 
 BLOCK = 2048
-MOST_PROGRAMS = 1024  # about as many as a large GPU runs at once: where there is nothing to do, they end in one round
+MOST_PROGRAMS = 1024  # about one wave on a large GPU: with a factor of 1 all programs return at once
 
 # ---------------------------------------------------------------- reference
 
 
 def reference_scaled(tensor: Tensor, factor: Tensor) -> Tensor:
-    """The product in plain torch, a new tensor: in the dtype of `tensor`, 16 bits multiplied in fp32."""
+    """Reference in plain PyTorch, out of place: in the dtype of `tensor`, 16-bit inputs multiplied in fp32."""
     return (tensor * factor).to(tensor.dtype)
 
 
@@ -27,9 +27,9 @@ def reference_scaled(tensor: Tensor, factor: Tensor) -> Tensor:
 
 @jit
 def scale_kernel(tensor_pointer, factor_pointer, size, rounds, stride, BLOCK: tl.constexpr):
-    """One program multiplies BLOCK of `size` numbers in each of its rounds, `stride` apart.
+    """Multiply BLOCK elements per round and program, in a grid-stride loop.
 
-    tensor_pointer: flat array of `size` numbers; factor_pointer: one number.
+    tensor_pointer: flat array of `size` elements; factor_pointer: one element; stride: elements of all programs.
     """
     factor = tl.load(factor_pointer).to(tl.float32)
     if factor != 1.0:
@@ -42,10 +42,10 @@ def scale_kernel(tensor_pointer, factor_pointer, size, rounds, stride, BLOCK: tl
 
 
 def triton_scale_(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply a dense tensor by a scalar on its device, in place; autograd is not told.
+    """Multiply a dense tensor by a scalar on its device, in place, without bumping autograd's version counter.
 
     Args:
-        tensor: any shape, without gaps in memory; fp32, bf16 or fp16.
+        tensor: any shape, dense in memory; fp32, bf16 or fp16.
         factor: one element, of any floating dtype.
     """
     size = tensor.numel()
@@ -57,14 +57,13 @@ def triton_scale_(tensor: Tensor, factor: Tensor) -> None:
     scale_kernel[(programs,)](tensor, factor, size, rounds, programs * BLOCK, BLOCK=BLOCK, num_warps=8)
 
 
-# ---------------------------------------------------------------- what may be scaled so
+# ---------------------------------------------------------------- applicability
 
 
 def scales_in_place(tensor: Tensor) -> bool:
-    """Whether `triton_scale_` serves a tensor that a backward pass saved and gives away.
+    """Return True if a backward pass may scale a saved tensor with `triton_scale_`.
 
-    Not where operations are traced: a tensor may have no memory then, and a kernel that is launched leaves no trace.
-    Nor where the product is to be differentiated again.
+    Not while tracing, where tensors may be fake and kernel launches are not recorded, nor under double backward.
     """
     traced = type(tensor) is not Tensor or torch.compiler.is_compiling()
     return triton_runs_on(tensor) and not traced and not torch.is_grad_enabled()

@@ -1,1 +1,1 @@
-"""Transformer modules built from plain values; `build.py` is the only reader of the configuration."""
+"""Transformer models. Modules take plain values; `build.py` reads the configuration."""

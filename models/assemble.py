@@ -1,4 +1,4 @@
-"""The modules of a model, made from its slice. On the meta device nothing is allocated."""
+"""Build the modules of a model from its slice, on the meta device."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 def assemble(
     model: FamilySlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
 ) -> LanguageModel:
-    """All modules of a model on the meta device: nothing is allocated yet.
+    """Build a model on the meta device, without allocating memory.
 
     Args:
-        model: what it is.
-        form: the samples of training and evaluation.
-        decisions: for each attention and kind of call (`PlannedAttention.label`), what the dispatcher chose.
-        backends: by the name of each attention (`PlannedAttention.name`) the function for each kind of call.
+        model: slice of the model.
+        form: shape of the samples of training and evaluation.
+        decisions: attention backends by label (`PlannedAttention.label`).
+        backends: attention function for each kind of call, by name of the attention (`PlannedAttention.name`).
     """
     with torch.device("meta"):
         match model:
@@ -142,13 +142,13 @@ def _build_stack(
     cross_attention: AttentionSlice | None = None,
     cross_backends: Backends | None = None,
 ) -> Stack:
-    """A stack of layers, equal but for their experts.
+    """Build a stack of layers, which differ only in having an MLP or experts.
 
     Args:
-        stack: what it is.
-        backends: the function of its self-attention for each kind of call.
-        cross_attention: the cross-attention of each layer, None without.
-        cross_backends: the function of that for each kind of call.
+        stack: slice of the stack.
+        backends: self-attention function for each kind of call.
+        cross_attention: slice of the cross-attention, None without.
+        cross_backends: cross-attention function for each kind of call.
     """
     layers = (_build_layer(stack, n, backends, cross_attention, cross_backends) for n in range(stack.num_layers))
     return Stack(
@@ -196,12 +196,12 @@ def _build_score_positions(stack: StackSlice) -> ScorePositions | None:
 
 
 def _build_position_table(rows: int | None, hidden_size: int, *, by_document: bool) -> TokenPositions | None:
-    """A learned table of positions that is added to the embeddings; None for no rows.
+    """Build a learned position embedding, or return None without one.
 
     Args:
-        rows: longest sequence.
+        rows: maximal sequence length, or None.
         hidden_size: width of the residual stream.
-        by_document: it may be read by the position within a document.
+        by_document: index by the position within a document instead of within a sample.
     """
     if rows is None:
         return None
@@ -215,7 +215,7 @@ def _build_layer(
     cross_attention: AttentionSlice | None,
     cross_backends: Backends | None,
 ) -> Layer:
-    """Layer `number` of a stack, from 0."""
+    """Build layer `number` of a stack, counted from 0."""
     normformer = stack.block == "normformer"
     cross = cross_attention is not None
     return Layer(
@@ -233,7 +233,7 @@ def _build_layer(
 
 
 def _build_mlp(stack: StackSlice, ffn_hidden_size: int | None = None) -> MLP:
-    """The MLP of a layer, or one of another width."""
+    """Build the MLP of a layer, or one of another width, such as a shared expert."""
     mlp = stack.mlp
     width = ffn_hidden_size or mlp.ffn_hidden_size
     return MLP(
@@ -282,7 +282,7 @@ def _build_moe(stack: StackSlice, moe: MoESlice) -> MoE:
 
 
 def _build_norm(stack: StackSlice, width: int | None = None) -> LayerNorm | RMSNorm:
-    """A norm of the stack's kind, of the residual stream unless it has another width."""
+    """Build a norm of the stack's kind; its width is that of the residual stream unless given."""
     norm = stack.norm
     return NORMS[norm.kind](width or stack.hidden_size, norm.epsilon, zero_centered=norm.zero_centered)
 

@@ -1,4 +1,4 @@
-"""BERT: embeddings, a stack that sees both ways, and a head that fills in masked tokens (arXiv 1810.04805)."""
+"""BERT: embeddings, a bidirectional stack, and a masked language modeling head (arXiv 1810.04805)."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from .stack import Stack
 
 
 class BERT(nn.Module):
-    """Tokens, some of them masked, to the logits of every token, or to the loss of those with a label.
+    """Encoder-only masked language model that returns logits, or the loss without materializing all logits.
 
     Args:
         token_embedding: (padded_vocab_size, hidden_size).
-        position_embedding: the learned table of positions, or None.
+        position_embedding: learned position embedding, or None.
         token_type_embedding: (token types, hidden_size), or None.
         embedding_norm: norm of the sum of the embeddings, or None.
-        encoder: stack that sees both ways.
+        encoder: bidirectional stack.
         transform: linear layer before the head, followed by GELU and `transform_norm`; or None.
-        transform_norm: its norm.
+        transform_norm: norm after `transform`.
         head: bias-free output projection; None ties it to `token_embedding`.
-        head_bias: a bias on the logits.
-        vocab_size: real tokens; the rows behind them are padding.
-        form: the samples of training and evaluation.
-        max_positions: the longest sequence, None for any.
+        head_bias: add a bias to the logits.
+        vocab_size: vocabulary size without padding.
+        form: shape of the samples of training and evaluation.
+        max_positions: maximal sequence length, None for no limit.
         dropout: dropout of the embeddings, in training.
-        label_smoothing: share of a label that the other tokens get, in training.
-        attention_decisions: for each kind of call, what the dispatcher chose and why.
+        label_smoothing: label smoothing factor, in training.
+        attention_decisions: chosen attention backend and reason for each kind of call.
     """
 
     compiled: bool = False
-    """The layers run through torch.compile in training and evaluation."""
+    """The layers are compiled with torch.compile, for training and evaluation."""
     compile_reason: str = ""
-    """Why, or why not, in words for the log."""
+    """Reason for compiling or not, for the log."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class BERT(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The matrix that turns hidden states into logits, (padded_vocab_size, hidden_size)."""
+        """Weight of the output projection, (padded_vocab_size, hidden_size)."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
     def forward(
@@ -96,18 +96,18 @@ class BERT(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every token.
+        """Return the logits of every token.
 
         Args:
             tokens: (batch, tokens) int64.
-            token_types: int64, like `tokens`; None is 0 everywhere.
-            padding: bool, like `tokens`, True for real tokens; None where all are.
-            documents: the number of each token's document within its row, never falling, int32, like `tokens`. A model
-                built for packed samples, or for positions that restart, takes it in training and evaluation; without it
-                a row is one document.
+            token_types: int64 (batch, tokens); None: 0 everywhere.
+            padding: bool (batch, tokens), True for real tokens; None: all are real.
+            documents: document id of each token, non-decreasing in each row, int32 (batch, tokens). Required in
+                training and evaluation by a model built for packed samples or restarting positions; None: each row is
+                one document.
 
         Returns:
-            (batch, tokens, padded_vocab_size) in the dtype of the model; -inf behind `vocab_size`.
+            (batch, tokens, padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
         """
         hidden = self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents)
         return token_logits(hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size)
@@ -122,12 +122,12 @@ class BERT(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Sum of the cross-entropies of all labels, divided by `denominator`.
+        """Return the sum of the cross-entropies of all labels divided by `denominator`.
 
         Args:
-            tokens: and the others as in `forward`.
-            labels: (batch, tokens) int64, the token that stood at each masked place; -100 counts nothing.
-            denominator: usually the number of labels in the whole global batch, so that micro batches add up.
+            tokens: as in `forward`.
+            labels: (batch, tokens) int64, the original token at each masked position; -100 is ignored.
+            denominator: usually the number of labels in the global batch, so that micro batch losses add up.
             token_types: as in `forward`.
             padding: as in `forward`.
             documents: as in `forward`.
@@ -136,7 +136,7 @@ class BERT(nn.Module):
             A scalar in fp32 (fp64 for an fp64 model).
         """
         routed = None
-        if self._has_experts and not self.training:  # with short windows, and rows to fill up a batch
+        if self._has_experts and not self.training:  # in evaluation, windows and batches may be partial
             routed = in_rows_with_label(tokens, labels, padding)
         return token_loss(
             self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents, routed=routed),
@@ -149,7 +149,7 @@ class BERT(nn.Module):
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
-        """The loss of a batch of named tensors, those of `loss`."""
+        """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
         return self.loss(**batch, denominator=denominator)
 
     def hidden_states(
@@ -161,19 +161,19 @@ class BERT(nn.Module):
         documents: Tensor | None = None,
         routed: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads, (batch, tokens, hidden_size).
+        """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
             tokens: as in `forward`.
-            token_types: likewise.
-            padding: likewise.
-            documents: likewise.
-            routed: bool like `tokens`, True for those that go to experts; None for those of `padding`.
+            token_types: as in `forward`.
+            padding: as in `forward`.
+            documents: as in `forward`.
+            routed: bool (batch, tokens), True for tokens that are routed to experts; None: those of `padding`.
         """
         length = tokens.shape[1]
         kind = self._kind_of_call(length, padding, documents)
         decision = decision_for(self.attention_decisions, kind)
-        if kind == "generation" and length == 1:  # no backend has to take a single token: nobody sees the second
+        if kind == "generation" and length == 1:  # Backends need not support one token: add one of padding.
             real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else padding
             tokens, padding, routed = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False), None
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
@@ -206,23 +206,24 @@ class BERT(nn.Module):
         return F.dropout(hidden, self.dropout) if self.training and self.dropout else hidden
 
     def _kind_of_call(self, length: int, padding: Tensor | None, documents: Tensor | None) -> CallKind:
-        """Training and evaluation come in one form; everything else is as in generation, of any length."""
-        form, numbered = self.form, documents is not None
-        wanted = form.packed or form.restart
-        if numbered and not wanted:
+        """Return the kind of call: training and evaluation have fixed sample shapes, anything else is generation."""
+        form, packed = self.form, documents is not None
+        built_packed = form.packed or form.restart
+        if packed and not built_packed:
             raise ValueError("`documents` must be None: the model was not built for packed samples.")
-        if numbered and padding is not None:
+        if packed and padding is not None:
             raise ValueError("`padding` must be None with `documents`: padding is a document of its own.")
-        if length == form.length and numbered == wanted and (padding is None or form.padded):
+        if length == form.length and packed == built_packed and (padding is None or form.padded):
             return "training" if self.training else "evaluation"
-        if self.training or numbered:
+        if self.training or packed:
             raise ValueError(
-                f"`tokens` ({length} per sample{', packed' * numbered}{', padded' * (padding is not None)}) must be as "
-                f"the model was built to train on: {form.length}{', packed' * wanted}{', padded' * form.padded}."
+                f"`tokens` ({length} per sample{', packed' * packed}{', padded' * (padding is not None)}) must have "
+                f"the shape that the model was built for: {form.length}{', packed' * built_packed}"
+                f"{', padded' * form.padded}."
             )
         if length < 1 or (self.max_positions is not None and length > self.max_positions):
             raise ValueError(
-                f"`tokens` ({length} per sample) must be from 1 to {self.max_positions} tokens long; cut the text, or "
-                "build the model with a larger max_position_embeddings."
+                f"`tokens` ({length} per sample) must be from 1 to {self.max_positions} tokens long; truncate the "
+                "sequence, or build the model with a larger max_position_embeddings."
             )
         return "generation"

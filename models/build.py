@@ -1,4 +1,4 @@
-"""From keys to a model: the only reader of the configuration in this room."""
+"""Build a model from its configuration keys."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {
 
 
 class Sharding(Protocol):
-    """What cuts the parameters of a model over several processes."""
+    """Sharding of the parameters of a model over processes."""
 
     def cut(self, model: LanguageModel) -> None:
-        """Replace the parameters of a model on the meta device by this process's parts of them."""
+        """Shard the parameters of a model on the meta device, in place."""
         ...
 
     def fill(self, parameter: Tensor, whole: Tensor) -> None:
-        """Copy this process's part of a whole parameter (fp32, CPU) into what `cut` made of it."""
+        """Copy the local shard of a full parameter (fp32, CPU) into the sharded parameter."""
         ...
 
 
@@ -72,24 +72,25 @@ def build_model(
     sharding: Sharding | None = None,
     peft: PeftSlice | None = None,
 ) -> LanguageModel:
-    """Build a model of any family with its initial weights.
+    """Build a model of any family and initialize its weights.
 
     Args:
-        keys: what the model is; the rules have found no error in it.
-        vocab_size: tokens of the tokenizer.
-        device: where the parameters shall lie; `meta` builds shapes only, without weights, decisions or compilation.
-        dtype: of the parameters.
-        flags: what the environment says about attention.
-        micro_batch_size: samples in a call.
-        form: the samples of training and evaluation.
-        compute_dtype: the dtype of the arithmetic where it is not that of the parameters.
-        kinds: the kinds of call the run can make; the model raises on any other.
-        sharding: cuts the parameters over processes; None leaves them whole.
-        peft: what is added to the model and trained, the rest being frozen; None trains all of it.
+        keys: validated configuration keys of the model.
+        vocab_size: vocabulary size of the tokenizer.
+        device: device of the parameters; `meta` builds shapes only, without weights, attention backends or compilation.
+        dtype: dtype of the parameters.
+        flags: attention settings from environment variables.
+        micro_batch_size: samples per call.
+        form: shape of the samples of training and evaluation.
+        compute_dtype: compute dtype under autocast; None: `dtype`.
+        kinds: kinds of call the model is built for; it raises on any other.
+        sharding: shards the parameters over processes; None for no sharding.
+        peft: PEFT scheme, whose parameters are added and trained while the others are frozen; None trains all.
 
     Raises:
-        ValueError: `override_vocab_size` is too small, `compile` cannot be had, or `peft` names what is not there.
-        NoBackendError: no attention backend is left for a kind of call.
+        ValueError: `override_vocab_size` is too small, `compile` is not supported, or `peft` selects layers or
+            parameters that do not exist.
+        NoBackendError: no attention backend supports a kind of call.
     """
     device = torch.device(device)
     described = family_slice(keys, vocab_size=vocab_size, form=form)
@@ -117,8 +118,8 @@ def build_model(
     }
     model = _assembled(described, form, plan.decisions, backends, peft).to(dtype)
     make_copies = copies_of(device) if "training" in kinds else None
-    for part, stack, labels in zip(described.stacks, stacks_of(model), training_labels(described), strict=True):
-        for policy in policies_of(part, plan.decisions, *labels, offloads=make_copies is not None):
+    for stack_slice, stack, labels in zip(described.stacks, stacks_of(model), training_labels(described), strict=True):
+        for policy in policies_of(stack_slice, plan.decisions, *labels, offloads=make_copies is not None):
             policy.apply(stack)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
@@ -145,7 +146,7 @@ def _assembled(
     backends: Mapping[str, Backends],
     peft: PeftSlice | None,
 ) -> LanguageModel:
-    """The modules of a model on the meta device, with what fine-tuning adds."""
+    """Build the modules of a model on the meta device, including those of PEFT."""
     model = assemble(described, form, decisions, backends)
     if peft is not None:
         with torch.device("meta"):
@@ -154,7 +155,7 @@ def _assembled(
 
 
 def _init_rules_of(model: nn.Module, described: FamilySlice) -> InitRules:
-    return replace(init_rules(described), added=initial_values(model))
+    return replace(init_rules(described), initializers=initial_values(model))
 
 
 def build_gpt(
@@ -172,17 +173,17 @@ def build_gpt(
     reset_attention_mask: bool = False,
     sharding: Sharding | None = None,
 ) -> GPT:
-    """`build_model` for a GPT.
+    """Build a GPT.
 
     Args:
-        keys: and all others: as in `build_model`.
-        seq_length: tokens in a sample; None is `encoder_seq_length`.
-        reset_position_ids: in training and evaluation the positions of each document of a sample begin at 0.
-        reset_attention_mask: in training and evaluation a token sees no earlier document of its sample.
+        keys: as in `build_model`, like all arguments not listed here.
+        seq_length: sequence length of a sample; None: `encoder_seq_length`.
+        reset_position_ids: restart positions at 0 in each document of a training or evaluation sample.
+        reset_attention_mask: attend only within the documents of a training or evaluation sample.
 
     Raises:
-        ValueError: `override_vocab_size` is too small, or `compile` cannot be had.
-        NoBackendError: no attention backend is left for a kind of call.
+        ValueError: `override_vocab_size` is too small, or `compile` is not supported.
+        NoBackendError: no attention backend supports a kind of call.
     """
     model = build_model(
         keys,
@@ -204,13 +205,13 @@ def build_gpt(
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What `build_model` decides before it builds.
+    """Decisions of `build_model`: attention backends and compilation.
 
     Attributes:
-        attentions: of the model.
-        decisions: for each attention and kind of call (`PlannedAttention.label`), what the dispatcher chose and why.
-        compiled: whether the layers run through torch.compile.
-        compile_reason: why, or why not.
+        attentions: attentions of the model.
+        decisions: chosen attention backend and reason by label (`PlannedAttention.label`).
+        compiled: the layers are compiled.
+        compile_reason: reason for compiling or not.
     """
 
     attentions: tuple[PlannedAttention, ...]
@@ -230,21 +231,21 @@ def plan_model(
     kinds: Collection[CallKind] = ALL_KINDS,
     peft: PeftSlice | None = None,
 ) -> ModelPlan:
-    """What `build_model` decides: the attention of each kind of call, and whether to compile and why.
+    """Choose the attention backend of each kind of call, and decide on compilation, without building the model.
 
     Args:
-        model: what the model is.
-        device: where it shall run.
-        dtype: of the arithmetic.
-        flags: what the environment says about attention.
-        micro_batch_size: samples in a call.
-        form: the samples of training and evaluation.
-        kinds: the kinds of call the run can make.
-        peft: what fine-tuning adds.
+        model: slice of the model.
+        device: device of the model.
+        dtype: compute dtype.
+        flags: attention settings from environment variables.
+        micro_batch_size: samples per call.
+        form: shape of the samples of training and evaluation.
+        kinds: kinds of call the model is built for.
+        peft: PEFT scheme.
 
     Raises:
-        ValueError: compilation cannot be had.
-        NoBackendError: no attention backend is left for a kind of call.
+        ValueError: `dtype` or `compile` is not supported.
+        NoBackendError: no attention backend supports a kind of call.
     """
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"`dtype` ({dtype}) must be one of {', '.join(str(known) for known in DTYPE_NAMES)}.")
@@ -260,14 +261,14 @@ def plan_model(
     decisions: dict[str, Decision] = {}
     problems: list[NoBackendError] = []
     for planned in attentions:
-        asked: dict[CallKind, AttentionCall] = {kind: call for kind, call in planned.calls.items() if kind in kinds}
+        calls: dict[CallKind, AttentionCall] = {kind: call for kind, call in planned.calls.items() if kind in kinds}
         try:
-            made = decide(planned.attention, asked, flags, software)
+            chosen = decide(planned.attention, calls, flags, software)
         except NoBackendError as error:
-            told = f"attention `{planned.name}`: {error}" if planned.name else str(error)
-            problems.append(NoBackendError(told, error.rows))
+            message = f"attention `{planned.name}`: {error}" if planned.name else str(error)
+            problems.append(NoBackendError(message, error.rows))
             continue
-        decisions |= {planned.label(kind): decision for kind, decision in made.items()}
+        decisions |= {planned.label(kind): decision for kind, decision in chosen.items()}
     if problems:
         rows = tuple(row for problem in problems for row in problem.rows)
         raise NoBackendError("\n".join(map(str, problems)), rows)
@@ -277,7 +278,7 @@ def plan_model(
 
 
 def stacks_of(model: LanguageModel) -> tuple[Stack, ...]:
-    """The stacks of a model, in the order data goes through them."""
+    """Return the stacks of a model, in forward order."""
     match model:
         case T5():
             return model.encoder, model.decoder
@@ -288,32 +289,33 @@ def stacks_of(model: LanguageModel) -> tuple[Stack, ...]:
 
 
 def copies_of(device: torch.device) -> Callable[[], Copies] | None:
-    """What makes copies between a device and host memory, all from one pool; None where these are one and the same."""
+    """Return a factory of copy engines that share one pool of pinned memory; None for a device other than a GPU."""
     return partial(CudaCopies, device, HostPool(pinned=True)) if device.type == "cuda" else None
 
 
 def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[[], Copies]) -> None:
-    """Have a model, whose weights are on their device, keep in host memory what its slice says.
+    """Enable the CPU offloading of activations and weights that the slice asks for; weights must be on their device.
 
     Args:
-        model: as `described`.
-        described: its slice.
-        make_copies: makes those of its device; weights and activations have streams of their own.
+        model: built from `described`.
+        described: slice of the model.
+        make_copies: factory of copy engines; weights and activations get separate streams.
 
     Raises:
-        ValueError: weights are cut over processes, of which only rows are on the device.
+        ValueError: weight offloading with sharded weights.
     """
-    for part, stack in zip(described.stacks, stacks_of(model), strict=True):
-        if part.offload is None:
+    for stack_slice, stack in zip(described.stacks, stacks_of(model), strict=True):
+        settings = stack_slice.offload
+        if settings is None:
             continue
-        if part.offload.activations:
-            stack.activation_offload = ActivationOffload(make_copies(), part.offload.layers)
-        if part.offload.weights:
-            stack.weight_offload = WeightOffload(make_copies(), list(stack.layers), part.offload.layers)
+        if settings.activations:
+            stack.activation_offload = ActivationOffload(make_copies(), settings.layers)
+        if settings.weights:
+            stack.weight_offload = WeightOffload(make_copies(), list(stack.layers), settings.layers)
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of a built model, shared ones once."""
+    """Return the number of parameters of a model, counting shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -323,10 +325,10 @@ def parameter_count(model: nn.Module) -> int:
 def compile_policy(
     wish: bool | None, device_type: str, torch_release: tuple[int, int], *, dropout: bool
 ) -> tuple[bool, str]:
-    """Whether to compile the layers, and why.
+    """Decide whether to compile the layers; return the decision and its reason.
 
     Raises:
-        ValueError: compilation is asked for where it silently gives wrong dropout masks.
+        ValueError: compilation is requested where it would silently give wrong dropout masks.
     """
     wrong_masks = dropout and device_type == "cuda" and torch_release >= (2, 13)
     release = ".".join(map(str, torch_release))
@@ -343,16 +345,16 @@ def compile_policy(
         return True, "`compile` is True"
     if device_type == "cuda":
         return True, "on a GPU"
-    return False, f"not worth its time on {device_type}; `compile: True` forces it"
+    return False, f"off by default on {device_type}; `compile: True` forces it"
 
 
 def init_rules(model: FamilySlice) -> InitRules:
-    """How the parameters of a model start; those of T5's decoder by the keys of the decoder."""
+    """Return the initialization of a model; in T5, the decoder's parameters follow the keys of the decoder."""
     match model:
         case T5Slice():
             encoder, decoder = (_stack_rules(model.seed, stack) for stack in model.stacks)
-            parts = dict.fromkeys(("decoder.", "decoder_position", "cross_positions.", "head."), decoder)
-            return replace(encoder, embedding_std=model.embedding_std, parts=parts)
+            prefix_rules = dict.fromkeys(("decoder.", "decoder_position", "cross_positions.", "head."), decoder)
+            return replace(encoder, embedding_std=model.embedding_std, prefix_rules=prefix_rules)
         case _:
             return replace(_stack_rules(model.seed, model.stack), embedding_std=model.embedding_std)
 

@@ -1,4 +1,4 @@
-"""A decoder-only language model: embeddings, one causal stack, a head."""
+"""GPT: decoder-only language model of embeddings, a causal stack and an output head."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from .stack import Stack
 
 
 class GPT(nn.Module):
-    """Tokens to logits, or to the loss without ever holding all logits.
+    """Decoder-only language model that returns logits, or the loss without materializing all logits.
 
     Args:
         token_embedding: (padded_vocab_size, hidden_size).
-        position_embedding: the learned table of positions, or None.
+        position_embedding: learned position embedding, or None.
         decoder: causal stack with its final norm.
         head: bias-free output projection; None ties it to `token_embedding`.
-        vocab_size: real tokens; the rows behind them are padding.
-        seq_length: tokens of a training or evaluation sample.
-        max_positions: the longest sequence, None for any.
+        vocab_size: vocabulary size without padding.
+        seq_length: sequence length of training and evaluation samples.
+        max_positions: maximal sequence length, None for no limit.
         dropout: dropout of the embeddings, in training.
-        label_smoothing: share of a label that the other tokens get, in training.
+        label_smoothing: label smoothing factor, in training.
         embedding_scale: factor of the embeddings.
         logits_softcap: bound of the logits, cap * tanh(logit / cap); 0 for none.
-        reset_position_ids: samples hold several documents, and the positions of each begin at 0.
-        reset_attention_mask: samples hold several documents, and a token sees none of an earlier one.
-        attention_decisions: for each kind of call, what the dispatcher chose and why.
+        reset_position_ids: positions restart at 0 in each document of a sample.
+        reset_attention_mask: attention is within the documents of a sample.
+        attention_decisions: chosen attention backend and reason for each kind of call.
 
     Attributes:
-        prompt: learned vectors in front of every text; None without.
+        prompt: p-tuning prompt encoder; None without.
     """
 
     compiled: bool = False
-    """The layers run through torch.compile in training and evaluation."""
+    """The layers are compiled with torch.compile, for training and evaluation."""
     compile_reason: str = ""
-    """Why, or why not, in words for the log."""
+    """Reason for compiling or not, for the log."""
 
     def __init__(
         self,
@@ -84,24 +84,24 @@ class GPT(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The matrix that turns hidden states into logits, (padded_vocab_size, hidden_size)."""
+        """Weight of the output projection, (padded_vocab_size, hidden_size)."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
     @property
     def needs_documents(self) -> bool:
-        """Whether training and evaluation ask which document each token belongs to."""
+        """True if training and evaluation require document ids."""
         return self.reset_position_ids or self.reset_attention_mask
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Logits of every next token.
+        """Return the logits of every next token.
 
         Args:
             tokens: (batch, tokens) int64.
-            documents: the number of each token's document within its row, never falling, int32 (batch, tokens). A model
-                that `needs_documents` takes it in training and evaluation; without it a row is one document.
+            documents: document id of each token, non-decreasing in each row, int32 (batch, tokens). Required in
+                training and evaluation by a model that `needs_documents`; None: each row is one document.
 
         Returns:
-            (batch, tokens, padded_vocab_size) in the dtype of the model; -inf behind `vocab_size`.
+            (batch, tokens, padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
         """
         hidden = self.hidden_states(tokens, documents)
         return token_logits(hidden, self.output_weight, vocab_size=self.vocab_size, softcap=self.logits_softcap)
@@ -114,15 +114,15 @@ class GPT(nn.Module):
         documents: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Sum of the cross-entropies of all labels, divided by `denominator`.
+        """Return the sum of the cross-entropies of all labels divided by `denominator`.
 
         Args:
             tokens: (batch, tokens) int64.
-            labels: (batch, tokens) int64, the token that follows each; -100 counts nothing.
-            denominator: usually the number of labels in the whole global batch, so that micro batches add up.
+            labels: (batch, tokens) int64, the next token of each; -100 is ignored.
+            denominator: usually the number of labels in the global batch, so that micro batch losses add up.
             documents: as in `forward`.
-            padding: bool (batch, tokens), False behind the end of a row's text, for experts, which leave those out;
-                None where there are no such tokens, or no experts.
+            padding: bool (batch, tokens), False for padding at the end of rows, which is not routed to experts; None
+                without padding or without experts.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
@@ -138,16 +138,16 @@ class GPT(nn.Module):
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
-        """The loss of a batch of named tensors, those of `loss`."""
+        """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
         return self.loss(batch["tokens"], batch["labels"], denominator, batch.get("documents"), batch.get("padding"))
 
     def hidden_states(self, tokens: Tensor, documents: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
-        """The normed output of the last layer, (batch, tokens, hidden_size).
+        """Return the output of the final norm, (batch, tokens, hidden_size).
 
         Args:
             tokens: as in `forward`.
-            documents: likewise.
-            routed: bool like `tokens`, True for those that go to experts; None for all, and in generation.
+            documents: as in `forward`.
+            routed: bool (batch, tokens), True for tokens that are routed to experts; None: all, as in generation.
         """
         length = tokens.shape[1]
         kind = self._kind_of_call(length, documents)
@@ -168,31 +168,34 @@ class GPT(nn.Module):
                 routed = self.prompt.route(routed)
             hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed)
             return hidden if self.prompt is None else hidden[:, len(self.prompt) :]
-        if length == 1:  # no backend has to take a single token: a causal model does not see the one behind it
+        if length == 1:  # Backends need not support one token: pad by another, which a causal model does not attend to.
             tokens = F.pad(tokens, (0, 1))
         with layers_as_written(self.compiled):
             first = 0 if self.prompt is None else len(self.prompt)
             return self.decoder(self._embed(tokens), kind)[:, first : first + length]
 
     def _routed(self, labels: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Which tokens go to experts; None for all. Evaluation comes with short windows and rows to fill up a batch."""
+        """Return the mask of tokens routed to experts, None for all; evaluation windows and batches may be partial."""
         return up_to_last_label(labels) if self._has_experts and not self.training else padding
 
     def _kind_of_call(self, length: int, documents: Tensor | None) -> CallKind:
-        """Training and evaluation come in one length; everything else is as in generation, of any length.
+        """Return the kind of call: training and evaluation have a fixed sequence length, anything else is generation.
 
-        Where documents are kept apart, a text that comes without them is one of generation, as long as it may be.
+        In a model that `needs_documents`, a call without them in eval mode is generation, whatever its length.
         """
         if documents is not None and not self.needs_documents:
             raise ValueError(
                 "`documents` must be None: the model was built without reset_position_ids and reset_attention_mask."
             )
         if self.training and documents is None and self.needs_documents:
-            raise ValueError("`documents` must not be None in training: the model was built to keep them apart.")
+            raise ValueError(
+                "`documents` is required in training: the model was built with reset_position_ids or "
+                "reset_attention_mask."
+            )
         if self.training:
             if length != self.seq_length:
                 raise ValueError(
-                    f"`tokens` ({length} per sample) must be as long as the model was built to train on "
+                    f"`tokens` ({length} per sample) must have the sequence length that the model was built for "
                     f"({self.seq_length}); pad the sample, or set encoder_seq_length={length}."
                 )
             return "training"
@@ -200,13 +203,13 @@ class GPT(nn.Module):
             return "evaluation"
         if documents is not None:
             raise ValueError(
-                f"`documents` must come with samples of {self.seq_length} tokens, as the model was built for, "
-                f"not with {length}."
+                f"`documents` must come with samples of {self.seq_length} tokens, the sequence length that the model "
+                f"was built for, not {length}."
             )
         if length < 1 or (self.max_positions is not None and length > self.max_positions):
             raise ValueError(
                 f"`tokens` ({length} per sample) must be from 1 to {self.max_positions} tokens long; "
-                "cut the text, or build the model with a larger max_position_embeddings."
+                "truncate the sequence, or build the model with a larger max_position_embeddings."
             )
         return "generation"
 

@@ -1,11 +1,11 @@
-"""Texts that a model goes on with, token by token, over a cache of keys and values."""
+"""Incremental decoding of GPT and T5 with a KV cache."""
 
 from __future__ import annotations
 
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .gpt import GPT
 from .kv_cache import CachedMemory, KVCache, slots_of
@@ -17,44 +17,44 @@ from .t5 import T5
 
 
 class Decoder(Protocol):
-    """A batch of texts that grow together. Shapes never change, so that a step can be recorded as a CUDA graph.
+    """Incremental decoder of a batch of sequences. Shapes never change, so a step can be captured as a CUDA graph.
 
     Attributes:
-        rows: texts of the batch.
-        slots: tokens that a text can have; what is beyond them is computed as if it were the last.
+        rows: batch size.
+        slots: maximal sequence length; further tokens overwrite the last one.
     """
 
     rows: int
     slots: int
 
     def begin(self, tokens: Tensor, lengths: Tensor) -> Tensor | None:
-        """Read the beginnings of texts, and forget those before.
+        """Prefill a new batch of prompts.
 
         Args:
-            tokens: int64 (rows, tokens), real ones first.
-            lengths: int64 (rows,), how many are real, at least one.
+            tokens: int64 (rows, tokens), padded on the right.
+            lengths: int64 (rows,), number of real tokens, at least one.
 
         Returns:
-            Logits of the token that follows each, (rows, padded_vocab_size); None where `step` reads the first.
+            Logits of the next token of each row, (rows, padded_vocab_size); None if `step` takes a start token first.
         """
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Go on by one token of each text, int64 (rows,); returns as `begin`."""
+        """Append one token per sequence, int64 (rows,); return the next logits, (rows, padded_vocab_size)."""
         ...
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row r go on as row `rows[r]`; int64 (rows,)."""
+        """Replace row r by row `rows[r]`, int64 (rows,), as beam search does."""
         ...
 
 
 class GPTDecoder:
-    """Texts that a GPT goes on with.
+    """Incremental decoder of a GPT.
 
     Args:
         model: in evaluation mode.
-        rows: texts at once.
-        slots: tokens of the longest text, those that are read included.
+        rows: batch size.
+        slots: maximal sequence length, prompt included.
 
     Raises:
         ValueError: the model has fewer positions than `slots`.
@@ -65,15 +65,16 @@ class GPTDecoder:
         self.rows = rows
         self.slots = slots
         self._model = model
-        self._first = _in_front(model)
-        self._cache = _cache_of(model.decoder, model.token_embedding.weight, rows, slots + self._first)
-        self._terms = _terms_of(model.decoder, slots + self._first)
+        self._virtual_tokens = _num_virtual_tokens(model)
+        slots += self._virtual_tokens
+        self._cache = _build_cache(model.decoder, model.token_embedding.weight, rows, slots)
+        self._terms = _step_terms(model.decoder, slots)
 
     @torch.no_grad()
     def begin(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """As `Decoder.begin`."""
+        """See `Decoder.begin`."""
         model = self._model
-        lengths = lengths + self._first
+        lengths = lengths + self._virtual_tokens
         self._cache.begin(lengths)
         embedded = model.token_embedding(tokens)
         embedded = embedded if model.prompt is None else model.prompt(embedded)
@@ -90,14 +91,15 @@ class GPTDecoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """As `Decoder.step`."""
-        model, places = self._model, self._cache.advance()
-        hidden = _scaled(add_places(model.token_embedding(tokens[:, None]), model.position_embedding, places), model)
-        hidden = model.decoder.go_on(hidden, self._cache.layers, positions=places, terms=self._terms)
+        """See `Decoder.step`."""
+        model, positions = self._model, self._cache.advance()
+        embedded = add_places(model.token_embedding(tokens[:, None]), model.position_embedding, positions)
+        hidden = _scaled(embedded, model)
+        hidden = model.decoder.go_on(hidden, self._cache.layers, positions=positions, terms=self._terms)
         return self._logits(hidden[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
-        """As `Decoder.reorder`."""
+        """See `Decoder.reorder`."""
         self._cache.reorder(rows)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -106,17 +108,17 @@ class GPTDecoder:
 
 
 class T5Decoder:
-    """Texts that a T5 writes about texts that it has read.
+    """Incremental decoder of a T5.
 
     Args:
         model: in evaluation mode.
-        rows: texts that are written at once.
-        slots: tokens of the longest of them.
-        memory_slots: tokens of the longest text that is read.
-        per_memory: so many rows, one after the other, are about one text that was read.
+        rows: batch size of the decoder.
+        slots: maximal length of a decoder sequence.
+        memory_slots: maximal length of an encoder sequence.
+        per_memory: number of consecutive decoder rows per encoder sequence, as of beams.
 
     Raises:
-        ValueError: the model has fewer positions than that.
+        ValueError: `rows` is not a multiple of `per_memory`, or the model has too few positions.
     """
 
     def __init__(self, model: T5, rows: int, slots: int, memory_slots: int, per_memory: int = 1) -> None:
@@ -127,10 +129,10 @@ class T5Decoder:
         self.rows = rows
         self.slots = slots
         self._model = model
-        self._first = _in_front(model)
+        self._virtual_tokens = _num_virtual_tokens(model)
         weight = model.decoder_embedding.weight
-        self._cache = _cache_of(model.decoder, weight, rows, slots)
-        self._terms = _terms_of(model.decoder, slots)
+        self._cache = _build_cache(model.decoder, weight, rows, slots)
+        self._terms = _step_terms(model.decoder, slots)
         self._memory_lengths = torch.zeros(rows // per_memory, dtype=torch.int64, device=weight.device)
         bias = None if model.cross_positions is None else RelativeBias.forward(model.cross_positions, 1, 1)
         self._cross_bias = None if bias is None else bias.distance_bias
@@ -138,66 +140,64 @@ class T5Decoder:
         for layer in model.decoder.layers:
             cross = cast(Layer, layer).cross_attention
             assert cross is not None
-            shape = (rows // per_memory, cross.groups, memory_slots + self._first, cross.head_dim)
+            shape = (rows // per_memory, cross.groups, memory_slots + self._virtual_tokens, cross.head_dim)
             key, value = (weight.new_zeros(shape, dtype=dtype_of_products(weight)) for _ in range(2))
             self._memories.append((key, value))
 
     @torch.no_grad()
     def begin(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Read texts, int64 (rows / per_memory, tokens), of so many `lengths`; the first `step` takes a start token."""
-        model, count = self._model, tokens.shape[1] + self._first
+        """Encode sequences, int64 (rows / per_memory, tokens), with `lengths`; the first `step` takes a start token."""
+        model, count = self._model, tokens.shape[1] + self._virtual_tokens
         self._cache.begin(torch.zeros_like(self._cache.lengths))
-        self._memory_lengths.copy_(lengths + self._first)
+        self._memory_lengths.copy_(lengths + self._virtual_tokens)
         padding = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         hidden = model.encode(tokens, padding).hidden[:, :count]
         for layer, cached in zip(model.decoder.layers, self._memories, strict=True):
             cross = cast(Layer, layer).cross_attention
             assert cross is not None
-            for memory, given in zip(cached, cross.keys_and_values(hidden), strict=True):
-                memory[:, :, :count] = given.transpose(1, 2)
+            for memory, projected in zip(cached, cross.keys_and_values(hidden), strict=True):
+                memory[:, :, :count] = projected.transpose(1, 2)
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """As `Decoder.step`."""
-        model, places = self._model, self._cache.advance()
+        """See `Decoder.step`."""
+        model, positions = self._model, self._cache.advance()
         memories = [
-            CachedMemory(*cached, self._memory_lengths, places[:, 0], self._cross_bias) for cached in self._memories
+            CachedMemory(*cached, self._memory_lengths, positions[:, 0], self._cross_bias) for cached in self._memories
         ]
-        hidden = add_places(model.decoder_embedding(tokens[:, None]), model.decoder_position_embedding, places)
+        hidden = add_places(model.decoder_embedding(tokens[:, None]), model.decoder_position_embedding, positions)
         hidden = model.decoder.go_on(
-            hidden, self._cache.layers, positions=places, terms=self._terms, memories=memories
+            hidden, self._cache.layers, positions=positions, terms=self._terms, memories=memories
         )[:, 0]
         return model.logits_of(hidden if model.output_scale == 1.0 else hidden * model.output_scale)
 
     def reorder(self, rows: Tensor) -> None:
-        """As `Decoder.reorder`; rows go on as rows of the same memory."""
+        """See `Decoder.reorder`; a row must be replaced by one of the same encoder sequence."""
         self._cache.reorder(rows)
 
 
 def longest_read(model: GPT | T5) -> int | None:
-    """Tokens of the longest text that a model reads, None for any: learned vectors in front take positions too."""
+    """Return the maximal input length of a model, None for no limit; virtual tokens take positions too."""
     positions = model.max_positions[0] if isinstance(model, T5) else model.max_positions
-    return None if positions is None else positions - _in_front(model)
+    return None if positions is None else positions - _num_virtual_tokens(model)
 
 
 def cache_bytes(model: GPT | T5, rows: int, slots: int, memory_slots: int = 0, per_memory: int = 1) -> int:
-    """What keys and values of a decoder take; arguments as of `GPTDecoder` and `T5Decoder`."""
-    numbers = 0
-    for layer in map(_layer, model.decoder.layers):
+    """Return the bytes of a decoder's KV cache; arguments as of `GPTDecoder` and `T5Decoder`."""
+    virtual_tokens = _num_virtual_tokens(model)
+    elements = 0
+    for module in model.decoder.layers:
+        layer = cast(Layer, module)
         window = -1 if layer.attention.window is None else layer.attention.window[0]
-        kept = slots_of(slots + (0 if isinstance(model, T5) else _in_front(model)), window)
-        numbers += 2 * rows * kept * layer.attention.groups * layer.attention.head_dim
+        layer_slots = slots_of(slots + (0 if isinstance(model, T5) else virtual_tokens), window)
+        elements += 2 * rows * layer_slots * layer.attention.groups * layer.attention.head_dim
         if (cross := layer.cross_attention) is not None:
-            numbers += 2 * rows // per_memory * (memory_slots + _in_front(model)) * cross.groups * cross.head_dim
-    return numbers * dtype_of_products(model.token_embedding.weight).itemsize
+            elements += 2 * rows // per_memory * (memory_slots + virtual_tokens) * cross.groups * cross.head_dim
+    return elements * dtype_of_products(model.token_embedding.weight).itemsize
 
 
-def _layer(module: nn.Module) -> Layer:
-    return cast(Layer, module)
-
-
-def _in_front(model: GPT | T5) -> int:
-    """How many learned vectors stand in front of every text that is read."""
+def _num_virtual_tokens(model: GPT | T5) -> int:
+    """Return the number of virtual tokens (p-tuning) in front of every input."""
     return 0 if model.prompt is None else len(model.prompt)
 
 
@@ -206,7 +206,7 @@ def _check_slots(name: str, slots: int, longest: int | None) -> None:
         raise ValueError(f"`{name}` ({slots}) must be from 1 to {longest or 'any number'}, the positions of the model.")
 
 
-def _cache_of(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache:
+def _build_cache(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache:
     attention = cast(Layer, stack.layers[0]).attention
     return KVCache(
         len(stack.layers),
@@ -220,8 +220,8 @@ def _cache_of(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache:
     )
 
 
-def _terms_of(stack: Stack, slots: int) -> ScoreTerms | None:
-    """What positions add to the scores of one token over so many slots; the same for every step."""
+def _step_terms(stack: Stack, slots: int) -> ScoreTerms | None:
+    """Return the position-dependent score terms of a decode step over `slots` keys; the same for every step."""
     return None if stack.score_positions is None else stack.score_positions(1, slots)
 
 

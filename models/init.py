@@ -1,4 +1,4 @@
-"""Initial weights, a function of (seed, parameter name) and nothing else: not of device, dtype, order or layout."""
+"""Weight initialization: a function of (seed, parameter name) only, not of device, dtype, order or sharding."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ OUTPUT_PROJECTIONS = (
     *(".mlp.experts.down", ".mlp.shared.down.weight"),
 )
 Added = Callable[[str, torch.Size, torch.Generator], Tensor]
-"""From name, shape and generator to the initial value of a parameter, fp32 on the CPU."""
+"""Initializer of a parameter: from name, shape and generator to its value, fp32 on the CPU."""
 TOKEN_EMBEDDINGS = ("token_embedding.weight", "decoder_token_embedding.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitRules:
-    """How a model starts.
+    """Initialization of a model.
 
     Attributes:
-        seed: of the whole initialisation.
-        std: deviation of matrices and tables.
-        output_std: deviation of the projections that write to the residual stream.
-        norm_weight: the value that means a gain of one, 0 where norms store it minus one.
-        embedding_std: deviation of the token embeddings; None is `std`.
-        parts: rules of their own for the parameters whose names begin so (`encoder.`).
-        added: by name, what gives the parameters that fine-tuning has added their values.
+        seed: seed of all parameters.
+        std: standard deviation of matrices and embedding tables.
+        output_std: standard deviation of the projections that write to the residual stream.
+        norm_weight: initial norm weight; 0 if norms store the weight minus one.
+        embedding_std: standard deviation of the token embeddings; None: `std`.
+        prefix_rules: separate rules by prefix of the parameter name (`encoder.`).
+        initializers: initializers of PEFT parameters by name.
     """
 
     seed: int
@@ -41,28 +41,29 @@ class InitRules:
     output_std: float
     norm_weight: float
     embedding_std: float | None = None
-    parts: Mapping[str, InitRules] = field(default_factory=dict)
-    added: Mapping[str, Added] = field(default_factory=dict)
+    prefix_rules: Mapping[str, InitRules] = field(default_factory=dict)
+    initializers: Mapping[str, Added] = field(default_factory=dict)
 
     def of(self, name: str) -> InitRules:
-        """The rules for a parameter."""
-        return next((rules for prefix, rules in self.parts.items() if name.startswith(prefix)), self)
+        """Return the rules for a parameter."""
+        return next((rules for prefix, rules in self.prefix_rules.items() if name.startswith(prefix)), self)
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator seeded by the SHA-256 of seed and name."""
+    """Return a CPU generator seeded with the SHA-256 of seed and name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
-    """The whole parameter `name` in fp32 on the CPU: biases 0, norm weights a gain of one, matrices normal.
+    """Return the full (unsharded) initial value of a parameter, in fp32 on the CPU.
 
-    Kerple's parameters begin with a = p = 1 and b the slopes of ALiBi.
+    Biases are 0, norm weights `norm_weight`, matrices normal. Kerple's parameters are a = p = 1 and b the slopes of
+    ALiBi.
     """
-    if name in rules.added:
+    if name in rules.initializers:
         generator = generator_for(rules.seed, name)
-        return rules.added[name](name, shape, generator)
+        return rules.initializers[name](name, shape, generator)
     rules = rules.of(name)
     if name.endswith(".head_scale"):
         return torch.ones(shape)
@@ -81,28 +82,28 @@ def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
 
 
 def copy_whole(parameter: Tensor, whole: Tensor) -> None:
-    """Fill a parameter that is not cut over processes."""
+    """Fill an unsharded parameter."""
     parameter.copy_(whole)
 
 
 def initialise_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tensor], None] = copy_whole) -> None:
-    """Fill every parameter of `model` in place, several at a time (drawing normals is the slow part of a start).
+    """Initialize every parameter of `model` in place, in parallel threads: sampling dominates the start-up time.
 
     Args:
-        model: its parameters lie on a real device.
-        rules: what to draw.
-        fill: copies (its part of) a whole parameter, fp32 on the CPU, into the parameter.
+        model: its parameters are on a real device.
+        rules: initialization of the model.
+        fill: copies a full parameter (fp32 on the CPU), or the local shard of it, into the parameter.
 
     Raises:
-        ValueError: a parameter still lies on the meta device.
+        ValueError: a parameter is still on the meta device.
     """
     parameters = dict(model.named_parameters())
     if meta := [name for name, parameter in parameters.items() if parameter.is_meta]:
-        raise ValueError(f"`{meta[0]}` must lie on a real device to be initialised; call `to_empty` first.")
+        raise ValueError(f"`{meta[0]}` must be on a real device to be initialized; call `to_empty` first.")
 
-    def draw(name: str) -> None:
-        with torch.no_grad():  # in the thread it runs in
+    def initialise_parameter(name: str) -> None:
+        with torch.no_grad():  # grad mode is thread-local
             fill(parameters[name], initial_value(name, parameters[name].shape, rules))
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(draw, parameters))
+        list(pool.map(initialise_parameter, parameters))

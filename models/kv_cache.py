@@ -1,8 +1,9 @@
-"""Keys and values that a text which grows token by token does not compute again.
+"""KV cache for incremental decoding.
 
-Texts of a batch differ in length, and their lengths stand on the device: shapes never change, so that a CUDA graph of a
-step stays right. A text starts at the left of its row, and what follows it there is not read before it is overwritten.
-With a window of w tokens before its own a query needs w + 1 keys: the cache is a ring of as many slots.
+The sequences of a batch differ in length; their lengths are tensors on the device, and shapes never change, so that a
+decode step can be captured as a CUDA graph. Each sequence starts at slot 0 of its row (right-padded); slots behind its
+end are overwritten before they are read. With a sliding window of w previous tokens, a query needs w + 1 keys: the
+cache is then a ring buffer of w + 1 slots.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from torch import Tensor
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of the self-attention of one layer.
+    """Cached keys and values of the self-attention of one layer.
 
-    Slot s holds the newest token whose position leaves the remainder s by the number of slots.
+    Slot s holds the newest token whose position modulo the number of slots is s.
 
     Attributes:
-        key: (rows, groups, slots, head_dim), turned by their positions.
-        value: likewise.
-        lengths: int64 (rows,), the tokens of each text with those of the call at hand.
-        positions: int64 (rows,), of the last token of each text.
+        key: (rows, groups, slots, head_dim), after the rotary embedding.
+        value: (rows, groups, slots, head_dim).
+        lengths: int64 (rows,), length of each sequence including the tokens of the current call.
+        positions: int64 (rows,), position of the last token of each sequence.
     """
 
     key: Tensor
@@ -31,36 +32,35 @@ class LayerCache(NamedTuple):
     positions: Tensor
 
     def begin(self, key: Tensor, value: Tensor) -> None:
-        """Take in the beginnings of texts.
+        """Fill the cache with the keys and values of a prefill.
 
         Args:
             key: (rows, tokens, groups, head_dim), of which the first `lengths` of each row are real.
-            value: likewise.
+            value: (rows, tokens, groups, head_dim).
         """
         tokens, slots = key.shape[1], self.key.shape[2]
         newest = None
         if tokens > slots:
             slot = torch.arange(slots, device=key.device)
             last = self.positions[:, None]
-            newest = (last - (last - slot) % slots).clamp(min=0)[:, None, :, None]  # below 0: a slot without a token
-        for cached, given in ((self.key, key), (self.value, value)):
-            given = given.transpose(1, 2).to(cached.dtype)
+            newest = (last - (last - slot) % slots).clamp(min=0)[:, None, :, None]  # below 0: an empty slot
+        for cached, new in ((self.key, key), (self.value, value)):
+            new = new.transpose(1, 2).to(cached.dtype)
             if newest is None:
-                cached[:, :, :tokens] = given
+                cached[:, :, :tokens] = new
             else:
-                cached.copy_(given.gather(2, newest.expand_as(cached)))
+                cached.copy_(new.gather(2, newest.expand_as(cached)))
 
 
 class CachedMemory(NamedTuple):
-    """What the cross-attention of one layer reads of texts that were encoded once.
+    """Cached cross-attention keys and values of one layer, projected once from the encoder output.
 
     Attributes:
-        key: (memories, groups, tokens, head_dim); a multiple of as many rows reads them.
-        value: likewise.
-        memory_lengths: int64 (memories,), tokens of each memory.
-        positions: int64 (rows,), of the queries.
-        distance_bias: (heads, 2 R + 1), what is added to the scores of a key d places after its query, both texts
-            counted from their beginnings; None for nothing.
+        key: (memories, groups, tokens, head_dim); each encoder output is read by rows / memories consecutive rows.
+        value: (memories, groups, tokens, head_dim).
+        memory_lengths: int64 (memories,), number of real tokens of each encoder output.
+        positions: int64 (rows,), positions of the queries.
+        distance_bias: (heads, 2 R + 1), score bias of key position minus query position; None for none.
     """
 
     key: Tensor
@@ -71,22 +71,22 @@ class CachedMemory(NamedTuple):
 
 
 def slots_of(tokens: int, window: int) -> int:
-    """Slots of a row for texts of so many tokens, of which a query sees `window` before its own, -1 for all."""
+    """Return the slots per row for sequences of up to `tokens` tokens and a window of previous tokens (-1: all)."""
     return tokens if window < 0 else min(tokens, window + 1)
 
 
 class KVCache:
-    """The caches of all layers of a stack, for one batch of texts after the other.
+    """KV caches of all layers of a stack, reused from batch to batch.
 
     Args:
-        layers: number of them.
-        rows: texts at once.
+        layers: number of layers.
+        rows: batch size.
         groups: key and value heads.
-        slots: tokens of the longest text.
+        slots: maximal sequence length.
         head_dim: width of a head.
-        window: tokens that a query sees before its own; -1 for all.
-        dtype: of keys and values.
-        device: where they are.
+        window: previous tokens visible to a query; -1 for all.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
     """
 
     def __init__(
@@ -116,17 +116,17 @@ class KVCache:
         ]
 
     def begin(self, lengths: Tensor) -> None:
-        """Forget the texts before; the next ones have so many tokens, int64 (rows,)."""
+        """Start a new batch of sequences with the given lengths, int64 (rows,)."""
         self.lengths.copy_(lengths)
         torch.sub(self.lengths, 1, out=self.positions)
 
     def advance(self) -> Tensor:
-        """Count one more token of each text; its position, int64 (rows, 1). A full one stays at its last."""
+        """Add one token to each sequence; return its position, int64 (rows, 1). A full sequence stays at its last."""
         self.lengths.add_(1).clamp_(max=self.slots)
         return torch.sub(self.lengths, 1, out=self.positions)[:, None]
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row r go on as row `rows[r]`; int64 (rows,)."""
+        """Replace row r by row `rows[r]`, int64 (rows,), as beam search does."""
         self.begin(self.lengths[rows])
         for layer in self.layers:
             layer.key.copy_(layer.key[rows])

@@ -1,4 +1,4 @@
-"""What all families put around their stacks: positions of tokens before them, logits or the loss after them."""
+"""Position embeddings before the stacks, logits and loss after them, for all model families."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ..kernels.cross_entropy import linear_cross_entropy
 from .layers.position_embeddings import PositionTable
 
 TokenPositions = nn.Embedding | PositionTable
-"""A learned table of positions that is added to the embeddings, read by place within a document or within a sample."""
+"""Learned position embedding, indexed by the position within a document (nn.Embedding) or within a sample."""
 
 
 def dtype_of_products(hidden: Tensor) -> torch.dtype:
-    """The dtype in which the layers multiply: that of the stream, or autocast's."""
+    """Return the dtype of matmuls: that of `hidden`, or of autocast."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def add_positions(embedded: Tensor, table: TokenPositions | None, positions: Tensor | None) -> Tensor:
-    """Embeddings with their learned positions.
+    """Add learned position embeddings.
 
     Args:
         embedded: (batch, tokens, hidden_size).
-        table: the learned table, or None.
-        positions: int64 (batch, tokens), for a table that is read by them; None counts each row from 0.
+        table: learned position embedding, or None.
+        positions: position ids, int64 (batch, tokens), ignored by a `PositionTable`; None counts each row from 0.
     """
     tokens = embedded.shape[1]
     if table is None:
@@ -36,12 +36,12 @@ def add_positions(embedded: Tensor, table: TokenPositions | None, positions: Ten
 
 
 def add_places(embedded: Tensor, table: TokenPositions | None, places: Tensor) -> Tensor:
-    """Embeddings of single tokens with their learned positions.
+    """Add learned position embeddings to the tokens of a decode step.
 
     Args:
         embedded: (rows, 1, hidden_size).
-        table: the learned table, or None.
-        places: int64 (rows, 1), of the tokens in their texts.
+        table: learned position embedding, or None.
+        places: positions of the tokens, int64 (rows, 1).
     """
     if table is None:
         return embedded
@@ -51,13 +51,13 @@ def add_places(embedded: Tensor, table: TokenPositions | None, places: Tensor) -
 def token_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, vocab_size: int, softcap: float = 0.0
 ) -> Tensor:
-    """(..., padded_vocab_size) of (..., hidden_size), in the dtype of the model; -inf behind `vocab_size`.
+    """Return logits (..., padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
 
     Args:
         hidden: (..., hidden_size).
         weight: (padded_vocab_size, hidden_size).
         bias: (padded_vocab_size,), or None.
-        vocab_size: real tokens.
+        vocab_size: vocabulary size without padding.
         softcap: bound of the logits, softcap * tanh(logit / softcap); 0 for none.
     """
     logits = F.linear(hidden, weight, bias)
@@ -78,22 +78,22 @@ def token_loss(
     bias: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Sum of the cross-entropies of all labels, divided by `denominator`, without ever holding all logits.
+    """Return the sum of the cross-entropies of all labels divided by `denominator`, without materializing all logits.
 
     Args:
         hidden: (batch, tokens, hidden_size).
         weight: (padded_vocab_size, hidden_size).
-        labels: int64 (batch, tokens); -100 counts nothing.
-        vocab_size: real tokens.
-        label_smoothing: share of a label that the other tokens get.
-        denominator: of the sum; a scalar on the device, or a number.
+        labels: int64 (batch, tokens); -100 is ignored.
+        vocab_size: vocabulary size without padding.
+        label_smoothing: label smoothing factor.
+        denominator: a scalar on the device, or a number.
         bias: (padded_vocab_size,), or None.
         softcap: as in `token_logits`.
 
     Returns:
         A scalar in fp32 (fp64 for an fp64 model).
     """
-    dtype = dtype_of_products(hidden)  # the fused operation is opaque to autocast
+    dtype = dtype_of_products(hidden)  # autocast does not apply to the fused operator: cast here
     if not isinstance(denominator, Tensor):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         denominator = torch.full((), denominator, dtype=exact, device=hidden.device)

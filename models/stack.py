@@ -1,10 +1,10 @@
-"""One transformer layer, and a stack of them with its final norm."""
+"""Transformer layer, and a stack of layers with its final norm."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,34 +30,35 @@ BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 
 
 class Layer(nn.Module):
-    """Self-attention, cross-attention where there is a memory, MLP: each adds to the stream x.
+    """Transformer layer: residual branches of self-attention, optional cross-attention, and MLP or MoE.
 
-    `pre_ln`: x + part(norm(x)) (arXiv 2002.04745). `post_ln`: norm(x + part(x)) (arXiv 1706.03762). `normformer`:
-    pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456). `parallel_ln`: every part reads
-    the x that entered the layer, x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX, arXiv 2204.06745).
+    With the residual stream x and a branch f: `pre_ln`: x + f(norm(x)) (arXiv 2002.04745). `post_ln`: norm(x + f(x))
+    (arXiv 1706.03762). `normformer`: pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456).
+    `parallel_ln`: every branch reads the layer input x, x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX,
+    arXiv 2204.06745).
 
     Args:
-        attention_norm: norm of the self-attention.
+        attention_norm: norm of the self-attention branch.
         attention: self-attention.
-        cross_attention_norm: norm of the cross-attention, None without one.
-        cross_attention: attention over the memory, None in a stack that has none.
-        mlp_norm: norm of the MLP.
-        mlp: feed-forward part, one for all tokens or a mixture of experts.
-        dropout: dropout of what each part adds to the stream, in training.
-        block: where the norms sit.
-        attention_output_norm: norm of what the self-attention adds, for `normformer`.
-        cross_attention_output_norm: likewise of the cross-attention.
+        cross_attention_norm: norm of the cross-attention branch, None without one.
+        cross_attention: attention over the encoder output, None in a stack without it.
+        mlp_norm: norm of the MLP branch.
+        mlp: dense feed-forward, or a mixture of experts.
+        dropout: dropout of each branch output before the residual add, in training.
+        block: placement of the norms.
+        attention_output_norm: norm of the self-attention output, for `normformer`.
+        cross_attention_output_norm: norm of the cross-attention output, for `normformer`.
 
     Attributes:
-        recompute: in training keep only the input, and run the layer again in the backward.
-        recompute_draws: and random numbers are drawn in it, which shall be the same again.
-        recompute_norms: likewise keep the input of a norm that a projection follows instead of what it gives.
-        attention_adapter: goes over what the self-attention adds to the stream; None without (`peft.bottleneck`).
-        mlp_adapter: likewise of the MLP.
+        recompute: in training, save only the layer input and recompute the layer in the backward.
+        preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
+        recompute_norms: in training, save the input of a norm followed by a projection and recompute its output.
+        attention_adapter: bottleneck adapter on the self-attention output (`peft.bottleneck`), or None.
+        mlp_adapter: bottleneck adapter on the MLP output, or None.
     """
 
     recompute: bool = False
-    recompute_draws: bool = False
+    preserve_rng_state: bool = False
     recompute_norms: bool = False
 
     def __init__(
@@ -87,7 +88,7 @@ class Layer(nn.Module):
         self.attention_adapter: nn.Module | None = None
         self.mlp_adapter: nn.Module | None = None
         self.dropout = dropout
-        self.draws = dropout > 0
+        self.uses_rng = dropout > 0
 
     def forward(
         self,
@@ -101,29 +102,29 @@ class Layer(nn.Module):
         cache: LayerCache | None = None,
         routed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer without an effect on its buffers, so that it may run twice.
+        """Run the layer without updating its buffers, so that it can be recomputed.
 
         Args:
             hidden: (batch, tokens, hidden_size).
-            rotary: and the others, as in `SelfAttention.forward`.
-            kind: the kind of call.
-            packed: the documents of the rows.
-            memory: what the cross-attention reads; None in a layer without it.
-            terms: what the positions add to the scores.
-            padding: which tokens attention sees.
-            cache: keys and values of texts that grow token by token.
-            routed: which tokens go to experts; None for those of `padding`.
+            rotary: cos/sin tables for rotary embedding, or None.
+            kind: kind of call: training, evaluation or generation.
+            packed: document boundaries of packed samples.
+            memory: encoder output, read by cross-attention; None in a layer without it.
+            terms: position-dependent terms added to the attention scores.
+            padding: bool (batch, tokens), True for real tokens.
+            cache: KV cache for incremental decoding.
+            routed: bool (batch, tokens), True for tokens that are routed to experts; None: those of `padding`.
 
         Returns:
-            (batch, tokens, hidden_size), and what `count` takes.
+            The new residual stream (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         inputs = hidden, rotary, kind, packed, memory, terms, padding, cache, routed
         if self.recompute and recomputes(self):
-            return run_again(self._run, self.recompute_draws, *inputs)
+            return run_again(self._run, self.preserve_rng_state, *inputs)
         return self._run(*inputs)
 
     def count(self, sums: Tensor | None) -> None:
-        """Add what the layer has counted of its experts, once for each run in training."""
+        """Accumulate router statistics; to be called once per forward, which may itself run twice."""
         if sums is not None and self.training and isinstance(self.mlp, MoE):
             self.mlp.count(sums)
 
@@ -139,104 +140,116 @@ class Layer(nn.Module):
         cache: LayerCache | None,
         routed: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        entered = hidden
-        # a part adds to the stream as it multiplies, where nothing comes between
-        plain = self.block != "post_ln" and not (self.training and self.dropout)
-        read = self._before(self.attention_norm, hidden, entered, self.attention.qkv)
-        adds = plain and self.attention_adapter is None and self.attention_output_norm is None
-        more: Any = {"norm": read.norm, "cache": cache, "onto": read.stream if adds else None}
-        update = self.attention(read.normed, rotary, kind, packed, terms, padding, **more)
+        layer_input = hidden
+        # The residual add is fused into the output projection if no dropout, norm or adapter comes in between.
+        fusable = self.block != "post_ln" and not (self.training and self.dropout)
+        read = self._branch_input(self.attention_norm, hidden, layer_input, self.attention.qkv)
+        fused = fusable and self.attention_adapter is None and self.attention_output_norm is None
+        residual = read.stream if fused else None
+        output = self.attention(read.normed, rotary, kind, packed, terms, padding, read.norm, cache, residual)
         if self.attention_adapter is not None:
-            update = self.attention_adapter(update)
-        hidden = update if adds else self._add(read.stream, update, self.attention_norm, self.attention_output_norm)
+            output = self.attention_adapter(output)
+        output_norm = self.attention_output_norm
+        hidden = output if fused else self._add_residual(read.stream, output, self.attention_norm, output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             assert memory is not None
-            read = self._before(self.cross_attention_norm, hidden, entered, self.cross_attention.query)
-            adds = plain and self.cross_attention_output_norm is None
-            update = self.cross_attention(read.normed, memory, kind, read.norm, read.stream if adds else None)
+            read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
             output_norm = self.cross_attention_output_norm
-            hidden = update if adds else self._add(read.stream, update, self.cross_attention_norm, output_norm)
+            fused = fusable and output_norm is None
+            output = self.cross_attention(read.normed, memory, kind, read.norm, read.stream if fused else None)
+            norm = self.cross_attention_norm
+            hidden = output if fused else self._add_residual(read.stream, output, norm, output_norm)
         sums = None
-        adds = plain and self.mlp_adapter is None
+        fused = fusable and self.mlp_adapter is None
         if isinstance(self.mlp, MoE):
-            read = self._before(self.mlp_norm, hidden, entered, None, read_often=not self.mlp.recompute)
-            more = {"limited": kind != "generation", "again": read.again, "onto": read.stream if adds else None}
-            real = padding if routed is None else routed
-            update, sums = self.mlp.run(read.normed, real, read.norm, **more)
+            read = self._branch_input(
+                self.mlp_norm, hidden, layer_input, None, has_several_readers=not self.mlp.recompute
+            )
+            output, sums = self.mlp.run(
+                read.normed,
+                padding if routed is None else routed,
+                read.norm,
+                use_capacity=kind != "generation",
+                router_input=read.again,
+                residual=read.stream if fused else None,
+            )
         else:
-            read = self._before(self.mlp_norm, hidden, entered, self.mlp.up)
-            update = self.mlp(read.normed, read.norm, read.stream if adds else None)
-        if adds:
-            return update, sums
+            read = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up)
+            output = self.mlp(read.normed, read.norm, read.stream if fused else None)
+        if fused:
+            return output, sums
         if self.mlp_adapter is not None:
-            update = self.mlp_adapter(update)
-        return self._add(read.stream, update, self.mlp_norm), sums
+            output = self.mlp_adapter(output)
+        return self._add_residual(read.stream, output, self.mlp_norm), sums
 
-    def _before(
+    def _branch_input(
         self,
         norm: LayerNorm | RMSNorm,
         hidden: Tensor,
-        entered: Tensor,
-        first: nn.Linear | None,
+        layer_input: Tensor,
+        projection: nn.Linear | None,
         *,
-        read_often: bool = False,
+        has_several_readers: bool = False,
     ) -> Read:
-        """What a part reads, of a stream that goes on.
+        """Return the residual stream and the input of a branch, normed here or by the branch itself.
 
         Args:
-            norm: of the part.
-            hidden: the stream.
-            entered: the stream as it entered the layer.
-            first: the projection that reads the norm; None where there are several.
-            read_often: several operations of the part keep what it reads: it is kept whoever does the norm.
+            norm: norm of the branch.
+            hidden: residual stream.
+            layer_input: residual stream at the start of the layer.
+            projection: the only reader of the norm output; None if there are several.
+            has_several_readers: several operations of the branch save the norm output, so recomputing it saves nothing.
         """
         if self.block == "post_ln":
             return Read(hidden, hidden)
-        reads = entered if self.block == "parallel_ln" else hidden
-        spared = first is not None and spares(first, norm)
-        if (self.recompute_norms or spared) and not read_often and recomputes(self):
-            return Read(hidden, reads, norm=norm)
-        # what a layer is given is kept anyway; a sum of it is not where its summands are, or where one is narrower
-        kept = hidden is entered or (self.block == "pre_ln" and not torch.is_autocast_enabled(hidden.device.type))
-        if isinstance(norm, RMSNorm) and kept:
-            return norm.forked(hidden, read_often)
-        return Read(hidden, norm(reads))
+        source = layer_input if self.block == "parallel_ln" else hidden
+        skips_output = projection is not None and spares(projection, norm)
+        if (self.recompute_norms or skips_output) and not has_several_readers and recomputes(self):
+            return Read(hidden, source, norm=norm)
+        # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
+        # its summands are saved (other block types) or if one of them is narrower (autocast).
+        is_saved = hidden is layer_input or (
+            self.block == "pre_ln" and not torch.is_autocast_enabled(hidden.device.type)
+        )
+        if isinstance(norm, RMSNorm) and is_saved:
+            return norm.forked(hidden, has_several_readers)
+        return Read(hidden, norm(source))
 
-    def _add(
+    def _add_residual(
         self,
         hidden: Tensor,
-        update: Tensor,
+        output: Tensor,
         norm: LayerNorm | RMSNorm,
         output_norm: LayerNorm | RMSNorm | None = None,
     ) -> Tensor:
-        """The stream with what a part adds."""
+        """Add a branch output to the residual stream, with its output norm, dropout and post-norm."""
         if output_norm is not None:
-            update = output_norm(update)
+            output = output_norm(output)
         if self.training and self.dropout:
-            update = F.dropout(update, self.dropout)
-        hidden = hidden + update
+            output = F.dropout(output, self.dropout)
+        hidden = hidden + output
         return norm(hidden) if self.block == "post_ln" else hidden
 
 
 class Stack(nn.Module):
-    """Layers in a row, one set of positions for all of them, and the norm after the last.
+    """Sequence of layers with shared position modules and a final norm.
 
     Args:
         layers: the layers, first to last.
-        final_norm: norm of the last layer's output; None where the layers end with one (`post_ln`).
-        rotary: the shared rotary embedding, if there is one.
-        score_positions: the shared positions that act on scores, if there are any.
+        final_norm: norm of the last layer's output; None if the layers end with one (`post_ln`).
+        rotary: rotary embedding shared by the layers, or None.
+        score_positions: position module that biases attention scores, shared by the layers, or None.
 
     Attributes:
-        recompute_chunk: in training keep only the input of so many layers in a row, and run them again together in the
-            backward; 1 leaves it to the layers.
-        recompute_draws: random numbers are drawn in these, which shall be the same again.
-        activation_offload: keeps what the first layers save for the backward in host memory; None where it stays.
-        weight_offload: likewise the weights of the first layers, while they are not needed.
+        recompute_chunk: in training, save only the input of each chunk of this many layers and recompute the chunk in
+            the backward; 1 leaves recomputation to the layers.
+        preserve_rng_state: restore the RNG state when a chunk is recomputed.
+        activation_offload: keeps the saved tensors of the first layers in host memory, or None.
+        weight_offload: keeps the weights of the first layers in host memory between uses, or None.
     """
 
     recompute_chunk: int = 1
-    recompute_draws: bool = False
+    preserve_rng_state: bool = False
     activation_offload: ActivationOffload | None = None
     weight_offload: WeightOffload | None = None
 
@@ -270,16 +283,16 @@ class Stack(nn.Module):
 
         Args:
             hidden: (batch, tokens, hidden_size).
-            kind: the kind of call, which selects the attention backend.
-            positions: of the tokens, int64 (batch, tokens); None counts each row from 0.
-            packed: the documents of the rows, where they must not see each other.
-            padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are.
-            routed: bool (batch, tokens), True for the tokens that go to experts, which may be fewer than attention must
-                see; None for those of `padding`.
-            memory: what cross-attention reads; None in a stack without it.
+            kind: kind of call, which selects the attention backend.
+            positions: position ids, int64 (batch, tokens); None counts each row from 0.
+            packed: document boundaries of packed samples, for attention within documents.
+            padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real.
+            routed: bool (batch, tokens), True for tokens that are routed to experts, possibly fewer than are attended
+                to; None: those of `padding`.
+            memory: encoder output for cross-attention; None in a stack without it.
 
         Returns:
-            (batch, tokens, hidden_size), normed.
+            (batch, tokens, hidden_size), after the final norm.
         """
         tokens = hidden.shape[1]
         rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
@@ -288,7 +301,7 @@ class Stack(nn.Module):
         if self.activation_offload is not None and recomputes(self):
             shared = (rotary, packed, memory, terms, padding, routed)
             activations = self.activation_offload.forward_pass(len(self.layers), shared)
-        given = kind, rotary, packed, memory, terms, padding, routed
+        inputs = kind, rotary, packed, memory, terms, padding, routed
         chunk = self.recompute_chunk if recomputes(self) else 1
         for first in range(0, len(self.layers), chunk):
             numbers = range(first, min(first + chunk, len(self.layers)))
@@ -297,11 +310,11 @@ class Stack(nn.Module):
                 weights.before(numbers)
             with contextlib.nullcontext() if activations is None else activations.layers(numbers, layers):
                 if chunk == 1:
-                    hidden, sums = _run(layers, hidden, *given)
+                    hidden, sums = _run_layers(layers, hidden, *inputs)
                 else:
-                    hidden, sums = run_again(_run, self.recompute_draws, layers, hidden, *given)
-            for layer, counted in zip(layers, sums, strict=True):
-                layer.count(counted)
+                    hidden, sums = run_again(_run_layers, self.preserve_rng_state, layers, hidden, *inputs)
+            for layer, layer_sums in zip(layers, sums, strict=True):
+                layer.count(layer_sums)
             if weights is not None and recomputes(self):
                 weights.after(numbers, hidden)
             if activations is not None:
@@ -317,47 +330,46 @@ class Stack(nn.Module):
         terms: ScoreTerms | None,
         memories: Sequence[CachedMemory] | None = None,
     ) -> Tensor:
-        """Run all layers over texts that begin, or over one more token of each.
+        """Run all layers with KV caches: prefill, or decode one token per sequence.
 
         Args:
-            hidden: (rows, tokens, hidden_size); one token goes on with a text, more of them begin it.
-            caches: of each layer, whose lengths count these tokens.
-            positions: of the tokens, int64 (rows, tokens), needed of a single one; None counts each row from 0.
-            terms: what the positions add to the scores.
-            memories: what the cross-attention of each layer reads; None in a stack without it.
+            hidden: (rows, tokens, hidden_size); one token is a decode step, more are a prefill.
+            caches: KV cache of each layer, whose lengths include these tokens.
+            positions: position ids, int64 (rows, tokens), required for a decode step; None counts each row from 0.
+            terms: position-dependent terms added to the attention scores.
+            memories: cached cross-attention keys and values of each layer; None in a stack without it.
 
         Returns:
-            (rows, tokens, hidden_size), normed.
+            (rows, tokens, hidden_size), after the final norm.
         """
         rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
-        step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _go_on
+        step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _run_layer_cached
         for number, layer in enumerate(self.layers):
             memory = None if memories is None else memories[number]
             hidden = step(cast(Layer, layer), hidden, rotary, memory, terms, caches[number])
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def compile_steps(self) -> None:
-        """Compile a layer that goes on with texts by one token; equal layers share one compilation."""
+        """Compile the decode step of a layer; equal layers share one compilation."""
         prepare_compiler()
-        self._compiled_step = torch.compile(_go_on, fullgraph=True, dynamic=False)
+        self._compiled_step = torch.compile(_run_layer_cached, fullgraph=True, dynamic=False)
 
     def compile_parts(self, *, hooked: bool = False, whole: bool = True) -> None:
         """Compile each layer and the final norm; equal layers share one compilation.
 
         Args:
-            hooked: the parts will have hooks around their forward (FSDP2's, which gather and give back the weights):
-                leave those outside.
-            whole: each part is one graph; otherwise its attention, which cannot be traced, stays outside.
+            hooked: the modules will get forward hooks (FSDP2's all-gather and reshard), which stay outside the graph.
+            whole: compile each module as a full graph; False allows a graph break at attention that cannot be traced.
         """
         prepare_compiler()
-        for part in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
+        for module in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
             if hooked:
-                part.forward = torch.compile(part.forward, fullgraph=whole, dynamic=False)
+                module.forward = torch.compile(module.forward, fullgraph=whole, dynamic=False)
             else:
-                part.compile(fullgraph=whole, dynamic=False)
+                module.compile(fullgraph=whole, dynamic=False)
 
 
-def _go_on(
+def _run_layer_cached(
     layer: Layer,
     hidden: Tensor,
     rotary: Rotation | None,
@@ -365,11 +377,11 @@ def _go_on(
     terms: ScoreTerms | None,
     cache: LayerCache,
 ) -> Tensor:
-    """A layer over the beginnings of texts, or over one more token of each."""
+    """Run one layer for prefill, or for a decode step."""
     return layer(hidden, rotary, "generation", None, memory, terms, None, cache)[0]
 
 
-def _run(
+def _run_layers(
     layers: Sequence[Layer],
     hidden: Tensor,
     kind: CallKind,
@@ -380,9 +392,9 @@ def _run(
     padding: Tensor | None,
     routed: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Some layers in a row; what each of them has to `count` comes out with the result, which may be made twice."""
-    counted: list[Tensor | None] = []
+    """Run consecutive layers; return the statistics for `Layer.count` too, since this may be recomputed."""
+    collected: list[Tensor | None] = []
     for layer in layers:
         hidden, sums = layer(hidden, rotary, kind, packed, memory, terms, padding, None, routed)
-        counted.append(sums)
-    return hidden, counted
+        collected.append(sums)
+    return hidden, collected

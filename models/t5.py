@@ -1,4 +1,4 @@
-"""An encoder-decoder: embeddings, a stack that sees both ways, a causal stack that also reads its output, a head."""
+"""T5: encoder-decoder of embeddings, a bidirectional encoder, a causal decoder with cross-attention, and a head."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .stack import Stack
 
 
 class Encoded(NamedTuple):
-    """What the encoder makes of a batch of texts.
+    """Encoder output of a batch.
 
     Attributes:
-        hidden: (batch, tokens, hidden_size), normed.
-        padding: bool (batch, tokens), True for real tokens; None where all are.
+        hidden: output of the encoder's final norm, (batch, tokens, hidden_size).
+        padding: bool (batch, tokens), True for real tokens; None: all are real.
     """
 
     hidden: Tensor
@@ -36,35 +36,35 @@ class Encoded(NamedTuple):
 
 
 class T5(nn.Module):
-    """Tokens of two texts to the logits of the second, or to the loss without ever holding all logits.
+    """Encoder-decoder model that returns the decoder's logits, or the loss without materializing all logits.
 
     Args:
-        token_embedding: (padded_vocab_size, hidden_size), of the encoder or of both.
-        decoder_token_embedding: the decoder's own; None shares `token_embedding`.
-        encoder_position_embedding: the encoder's learned table of positions, or None.
-        decoder_position_embedding: the decoder's.
-        encoder: stack that sees both ways, with its final norm.
+        token_embedding: (padded_vocab_size, hidden_size), of the encoder or of both stacks.
+        decoder_token_embedding: separate embedding of the decoder; None shares `token_embedding`.
+        encoder_position_embedding: learned position embedding of the encoder, or None.
+        decoder_position_embedding: learned position embedding of the decoder, or None.
+        encoder: bidirectional stack with its final norm.
         decoder: causal stack with cross-attention and its final norm.
-        cross_positions: what the decoder's cross-attention adds to its scores by distance, or None.
+        cross_positions: relative position bias of the cross-attention, or None.
         head: bias-free output projection; None ties it to the decoder's token embedding.
-        head_bias: a bias on the logits.
+        head_bias: add a bias to the logits.
         output_scale: factor of the decoder's output before the head.
-        vocab_size: real tokens; the rows behind them are padding.
-        form: the samples of training and evaluation.
-        max_positions: the longest sequences of encoder and decoder, None for any.
-        dropouts: of the embeddings of encoder and decoder, in training.
-        label_smoothing: share of a label that the other tokens get, in training.
-        attention_decisions: for each attention and kind of call (`encoder training`, `cross generation`), what the
-            dispatcher chose and why.
+        vocab_size: vocabulary size without padding.
+        form: shape of the samples of training and evaluation.
+        max_positions: maximal sequence lengths of encoder and decoder, None for no limit.
+        dropouts: dropout of the embeddings of encoder and decoder, in training.
+        label_smoothing: label smoothing factor, in training.
+        attention_decisions: attention backend and reason for each attention and kind of call (`encoder training`,
+            `cross generation`).
 
     Attributes:
-        prompt: learned vectors in front of what the encoder reads; None without.
+        prompt: p-tuning prompt encoder of the encoder's input; None without.
     """
 
     compiled: bool = False
-    """The layers run through torch.compile in training and evaluation."""
+    """The layers are compiled with torch.compile, for training and evaluation."""
     compile_reason: str = ""
-    """Why, or why not, in words for the log."""
+    """Reason for compiling or not, for the log."""
 
     def __init__(
         self,
@@ -109,12 +109,12 @@ class T5(nn.Module):
 
     @property
     def decoder_embedding(self) -> nn.Embedding:
-        """The table of the decoder's token embeddings."""
+        """Token embedding of the decoder."""
         return self.token_embedding if self.decoder_token_embedding is None else self.decoder_token_embedding
 
     @property
     def output_weight(self) -> Tensor:
-        """The matrix that turns hidden states into logits, (padded_vocab_size, hidden_size)."""
+        """Weight of the output projection, (padded_vocab_size, hidden_size)."""
         return self.decoder_embedding.weight if self.head is None else self.head.weight
 
     def forward(
@@ -126,19 +126,19 @@ class T5(nn.Module):
         encoder_documents: Tensor | None = None,
         decoder_documents: Tensor | None = None,
     ) -> Tensor:
-        """Logits of every next token of the decoder.
+        """Return the logits of every next token of the decoder.
 
         Args:
             encoder_tokens: (batch, tokens) int64.
-            decoder_tokens: (batch, tokens) int64; the label of each is the next.
-            encoder_padding: bool, like `encoder_tokens`, True for real tokens; None where all are.
-            encoder_documents: the number of each token's document within its row, never falling, int32, like
-                `encoder_tokens`. A model built for packed samples takes it in training and evaluation; without it a
-                row is one document.
-            decoder_documents: likewise of `decoder_tokens`; what has the same number belongs together.
+            decoder_tokens: (batch, tokens) int64; the label of each is the next token.
+            encoder_padding: bool, like `encoder_tokens`, True for real tokens; None: all are real.
+            encoder_documents: document id of each token, non-decreasing in each row, int32, like `encoder_tokens`.
+                Required in training and evaluation by a model built for packed samples; None: each row is one document.
+            decoder_documents: document ids of `decoder_tokens`; a decoder document attends to the encoder document of
+                the same id.
 
         Returns:
-            (batch, tokens, padded_vocab_size) in the dtype of the model; -inf behind `vocab_size`.
+            (batch, tokens, padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
         """
         hidden = self.hidden_states(
             encoder_tokens,
@@ -150,7 +150,7 @@ class T5(nn.Module):
         return self.logits_of(hidden)
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """Logits of what `hidden_states` or `decode` gave, (..., padded_vocab_size); -inf behind `vocab_size`."""
+        """Return the logits of an output of `hidden_states` or `decode`, (..., padded_vocab_size)."""
         return token_logits(hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size)
 
     def loss(
@@ -164,13 +164,13 @@ class T5(nn.Module):
         encoder_documents: Tensor | None = None,
         decoder_documents: Tensor | None = None,
     ) -> Tensor:
-        """Sum of the cross-entropies of all labels, divided by `denominator`.
+        """Return the sum of the cross-entropies of all labels divided by `denominator`.
 
         Args:
-            encoder_tokens: and the others as in `forward`.
-            decoder_tokens: likewise.
-            labels: (batch, tokens) int64, the token that follows each of `decoder_tokens`; -100 counts nothing.
-            denominator: usually the number of labels in the whole global batch, so that micro batches add up.
+            encoder_tokens: as in `forward`.
+            decoder_tokens: as in `forward`.
+            labels: (batch, tokens) int64, the next token of each of `decoder_tokens`; -100 is ignored.
+            denominator: usually the number of labels in the global batch, so that micro batch losses add up.
             encoder_padding: as in `forward`.
             encoder_documents: as in `forward`.
             decoder_documents: as in `forward`.
@@ -187,7 +187,7 @@ class T5(nn.Module):
             encoder_routed=self._encoder_routed(
                 encoder_tokens, labels, encoder_padding, encoder_documents, decoder_documents
             ),
-            # Only padding has no label. Samples of every form may have some, as where `seq_length_dec` is long.
+            # Only padding has no label; any kind of sample may have some, for example with a large `seq_length_dec`.
             decoder_routed=labels >= 0 if self._decoder_has_experts else None,
         )
         return token_loss(
@@ -201,7 +201,7 @@ class T5(nn.Module):
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
-        """The loss of a batch of named tensors, those of `loss`."""
+        """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
         return self.loss(**batch, denominator=denominator)
 
     def hidden_states(
@@ -215,17 +215,17 @@ class T5(nn.Module):
         encoder_routed: Tensor | None = None,
         decoder_routed: Tensor | None = None,
     ) -> Tensor:
-        """What the head reads, (batch, tokens, hidden_size).
+        """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
-            encoder_tokens: and the others as in `forward`.
-            decoder_tokens: likewise.
-            encoder_padding: likewise.
-            encoder_documents: likewise.
-            decoder_documents: likewise.
-            encoder_routed: bool, like `encoder_tokens`, True for those that go to experts; None for those of
-                `encoder_padding`, and in generation.
-            decoder_routed: likewise of `decoder_tokens`; None for all.
+            encoder_tokens: as in `forward`.
+            decoder_tokens: as in `forward`.
+            encoder_padding: as in `forward`.
+            encoder_documents: as in `forward`.
+            decoder_documents: as in `forward`.
+            encoder_routed: bool, like `encoder_tokens`, True for tokens that are routed to experts; None: those of
+                `encoder_padding`, as in generation.
+            decoder_routed: bool, like `decoder_tokens`; None: all tokens are routed.
         """
         kind = self._kind_of_call(
             encoder_tokens.shape[1], decoder_tokens.shape[1], encoder_padding, encoder_documents, decoder_documents
@@ -237,29 +237,29 @@ class T5(nn.Module):
         return self._run_decoder(decoder_tokens, encoded, *documents, kind, decoder_routed)
 
     def encode(self, tokens: Tensor, padding: Tensor | None = None) -> Encoded:
-        """Read texts of any length, as in generation.
+        """Encode sequences of any length, for generation.
 
         Args:
             tokens: (batch, tokens) int64.
-            padding: bool (batch, tokens), True for real tokens; None where all are.
+            padding: bool (batch, tokens), True for real tokens; None: all are real.
         """
         self._check_length("encoder", tokens.shape[1], self.max_positions[0])
-        if tokens.shape[1] == 1:  # no backend has to take a single token: one that nobody sees comes behind it
+        if tokens.shape[1] == 1:  # Backends need not support one token: add one of padding.
             real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else padding
             tokens, padding = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False)
         with layers_as_written(self.compiled):
             return self._run_encoder(tokens, padding, None, "generation")
 
     def decode(self, tokens: Tensor, encoded: Encoded) -> Tensor:
-        """What the head reads of decoder tokens of any length, (batch, tokens, hidden_size), as in generation.
+        """Return the head's input for decoder tokens of any length, (batch, tokens, hidden_size), for generation.
 
         Args:
             tokens: (batch, tokens) int64.
-            encoded: of the same batch.
+            encoded: encoder output of the same batch.
         """
         length = tokens.shape[1]
         self._check_length("decoder", length, self.max_positions[1])
-        if length == 1:  # a causal model does not see the token behind it
+        if length == 1:  # Backends need not support one token: pad by another, which a causal model does not attend to.
             tokens = F.pad(tokens, (0, 1))
         with layers_as_written(self.compiled):
             return self._run_decoder(tokens, encoded, None, None, "generation")[:, :length]
@@ -272,12 +272,12 @@ class T5(nn.Module):
         documents: Tensor | None,
         decoder_documents: Tensor | None,
     ) -> Tensor | None:
-        """Which of the encoder's tokens go to experts; None for those of `padding`."""
+        """Return the mask of encoder tokens that are routed to experts; None: those of `padding`."""
         if not self._encoder_has_experts:
             return None
         if documents is not None and decoder_documents is not None:
             return in_documents_with_label(documents, labels, decoder_documents)
-        if self.training and padding is None:  # evaluation comes with short windows, and rows to fill up a batch
+        if self.training and padding is None:  # in evaluation, windows and batches may be partial
             return None
         return in_rows_with_label(tokens, labels, padding)
 
@@ -298,7 +298,7 @@ class T5(nn.Module):
             positions = positions_in_documents(documents)
             dtype, mask = dtype_of_products(hidden), decision.needs_mask
             packed = PackedSequences.of(documents, dtype=dtype, causal=False, mask=mask)
-        hidden = self._dropped(add_positions(hidden, self.encoder_position_embedding, positions), self.dropouts[0])
+        hidden = self._dropout(add_positions(hidden, self.encoder_position_embedding, positions), self.dropouts[0])
         hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
         return Encoded(hidden, padding)
 
@@ -311,29 +311,31 @@ class T5(nn.Module):
         kind: CallKind,
         routed: Tensor | None = None,
     ) -> Tensor:
-        positions, packed, across = None, None, None
-        own, cross = (decision_for(self.attention_decisions, f"{part} {kind}") for part in ("decoder", "cross"))
+        positions, packed, cross_packed = None, None, None
+        decision = decision_for(self.attention_decisions, f"decoder {kind}")
+        cross_decision = decision_for(self.attention_decisions, f"cross {kind}")
         hidden = self.decoder_embedding(tokens)
         if documents is not None and encoder_documents is not None:
             positions, dtype = positions_in_documents(documents), dtype_of_products(hidden)
-            packed = PackedSequences.of(documents, dtype=dtype, causal=True, mask=own.needs_mask)
-            across = PackedSequences.across(documents, encoder_documents, dtype=dtype, mask=cross.needs_mask)
+            packed = PackedSequences.of(documents, dtype=dtype, causal=True, mask=decision.needs_mask)
+            mask = cross_decision.needs_mask
+            cross_packed = PackedSequences.across(documents, encoder_documents, dtype=dtype, mask=mask)
         terms = None
         if self.cross_positions is not None:
             terms = self.cross_positions(tokens.shape[1], encoded.hidden.shape[1]).distance_bias
-        hidden = self._dropped(add_positions(hidden, self.decoder_position_embedding, positions), self.dropouts[1])
-        memory = Memory(encoded.hidden, encoded.padding, across, terms)
+        hidden = self._dropout(add_positions(hidden, self.decoder_position_embedding, positions), self.dropouts[1])
+        memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms)
         hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed, memory=memory)
         return hidden if self.output_scale == 1.0 else hidden * self.output_scale
 
-    def _dropped(self, embedded: Tensor, dropout: float) -> Tensor:
+    def _dropout(self, embedded: Tensor, dropout: float) -> Tensor:
         return F.dropout(embedded, dropout) if self.training and dropout else embedded
 
     def _check_length(self, part: str, length: int, longest: int | None) -> None:
         if length < 1 or (longest is not None and length > longest):
             raise ValueError(
                 f"`{part}_tokens` ({length} per sample) must be from 1 to {longest or 'any number of'} tokens long; "
-                "cut the text, or build the model with a larger max_position_embeddings."
+                "truncate the sequence, or build the model with a larger max_position_embeddings."
             )
 
     def _kind_of_call(
@@ -344,7 +346,7 @@ class T5(nn.Module):
         encoder_documents: Tensor | None,
         decoder_documents: Tensor | None,
     ) -> CallKind:
-        """Training and evaluation come in one form; everything else is as in generation, of any length."""
+        """Return the kind of call: training and evaluation have fixed sample shapes, anything else is generation."""
         form = self.form
         if (encoder_documents is None) != (decoder_documents is None):
             raise ValueError("`encoder_documents` and `decoder_documents` must be given together.")
@@ -361,7 +363,8 @@ class T5(nn.Module):
         if self.training or packed:
             raise ValueError(
                 f"`encoder_tokens` and `decoder_tokens` ({length} and {decoder_length} per sample"
-                f"{', packed' * packed}{', padded' * (padding is not None)}) must be as the model was built to train "
-                f"on: {form.length} and {form.decoder_length}{', packed' * form.packed}{', padded' * form.padded}."
+                f"{', packed' * packed}{', padded' * (padding is not None)}) must have the shape that the model was "
+                f"built for: {form.length} and {form.decoder_length}{', packed' * form.packed}"
+                f"{', padded' * form.padded}."
             )
         return "generation"

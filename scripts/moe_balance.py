@@ -1,15 +1,15 @@
-"""The load of the experts with and without the load-balancing loss: `experiment=moe_pystd`, several seeds of each.
+"""Measure expert load with and without the load-balancing loss: `experiment=moe_pystd`, several seeds of each.
 
     python scripts/moe_balance.py [--steps 400] [--seeds 1 2 3] [--out docs/results]
 
-Six runs of a small model on a CPU, some minutes on two cores. Writes to `--out`
+Six runs of a small model on a CPU, a few minutes on two cores. Writes to `--out`
 
-    moe_balance.json    of each run the load CV and the losses at every report, and the validation loss
-    moe_balance.png     the load CV of all runs over steps (needs matplotlib)
-    moe_load_*.png      the load of every expert over steps, of the first seed with and without the loss
+    moe_balance.json    load CV and losses of each run at every log interval, and the validation loss
+    moe_balance.png     load CV of all runs over steps (needs matplotlib)
+    moe_load_*.png      load of every expert over steps, for the first seed with and without the loss
 
-The load CV is the standard deviation of the tokens of the experts of a layer over their mean, counted over ten steps;
-the mean of all layers. 0 is an even load, and 1.73 is all tokens on two of eight experts.
+The load CV (coefficient of variation) is the standard deviation of the token counts of a layer's experts over their
+mean, counted over ten steps and averaged over layers. 0 is an even load, 1.73 is all tokens on two of eight experts.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from stoker.trainer.loggers.expert_load_map import can_draw
 from stoker.trainer.train import run_training
 
 KINDS = {"with": "1e-2", "without": "0.0"}
-"""`model.moe_aux_loss_coeff` of both kinds of run."""
+"""Value of `model.moe_aux_loss_coeff` for each kind of run."""
 FIGURES = ("step", "loss", "load_cv", "expert_share_max", "load_balancing_loss", "z_loss", "router_entropy")
 LAST = 0.25
-"""The part of a run, at its end, that the summary is a mean of."""
+"""Fraction of the steps, at the end of a run, that the summary averages."""
 
 
 def train(kind: str, seed: int, steps: int, directory: Path) -> dict[str, Any]:
-    """One run; its figures at every report."""
+    """Train one run and return its metrics at every log interval."""
     overrides = [
         "experiment=moe_pystd",
         f"model.seed={seed}",
@@ -66,16 +66,16 @@ def last_mean(run: dict[str, Any], name: str) -> float:
 
 
 def summary(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """A table in Markdown: each kind of run, over its seeds."""
+    """Return the lines of a Markdown table: one row for each kind of run, with all its seeds."""
     rows = [
         f"| load-balancing loss | load CV, last {LAST:.0%} of steps | largest share of an expert | validation loss |",
         "|---|---|---|---|",
     ]
     runs = list(runs)
     for kind, coefficient in KINDS.items():
-        mine = [run for run in runs if run["kind"] == kind]
-        cells = [", ".join(f"{last_mean(run, name):.2f}" for run in mine) for name in ("load_cv", "expert_share_max")]
-        losses = ", ".join(f"{run['val_loss']:.3f}" for run in mine)
+        own = [run for run in runs if run["kind"] == kind]
+        cells = [", ".join(f"{last_mean(run, name):.2f}" for run in own) for name in ("load_cv", "expert_share_max")]
+        losses = ", ".join(f"{run['val_loss']:.3f}" for run in own)
         rows.append(f"| {kind} (coefficient {float(coefficient):g}) | {cells[0]} | {cells[1]} | {losses} |")
     return rows
 
@@ -86,11 +86,11 @@ def draw(runs: Iterable[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(7, 3.6), layout="constrained", dpi=120)
     axes = figure.subplots()
     colours = dict(zip(KINDS, ("tab:blue", "tab:red"), strict=True))
-    named: set[str] = set()
+    labelled: set[str] = set()
     for run in runs:
         kind = run["kind"]
-        label = None if kind in named else f"{kind} the load-balancing loss ({run['aux_loss_coeff']:g})"
-        named.add(kind)
+        label = None if kind in labelled else f"{kind} the load-balancing loss ({run['aux_loss_coeff']:g})"
+        labelled.add(kind)
         axes.plot(run["step"], run["load_cv"], color=colours[kind], linewidth=1.2, label=label)
     axes.set(xlabel="step", ylabel="load CV, mean of the layers", ylim=(0, None), xlim=(0, None))
     axes.grid(alpha=0.3)
@@ -119,7 +119,7 @@ def main() -> None:
     if can_draw():
         draw(runs, options.out / "moe_balance.png")
     else:
-        print("no figures without matplotlib: pip install 'stoker[plots]'")
+        print("figures need matplotlib; run `pip install 'stoker[plots]'`")
     print("\n".join(summary(runs)))
 
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The tests:   bash scripts/test.sh [--full|--gpu] [pytest arguments]
-#   (nothing)  the fast tier, at most 2.5 minutes on two cores
-#   --full     all cases and tests/full, at most an hour; results belong in docs/verification.md
-#   --gpu      only the tests marked `gpu`, with Triton compiling instead of interpreting: first several at once, then
-#              those that measure the device, one by one
-# STOKER_TEST_WORKERS is the number of processes; STOKER_TEST_FAILURES a file that takes each failure at once.
+# Run the tests:   bash scripts/test.sh [--full|--gpu] [pytest arguments]
+#   (default)  the fast tests, at most 2.5 minutes on two cores
+#   --full     all cases and tests/full, at most an hour; record the results in docs/verification.md
+#   --gpu      only tests marked `gpu`, with Triton compiling instead of interpreting: first in parallel, then those that
+#              need the GPU for themselves, one by one
+# STOKER_TEST_WORKERS: number of processes. STOKER_TEST_FAILURES: file to which each failure is written at once.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh" dev
 mkdir -p .types && ln -sfn .. .types/stoker
-# one thread per worker: two test processes with two OpenMP threads each on two cores run at a third of the speed
+# one thread per worker: two workers with two OpenMP threads each on two cores run at a third of the speed
 export OMP_NUM_THREADS=1
 # pip installed without bytecode: every process of the tests would compile torch and transformers anew
 unset PYTHONDONTWRITEBYTECODE

@@ -1,4 +1,4 @@
-"""Run from a bare checkout too: bind the repository root to the package name when it is not installed."""
+"""Shared fixtures and hooks; if stoker is not installed, the repository root is imported as the package."""
 
 import functools
 import gc
@@ -17,14 +17,14 @@ from fork_server import Forks
 from hypothesis import settings
 from tiers import TIER
 
-# the same examples every time: a test that fails once in a hundred runs is noise to whoever is working on another part
+# the same examples in every run, so that no test fails at random
 settings.register_profile("stoker", derandomize=True, deadline=None)
 settings.load_profile("stoker")
 
 gc.disable()  # until everything is imported, see `pytest_collection_finish`
-metadata.version = functools.cache(metadata.version)  # each run asks for a dozen, and reads a file for each
+metadata.version = functools.cache(metadata.version)  # each run looks up a dozen versions, each from a file
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# a shell that runs the tests in the background has Ctrl-C ignored, and so would every process they start
+# a shell ignores SIGINT for background jobs, and the processes started by tests would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parents[1]
 collect_ignore = ["data", "helpers", *(tier for tier in ("full", "gpu") if tier != TIER)]  # but where they are named
@@ -41,7 +41,7 @@ if importlib.util.find_spec("stoker") is None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` run in the tier of that name only."""
+    """Deselect tests marked `gpu` unless STOKER_TEST_TIER=gpu."""
     if TIER != "gpu":
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
@@ -50,20 +50,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported is never garbage: to look through it again and again is a tenth of the time of the tests."""
+    """Exclude imported objects from garbage collection, which would take a tenth of the test time."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Some libraries say at the end of the process what is left of them."""
+    """Undo `gc.freeze`, as some libraries report leaked objects at exit."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
-    """STOKER_TEST_FAILURES=FILE: what failed, at once, for a run that a time limit may end before its summary."""
+    """Append each failure at once to the file STOKER_TEST_FAILURES, for runs that may be killed before the summary."""
     report = (yield).get_result()
     file = os.environ.get("STOKER_TEST_FAILURES")
     if file and report.failed:
@@ -73,23 +73,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Runs functions in other processes, which have torch imported already."""
-    starter = Forks()
-    yield starter
-    starter.close()
+    """Run functions in child processes that have torch imported already."""
+    server = Forks()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
 def compilers() -> Iterator[Forks]:
-    """The same where kernels are compiled: one that is imported under TRITON_INTERPRET=1 cannot be."""
-    starter = Forks("stoker.models.build", TRITON_INTERPRET="0")
-    yield starter
-    starter.close()
+    """Run functions in child processes that can compile kernels, which were not imported under TRITON_INTERPRET=1."""
+    server = Forks("stoker.models.build", TRITON_INTERPRET="0")
+    yield server
+    server.close()
 
 
 @pytest.fixture
 def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What builds and runs tiny configurations."""
+    """Build and run tiny configurations."""
     from config_harness import Lab
 
     return Lab(tmp_path, capsys, monkeypatch)
@@ -97,7 +97,7 @@ def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of experts draws none at its end, as where matplotlib is not installed: one takes longer than the run."""
+    """Disable the expert load figure of MoE runs, as if matplotlib were missing: drawing takes longer than the run."""
     from stoker.trainer.callbacks import expert_load
 
     monkeypatch.setattr(expert_load, "can_draw", lambda: False)
@@ -105,31 +105,31 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pystd` is a part of the standard library, all of which takes seconds to parse: what begins with a, b or c."""
+    """Reduce `pystd` to modules that begin with a, b or c: parsing the whole standard library takes seconds."""
     from stoker.trainer.data.sources import text_sources
 
-    left_out = text_sources._left_out_of_pystd
-    monkeypatch.setattr(text_sources, "_left_out_of_pystd", lambda name: left_out(name) or name[0] not in "abc")
+    excluded = text_sources._is_excluded_from_pystd
+    monkeypatch.setattr(text_sources, "_is_excluded_from_pystd", lambda name: excluded(name) or name[0] not in "abc")
 
 
 @pytest.fixture
 def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps, from the third on, that ran without a wait for the device: a wait ends the run with an error."""
+    """Make device synchronization in training steps an error from the third step on; return the steps that ran so."""
     from cuda_sync import waits_forbidden
 
     from stoker.trainer.data.dataloader import GlobalBatch
     from stoker.trainer.lightning.lightning_module import LanguageModule
 
-    step = LanguageModule.training_step
-    seen: list[int] = []
+    training_step = LanguageModule.training_step
+    steps: list[int] = []
 
-    def watched(self: LanguageModule, batch: GlobalBatch, batch_idx: int) -> None:
+    def checked_step(self: LanguageModule, batch: GlobalBatch, batch_idx: int) -> None:
         if self.step < 2:  # the first steps compile and allocate
-            step(self, batch, batch_idx)
+            training_step(self, batch, batch_idx)
             return
         with waits_forbidden():
-            step(self, batch, batch_idx)
-        seen.append(self.step)
+            training_step(self, batch, batch_idx)
+        steps.append(self.step)
 
-    monkeypatch.setattr(LanguageModule, "training_step", watched)
-    return seen
+    monkeypatch.setattr(LanguageModule, "training_step", checked_step)
+    return steps

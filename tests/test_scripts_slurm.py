@@ -154,8 +154,8 @@ def test_a_signal_is_handed_on_and_the_job_comes_back(cluster, job, tmp_path, na
     assert run.wait(600) == 143
     assert f"scontrol requeue {os.getpid()}" in log_of(cluster)
     output = (tmp_path / "output").read_text()
-    assert f"told to stop ({name})" in output
-    assert "asking for another start" in output
+    assert f"received {name}; saving and stopping" in output
+    assert "requeuing the job" in output
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_without_slurm_it_says_what_to_do(cluster, job, tmp_path):
     del cluster["SLURM_JOB_ID"]
     run = job()
     assert run.wait(600) == 2
-    assert "start me with sbatch" in (tmp_path / "output").read_text()
+    assert "submit this script with sbatch" in (tmp_path / "output").read_text()
 
 
 def test_shellcheck_finds_nothing():

@@ -1,4 +1,4 @@
-"""The whole of a training run, from a validated configuration to the last checkpoint."""
+"""Training run, from a validated configuration to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ from .utils.text import counted
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended.
+    """Result of a training run.
 
     Attributes:
         directory: the run directory.
-        checkpoint: the newest checkpoint of this process, or the one it started from; None where none was written.
+        checkpoint: the newest checkpoint of this process, or the one it resumed from; None if there is none.
         step: completed optimizer steps.
         validation: the last validation of this process, or None.
-        stopped_by: why it ended before its last step (a signal's name, `trainer.max_time=...`), or None.
+        stopped_by: why it stopped before `max_steps` (a signal's name, `trainer.max_time=...`), or None.
         exit_code: 0, 130 after SIGINT, 143 after SIGTERM.
         model: the trained model, on its device.
-        data: what it was trained on.
+        data: the training data.
     """
 
     directory: Path
@@ -95,7 +95,7 @@ class TrainingResult:
 
 
 def train(config: RunConfig) -> int:
-    """Train as configured; returns the exit code."""
+    """Train as configured and return the exit code."""
     return run_training(config).exit_code
 
 
@@ -104,14 +104,14 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
 
     Args:
         config: the same on every rank.
-        ranks: the processes of the run, which have met; None: this one alone.
+        ranks: the initialized ranks of the run; None for a single process.
 
     Raises:
-        UserError: what the configuration asks for cannot be done here, training diverged, or the disk is full.
+        UserError: the configuration is not supported on this machine, training diverged, or the disk is full.
     """
     config = trial_of(config)
     root = config.root
-    set_variables(root.env_vars)  # for whoever trains from Python; the command has set them before torch was imported
+    set_variables(root.env_vars)  # for callers from Python; the CLI has set them before torch was imported
     ranks = ranks or Ranks()
     if len(set(ranks.gather(config.digest))) > 1:
         raise UserError("the ranks have different configurations; start them with the same files and overrides")
@@ -119,26 +119,26 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     check_loggers(root.exp_manager)
     check_profiling(root, device)
-    _forget_earlier_runs(device)
-    with determinism(root.trainer.deterministic), _memory_told(root, device):
+    _free_previous_runs(device)
+    with determinism(root.trainer.deterministic), _report_out_of_memory(root, device):
         check_memory(root, precision, device, layout_of(root, ranks.world_size))
         uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
         return _prepare_and_train(config, device, precision, ranks)
 
 
-def _forget_earlier_runs(device: torch.device) -> None:
-    """Free the device of what earlier runs in this process held, and measure its peak anew.
+def _free_previous_runs(device: torch.device) -> None:
+    """Free the device memory of earlier runs in this process and reset its peak statistics.
 
-    Lightning's loop and its module hold each other, and with them the model, until Python looks for such cycles.
+    Lightning's loop and its module form a reference cycle that keeps the model alive until garbage collection.
     """
-    if device.type == "cuda" and torch.cuda.is_initialized():  # the allocator has no figures before
+    if device.type == "cuda" and torch.cuda.is_initialized():  # the allocator has no statistics before
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextmanager
-def _memory_told(root: RootBlock, device: torch.device, plan: Plan | None = None) -> Iterator[None]:
-    """Turn an allocation that failed into lines for the user, with the keys that would help where there is a plan."""
+def _report_out_of_memory(root: RootBlock, device: torch.device, plan: Plan | None = None) -> Iterator[None]:
+    """Turn a failed allocation into a UserError, with the keys that would help if there is a plan."""
     try:
         yield
     except HostMemoryError as error:
@@ -146,11 +146,13 @@ def _memory_told(root: RootBlock, device: torch.device, plan: Plan | None = None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        said = " ".join(str(error).split())[:200]
-        of_host = device.type != "cpu" and is_out_of_host_memory(error)
-        where = "out of host memory" if of_host else f"out of memory on {device.type}"
-        way_out = ["keep less in host memory, or prepare fewer batches"] if of_host else out_of_memory_lines(root, plan)
-        raise UserError([where + (f": {said}" if said else ""), *way_out]) from error
+        message = " ".join(str(error).split())[:200]
+        on_host = device.type != "cpu" and is_out_of_host_memory(error)
+        where = "out of host memory" if on_host else f"out of memory on {device.type}"
+        fixes = (
+            ["offload less to host memory, or prefetch fewer batches"] if on_host else out_of_memory_lines(root, plan)
+        )
+        raise UserError([where + (f": {message}" if message else ""), *fixes]) from error
 
 
 def _prepare_and_train(
@@ -159,14 +161,14 @@ def _prepare_and_train(
     root = config.root
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(root.trainer.max_time, root.exp_manager.max_time_per_run))
-        data = _data_of_all(root, ranks)  # before the run directory: text that cannot be read leaves nothing behind
+        data = _build_data(root, ranks)  # before the run directory, so that unreadable data leaves none behind
         warnings = check_metrics(root, data) + check_splits(root, data)
-        directory, resumed, lines = _first_then_others(config, ranks, stack)
+        directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         step = resumed.state.step if resumed else 0
         if ranks.is_first:
             panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
-            again = resumed is not None and resumed.state.loop.validation_due
-            journal = Journal.open(config, directory.path, panel, resumed_at=step, validates_again=again)
+            validates_again = resumed is not None and resumed.state.loop.validation_due
+            journal = Journal.open(config, directory.path, panel, resumed_at=step, validates_again=validates_again)
         else:
             journal = Journal.silent()
         with journal:
@@ -176,7 +178,7 @@ def _prepare_and_train(
             for line in summary(plan) if plan is not None else ():
                 journal.say(line)
             try:
-                with _memory_told(root, device, plan):
+                with _report_out_of_memory(root, device, plan):
                     result = _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
                 if plan is not None and device.type == "cuda" and result.step > (resumed.state.step if resumed else 0):
                     allocated = torch.cuda.max_memory_allocated(device)
@@ -185,20 +187,20 @@ def _prepare_and_train(
                     journal.say(line)
                 return result
             except UserError as error:
-                with suppress(UserError):  # a disk that takes no log line either: the first error says more
+                with suppress(UserError):  # if run.log cannot be written either, keep the original error
                     journal.note("\n".join(error.lines))
                 raise
 
 
-def _data_of_all(root: RootBlock, ranks: Ranks) -> Data:
-    """The data, read by the first process of each machine before the others, which find its index files then."""
+def _build_data(root: RootBlock, ranks: Ranks) -> Data:
+    """Build the data on local rank 0 first, then on the other ranks of the node, which reuse its index files."""
     data, problem = None, None
-    for turn in (ranks.local_rank == 0, ranks.local_rank != 0):
-        if turn:
+    for is_our_turn in (ranks.local_rank == 0, ranks.local_rank != 0):
+        if is_our_turn:
             try:
                 data = overfitted(build_data(root), root)
                 if ranks.world_size > 1 and ranks.local_rank == 0:
-                    data.train.batch(0, 1)  # makes the index of the first epoch, where it is kept in files
+                    data.train.batch(0, 1)  # builds the index of the first epoch, if it is cached in files
             except UserError as error:
                 problem = error
         ranks.raise_together(problem)
@@ -206,10 +208,10 @@ def _data_of_all(root: RootBlock, ranks: Ranks) -> Data:
     return data
 
 
-def _first_then_others(
+def _open_directory_and_checkpoint(
     config: RunConfig, ranks: Ranks, stack: ExitStack
 ) -> tuple[RunDirectory, Checkpoint | None, list[str]]:
-    """The run directory and the checkpoint to go on from, both chosen and verified by the first rank."""
+    """Choose the run directory and the checkpoint to resume from on rank 0, and broadcast them."""
     directory, resumed, lines, problem = None, None, [], None
     if ranks.is_first:
         try:
@@ -218,8 +220,8 @@ def _first_then_others(
         except UserError as error:
             problem = error
     ranks.raise_together(problem)
-    told = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
-    path, checkpoints, start = json.loads(ranks.from_first(json.dumps(told)))
+    paths = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
+    path, checkpoints, start = json.loads(ranks.from_first(json.dumps(paths)))
     if directory is None:
         directory = RunDirectory(Path(path), Path(checkpoints))
         resumed = open_checkpoint(Path(start), verify=False) if start else None
@@ -250,10 +252,10 @@ def _train(
     if resumed is not None:
         changes = check_resumed(resumed, start, data.tokenizer.to_document(), root)
         load_resumed(resumed, model, base, root)
-        for warning in changes:  # of a run that goes on
+        for warning in changes:  # logged only after the weights fit
             journal.say(f"warning: {warning}")
         resumed.load_optimizer(optimizer)
-        journal.say(f"going on from {resumed.path}, {counted(resumed.state.consumed_samples, 'sample')} seen")
+        journal.say(f"resuming from {resumed.path}, {counted(resumed.state.consumed_samples, 'sample')} consumed")
         start = start.model_copy(
             update={
                 "step": resumed.state.step,
@@ -267,7 +269,7 @@ def _train(
         if resumed.has_average:
             resumed.load_average(average.pieces())
         else:
-            journal.say(f"warning: {resumed.path} holds no average of the weights; it starts from the weights")
+            journal.say(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
     processes = [json.loads(text) for text in ranks.gather(json.dumps(describe_process(ranks, device, config.digest)))]
     if ranks.is_first:
         record_start(config, directory, device, processes)
@@ -276,9 +278,9 @@ def _train(
     for line in describe_host_state(root, optimizer, device):
         journal.say(line)
     flags = attention_flags(root)
-    tell = journal.say if flags.debug else journal.note
+    log = journal.say if flags.debug else journal.note
     for text in (*flags.notes(), *tables(model.attention_decisions)):
-        tell(text)
+        log(text)
 
     plan = BatchPlan(
         keys.global_batch_size,
@@ -286,8 +288,8 @@ def _train(
         consumed=start.consumed_samples,
         ramp_up=ramp_up_of(keys.rampup_batch_size, keys.global_batch_size),
     )
-    parts = RankBatches(plan, keys.micro_batch_size, ranks.rank, ranks.world_size)
-    feed = BatchFeed(data.train, parts, device, keys.data.num_workers)
+    batches = RankBatches(plan, keys.micro_batch_size, ranks.rank, ranks.world_size)
+    feed = BatchFeed(data.train, batches, device, keys.data.num_workers)
     module = LanguageModule(
         model,
         optimizer,
@@ -315,7 +317,7 @@ def _train(
         checkpoints=directory.checkpoints,
         consumed_samples=plan.consumed,
         state=start.loop,
-        figures=start.metrics,
+        metrics=start.metrics,
         agree=ranks.agree,
         answers_late=ranks.world_size > 1,
         average=average,
@@ -333,14 +335,14 @@ def _train(
     if start.step >= root.trainer.max_steps and not loop.owes_validation:
         journal.say(
             f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
-            "to train on"
+            "to continue training"
         )
     try:
         if loop.owes_validation:
             loop.catch_up(module)
         stopped_by = loop.stopped_by
         if start.step < root.trainer.max_steps and stopped_by is None:
-            stopped_by = stop.adopt(ranks.agree_now(stop.flags))  # what came while the parts were made
+            stopped_by = stop.adopt(ranks.agree_now(stop.flags))  # signals received during setup
         if start.step < root.trainer.max_steps and stopped_by is None:
             with closing(feed):
                 fit(module, loop, root.trainer.max_steps, device, ranks)
@@ -350,8 +352,8 @@ def _train(
     is_done = module.step >= root.trainer.max_steps and not loop.owes_validation
     stopped_by = None if is_done else loop.stopped_by or stopped_by or stop.reason
     if stopped_by is not None and module.step == start.step and stop.signal is None and loop.stopped_by is None:
-        journal.say(f"warning: {stopped_by} was over before the first step, and would be again; raise it")
-    # Not `loop.checkpoint` itself: of the best that are kept it may not be one.
+        journal.say(f"warning: {stopped_by} elapsed before the first step, and would again; raise it")
+    # Not `loop.checkpoint`: retention (`save_top_k`) may have deleted it.
     written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if loop.checkpoint else None
     journal.say(_last_line(root, directory, module.step, written, stopped_by))
     return TrainingResult(
@@ -367,7 +369,7 @@ def _train(
 
 
 def _base_record(root: RootBlock, base: BaseWeights | None, ranks: Ranks) -> BaseRecord | None:
-    """What checkpoints of an adapter say of the frozen weights, which the first rank has hashed."""
+    """Return the record of the base weights for adapter checkpoints, hashed by rank 0; None without PEFT."""
     if base is None or not root.model.peft.is_on:
         return None
     text = base.record().model_dump_json() if ranks.is_first else ""
@@ -380,7 +382,7 @@ def _last_line(
     where = f"; checkpoint {checkpoint}" if checkpoint else ""
     if stopped_by is None:
         return f"done after step {step:,}{where}"
-    again = f"exp_manager.explicit_log_dir={directory.path} exp_manager.resume_if_exists=True"
-    if stopped_by.startswith(EARLY_STOPPING):  # what it waited for is in the checkpoint, so it would stop again
-        again += f" and {ways_on(root.exp_manager.early_stopping_callback_params)}"
-    return f"stopped by {stopped_by} after step {step:,}{where}; go on with {again}"
+    overrides = f"exp_manager.explicit_log_dir={directory.path} exp_manager.resume_if_exists=True"
+    if stopped_by.startswith(EARLY_STOPPING):  # its state is in the checkpoint, so it would stop again at once
+        overrides += f" and {ways_on(root.exp_manager.early_stopping_callback_params)}"
+    return f"stopped by {stopped_by} after step {step:,}{where}; resume with {overrides}"

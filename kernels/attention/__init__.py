@@ -1,1 +1,1 @@
-"""Attention: the facts of a call, the flags, the backends and the dispatcher that chooses among them."""
+"""Attention: call specification, environment flags, backends and the dispatcher that selects among them."""

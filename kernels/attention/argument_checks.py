@@ -1,6 +1,6 @@
-"""What the attention functions refuse, before any launch: each error names the argument, what it is and the rule.
+"""Argument checks of the attention functions; each error names the argument, its value and the rule.
 
-Nothing here reads a value from a GPU: of tensors on a device only shape, dtype and place are looked at.
+Nothing here synchronizes: only shape, dtype and device of GPU tensors are checked.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
 
 
 class AttentionGeometry(NamedTuple):
-    """The sizes of a checked call.
+    """Sizes and resolved options of a checked call.
 
     Attributes:
-        batch: sequences.
+        batch: number of sequences.
         heads: query heads.
         groups: key and value heads; divides `heads`.
         head_dim: width of a head.
-        queries: tokens of a sequence that ask; the longest sequence's (`max_seqlen_q`) when packed.
-        keys: tokens of a sequence that are asked; likewise.
+        queries: query length; `max_seqlen_q` when packed.
+        keys: key length; `max_seqlen_k` when packed.
         packed: tensors are (total, heads, head_dim), with `cu_seqlens_q` and `cu_seqlens_k`.
         scale: factor of the scores.
-        left: keys visible before a query, -1 for all of them.
-        right: keys visible after a query, -1 for all of them; 0 when causal.
+        left: keys visible before a query, -1 for all.
+        right: keys visible after a query, -1 for all; 0 when causal.
     """
 
     batch: int
@@ -66,19 +66,19 @@ def check_arguments(
     key_padding_mask: Tensor | None = None,
     for_kernel: bool = True,
 ) -> AttentionGeometry:
-    """Check the arguments of `flash_attention` and its siblings.
+    """Check the arguments of `flash_attention`, `reference_attention` and related functions.
 
-    Values of `cu_seqlens_q` and `cu_seqlens_k` are checked on a CPU only: reading them from a GPU would wait for it.
+    The values of `cu_seqlens_q` and `cu_seqlens_k` are checked on a CPU only: reading them from a GPU synchronizes.
 
     Args:
-        q: and all others: as in `flash_attention`.
-        for_kernel: apply the limits of the Triton kernels too: dtype and head width.
+        q: this and all others as in `flash_attention`.
+        for_kernel: also check the limits of the Triton kernels: dtype and head width.
 
     Returns:
         The sizes of the call, with `causal` folded into the window.
 
     Raises:
-        ValueError: an argument breaks a rule; the message names it, what it is, the rule and a way out.
+        ValueError: an argument is invalid; the message names it, its value, the rule and a fix.
     """
     packed = _check_packed_is_whole(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_tensors(q, k, v, packed)
@@ -105,7 +105,7 @@ def check_arguments(
     scale = _check_numbers(head_dim, softmax_scale, softcap)
     _check_dropout(q, dropout_p, rng)
     left, right = _check_window(window_size)
-    # a window as wide as the sequences is none: the same code then runs, to the same bits
+    # a window that covers the whole sequences is dropped, so that the same kernel runs with bitwise equal results
     left = -1 if left >= keys - 1 else left
     right = 0 if causal else (-1 if right >= queries - 1 else right)
     return AttentionGeometry(batch, heads, groups, head_dim, queries, keys, packed, scale, left, right)
@@ -124,12 +124,12 @@ def _check_packed_is_whole(
         "max_seqlen_q": max_seqlen_q is not None,
         "max_seqlen_k": max_seqlen_k is not None,
     }
-    missing = [name for name, there in given.items() if not there]
+    missing = [name for name, is_given in given.items() if not is_given]
     if missing and len(missing) < len(given):
-        there = [name for name in given if name not in missing]
+        present = [name for name in given if name not in missing]
         raise ValueError(
-            f"`{missing[0]}` (None) must be given with `{there[0]}`; packed sequences need all of {', '.join(given)}, "
-            "and dense tensors none."
+            f"`{missing[0]}` (None) must be given with `{present[0]}`; packed sequences need all of "
+            f"{', '.join(given)}, and dense tensors none."
         )
     return not missing
 
@@ -166,7 +166,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 
 def _check_kernel_limits(q: Tensor, head_dim: int) -> None:
-    if q.dtype == torch.float64 and q.device.type != "cpu":  # on a CPU the interpreter computes in fp64
+    if q.dtype == torch.float64 and q.device.type != "cpu":  # Triton's interpreter, on a CPU, supports fp64
         raise ValueError(
             f"`q` ({q.dtype}) must be bfloat16, float16 or float32 on {q.device}; convert q, k and v, or use "
             "`reference_attention`."
@@ -181,38 +181,44 @@ def _check_kernel_limits(q: Tensor, head_dim: int) -> None:
 def _check_max_seqlen(name: str, value: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise ValueError(
-            f"`{name}` ({type(value).__name__}) must be an int, known without a look at the device; a bound will do."
+            f"`{name}` ({type(value).__name__}) must be an int, not a tensor on the device; an upper bound is enough."
         )
     if value < 0:
-        raise ValueError(f"`{name}` ({value}) must not be negative; give the longest sequence's number of tokens.")
+        raise ValueError(f"`{name}` ({value}) must not be negative; give the length of the longest sequence.")
     return int(value)
 
 
-def _check_cu_seqlens(name: str, cu_seqlens: Tensor, tensor: Tensor, of: str, bound: str, longest: int) -> None:
+def _check_cu_seqlens(
+    name: str, cu_seqlens: Tensor, tensor: Tensor, tensor_name: str, max_seqlen_name: str, max_seqlen: int
+) -> None:
     if cu_seqlens.dtype != torch.int32:
         raise ValueError(f"`{name}` ({cu_seqlens.dtype}) must be int32; convert it with `.int()`.")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
-            f"`{name}` {_shape(cu_seqlens)} must have one dimension of (sequences + 1) entries: 0, then where each "
-            "sequence ends."
+            f"`{name}` {_shape(cu_seqlens)} must have one dimension of (sequences + 1) entries: 0, then the end of "
+            "each sequence."
         )
     if cu_seqlens.device != tensor.device:
-        raise ValueError(f"`{name}` ({cu_seqlens.device}) must be on the device of `{of}` ({tensor.device}); move it.")
+        raise ValueError(
+            f"`{name}` ({cu_seqlens.device}) must be on the device of `{tensor_name}` ({tensor.device}); move it."
+        )
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor:
         return
     ends: list[int] = cu_seqlens.tolist()
     if ends[0] != 0:
         raise ValueError(f"`{name}` must begin with 0, not {ends[0]}.")
-    for place, (start, end) in enumerate(pairwise(ends)):
+    for sequence, (start, end) in enumerate(pairwise(ends)):
         if end < start:
-            raise ValueError(f"`{name}` must not decrease, but entry {place + 1} is {end} after {start}.")
-        if end - start > longest:
+            raise ValueError(f"`{name}` must not decrease, but entry {sequence + 1} is {end} after {start}.")
+        if end - start > max_seqlen:
             raise ValueError(
-                f"`{bound}` ({longest}) must not be less than any sequence's length, but sequence {place} has "
-                f"{end - start} tokens."
+                f"`{max_seqlen_name}` ({max_seqlen}) must not be less than any sequence's length, but sequence "
+                f"{sequence} has {end - start} tokens."
             )
     if ends[-1] > tensor.shape[0]:
-        raise ValueError(f"`{name}` must end within `{of}` ({tensor.shape[0]} tokens), but ends at {ends[-1]}.")
+        raise ValueError(
+            f"`{name}` must end within `{tensor_name}` ({tensor.shape[0]} tokens), but ends at {ends[-1]}."
+        )
 
 
 def _check_masks_and_biases(
@@ -240,15 +246,15 @@ def _check_masks_and_biases(
     if bias is not None:
         if packed:
             raise ValueError(
-                f"`bias` {_shape(bias)} must be None with `cu_seqlens_q`: packed sequences have no common matrix of "
-                "scores; use `distance_bias` or dense tensors."
+                f"`bias` {_shape(bias)} must be None with `cu_seqlens_q`: packed sequences do not support a dense "
+                "bias; use `distance_bias` or dense tensors."
             )
         if bias.dtype not in (q.dtype, accumulate):
             raise ValueError(f"`bias` ({bias.dtype}) must be {q.dtype}, as `q`, or {accumulate}; convert it.")
         full = (batch, heads, queries, keys)
         fits = bias.dim() <= 4 and all(
-            have == 1 or have == want  # not `in`, which compares symbolic sizes by identity
-            for have, want in zip(reversed(bias.shape), reversed(full), strict=False)
+            size == 1 or size == full_size  # not `in`, which compares symbolic sizes by identity
+            for size, full_size in zip(reversed(bias.shape), reversed(full), strict=False)
         )
         if not fits:
             raise ValueError(
@@ -262,7 +268,7 @@ def _check_masks_and_biases(
         if len(shape) != 2 or shape[0] != heads or shape[1] < 3 or shape[1] % 2 == 0:
             raise ValueError(
                 f"`distance_bias` {_shape(distance_bias)} must be (heads, 2 R + 1) with {heads} heads and R >= 1: one "
-                "number for each distance from -R to R."
+                "value for each distance from -R to R."
             )
     if alibi_slopes is not None:
         if alibi_slopes.dtype not in (torch.float32, accumulate):
@@ -276,8 +282,8 @@ def _check_masks_and_biases(
             raise ValueError("`key_padding_mask` must be None with `cu_seqlens_k`: packed sequences have no padding.")
         if key_padding_mask.dtype != torch.bool:
             raise ValueError(
-                f"`key_padding_mask` ({key_padding_mask.dtype}) must be bool, True where a key takes part; convert it "
-                "with `.bool()`."
+                f"`key_padding_mask` ({key_padding_mask.dtype}) must be bool, False for padding; convert it with "
+                "`.bool()`."
             )
         if key_padding_mask.shape != (batch, keys):
             raise ValueError(
@@ -287,7 +293,7 @@ def _check_masks_and_biases(
 
 def _check_numbers(head_dim: int, softmax_scale: float | None, softcap: float) -> float:
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    # comparisons, which a compiler can trace with symbolic numbers, and which NaN fails
+    # comparisons instead of math.isfinite: torch.compile can trace them with symbolic numbers, and NaN fails them
     if not -math.inf < scale < math.inf:
         raise ValueError(f"`softmax_scale` ({softmax_scale}) must be finite; None is 1 / sqrt(head_dim).")
     if not 0 <= softcap < math.inf:
@@ -312,8 +318,8 @@ def _check_dropout(q: Tensor, dropout_p: float, rng: Tensor | None) -> None:
 
 
 def _check_window(window_size: Sequence[int]) -> tuple[int, int]:
-    whole = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not whole or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window_size):
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or any(isinstance(side, bool) or not isinstance(side, int) or side < -1 for side in window_size):
         raise ValueError(
             f"`window_size` ({window_size}) must be two whole numbers, keys to the left and to the right of a query, "
             "-1 for all."

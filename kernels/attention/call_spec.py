@@ -1,4 +1,4 @@
-"""The facts of one kind of attention call, and of the software it would run on: all that the dispatcher looks at."""
+"""Inputs of backend selection: the specification of an attention call and the versions of the installed software."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _BIAS_WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """Versions that decide what a backend can do.
+    """Installed versions and process settings that determine which calls a backend supports.
 
     Attributes:
         torch: (major, minor) of PyTorch.
-        cudnn: version as cuDNN counts it (9.15.1 is 91501), None without cuDNN.
+        cudnn: version number as reported by cuDNN (9.15.1 is 91501), None without cuDNN.
         triton: (major, minor) of Triton, None without it.
-        interpreted: Triton runs its kernels in its interpreter, on the CPU.
+        interpreted: Triton runs in interpreter mode, on the CPU.
         te: (major, minor) of TransformerEngine, None without it.
-        te_problem: why TransformerEngine cannot be used although it is there; empty when it can.
+        te_problem: why an installed TransformerEngine cannot be used; empty if it can.
         flash_attn: version of the flash-attn package (FlashAttention 2), None without it.
-        flash_attn_3: FlashAttention 3 is there, where TransformerEngine looks for it.
-        flash_attn_4: FlashAttention 4 is there, where TransformerEngine looks for it.
-        deterministic_algorithms: `torch.use_deterministic_algorithms(True)` is in force.
+        flash_attn_3: FlashAttention 3 is installed where TransformerEngine looks for it.
+        flash_attn_4: FlashAttention 4 is installed where TransformerEngine looks for it.
+        deterministic_algorithms: `torch.use_deterministic_algorithms(True)` is set.
     """
 
     torch: tuple[int, int]
@@ -51,32 +51,32 @@ class Installed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """One kind of call that a model will make.
+    """Specification of one kind of attention call of a model.
 
     Attributes:
-        device: kind of device, as in `torch.device.type`.
-        capability: CUDA compute capability, None elsewhere.
-        dtype: of query, key and value as they arrive (the autocast dtype where autocast is on).
-        batch: sequences in a call.
+        device: as `torch.device.type`.
+        capability: CUDA compute capability, None on other devices.
+        dtype: of query, key and value (the autocast dtype under autocast).
+        batch: sequences per call.
         heads: query heads.
         groups: key and value heads; divides `heads`.
         head_dim: width of a head.
-        queries: tokens that ask; the longest of them where `any_length`.
-        keys: tokens that are asked; likewise. Other than `queries` in cross attention, and in decoding, where one query
-            asks all tokens before it.
-        any_length: the call comes in every length from 2 tokens on, not in one.
-        causal: a query sees no later key; both sequences end at the same token (bottom-right aligned).
+        queries: query length; the maximum if `any_length`.
+        keys: key length; the maximum if `any_length`. Differs from `queries` in cross-attention and in decoding, where
+            one query attends to all previous tokens.
+        any_length: calls have varying lengths, from 2 tokens on, instead of one fixed length.
+        causal: no query attends to a later key; both sequences end at the same token (bottom-right aligned).
         window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
-        packed: a row may hold several documents, which do not see each other.
-        padding: some keys of a row are padding, which no query sees.
-        bias: what is added to the scores: nothing, a tensor that broadcasts to the scores (`dense`), a vector per head
-            indexed by the distance of key and query (`distance`), or that distance times a number per head (`slopes`);
-            and whether it wants a gradient.
-        reach: the largest distance that a distance bias tells apart.
-        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
-        dropout: probability of dropping an attention weight in this call.
-        training: gradients are wanted.
-        deterministic: two equal calls must give equal bits, gradients included.
+        packed: a row may hold several documents, which do not attend to each other.
+        padding: some keys of a row are padding and are masked.
+        bias: added to the scores: none, a tensor broadcastable to the scores (`dense`), a vector per head indexed by
+            the relative position of key and query (`distance`), or one slope per head times the distance (`slopes`,
+            ALiBi); with or without a gradient.
+        reach: R of a distance bias, the largest distance it distinguishes.
+        softcap: scores become cap * tanh(score / cap); 0 for none.
+        dropout: probability of dropping an attention weight.
+        training: gradients are needed.
+        deterministic: results and gradients must be bitwise reproducible.
     """
 
     device: str
@@ -102,46 +102,48 @@ class AttentionCall:
 
     @property
     def bias_has_gradient(self) -> bool:
-        """Whether the bias is trained."""
+        """True if the bias requires a gradient."""
         return self.bias.endswith("_with_gradient")
 
     @property
     def bias_is_distance(self) -> bool:
-        """Whether the bias is a vector indexed by distance."""
+        """True for a distance bias: a vector per head indexed by relative position."""
         return self.bias.startswith("distance")
 
     @property
     def bias_is_slopes(self) -> bool:
-        """Whether the bias is a slope per head."""
+        """True for ALiBi slopes."""
         return self.bias.startswith("slopes")
 
     @property
     def bias_goes_by_distance(self) -> bool:
-        """Whether the bias is either of them."""
+        """True if the bias depends on relative position only: a distance bias or ALiBi slopes."""
         return self.bias_is_distance or self.bias_is_slopes
 
     @property
     def score_bytes(self) -> int:
-        """Bytes of one layer's matrix of attention weights, (batch, heads, queries, keys) in `dtype`."""
+        """Size of one layer's attention weights, (batch, heads, queries, keys) in `dtype`."""
         return self.batch * self.heads * self.queries * self.keys * BYTES[self.dtype]
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of a mask that keeps documents or padding apart, (batch, 1, queries, keys) in `dtype`; 0 without."""
+        """Size of the mask for documents or padding, (batch, 1, queries, keys) in `dtype`; 0 without either."""
         return self.batch * self.queries * self.keys * BYTES[self.dtype] if self.packed or self.padding else 0
 
     @property
     def bias_bytes(self) -> int:
-        """Bytes of a bias by distance written out, (heads, queries, keys) in `dtype`; 0 without one."""
+        """Size of a distance bias or ALiBi expanded to (heads, queries, keys) in `dtype`; 0 without one."""
         return self.heads * self.queries * self.keys * BYTES[self.dtype] if self.bias_goes_by_distance else 0
 
     def __str__(self) -> str:
-        where = self.device if self.capability is None else f"{self.device} sm_{self.capability[0]}{self.capability[1]}"
+        device = self.device
+        if self.capability is not None:
+            device += f" sm_{self.capability[0]}{self.capability[1]}"
         length = f"{self.queries} x {self.keys}"
         if self.any_length:
             length = f"up to {self.keys}" if self.queries == self.keys else f"{self.queries} x up to {self.keys}"
         parts = [
-            where,
+            device,
             self.dtype,
             f"batch {self.batch}",
             f"{self.heads} heads" if self.groups == self.heads else f"{self.heads} heads in {self.groups} groups",

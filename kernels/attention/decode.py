@@ -1,13 +1,13 @@
-"""Attention of one query per sequence over the keys and values that a cache holds: a step of generation.
+"""Decoding attention: one query per sequence over the keys and values of a KV cache.
 
-A step multiplies little and reads the whole cache, so all of a GPU must read. The keys of a sequence are split among
-programs; each gives its part of the output and its log-sum-exp, and a second kernel adds the parts up (flash decoding,
-https://crfm.stanford.edu/2023/10/12/flashdecoding.html). All query heads of a group share a program, which reads the
-group's keys once. How many keys there are stands on the device: a step waits for nothing, and a CUDA graph of it stays
-right while a text grows.
+A decoding step is bound by reading the cache, so its load is spread over the whole GPU: the keys of a sequence are
+split among programs, each computes a partial output and its log-sum-exp, and a second kernel combines them (flash
+decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html). All query heads of a group share a program, which
+reads the group's keys once. Sequence lengths are read on the device: a step needs no synchronization, and a CUDA graph
+of it stays valid while sequences grow.
 """
 
-# Triton's constant conditions decide which names exist:
+# Triton resolves constexpr conditions at compile time, which pyright does not know:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..launch import INTERPRETED, jit, next_power_of_2, tl, triton_runs_on
 from .flash.portable.tile import LOG2E, dot
 
 MOST_SPLITS = 64
-"""Parts of a sequence: what the kernel that adds them up holds at once."""
+"""Maximum splits of a sequence; the combining kernel loads all of them at once."""
 LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
-_KEYS = 64
-"""Keys of a tile."""
+_MAX_TILE_KEYS = 64
+"""Maximum keys of a tile."""
 
 
 # ---------------------------------------------------------------- reference
@@ -45,7 +45,7 @@ def reference_decode_attention(
     left: int = -1,
     softcap: float = 0.0,
 ) -> Tensor:
-    """`decode_attention` in plain torch, any device and floating dtype, computed in fp32 or fp64."""
+    """Reference of `decode_attention` in plain PyTorch, for any device and floating dtype; computed in fp32 or fp64."""
     memories, groups, slots, width = key.shape
     rows, heads, _ = query.shape
     accumulate = torch.promote_types(query.dtype, torch.float32)
@@ -71,10 +71,10 @@ def reference_decode_attention(
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     empty = ~visible.any(dim=1)[:, None, None]
     weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    # what no row sees may be anything, NaN too
-    seen = visible.view(memories, -1, slots).any(dim=1)[:, None, :, None]
+    # unused slots may hold anything, including NaN
+    used = visible.view(memories, -1, slots).any(dim=1)[:, None, :, None]
     weights = weights.view(memories, rows // memories, groups, heads // groups, slots)
-    context = torch.einsum("mrghs,mgsd->mrghd", weights, torch.where(seen, value, 0).to(accumulate))
+    context = torch.einsum("mrghs,mgsd->mrghd", weights, torch.where(used, value, 0).to(accumulate))
     return context.reshape(query.shape).to(query.dtype)
 
 
@@ -90,10 +90,10 @@ def split_kernel(
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the query heads of one group of one row, over one of SPLITS parts of its keys.
+    """Each program processes the query heads of one group of one row over one of SPLITS parts of its keys.
 
-    q: (rows, heads, HEAD_DIM). k, v: (memories, groups, slots, HEAD_DIM). out: like q, or of several parts fp32 (rows,
-    heads, SPLITS, HEAD_DIM), with lse: fp32 (rows, heads, SPLITS), in base 2. positions: int64 (rows,). lengths: int64
+    q: (rows, heads, HEAD_DIM). k, v: (memories, groups, slots, HEAD_DIM). out: like q, or with SPLITS > 1 fp32 (rows,
+    heads, SPLITS, HEAD_DIM), with lse: fp32 (rows, heads, SPLITS), base 2. positions: int64 (rows,). lengths: int64
     (memories,). distance: (heads, 2 reach + 1). slopes: (heads,).
     """
     row = tl.program_id(0) // groups
@@ -102,20 +102,20 @@ def split_kernel(
     memory = row // rows_per_memory
     position = tl.load(positions_pointer + row).to(tl.int32)
     keys = tl.load(lengths_pointer + memory).to(tl.int32) if HAS_LENGTHS else tl.minimum(position + 1, slots)
-    part = (keys + BLOCK_N * SPLITS - 1) // (BLOCK_N * SPLITS) * BLOCK_N
-    begin = split * part
-    end = tl.minimum(begin + part, keys)
+    split_keys = (keys + BLOCK_N * SPLITS - 1) // (BLOCK_N * SPLITS) * BLOCK_N
+    begin = split * split_keys
+    end = tl.minimum(begin + split_keys, keys)
 
     member = tl.arange(0, BLOCK_H)
     channel = tl.arange(0, BLOCK_D)
-    real = member < heads_per_group
+    head_mask = member < heads_per_group
     head = group * heads_per_group + member
-    wide = channel < HEAD_DIM
-    q_place = row.to(tl.int64) * stride_qr + head[:, None] * stride_qh + channel[None, :]
-    q = tl.load(q_pointer + q_place, mask=real[:, None] & wide[None, :], other=0.0)
+    channel_mask = channel < HEAD_DIM
+    q_offset = row.to(tl.int64) * stride_qr + head[:, None] * stride_qh + channel[None, :]
+    q = tl.load(q_pointer + q_offset, mask=head_mask[:, None] & channel_mask[None, :], other=0.0)
     if HAS_SLOPE:
-        slope = tl.load(slopes_pointer + head, mask=real, other=0.0).to(ACCUMULATE) * LOG2E
-    cached = (memory.to(tl.int64) * groups + group) * slots * HEAD_DIM
+        slope = tl.load(slopes_pointer + head, mask=head_mask, other=0.0).to(ACCUMULATE) * LOG2E
+    cache_offset = (memory.to(tl.int64) * groups + group) * slots * HEAD_DIM
 
     maximum = tl.full((BLOCK_H,), float("-inf"), ACCUMULATE)
     total = tl.zeros((BLOCK_H,), ACCUMULATE)
@@ -126,47 +126,48 @@ def split_kernel(
         if HAS_LENGTHS:
             distance = slot - position
         else:
-            # a slot holds the newest token whose position leaves this remainder
+            # ring buffer: slot s holds the newest token whose position is s modulo the number of slots
             distance = -((position - slot) % slots)
             if HAS_LEFT:
                 visible = visible & (distance >= -left)
-        place = cached + slot[:, None] * HEAD_DIM + channel[None, :]
-        inside = visible[:, None] & wide[None, :]
-        k = tl.load(k_pointer + place, mask=inside, other=0.0)
-        v = tl.load(v_pointer + place, mask=inside, other=0.0)
+        kv_offset = cache_offset + slot[:, None] * HEAD_DIM + channel[None, :]
+        kv_mask = visible[:, None] & channel_mask[None, :]
+        k = tl.load(k_pointer + kv_offset, mask=kv_mask, other=0.0)
+        v = tl.load(v_pointer + kv_offset, mask=kv_mask, other=0.0)
         product = dot(q, tl.trans(k), tl.zeros((BLOCK_H, BLOCK_N), ACCUMULATE), PRECISION)
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which needs no library call and ends at -1 and 1
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1) needs no library call and saturates at -1 and 1 without overflow
             tanh = 1.0 - 2.0 / (tl.exp2(product * (scale / softcap * 2.0 * LOG2E)) + 1.0)
             exponent = tanh * (softcap * LOG2E)
         else:
             exponent = product * (scale * LOG2E)
         if HAS_DISTANCE:
             clipped = tl.minimum(tl.maximum(distance, -reach), reach) + reach
-            bias_place = head[:, None] * (2 * reach + 1) + clipped[None, :]
-            bias = tl.load(distance_pointer + bias_place, mask=real[:, None] & visible[None, :], other=0.0)
+            bias_offset = head[:, None] * (2 * reach + 1) + clipped[None, :]
+            bias = tl.load(distance_pointer + bias_offset, mask=head_mask[:, None] & visible[None, :], other=0.0)
             exponent = exponent + bias.to(ACCUMULATE) * LOG2E
         if HAS_SLOPE:
             exponent = exponent - slope[:, None] * tl.abs(distance).to(ACCUMULATE)[None, :]
         exponent = tl.where(visible[None, :], exponent, float("-inf"))
-        higher = tl.maximum(maximum, tl.max(exponent, 1))
-        # before the first visible key it is -inf, and -inf - -inf would be NaN
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        new_maximum = tl.maximum(maximum, tl.max(exponent, 1))
+        # -inf until the first visible key, and -inf - -inf would be NaN
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weight = tl.exp2(exponent - shift[:, None])
-        shrink = tl.exp2(maximum - shift)
-        total = total * shrink + tl.sum(weight, 1)
-        accumulator = dot(rounded(weight, v.dtype), v, accumulator * shrink[:, None], PRECISION)
-        maximum = higher
+        rescale = tl.exp2(maximum - shift)
+        total = total * rescale + tl.sum(weight, 1)
+        accumulator = dot(rounded(weight, v.dtype), v, accumulator * rescale[:, None], PRECISION)
+        maximum = new_maximum
 
     empty = total == 0.0
     result = accumulator / tl.where(empty, 1.0, total)[:, None]
-    line = row.to(tl.int64) * heads + head
+    out_row = row.to(tl.int64) * heads + head
     if SPLITS > 1:
         lse = tl.where(empty, float("-inf"), maximum + tl.log2(tl.where(empty, 1.0, total)))
-        tl.store(lse_pointer + line * SPLITS + split, lse, mask=real)
-        line = line * SPLITS + split
-    out_place = line[:, None] * HEAD_DIM + channel[None, :]
-    tl.store(out_pointer + out_place, rounded(result, out_pointer.dtype.element_ty), mask=real[:, None] & wide[None, :])
+        tl.store(lse_pointer + out_row * SPLITS + split, lse, mask=head_mask)
+        out_row = out_row * SPLITS + split
+    out_pointers = out_pointer + (out_row[:, None] * HEAD_DIM + channel[None, :])
+    out_mask = head_mask[:, None] & channel_mask[None, :]
+    tl.store(out_pointers, rounded(result, out_pointer.dtype.element_ty), mask=out_mask)
 
 
 @jit
@@ -174,37 +175,40 @@ def sum_kernel(
     parts_pointer, lse_pointer, out_pointer,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row. parts: fp32 (lines, SPLITS, HEAD_DIM); lse: (lines, SPLITS), in base 2."""
-    line = tl.program_id(0).to(tl.int64)
+    """Combine the splits; each program processes one head of one row.
+
+    parts: fp32 (rows * heads, SPLITS, HEAD_DIM); lse: (rows * heads, SPLITS), base 2.
+    """
+    row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     channel = tl.arange(0, BLOCK_D)
-    wide = channel < HEAD_DIM
-    lse = tl.load(lse_pointer + line * SPLITS + split)
-    highest = tl.max(lse, 0)
-    weight = tl.exp2(lse - tl.where(highest == float("-inf"), 0.0, highest))
-    place = (line * SPLITS + split[:, None]) * HEAD_DIM + channel[None, :]
-    parts = tl.load(parts_pointer + place, mask=wide[None, :], other=0.0)
+    channel_mask = channel < HEAD_DIM
+    lse = tl.load(lse_pointer + row * SPLITS + split)
+    maximum = tl.max(lse, 0)
+    weight = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
+    offset = (row * SPLITS + split[:, None]) * HEAD_DIM + channel[None, :]
+    parts = tl.load(parts_pointer + offset, mask=channel_mask[None, :], other=0.0)
     total = tl.sum(weight, 0)
     result = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_pointer + line * HEAD_DIM + channel, rounded(result, out_pointer.dtype.element_ty), mask=wide)
+    tl.store(out_pointer + row * HEAD_DIM + channel, rounded(result, out_pointer.dtype.element_ty), mask=channel_mask)
 
 
 @cache
-def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a few in the interpreter."""
+def _multiprocessors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a GPU; a small constant in interpreter mode."""
     return 8 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def split_count(programs: int, slots: int, processors: int) -> int:
-    """Into how many parts keys are split, a power of two: about two programs for each processor, a tile for each.
+    """Return the number of splits of the keys, a power of two: about two programs per processor, each at least a tile.
 
     Args:
-        programs: groups of all rows.
-        slots: keys there can be.
-        processors: of the GPU.
+        programs: rows * groups.
+        slots: maximum number of keys.
+        processors: streaming multiprocessors of the GPU.
     """
-    wanted = min(2 * processors // programs, -(-slots // _KEYS), MOST_SPLITS)
-    return next_power_of_2(wanted + 1) // 2 if wanted > 1 else 1
+    splits = min(2 * processors // programs, -(-slots // _MAX_TILE_KEYS), MOST_SPLITS)
+    return next_power_of_2(splits + 1) // 2 if splits > 1 else 1
 
 
 def triton_decode_attention(
@@ -221,20 +225,20 @@ def triton_decode_attention(
     softcap: float = 0.0,
     splits: int | None = None,
 ) -> Tensor:
-    """Launch the kernels; `splits` is a power of two, None for as many as fill the GPU."""
-    rows, heads, width = query.shape
+    """Launch the kernels; `splits` is a power of two, None for the number that fills the GPU."""
+    rows, heads, head_dim = query.shape
     memories, groups, slots, _ = key.shape
     accumulate = torch.promote_types(query.dtype, torch.float32)
     if splits is None:
-        splits = split_count(rows * groups, slots, _processors(query.device))
+        splits = split_count(rows * groups, slots, _multiprocessors(query.device))
     query = query if query.stride(-1) == 1 else query.contiguous()
     out = query.new_empty(query.shape)
     parts, lse = out, None
     if splits > 1:
-        parts = query.new_empty(rows, heads, splits, width, dtype=accumulate)
+        parts = query.new_empty(rows, heads, splits, head_dim, dtype=accumulate)
         lse = query.new_empty(rows, heads, splits, dtype=accumulate)
     exact = query.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    block = max(16, next_power_of_2(width))
+    block_d = max(16, next_power_of_2(head_dim))
     split_kernel[(rows * groups, splits)](
         q_pointer=query,
         k_pointer=key,
@@ -256,10 +260,10 @@ def triton_decode_attention(
         reach=0 if distance_bias is None else distance_bias.shape[1] // 2,
         scale=scale,
         softcap=softcap,
-        HEAD_DIM=width,
-        BLOCK_D=block,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
         BLOCK_H=max(16, next_power_of_2(heads // groups)),
-        BLOCK_N=tile_keys(width, query.dtype),
+        BLOCK_N=tile_keys(head_dim, query.dtype),
         SPLITS=splits,
         HAS_LENGTHS=lengths is not None,
         HAS_LEFT=left >= 0,
@@ -272,13 +276,16 @@ def triton_decode_attention(
         num_stages=2,
     )
     if lse is not None:
-        sum_kernel[(rows * heads,)](parts, lse, out, HEAD_DIM=width, BLOCK_D=block, SPLITS=splits, **LAUNCH)
+        sum_kernel[(rows * heads,)](parts, lse, out, HEAD_DIM=head_dim, BLOCK_D=block_d, SPLITS=splits, **LAUNCH)
     return out
 
 
 def tile_keys(width: int, dtype: torch.dtype) -> int:
-    """Keys of a tile, so that two stages of keys and values fit into 99 KB: fewer of wide heads in fp32."""
-    return 16 if dtype.itemsize >= 4 and width > 128 else _KEYS // 2 if dtype.itemsize >= 4 or width > 128 else _KEYS
+    """Return the keys per tile for heads of `width`, so that two stages of keys and values fit into 99 KB."""
+    wide_head, wide_dtype = width > 128, dtype.itemsize >= 4
+    if wide_head and wide_dtype:
+        return 16
+    return _MAX_TILE_KEYS // 2 if wide_head or wide_dtype else _MAX_TILE_KEYS
 
 
 # ---------------------------------------------------------------- operation
@@ -324,31 +331,31 @@ def decode_attention(
     left: int = -1,
     softcap: float = 0.0,
 ) -> Tensor:
-    """softmax(cap(scale * q k^T) + bias, over the visible keys) v, of one query per row over a cache; no gradient.
+    """Compute softmax(cap(scale * q k^T) + bias) v for one query per row over a KV cache; no gradient.
 
-    Without `lengths` the cache is one of self-attention: slot s holds the newest token whose position leaves the
-    remainder s by the number of slots, the query's own token among them, and a query sees every token that is there.
-    With them it is a memory: slot s holds its token s.
+    Without `lengths` the cache is a ring buffer for self-attention: slot s holds the newest token whose position is s
+    modulo the number of slots, including the query's own token, and the query attends to all cached tokens. With
+    `lengths` it is an encoder memory for cross-attention: slot s holds token s.
 
     Args:
         query: (rows, heads, head_dim); bf16, fp16, fp32 or fp64.
-        key: (memories, groups, slots, head_dim), contiguous, dtype of `query`; query head h reads group
-            h // (heads / groups). Rows are a multiple of memories: so many rows in a row read the same.
+        key: (memories, groups, slots, head_dim), contiguous, dtype of `query`; query head h uses group
+            h // (heads / groups). `rows` is a multiple of `memories`; consecutive rows share a memory.
         value: like `key`.
-        positions: int64 (rows,), of the queries.
+        positions: int64 (rows,), positions of the queries.
         scale: factor of the scores.
         lengths: int64 (memories,), tokens of each memory; None for self-attention.
-        distance_bias: (heads, 2 R + 1), fp32 or fp64; entry [h, R + d] is added for a key d places after the query,
-            before it where d is negative, clipped to [-R, R].
-        alibi_slopes: (heads,), likewise; -slope |d| is added.
-        left: tokens visible before the query's own, -1 for all; of self-attention only.
-        softcap: bound of the scaled scores, cap * tanh(score / cap); 0 for none.
+        distance_bias: (heads, 2 R + 1), fp32 or fp64; entry [h, R + d] is added for a key at distance d (key position
+            minus query position), clipped to [-R, R].
+        alibi_slopes: (heads,), fp32 or fp64; -slope |d| is added.
+        left: visible tokens before the query's own, -1 for all; self-attention only.
+        softcap: scaled scores become cap * tanh(score / cap); 0 for none.
 
     Returns:
-        Like `query`. A row that sees no key gives 0; what no row sees has no influence, even if it is NaN.
+        Like `query`. A fully masked row has output 0; unused slots have no effect, even if they hold NaN.
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     _check(query, key, value, positions, lengths, distance_bias, alibi_slopes, left)
     if triton_runs_on(query):
@@ -373,11 +380,11 @@ def _check(
 ) -> None:
     if query.ndim != 3 or not query.is_floating_point():
         raise ValueError(f"`query` {tuple(query.shape)} of {query.dtype} must be (rows, heads, head_dim), floating.")
-    rows, heads, width = query.shape
-    if key.ndim != 4 or key.shape[3] != width or heads % key.shape[1] or rows % key.shape[0]:
+    rows, heads, head_dim = query.shape
+    if key.ndim != 4 or key.shape[3] != head_dim or heads % key.shape[1] or rows % key.shape[0]:
         raise ValueError(
-            f"`key` {tuple(key.shape)} must be (memories, groups, slots, {width}), memories dividing the {rows} rows "
-            f"and groups the {heads} heads of `query`."
+            f"`key` {tuple(key.shape)} must be (memories, groups, slots, {head_dim}), memories dividing the {rows} "
+            f"rows and groups the {heads} heads of `query`."
         )
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape != key.shape or tensor.dtype != query.dtype or not tensor.is_contiguous():
@@ -393,4 +400,4 @@ def _check(
     if alibi_slopes is not None and alibi_slopes.shape != (heads,):
         raise ValueError(f"`alibi_slopes` {tuple(alibi_slopes.shape)} must be ({heads},).")
     if left >= 0 and lengths is not None:
-        raise ValueError(f"`left` ({left}) must be -1 with `lengths`: a memory has no window.")
+        raise ValueError(f"`left` ({left}) must be -1 with `lengths`: cross-attention does not support a window.")

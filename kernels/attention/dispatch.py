@@ -1,4 +1,4 @@
-"""Which backend runs an attention call: the choice among the rows of `support.py`. Pure: no torch, no device."""
+"""Backend selection for an attention call, from the table in `support.py`. Pure functions: no torch, no device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG_SCORES_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One backend in a decision: accepted or refused, and the reason in words."""
+    """One backend of a decision: accepted or rejected, with the reason."""
 
     backend: str
     family: Family
@@ -24,10 +24,10 @@ class Row:
 
 
 class NoBackendError(ValueError):
-    """No backend may or can run a call; the message holds the reason of every row.
+    """No backend is allowed or able to run a call; the message gives the reason for each one.
 
     Attributes:
-        rows: the table, all of it refused; empty where the wishes contradict each other.
+        rows: all backends, each rejected; empty when the settings contradict each other.
     """
 
     def __init__(self, message: str, rows: tuple[Row, ...] = ()) -> None:
@@ -37,7 +37,7 @@ class NoBackendError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The backend chosen for one kind of call, with the reason of every row, in the order of preference."""
+    """The backend selected for one kind of call, and all candidates with their reasons in order of preference."""
 
     call: AttentionCall
     backend: str
@@ -46,26 +46,26 @@ class Decision:
 
     @property
     def needs_mask(self) -> bool:
-        """Whether packed documents need a mask of queries x keys in the chosen backend."""
+        """True if the selected backend needs packed documents as a (queries, keys) mask."""
         return BY_NAME[self.backend].needs_mask_for(self.call)
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of that mask, once for all layers; 0 without one."""
+        """Size of that mask, which all layers share; 0 without one."""
         return self.call.mask_bytes if self.needs_mask else 0
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether the chosen backend keeps a number for each query and key for the backward pass."""
+        """True if the selected backend saves a (queries, keys) matrix per head for the backward pass."""
         return BY_NAME[self.backend].keeps_scores
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile takes the chosen backend into its graph."""
+        """True if torch.compile can trace the selected backend without a graph break."""
         return BY_NAME[self.backend].compiles
 
     def table(self) -> str:
-        """Plain text for the log: the call, one line per backend, then the notes."""
+        """Format for the log: the call, one line per backend, then the notes."""
         return "\n".join([f"{self.call}: {self.backend}", *self._reasons()])
 
     def _reasons(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class Decision:
 
 
 def tables(decisions: Mapping[str, Decision]) -> list[str]:
-    """The tables of a model for the log, by kind of call; kinds whose reasons are the same words share a table."""
+    """Format the decisions of a model for the log; kinds of call with identical reasons share one table."""
     calls: dict[tuple[str, ...], list[str]] = {}
     for kind, decision in decisions.items():
         calls.setdefault(decision._reasons(), []).append(f"attention, {kind}: {decision.call}: {decision.backend}")
@@ -81,7 +81,7 @@ def tables(decisions: Mapping[str, Decision]) -> list[str]:
 
 
 def table_lines(rows: tuple[Row, ...]) -> list[str]:
-    """The rows of a table, one line each."""
+    """Format the rows, one line each, in aligned columns."""
     name_width = max(len(row.backend) for row in rows)
     family_width = max(len(row.family) for row in rows)
     return [
@@ -90,13 +90,13 @@ def table_lines(rows: tuple[Row, ...]) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- the order
+# ---------------------------------------------------------------- order of preference
 
-# Within a family, by what was measured (one H200, bf16, causal, forward and backward; docs/benchmarks.md): SDPA's cuDNN
-# is 1 to 5 % faster than TransformerEngine's at 1k to 16k tokens and compiles. Where PyTorch's own kernels take a call
-# they come before Triton's portable ones until those are measured faster on the card; its Hopper kernels, 0.9
-# to 1.1 times cuDNN's speed on an H100 from 2k tokens on, come before them.
-_IN_FAMILY: dict[Family, tuple[str, ...]] = {
+# Measured order within a family (one H200, bf16, causal, forward and backward; docs/benchmarks.md): SDPA's cuDNN is 1
+# to 5 % faster than TransformerEngine's at 1k to 16k tokens and works with torch.compile. PyTorch's own kernels come
+# before the portable Triton kernels until those are measured to be faster on the device; the Triton kernels for Hopper,
+# 0.9 to 1.1 times cuDNN's speed on an H100 from 2k tokens on, come before PyTorch's (see `preference`).
+_FAMILY_ORDER: dict[Family, tuple[str, ...]] = {
     "flash": ("sdpa_flash", "flash_attn", "triton", "te_flash", "sdpa_efficient"),
     "fused": ("sdpa_cudnn", "te_fused"),
     "unfused": ("unfused", "sdpa_math", "te_unfused"),
@@ -107,25 +107,25 @@ _IN_FAMILY: dict[Family, tuple[str, ...]] = {
 def preference(
     call: AttentionCall, installed: Installed, transformer_engine: bool | None = None
 ) -> tuple[tuple[str, ...], str]:
-    """Backends in the order they are tried, and why in that order."""
+    """Return the backends in order of preference, and the reason for that order."""
     families, why = _families(call)
-    names = [name for family in (*families, "named") for name in _IN_FAMILY[family]]
+    names = [name for family in (*families, "named") for name in _FAMILY_ORDER[family]]
     if transformer_engine:
         names.sort(key=lambda name: ((*families, "named").index(BY_NAME[name].family), not name.startswith("te_")))
         why = f"{why}; `transformer_engine` puts TransformerEngine first in each family"
     if call.device != "cuda":
         return tuple(names), why
     if call.bias_has_gradient or call.bias_goes_by_distance:
-        written_out = {name for name in names if BY_NAME[name].writes_bias_out_for(call)}
-        names.sort(key=lambda name: (name != "triton", BY_NAME[name].family == "named", name in written_out))
-        why = "a bias that is trained or goes by distance: triton takes it as it is"
+        need_dense_bias = {name for name in names if BY_NAME[name].writes_bias_out_for(call)}
+        names.sort(key=lambda name: (name != "triton", BY_NAME[name].family == "named", name in need_dense_bias))
+        why = "trained or distance-dependent bias: triton supports it natively"
     elif call.packed:
         names.sort(key=lambda name: (name != "triton", BY_NAME[name].needs_mask_for(call)))
         why = "packed documents: kernels that need no mask come first"
-    elif takes_hopper_kernels(call, installed) and not call.any_length:  # which make a plan for every length
+    elif takes_hopper_kernels(call, installed) and not call.any_length:  # their tile schedule is built per length
         names.remove("triton")
         names.insert(names.index("sdpa_flash"), "triton")
-    elif call.dtype == "fp32":  # CUTLASS, tuned for it
+    elif call.dtype == "fp32":  # the memory-efficient CUTLASS kernels are tuned for fp32
         names.remove("triton")
         names.insert(names.index("sdpa_efficient") + 1, "triton")
     return tuple(names), why
@@ -134,18 +134,18 @@ def preference(
 def _families(call: AttentionCall) -> tuple[tuple[Family, ...], str]:
     if call.device == "cuda" and call.capability is not None and call.capability >= (9, 0):
         if call.any_length:
-            return ("flash", "fused", "unfused"), "cuDNN prepares every length anew"
+            return ("flash", "fused", "unfused"), "cuDNN builds a new plan for every length"
         return ("fused", "flash", "unfused"), "Hopper and later: fused > flash > unfused"
     return ("flash", "fused", "unfused"), "before Hopper: flash > fused > unfused"
 
 
-# ---------------------------------------------------------------- what is removed
+# ---------------------------------------------------------------- removal by keys and flags
 
 
 def _removals(
     use_flash_attention: bool | None, transformer_engine: bool | None, flags: AttentionFlags, installed: Installed
 ) -> dict[str, str]:
-    """Families and backends that may not be used, each with what removed it."""
+    """Return the families and backends that keys and flags disable, each with the reason."""
     removed: dict[str, str] = {}
     if transformer_engine is False:
         removed |= dict.fromkeys(("te_flash", "te_fused", "te_unfused"), "removed by `transformer_engine: False`")
@@ -166,7 +166,7 @@ def _removals(
 
 
 def _removed_versions(flags: AttentionFlags, installed: Installed) -> dict[str, str]:
-    """What NVTE_FLASH_ATTN_V2, _V3 and _V4 leave nothing of."""
+    """Return the backends of which NVTE_FLASH_ATTN_V2, _V3 and _V4 leave no installed version."""
     versions = (
         ("NVTE_FLASH_ATTN_V2", flags.flash_v2, installed.flash_attn is not None),
         ("NVTE_FLASH_ATTN_V3", flags.flash_v3, installed.flash_attn_3),
@@ -175,14 +175,14 @@ def _removed_versions(flags: AttentionFlags, installed: Installed) -> dict[str, 
     removed: dict[str, str] = {}
     if not flags.flash_v2:
         removed["flash_attn"] = "removed by NVTE_FLASH_ATTN_V2=0"
-    there = [(name, on) for name, on, found in versions if found]
-    if there and not any(on for _, on in there):
-        removed["te_flash"] = f"removed by {' and '.join(f'{name}=0' for name, _ in there)}"
+    present = [(name, on) for name, on, found in versions if found]
+    if present and not any(on for _, on in present):
+        removed["te_flash"] = f"removed by {' and '.join(f'{name}=0' for name, _ in present)}"
     return removed
 
 
 def _usable(installed: Installed, flags: AttentionFlags) -> Installed:
-    """The software without the versions of flash-attn that the flags take away."""
+    """Return the installed software without the flash-attn versions that the flags disable."""
     return replace(
         installed,
         flash_attn=installed.flash_attn if flags.flash_v2 else None,
@@ -191,23 +191,23 @@ def _usable(installed: Installed, flags: AttentionFlags) -> Installed:
     )
 
 
-def _row(backend: Backend, call: AttentionCall, installed: Installed, wish: str, removed: dict[str, str]) -> Row:
-    """Judge one backend: the wish first, then what was removed, then what it can do."""
+def _row(backend: Backend, call: AttentionCall, installed: Installed, requested: str, removed: dict[str, str]) -> Row:
+    """Check one backend: against `attention_backend`, then the removals, then its own limits."""
     name, family = backend.name, backend.family
-    if wish != "auto" and wish not in (name, family):
-        return Row(name, family, False, f"`attention_backend` asks for {wish}")
-    if family == "named" and wish != name:
-        return Row(name, family, False, "only by name, as `attention_backend`")
+    if requested != "auto" and requested not in (name, family):
+        return Row(name, family, False, f"not `attention_backend` ({requested})")
+    if family == "named" and requested != name:
+        return Row(name, family, False, "available only by name, with `attention_backend`")
     if removal := removed.get(family) or removed.get(name):
         return Row(name, family, False, removal)
     reason = backend.why_not(call, installed)
-    if reason is None and name == "triton" and call.device != "cuda" and wish != name:
-        # there for tests: right, and a thousand times slower than anything else
-        reason = "in Triton's interpreter only by name, as `attention_backend`"
+    if reason is None and name == "triton" and call.device != "cuda" and requested != name:
+        # interpreter mode is for tests: correct, but a thousand times slower than any other backend
+        reason = "in Triton's interpreter available only by name, with `attention_backend`"
     return Row(name, family, reason is None, reason or "can run")
 
 
-# ---------------------------------------------------------------- the choice
+# ---------------------------------------------------------------- selection
 
 
 def choose(
@@ -219,41 +219,43 @@ def choose(
     flags: AttentionFlags,
     installed: Installed,
 ) -> Decision:
-    """Choose the backend for one kind of call.
+    """Select the backend for one kind of call.
 
     Args:
-        call: the facts of the call.
+        call: specification of the call.
         use_flash_attention: None keeps every family, True removes unfused, False removes flash.
-        attention_backend: `auto`, one family or one backend; never overruled.
-        transformer_engine: True puts TransformerEngine first in each family, False takes it out, None leaves it in.
-        flags: what the environment removes.
-        installed: the software at hand.
+        attention_backend: `auto`, one family or one backend; never overridden.
+        transformer_engine: True prefers TransformerEngine within each family, False removes it, None does neither.
+        flags: the NVTE_* switches, which can remove backends.
+        installed: versions of the installed software.
 
     Raises:
-        NoBackendError: nothing is left, or what the keys ask for was removed or cannot run.
-        ValueError: `attention_backend` is no name of a family or backend.
+        NoBackendError: no backend is left, or the requested one was removed or cannot run the call.
+        ValueError: `attention_backend` is not the name of a family or backend.
     """
-    wish = attention_backend
+    requested = attention_backend
     names = ("auto", *FAMILIES, *BY_NAME)
-    if wish not in names:
-        raise ValueError(f"`attention_backend` ({wish}) must be one of {', '.join(names)}.")
+    if requested not in names:
+        raise ValueError(f"`attention_backend` ({requested}) must be one of {', '.join(names)}.")
     if transformer_engine and (problem := why_no_te(installed)):
         raise NoBackendError(
-            f"`transformer_engine` (True) cannot be had: {problem.removesuffix(f' ({INSTALL_TE})')}; "
+            f"`transformer_engine` (True) is not available: {problem.removesuffix(f' ({INSTALL_TE})')}; "
             f"use transformer_engine=null, or {INSTALL_TE}."
         )
     removed = _removals(use_flash_attention, transformer_engine, flags, installed)
-    family = BY_NAME[wish].family if wish in BY_NAME else wish
-    if reason := removed.get(wish) or removed.get(family):
-        of = f"`attention_backend` ({wish}) is" + (f" of the {family} family, which is" if family in removed else "")
-        raise NoBackendError(f"{of} {reason}; drop one of the two.")
+    family = BY_NAME[requested].family if requested in BY_NAME else requested
+    if reason := removed.get(requested) or removed.get(family):
+        subject = f"`attention_backend` ({requested}) is"
+        if family in removed:
+            subject += f" of the {family} family, which is"
+        raise NoBackendError(f"{subject} {reason}; drop one of the two.")
     order, why = preference(call, installed, transformer_engine)
     usable = _usable(installed, flags)
-    rows = tuple(_row(BY_NAME[name], call, usable, wish, removed) for name in order)
+    rows = tuple(_row(BY_NAME[name], call, usable, requested, removed) for name in order)
     chosen = next((row for row in rows if row.accepted), None)
     if chosen is None:
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *table_lines(rows)]), rows)
-    explained = why if wish == "auto" else f"`attention_backend` asks for {wish}"
+    explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"
     rows = tuple(replace(row, reason=f"chosen ({explained})") if row is chosen else row for row in rows)
     notes = _memory_notes(call, BY_NAME[chosen.backend])
     if chosen.backend == "triton" and call.device == "cuda":
@@ -263,18 +265,18 @@ def choose(
 
 
 def _memory_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:
-    """What grows with the square of the length in the chosen backend."""
+    """Return one note per tensor of the selected backend that grows with the square of the sequence length."""
     notes: list[str] = []
     if chosen.needs_mask_for(call):
         notes.append(
-            f"one mask of {_gib(call.mask_bytes)} for all layers keeps packed documents apart; the scores "
-            "between them are computed and thrown away."
+            f"one mask of {_gib(call.mask_bytes)} for all layers separates packed documents; the scores "
+            "between documents are computed and discarded."
         )
     if chosen.writes_bias_out_for(call):
-        what = "ALiBi slopes" if call.bias_is_slopes else "distance bias"
-        notes.append(f"{chosen.name} takes the {what} written out: {_gib(call.bias_bytes)} per layer and copy.")
+        bias = "ALiBi slopes" if call.bias_is_slopes else "distance bias"
+        notes.append(f"{chosen.name} expands the {bias} to a dense bias: {_gib(call.bias_bytes)} per layer and copy.")
     if chosen.family == "unfused" and call.score_bytes >= LONG_SCORES_BYTES:
-        notes.append(f"{chosen.name} holds the whole score matrix: {_gib(call.score_bytes, 1)} per layer and copy.")
+        notes.append(f"{chosen.name} stores the whole score matrix: {_gib(call.score_bytes, 1)} per layer and copy.")
     return tuple(notes)
 
 

@@ -1,7 +1,7 @@
-"""Which attention weights dropout keeps: a pure function of seed, offset and place, the same in Triton and in torch.
+"""Counter-based dropout mask of attention weights: a pure function of seed, offset and index, in Triton and in PyTorch.
 
-The mask of forward, backward and recomputation is computed again each time, so none is ever stored. Philox4x32 with
-seven rounds, which pass the tests of BigCrush (Salmon et al., SC 2011).
+Forward, backward and recomputation regenerate the mask, so it is never stored. Philox4x32 with seven rounds, which pass
+BigCrush (Salmon et al., SC 2011).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _WORD = 0xFFFFFFFF
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Random words (32 bits) below this are dropped."""
+    """Return the threshold of the 32-bit random words below which a weight is dropped."""
     return min(round(dropout_p * 2**32), _WORD)
 
 
 @jit
 def kept_by_dropout(seed, index, threshold):
-    """Whether the weights with the counters `index` (any shape, int64) are kept, bool; `seed` is an int64 scalar."""
+    """Return the keep mask, bool, of the counters `index` (int64, any shape); `seed` is an int64 scalar."""
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = ((index >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = low * 0
@@ -45,9 +45,9 @@ def dropout_mask(
     keys_bound: int,
     first_sequence: int = 0,
 ) -> Tensor:
-    """The mask of a call in plain torch.
+    """Return the keep mask of a call, in plain PyTorch.
 
-    The weight of query i, key j, head h and sequence b has the counter
+    The counter of the weight of query i, key j, head h and sequence b is
     ((b * heads + h) * queries_bound + i) * keys_bound + j + offset.
 
     Args:
@@ -57,12 +57,12 @@ def dropout_mask(
         heads: query heads.
         queries: queries of the mask.
         keys: keys of the mask.
-        queries_bound: queries of a sequence in the call: `queries` when dense, `max_seqlen_q` when packed.
-        keys_bound: keys of a sequence in the call; likewise.
-        first_sequence: number of the first sequence of the mask in the call.
+        queries_bound: query stride of the counter: `queries` for dense tensors, `max_seqlen_q` for packed ones.
+        keys_bound: key stride of the counter, `keys` or `max_seqlen_k`.
+        first_sequence: index in the call of the first sequence of the mask.
 
     Returns:
-        bool (batch, heads, queries, keys), True for a weight that is kept.
+        bool (batch, heads, queries, keys), True for kept weights.
     """
     device = rng.device
     row = torch.arange(first_sequence, first_sequence + batch, device=device)[:, None] * heads
@@ -72,12 +72,12 @@ def dropout_mask(
 
 
 def _first_philox_word(seed: Tensor, index: Tensor) -> Tensor:
-    """First word of Philox4x32 with the counter (low word, high word, 0, 0), as int64."""
+    """Return the first word of Philox4x32 for the counter (low word, high word, 0, 0), as int64."""
     c0, c1 = index & _WORD, (index >> 32) & _WORD
     c2 = c3 = torch.zeros_like(index)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(ROUNDS):
-        # products of two words wrap in int64, which leaves both of their words right
+        # products of two 32-bit words may wrap in int64, which keeps the bits of both result words
         first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = ((second >> 32) & _WORD) ^ c1 ^ k0, ((first >> 32) & _WORD) ^ c3 ^ k1
         c1, c3 = second & _WORD, first & _WORD

@@ -1,7 +1,7 @@
-"""TransformerEngine's environment variables for attention: read here, once, and nowhere else.
+"""TransformerEngine's environment variables for attention (NVTE_*), parsed in this file only.
 
-A flag can only take backends away, as in TransformerEngine; the names and defaults are those of its docs. The scope in
-which its adapter sets them is here too, so that no other file touches `os.environ`.
+A flag can only remove backends, as in TransformerEngine; names and defaults are those of its docs. The context manager
+that sets variables temporarily is here as well, so that no other attention file accesses `os.environ`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ACTING_FLAGS = (
     "NVTE_DEBUG",
     "NVTE_DEBUG_LEVEL",
 )
-"""Switches that do here what they do in TransformerEngine; all but the last two are on unless set to 0."""
+"""Flags with the same effect as in TransformerEngine; all but the last two are on unless set to 0."""
 
 _IN_TE = "only TransformerEngine's own backends (te_flash, te_fused, te_unfused) read it"
-_FP8 = "it is about attention in fp8, which no backend here computes"
-_LAYERS = "it is about TransformerEngine's layers, of which only the attention is used"
-_INERT_FLAGS = {
+_FP8 = "it configures fp8 attention, which is not supported"
+_LAYERS = "it configures TransformerEngine's layers, of which only the attention is used"
+_IGNORED_FLAGS = {
     "NVTE_FUSED_ATTN_BACKEND": "TransformerEngine itself no longer reads it since 2.16",
     "NVTE_FUSED_ATTN_USE_FAv2_BWD": _IN_TE,
     "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT": "TransformerEngine itself read it with cuDNN 8 only",
@@ -43,28 +43,28 @@ _INERT_FLAGS = {
     "NVTE_BIAS_GELU_NVFUSION": _LAYERS,
     "NVTE_BIAS_DROPOUT_FUSION": _LAYERS,
     "NVTE_TORCH_COMPILE": _LAYERS,
-    "NVTE_BATCH_MHA_P2P_COMM": "it is about context parallelism, which no backend here does",
+    "NVTE_BATCH_MHA_P2P_COMM": "it configures context parallelism, which is not supported",
     "NVTE_CPU_OFFLOAD_V1": _LAYERS,
 }
-KNOWN_FLAGS = (*ACTING_FLAGS, *_INERT_FLAGS)
-_OFF_UNLESS_SET = ("NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
+KNOWN_FLAGS = (*ACTING_FLAGS, *_IGNORED_FLAGS)
+_DEBUG_FLAGS = ("NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFlags:
-    """What the environment says about attention.
+    """Parsed NVTE_* environment variables.
 
     Attributes:
         flash: NVTE_FLASH_ATTN; False removes the flash family.
         fused: NVTE_FUSED_ATTN; False removes the fused (cuDNN) family.
         unfused: NVTE_UNFUSED_ATTN; False removes the unfused family.
-        allow_nondeterministic: NVTE_ALLOW_NONDETERMINISTIC_ALGO; False asks for equal bits from equal calls.
-        flash_v2: NVTE_FLASH_ATTN_V2; False keeps `flash_attn` and `te_flash` from FlashAttention 2.
-        flash_v3: NVTE_FLASH_ATTN_V3; False keeps `te_flash` from FlashAttention 3.
-        flash_v4: NVTE_FLASH_ATTN_V4; False keeps `te_flash` from FlashAttention 4.
-        masked_softmax_fusion: NVTE_MASKED_SOFTMAX_FUSION; False keeps `unfused` from the fused softmax.
-        debug: NVTE_DEBUG times NVTE_DEBUG_LEVEL; from 1 on the reasons are printed, not only written to the log.
-        given: every NVTE_* variable that is set, name and value, sorted.
+        allow_nondeterministic: NVTE_ALLOW_NONDETERMINISTIC_ALGO; False requires bitwise reproducible backends.
+        flash_v2: NVTE_FLASH_ATTN_V2; False disables FlashAttention 2 in `flash_attn` and `te_flash`.
+        flash_v3: NVTE_FLASH_ATTN_V3; False disables FlashAttention 3 in `te_flash`.
+        flash_v4: NVTE_FLASH_ATTN_V4; False disables FlashAttention 4 in `te_flash`.
+        masked_softmax_fusion: NVTE_MASKED_SOFTMAX_FUSION; False disables the fused softmax of `unfused`.
+        debug: NVTE_DEBUG times NVTE_DEBUG_LEVEL; from 1 on the reasons are printed as well as logged.
+        given: name and value of every NVTE_* variable that is set, sorted.
     """
 
     flash: bool = True
@@ -79,19 +79,19 @@ class AttentionFlags:
     given: tuple[tuple[str, str], ...] = ()
 
     def notes(self) -> tuple[str, ...]:
-        """One line for each variable that is set and does not do what its reader may expect."""
+        """Return one line for each set variable whose effect may differ from what is expected."""
         lines: list[str] = []
         if not self.flash and self.fused:
             lines.append(
                 "NVTE_FLASH_ATTN=0 removes the flash family only; cuDNN stays (NVTE_FUSED_ATTN=0 removes that too)."
             )
         names = [name for name, _ in self.given]
-        for name, partner in (_OFF_UNLESS_SET, _OFF_UNLESS_SET[::-1]):
+        for name, partner in (_DEBUG_FLAGS, _DEBUG_FLAGS[::-1]):
             if name in names and partner not in names:
                 lines.append(f"{name} has no effect without {partner}: their product is the level.")
         for name, value in self.given:
-            if name in _INERT_FLAGS:
-                lines.append(f"{name}={value} has no effect on the choice: {_INERT_FLAGS[name]}.")
+            if name in _IGNORED_FLAGS:
+                lines.append(f"{name}={value} has no effect on backend selection: {_IGNORED_FLAGS[name]}.")
             elif name not in ACTING_FLAGS:
                 close = difflib.get_close_matches(name, KNOWN_FLAGS, n=1, cutoff=0.75)
                 hint = f"; did you mean {close[0]}?" if close else "."
@@ -103,10 +103,10 @@ def read_flags(environment: Mapping[str, str] | None = None) -> AttentionFlags:
     """Read the NVTE_* variables.
 
     Args:
-        environment: where to read; None is this process's environment.
+        environment: variables to read; None for `os.environ`.
 
     Raises:
-        ValueError: a switch is neither 0 nor 1, or a level not a whole number.
+        ValueError: a switch is neither 0 nor 1, or a level is not a non-negative integer.
     """
     environment = os.environ if environment is None else environment
 
@@ -137,13 +137,13 @@ def read_flags(environment: Mapping[str, str] | None = None) -> AttentionFlags:
 
 
 def cudnn_is_named() -> bool:
-    """Whether the caller has told TransformerEngine where cuDNN is."""
+    """True if CUDNN_HOME or CUDNN_PATH is set, from which TransformerEngine loads cuDNN."""
     return "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ
 
 
 @contextmanager
 def environment_override(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables within a scope and put back what was there: TransformerEngine reads NVTE_* while it runs."""
+    """Set environment variables temporarily; needed because TransformerEngine reads NVTE_* at run time."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,9 +1,9 @@
-"""One more token of each text: queries and keys turn by its position, keys and values go into the cache, in one pass.
+"""Rotary embedding of queries and keys fused with the append to the KV cache, for one decoded token per sequence.
 
-In plain torch that is some twenty small kernels a layer, which take a GPU longer than the projections beside them.
+In plain PyTorch these are about twenty small kernels per layer, which take longer on a GPU than the projections.
 """
 
-# Triton's constant conditions decide which names exist:
+# Triton resolves constexpr conditions at compile time, which pyright does not know:
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..launch import jit, next_power_of_2, tl, triton_runs_on
 from ..rope import apply_rotary
 
 Angles = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Cosine and sine of queries, then of keys, each (rows, dim / 2), fp32 (fp64 with fp64)."""
+"""Cosine and sine for queries, then for keys, each (rows, rotary_dim / 2), fp32 (fp64 with fp64)."""
 
 
 # ---------------------------------------------------------------- reference
@@ -25,7 +25,7 @@ Angles = tuple[Tensor, Tensor, Tensor, Tensor]
 def reference_turn_and_append(
     projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, angles: Angles | None, interleaved: bool
 ) -> Tensor:
-    """`turn_and_append` in plain torch, any device and floating dtype."""
+    """Reference of `turn_and_append` in plain PyTorch, for any device and floating dtype."""
     groups, slots = key_cache.shape[1:3]
     query, key, value = projected.split((projected.shape[1] - 2 * groups, groups, groups), dim=1)
     if angles is not None:
@@ -50,21 +50,22 @@ def append_kernel(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one row. HALF: pairs of channels that turn, the first of a head; 0 for none.
+    """Each program processes one head of one row.
 
     projected: (rows, HEADS + 2 GROUPS, HEAD_DIM). query: (rows, HEADS, HEAD_DIM). key, value: (rows, GROUPS, slots,
-    HEAD_DIM). lengths: int64 (rows,). cosine and the others: (rows, HALF).
+    HEAD_DIM). lengths: int64 (rows,). cosine, sine, key_cosine, key_sine: (rows, HALF). HALF: half the rotary width,
+    which covers the first channels of a head; 0 without rotary embedding.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.arange(0, BLOCK_D)
     inside = channel < HEAD_DIM
-    here = projected_pointer + row * stride_row + head * stride_head
-    numbers = tl.load(here + channel, mask=inside, other=0.0)
-    element = query_pointer.dtype.element_ty
-    if HALF > 0:  # noqa: SIM102 (one is known to the compiler, the other is not)
+    head_pointer = projected_pointer + row * stride_row + head * stride_head
+    values = tl.load(head_pointer + channel, mask=inside, other=0.0)
+    dtype = query_pointer.dtype.element_ty
+    if HALF > 0:  # noqa: SIM102 (the first condition is a compile-time constant, the second is not)
         if head < HEADS + GROUPS:
-            turns = channel < 2 * HALF
+            rotated = channel < 2 * HALF
             if INTERLEAVED:
                 pair, first = channel // 2, channel % 2 == 0
                 other_channel = tl.where(first, channel + 1, channel - 1)
@@ -73,37 +74,37 @@ def append_kernel(
                 other_channel = tl.where(first, channel + HALF, channel - HALF)
             angle = row * HALF + pair
             if head < HEADS:
-                cosine = tl.load(cosine_pointer + angle, mask=turns, other=1.0)
-                sine = tl.load(sine_pointer + angle, mask=turns, other=0.0)
+                cosine = tl.load(cosine_pointer + angle, mask=rotated, other=1.0)
+                sine = tl.load(sine_pointer + angle, mask=rotated, other=0.0)
             else:
-                cosine = tl.load(key_cosine_pointer + angle, mask=turns, other=1.0)
-                sine = tl.load(key_sine_pointer + angle, mask=turns, other=0.0)
-            other = tl.load(here + other_channel, mask=turns, other=0.0)
-            turned = numbers.to(cosine.dtype) * cosine + tl.where(first, -sine, sine) * other.to(cosine.dtype)
-            # what does not turn stays as it is, not a number away and back
-            numbers = tl.where(turns, rounded(turned, element), numbers)
+                cosine = tl.load(key_cosine_pointer + angle, mask=rotated, other=1.0)
+                sine = tl.load(key_sine_pointer + angle, mask=rotated, other=0.0)
+            other = tl.load(head_pointer + other_channel, mask=rotated, other=0.0)
+            rotation = values.to(cosine.dtype) * cosine + tl.where(first, -sine, sine) * other.to(cosine.dtype)
+            # channels without rotary embedding keep their bits: no round trip through another dtype
+            values = tl.where(rotated, rounded(rotation, dtype), values)
     if head < HEADS:
-        tl.store(query_pointer + (row * HEADS + head) * HEAD_DIM + channel, numbers, mask=inside)
+        tl.store(query_pointer + (row * HEADS + head) * HEAD_DIM + channel, values, mask=inside)
     else:
         group = (head - HEADS) % GROUPS
         slot = (tl.load(lengths_pointer + row) - 1) % slots
-        place = ((row * GROUPS + group) * slots + slot) * HEAD_DIM + channel
+        offset = ((row * GROUPS + group) * slots + slot) * HEAD_DIM + channel
         if head < HEADS + GROUPS:
-            tl.store(key_pointer + place, numbers, mask=inside)
+            tl.store(key_pointer + offset, values, mask=inside)
         else:
-            tl.store(value_pointer + place, numbers, mask=inside)
+            tl.store(value_pointer + offset, values, mask=inside)
 
 
 def triton_turn_and_append(
     projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, angles: Angles | None, interleaved: bool
 ) -> Tensor:
-    """Launch the kernel."""
-    rows, parts, width = projected.shape
+    """Launch `append_kernel`; arguments as in `turn_and_append`."""
+    rows, projected_heads, head_dim = projected.shape
     groups, slots = key_cache.shape[1:3]
     projected = projected if projected.stride(-1) == 1 else projected.contiguous()
-    query = projected.new_empty(rows, parts - 2 * groups, width)
+    query = projected.new_empty(rows, projected_heads - 2 * groups, head_dim)
     cosine, sine, key_cosine, key_sine = (None,) * 4 if angles is None else (angle.contiguous() for angle in angles)
-    append_kernel[(rows, parts)](
+    append_kernel[(rows, projected_heads)](
         projected_pointer=projected,
         query_pointer=query,
         key_pointer=key_cache,
@@ -116,10 +117,10 @@ def triton_turn_and_append(
         stride_row=projected.stride(0),
         stride_head=projected.stride(1),
         slots=slots,
-        HEADS=parts - 2 * groups,
+        HEADS=projected_heads - 2 * groups,
         GROUPS=groups,
-        HEAD_DIM=width,
-        BLOCK_D=next_power_of_2(width),
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim),
         HALF=0 if angles is None else angles[0].shape[1],
         INTERLEAVED=interleaved,
         num_warps=1,
@@ -140,24 +141,24 @@ def turn_and_append(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Turn the heads of one token of each text, and put its keys and values where the cache has room; no gradient.
+    """Apply rotary embedding to one new token per sequence and append its keys and values to the cache; no gradient.
 
-    A compiler makes as much of the plain torch: within it that runs.
+    Under torch.compile the plain PyTorch version runs, which the compiler fuses as well.
 
     Args:
         projected: (rows, heads + 2 groups, head_dim), all query heads, then all key groups, then all value groups.
-        key_cache: (rows, groups, slots, head_dim), contiguous, dtype of `projected`; written in place.
-        value_cache: likewise.
-        lengths: int64 (rows,), tokens of each text with this one, which goes to slot (length - 1) % slots.
-        angles: by which the first channels of queries and keys turn, those of `kernels.rope.apply_rotary`; None for
-            none.
-        interleaved: turn the pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
+        key_cache: (rows, groups, slots, head_dim), contiguous, dtype of `projected`; updated in place.
+        value_cache: like `key_cache`.
+        lengths: int64 (rows,), sequence lengths including this token, which is written to slot (length - 1) % slots.
+        angles: cos/sin tables for the first channels of queries and keys, see `kernels.rope.apply_rotary`; None without
+            rotary embedding.
+        interleaved: rotate the pairs (2i, 2i + 1); otherwise channel i with channel i + rotary_dim / 2.
 
     Returns:
         The queries, (rows, heads, head_dim).
 
     Raises:
-        ValueError: shapes or dtypes do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     _check(projected, key_cache, value_cache, lengths, angles)
     arguments = (projected, key_cache, value_cache, lengths, angles, interleaved)
@@ -167,16 +168,16 @@ def turn_and_append(
 
 
 def _check(projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, angles: Angles | None) -> None:
-    rows, parts, width = projected.shape
+    rows, heads, head_dim = projected.shape
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        fits = cache.ndim == 4 and (cache.shape[0], cache.shape[3]) == (rows, width) and parts > 2 * cache.shape[1]
+        fits = cache.ndim == 4 and (cache.shape[0], cache.shape[3]) == (rows, head_dim) and heads > 2 * cache.shape[1]
         if not fits or cache.shape != key_cache.shape or cache.dtype != projected.dtype or not cache.is_contiguous():
             raise ValueError(
-                f"`{name}` {tuple(cache.shape)} of {cache.dtype} must be ({rows}, groups, slots, {width}) of "
+                f"`{name}` {tuple(cache.shape)} of {cache.dtype} must be ({rows}, groups, slots, {head_dim}) of "
                 f"{projected.dtype}, contiguous, for `projected` {tuple(projected.shape)}."
             )
     if lengths.shape != (rows,) or lengths.dtype != torch.int64:
         raise ValueError(f"`lengths` {tuple(lengths.shape)} of {lengths.dtype} must be ({rows},) of torch.int64.")
     for angle in angles or ():
-        if angle.ndim != 2 or len(angle) != rows or not 0 < 2 * angle.shape[1] <= width:
-            raise ValueError(f"`angles` {tuple(angle.shape)} must be ({rows}, up to {width // 2}).")
+        if angle.ndim != 2 or len(angle) != rows or not 0 < 2 * angle.shape[1] <= head_dim:
+            raise ValueError(f"`angles` {tuple(angle.shape)} must be ({rows}, up to {head_dim // 2}).")

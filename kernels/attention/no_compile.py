@@ -1,4 +1,4 @@
-"""Functions that torch.compile must not trace."""
+"""Exclude functions from torch.compile."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_graphs(function: Function) -> Function:
-    """Break a compiled graph around a call: other people's extensions cannot be traced, and wait for the device."""
+    """Exclude a function from torch.compile: third-party extensions cannot be traced and may synchronize."""
     return cast("Function", torch.compiler.disable(function))

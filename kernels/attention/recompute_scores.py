@@ -1,10 +1,10 @@
-"""Unfused attention that keeps queries, keys, values, its output and log-sum-exps, and makes its scores again.
+"""Unfused attention with selective recompute: the backward pass recomputes scores and weights from the log-sum-exp.
 
-What lies between the products, (batch, heads, queries, keys), is written by one kernel in the forward and one in the
-backward: with the log-sum-exps known, a weight needs its score alone. A second run of the three steps would write the
-scores, read them and write the weights, and read these for the gradient; here the second product of queries and keys
-comes with the writing of the weights, and both with the gradient of the scores. Log-sum-exps: arXiv 2205.14135; which
-parts of attention are worth making again: arXiv 2205.05198.
+Saved for the backward are queries, keys, values, output and log-sum-exp, not the (batch, heads, queries, keys)
+intermediates. With the log-sum-exp, a weight depends on its own score only, so one kernel per pass computes everything
+between the matrix products: the forward kernel computes scores and weights, the backward kernel scores, weights and
+score gradients. Recomputing the three steps separately would write and read the scores and the weights once more.
+Log-sum-exp: arXiv 2205.14135; selective recompute of attention: arXiv 2205.05198.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNFUSED = UnfusedAttention()
 
 @torch.library.custom_op("stoker::attention_weights", mutates_args=())
 def _attention_weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """How much each query takes of each key, (batch, heads, queries, keys) like `q`, and the log-sum-exps."""
+    """Return the attention weights, (batch, heads, queries, keys) in the dtype of `q`, and the log-sum-exp."""
     lse = log_sum_exps(q, [k], causal, scale, 0, 0, k.shape[1])
     if not (q.numel() and k.numel()):
         return q.new_empty((*lse.shape, k.shape[1])), lse
@@ -51,10 +51,10 @@ def _(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]
 def _attention_score_gradient(
     out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same weights, and the gradients of the products of queries and keys, `scale` counted in."""
+    """Return the same weights, and the gradient of q k^T, including the factor `scale`."""
     if not (q.numel() and k.numel()):
-        nothing = q.new_empty((*lse.shape, k.shape[1]))
-        return nothing, torch.empty_like(nothing)
+        empty = q.new_empty((*lse.shape, k.shape[1]))
+        return empty, torch.empty_like(empty)
     delta = delta_of(out, out_gradient, lse, None)
     return launch_score_gradient(out_gradient, q, k, v, lse, delta, causal, scale)
 
@@ -67,30 +67,30 @@ def _(
     return q.new_empty(shape), q.new_empty(shape)
 
 
-def _products(q: Shape, k: Shape) -> int:
-    """FLOPs of two products of all queries and keys; a causal mask is not counted, as in torch's own formulas."""
+def _two_products_flops(q: Shape, k: Shape) -> int:
+    """Return the FLOPs of two products of queries and keys; causal masks are ignored, as in PyTorch's formulas."""
     batch, queries, heads, head_dim = q
     return 4 * batch * heads * queries * k[1] * head_dim
 
 
 @register_flop_formula(torch.ops.stoker.attention_weights)
 def _(q: Shape, k: Shape, *_: Any, **__: Any) -> int:
-    return _products(q, k)
+    return _two_products_flops(q, k)
 
 
 @register_flop_formula(torch.ops.stoker.attention_score_gradient)
 def _(out_gradient: Shape, q: Shape, k: Shape, *_: Any, **__: Any) -> int:
-    return _products(q, k)
+    return _two_products_flops(q, k)
 
 
 # ---------------------------------------------------------------- autograd
 
 
-class _ScoresAgain(torch.autograd.Function):
+class _RecomputeScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
         weights, lse = _attention_weights(query, key, causal, scale)
-        # in the order in which the projection behind it reads, and keeps, it: so it is kept once
+        # contiguous as the following projection needs and saves it, so that both save the same tensor
         context = _UNFUSED.product(weights, value).contiguous()
         ctx.save_for_backward(query, key, value, context, lse)
         ctx.causal, ctx.scale = causal, scale
@@ -106,24 +106,24 @@ class _ScoresAgain(torch.autograd.Function):
         weights, score_gradient = _attention_score_gradient(
             gradient, query, key, value, context, lse, ctx.causal, ctx.scale
         )
-        of_value = torch.bmm(weights.view(by_group).transpose(1, 2), stacked_by_group(gradient, groups))
-        del weights  # as large as the scores: gone before the other products are made
+        value_gradient = torch.bmm(weights.view(by_group).transpose(1, 2), stacked_by_group(gradient, groups))
+        del weights  # as large as the scores: free it before the other products
         score_gradient = score_gradient.view(by_group)
-        of_query = torch.bmm(score_gradient, stacked_by_group(key, groups))
-        of_key = torch.bmm(score_gradient.transpose(1, 2), stacked_by_group(query, groups))
+        query_gradient = torch.bmm(score_gradient, stacked_by_group(key, groups))
+        key_gradient = torch.bmm(score_gradient.transpose(1, 2), stacked_by_group(query, groups))
         return (
-            of_query.view(batch, heads, queries, head_dim).transpose(1, 2),
-            of_key.view(batch, groups, keys, head_dim).transpose(1, 2),
-            of_value.view(batch, groups, keys, head_dim).transpose(1, 2),
+            query_gradient.view(batch, heads, queries, head_dim).transpose(1, 2),
+            key_gradient.view(batch, groups, keys, head_dim).transpose(1, 2),
+            value_gradient.view(batch, groups, keys, head_dim).transpose(1, 2),
             None,
             None,
         )
 
 
-# ---------------------------------------------------------------- which calls
+# ---------------------------------------------------------------- supported calls
 
 
-def _serves_width(head_dim: int) -> bool:
+def _supports_head_dim(head_dim: int) -> bool:
     return SMALLEST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM and head_dim % 8 == 0
 
 
@@ -141,46 +141,46 @@ def serves(
     packed: PackedSequences | None = None,
     key_padding_mask: Tensor | None = None,
 ) -> bool:
-    """Whether `attention_with_scores_again` takes a call, whose arguments are those of `AttentionFunction`."""
+    """Return True if `attention_with_scores_again` supports a call; arguments as in `AttentionFunction`."""
     options = (bias, distance_bias, alibi_slopes, window, packed, key_padding_mask)
     if dropout or softcap or any(option is not None for option in options):
         return False
-    return triton_runs_on(query) and _serves_width(query.shape[-1])
+    return triton_runs_on(query) and _supports_head_dim(query.shape[-1])
 
 
 def serves_call(call: AttentionCall) -> bool:
-    """The same of a call by its facts, on a machine with Triton."""
+    """Return the same for the specification of a call, assuming Triton is installed."""
     options = (call.window is not None, call.softcap, call.dropout, call.packed, call.padding, call.bias != "none")
-    return call.device == "cuda" and call.dtype != "fp64" and _serves_width(call.head_dim) and not any(options)
+    return call.device == "cuda" and call.dtype != "fp64" and _supports_head_dim(call.head_dim) and not any(options)
 
 
 # ---------------------------------------------------------------- public function
 
 
 def attention_with_scores_again(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> Tensor:
-    """softmax(scale * query key^T) value as `UnfusedAttention` computes it, with no number for each query and key kept.
+    """Compute softmax(scale * query key^T) value like `UnfusedAttention`, without saving (queries, keys) matrices.
 
-    The weights are exp(score - lse), rounded once, where `UnfusedAttention` rounds the scores too: results differ from
-    its by that rounding. Equal calls give equal bits.
+    The weights are exp(score - lse), rounded once, while `UnfusedAttention` also rounds the scores: results differ by
+    that rounding. Results are bitwise reproducible.
 
     Args:
         query: (batch, queries, heads, head_dim), bf16, fp16 or fp32; head_dim 16 to 256 in steps of 8. Under autocast,
             cast to its dtype.
-        key: (batch, keys, groups, head_dim), query head h reads group h // (heads / groups).
+        key: (batch, keys, groups, head_dim), query head h uses group h // (heads / groups).
         value: like `key`.
         scale: factor of the scores.
-        causal: query i sees keys 0 to i + keys - queries only (bottom-right aligned).
+        causal: query i attends to keys 0 to i + keys - queries only (bottom-right aligned).
 
     Returns:
-        Like `query`, contiguous, differentiable once; a query that sees no key gives 0.
+        Like `query`, contiguous, differentiable once; a fully masked query has output 0.
 
     Raises:
-        ValueError: shapes, dtypes, devices or the scale do not fit.
+        ValueError: invalid shapes, dtypes, devices or scale.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     check_arguments(query, key, value, causal=causal, softmax_scale=scale)
-    context = _ScoresAgain.apply(query, key, value, causal, scale)
+    context = _RecomputeScores.apply(query, key, value, causal, scale)
     assert isinstance(context, Tensor)
     return context

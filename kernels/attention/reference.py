@@ -1,4 +1,4 @@
-"""Attention as it is defined, in plain torch with the whole matrix of scores: the truth of every test."""
+"""Reference attention in plain PyTorch, with the full score matrix; the ground truth of all tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .packed_sequences import PackedSequences
 def visible_keys(
     queries: int, keys: int, *, causal: bool, window: tuple[int, int] | None, device: torch.device
 ) -> Tensor:
-    """Which key each query may see, bool (queries, keys). Both sequences end at the same token (bottom-right)."""
+    """Return the attention mask, bool (queries, keys), True where visible; bottom-right aligned."""
     distance = key_distances(queries, keys, device)
     visible = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
@@ -26,7 +26,7 @@ def visible_keys(
 
 
 def key_distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """How far behind each query each key stands, int64 (queries, keys): j - (i + keys - queries)."""
+    """Return the relative positions j - (i + keys - queries) of key j and query i, int64 (queries, keys)."""
     return torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
 
 
@@ -54,40 +54,40 @@ def reference_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(cap(scale * q k^T) + bias + distance_bias, over the visible keys) v, computed in fp32 or fp64.
 
-    The arguments and results of `flash_attention`, for any floating dtype, head width and device, differentiable in
-    every tensor. Memory grows with queries * keys. Packed sequences are computed one at a time, after one wait for the
-    device.
+    Same arguments and results as `flash_attention`, for any floating dtype, head width and device, differentiable in
+    every tensor. Memory grows with queries * keys. Packed sequences are computed one at a time, after one device
+    synchronization.
 
     Args:
         q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim).
-        k: (batch, keys, groups, head_dim), or packed; query head h reads group h // (heads / groups).
+        k: (batch, keys, groups, head_dim), or packed; query head h uses group h // (heads / groups).
         v: like `k`.
-        causal: a query sees no later key; both sequences end at the same token (bottom-right aligned).
+        causal: mask later keys; both sequences end at the same token (bottom-right aligned).
         window_size: keys visible to the left and to the right of a query, inclusive; -1 for all.
         softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
         softcap: cap * tanh(score / cap) bounds the scaled scores, before a bias is added; 0 for none.
-        bias: added to the scores, broadcastable to (batch, heads, queries, keys); -inf hides a key.
+        bias: added to the scores, broadcastable to (batch, heads, queries, keys); -inf masks a key.
         distance_bias: (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys - queries),
             clipped to [-R, R].
-        alibi_slopes: (heads,); -slope * |d| is added for a key at distance d, whatever else is added.
-        dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
+        alibi_slopes: (heads,); -slope * |d| is added for a key at distance d, in addition to the other biases.
+        dropout_p: probability of dropping an attention weight; the others are scaled by 1 / (1 - dropout_p).
         rng: int64 [seed, offset] of the dropout mask.
-        cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Tokens after the last
-            entry belong to no sequence.
-        cu_seqlens_k: likewise of `k` and `v`.
-        max_seqlen_q: a bound of the lengths in `cu_seqlens_q`.
-        max_seqlen_k: a bound of the lengths in `cu_seqlens_k`.
-        key_padding_mask: bool (batch, keys), True for the keys that take part.
-        deterministic: accepted for the sake of one signature; the definition has no order of summation to fix.
-        return_lse: return the log-sum-exp of the scores too.
+        cu_seqlens_q: int32 (sequences + 1), cumulative sequence lengths of a packed `q`, starting with 0. Tokens after
+            the last entry belong to no sequence.
+        cu_seqlens_k: the same for `k` and `v`.
+        max_seqlen_q: upper bound of the lengths in `cu_seqlens_q`.
+        max_seqlen_k: upper bound of the lengths in `cu_seqlens_k`.
+        key_padding_mask: bool (batch, keys), False for padding.
+        deterministic: ignored, accepted for the common signature.
+        return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         Output in the shape and dtype of `q`. With `return_lse` also the natural log-sum-exp, fp32 (fp64 for fp64
-        inputs), (batch, heads, queries) or packed (heads, total queries), differentiable. A query that sees no key has
-        output 0, log-sum-exp -inf and no gradient; a key that no query sees has no influence, even if it is NaN.
+        inputs), (batch, heads, queries) or packed (heads, total queries), differentiable. A fully masked query has
+        output 0, log-sum-exp -inf and gradient 0; a key masked for all queries has no effect, even if it is NaN.
 
     Raises:
-        ValueError: an argument breaks a rule; see `check_arguments`.
+        ValueError: invalid arguments; see `check_arguments`.
     """
     geometry = check_arguments(
         q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
@@ -134,22 +134,23 @@ def _attend(
     rng: Tensor | None,
     first_sequence: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of dense tensors; `first_sequence` is the number of the first of them in the call."""
+    """Return output and log-sum-exp of dense tensors; `first_sequence` is the index of the first one in the call."""
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     window = (geometry.left, geometry.right)
     visible = visible_keys(queries, keys, causal=False, window=window, device=q.device)[None, None]
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]
-    seen = visible.any(dim=2).transpose(1, 2)[..., None]  # (batch or 1, keys, 1, 1)
-    scores = _scores(q, torch.where(seen, k, 0), geometry.scale)
+    key_visible = visible.any(dim=2).transpose(1, 2)[..., None]  # (batch or 1, keys, 1, 1)
+    # keys and values masked for all queries are zeroed: NaN times a weight of 0 would be NaN
+    scores = _scores(q, torch.where(key_visible, k, 0), geometry.scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     if distance_bias is not None:
         reach = distance_bias.shape[1] // 2
-        place = key_distances(queries, keys, q.device).clamp(-reach, reach) + reach
-        scores = scores + distance_bias[:, place]
+        index = key_distances(queries, keys, q.device).clamp(-reach, reach) + reach
+        scores = scores + distance_bias[:, index]
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * key_distances(queries, keys, q.device).abs()
     keep = None
@@ -158,12 +159,12 @@ def _attend(
             rng, dropout_p, batch=batch, heads=geometry.heads, queries=queries, keys=keys,
             queries_bound=geometry.queries, keys_bound=geometry.keys, first_sequence=first_sequence,
         )  # fmt: skip
-    hidden_scores = scores.masked_fill(~visible, float("-inf"))
-    return _softmax_times_values(hidden_scores, torch.where(seen, v, 0), keep, dropout_p, q.dtype)
+    masked_scores = scores.masked_fill(~visible, float("-inf"))
+    return _softmax_times_values(masked_scores, torch.where(key_visible, v, 0), keep, dropout_p, q.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Scaled scores, scale * q k^T, (batch, heads, queries, keys), in fp32 or fp64."""
+    """Return scale * q k^T, (batch, heads, queries, keys), in fp32 or fp64."""
     accumulate = torch.promote_types(q.dtype, torch.float32)
     wide_k = k.to(accumulate).repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     return torch.einsum("bqhd,bkhd->bhqk", q.to(accumulate), wide_k) * scale
@@ -172,9 +173,9 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 def _softmax_times_values(
     scores: Tensor, v: Tensor, keep: Tensor | None, dropout_p: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output (batch, queries, heads, head_dim) and log-sum-exp (batch, heads, queries); hidden scores are -inf."""
+    """Return output (batch, queries, heads, head_dim) and log-sum-exp (batch, heads, queries); -inf masks a score."""
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    # an empty row is made finite before the softmax, so that neither it nor its gradient is NaN
+    # a fully masked row is set to a finite value before the softmax, so that neither it nor its gradient is NaN
     scores = scores.masked_fill(empty, 0.0)
     lse = scores.logsumexp(dim=-1)
     probabilities = scores.softmax(dim=-1).masked_fill(empty, 0.0)
@@ -201,25 +202,25 @@ def reference_backend(
     packed: PackedSequences | None = None,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """The definition with the arguments of a backend of the dispatcher; chosen by name only.
+    """Reference attention with the signature of a backend; selected by name only.
 
     Args:
         query: (batch, queries, heads, head_dim).
-        key: (batch, keys, groups, head_dim); query head h reads group h // (heads / groups).
+        key: (batch, keys, groups, head_dim); query head h uses group h // (heads / groups).
         value: like `key`.
         scale: factor of the scores.
-        causal: a query sees no later key, bottom-right aligned.
-        dropout: probability of dropping an attention weight, drawn by torch's generator.
+        causal: mask later keys, bottom-right aligned.
+        dropout: probability of dropping an attention weight, sampled from PyTorch's default generator.
         bias: added to the scaled scores, broadcastable to (batch, heads, queries, keys).
         distance_bias: (heads, 2 R + 1), as in `reference_attention`.
         alibi_slopes: (heads,), as in `reference_attention`.
         window: keys visible to the left and right, inclusive; -1 for all.
         softcap: as in `reference_attention`.
-        packed: documents that do not see each other, where a row holds several; `causal` is as they were prepared.
-        key_padding_mask: bool (batch, keys), True for the keys that take part.
+        packed: documents of rows that hold several, which do not attend to each other; prepared with the same `causal`.
+        key_padding_mask: bool (batch, keys), False for padding.
 
     Returns:
-        (batch, queries, heads, head_dim) in the dtype of `query`. A query that may see no key gives 0, gradients 0.
+        (batch, queries, heads, head_dim) in the dtype of `query`. A fully masked query has output and gradients 0.
     """
     scores = _scores(query, key, scale)
     if softcap:
@@ -228,16 +229,16 @@ def reference_backend(
         scores = scores + bias.to(scores.dtype)
     if distance_bias is not None:
         reach = distance_bias.shape[1] // 2
-        place = key_distances(query.shape[1], key.shape[1], query.device).clamp(-reach, reach) + reach
-        scores = scores + distance_bias[:, place]
+        index = key_distances(query.shape[1], key.shape[1], query.device).clamp(-reach, reach) + reach
+        scores = scores + distance_bias[:, index]
     if alibi_slopes is not None:
         distance = key_distances(query.shape[1], key.shape[1], query.device).abs()
         scores = scores - alibi_slopes[:, None, None] * distance
     visible = visible_keys(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
     if packed is not None:
-        numbers = packed.documents
-        of_keys = numbers if packed.key_documents is None else packed.key_documents
-        visible = visible & (numbers[:, None, :, None] == of_keys[:, None, None, :])
+        query_documents = packed.documents
+        key_documents = query_documents if packed.key_documents is None else packed.key_documents
+        visible = visible & (query_documents[:, None, :, None] == key_documents[:, None, None, :])
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]
     keep = torch.rand_like(scores) >= dropout if dropout else None

@@ -1,7 +1,7 @@
-"""Products of a wide gradient with LoRA's narrow matrices, both from one pass over it.
+"""Both low-rank gradients of a LoRA layer from one pass over its output gradient.
 
-The gradient g (n, out) of a linear layer with a low-rank update is needed twice besides the large product: g B, (n, r),
-and g^T (x A^T), (out, r). Each reads all of g to write next to nothing, so the time is that of reading.
+Besides the large GEMM, the output gradient g (n, out) is needed twice: for g B, (n, r), and g^T (x A^T), (out, r). Both
+are bound by reading g, which the fused kernel does once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ..interpreter_rounding import rounded
 from ..launch import jit, next_power_of_2, tl, triton
 
 WIDEST_RANK = 64
-"""The largest rank whose sums fit in registers."""
+"""Largest rank whose accumulators fit in registers."""
 MOST_PARTS = 3
-"""Of a fused projection: queries, keys, values."""
+"""Most parts of a fused projection: queries, keys, values."""
 
 
 class Tile(NamedTuple):
-    """What a program of a kernel works on at a time.
+    """Tile of a kernel and its launch options.
 
     Attributes:
-        rows: of the wide tensor.
-        columns: likewise.
-        warps: of the program.
-        stages: tiles that are on their way.
-        programs: at most as many are launched, where rows are cut into pieces: 2 or 4 for each of 132 multiprocessors,
-            for each piece has partial sums to add.
+        rows: rows of the wide tensor in a tile.
+        columns: columns of the wide tensor in a tile.
+        warps: warps per program.
+        stages: pipeline stages.
+        programs: most programs when rows are split into chunks: 2 or 4 for each of 132 multiprocessors, since each
+            chunk adds a partial sum to reduce.
     """
 
     rows: int
@@ -40,19 +40,19 @@ class Tile(NamedTuple):
     programs: int = 264
 
     def options(self, rank: int) -> dict[str, int]:
-        """Of a launch, with matrices of a rank."""
-        # the smallest tile of a matrix product has 16 columns
+        """Return constants and launch options for LoRA matrices of this rank."""
+        # tl.dot needs at least 16 columns
         blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_R": max(16, next_power_of_2(rank))}
         return {"RANK": rank, **blocks, "num_warps": self.warps, "num_stages": self.stages}
 
     def pieces(self, rows: int, blocks: int) -> tuple[int, int]:
-        """Into how many pieces rows are cut for so many blocks of columns, and the rows of a piece: whole tiles."""
+        """Return the number of row chunks, given the number of column blocks, and the rows of a chunk (whole tiles)."""
         size = triton.cdiv(triton.cdiv(rows, max(1, self.programs // blocks)), self.rows) * self.rows
         return triton.cdiv(rows, size), size
 
 
 def tile_of(rank: int, columns: int) -> Tile:
-    """Of `narrow_products_kernel`; for many columns a wider one, as each block of them has partial sums to add."""
+    """Return the tile of `narrow_products_kernel`, wider for many columns, whose blocks each add a partial sum."""
     if rank <= 16 and columns >= 8192:
         return Tile(16, 512, 4, 3)
     return Tile(32, 256, 8, 3) if rank <= 32 else Tile(64, 128, 4, 2)
@@ -63,23 +63,23 @@ def tile_of(rank: int, columns: int) -> Tile:
 
 @jit
 def of_part(part, first, second, third):
-    """The number that belongs to part 0, 1 or 2."""
+    """Return the value of part 0, 1 or 2."""
     return tl.where(part == 0, first, tl.where(part == 1, second, third))
 
 
 @jit
 def narrow_products_kernel(
-    gradient_pointer, up_pointer, low_pointer, of_low_pointer, of_up_pointer,
-    rows, columns, piece, gradient_stride, low_stride, second_column, third_column, second_block, third_block,
+    gradient_pointer, lora_b_pointer, low_pointer, low_gradient_pointer, lora_b_gradient_pointer,
+    rows, columns, chunk_rows, gradient_stride, low_stride, second_column, third_column, second_block, third_block,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N columns of a part, in a piece of the rows.
+    """Process BLOCK_N columns of one part in a chunk of rows per program.
 
-    gradient (rows, columns), up (columns, RANK), low (rows, parts RANK); the results are partial sums in fp32: of_low
-    (blocks of columns, rows, RANK), of_up (pieces, columns, RANK). The second part begins at second_column and with
-    block second_block, the third likewise; those that are not there begin at the end.
+    gradient (rows, columns), lora_b (columns, RANK), low = x A^T (rows, parts RANK). Written, as partial sums in fp32:
+    low_gradient (column blocks, rows, RANK), lora_b_gradient (row chunks, columns, RANK). The second part starts at
+    second_column and block second_block, the third likewise; absent parts start at the end.
     """
-    block, number = tl.program_id(0), tl.program_id(1)
+    block, chunk = tl.program_id(0), tl.program_id(1)
     part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
     begin = of_part(part, 0, second_column, third_column)
     end = of_part(part, second_column, third_column, columns)
@@ -87,10 +87,10 @@ def narrow_products_kernel(
     rank = tl.arange(0, BLOCK_R)
     inside, in_rank = column < end, rank < RANK
     matrix = inside[:, None] & in_rank[None, :]
-    up = tl.load(up_pointer + column[:, None] * RANK + rank[None, :], mask=matrix, other=0.0)
-    of_up = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    first = number * piece
-    for start in range(first, min(first + piece, rows), BLOCK_M):
+    lora_b = tl.load(lora_b_pointer + column[:, None] * RANK + rank[None, :], mask=matrix, other=0.0)
+    lora_b_gradient = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+    first = chunk * chunk_rows
+    for start in range(first, min(first + chunk_rows, rows), BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
         exists = row < rows
         row = row.to(tl.int64)
@@ -99,12 +99,12 @@ def narrow_products_kernel(
         narrow = exists[:, None] & in_rank[None, :]
         low_column = part * RANK + rank
         low = tl.load(low_pointer + row[:, None] * low_stride + low_column[None, :], mask=narrow, other=0.0)
-        of_low = tl.dot(gradient, up, input_precision="ieee")
+        low_gradient = tl.dot(gradient, lora_b, input_precision="ieee")
         place = (block.to(tl.int64) * rows + row)[:, None] * RANK + rank[None, :]
-        tl.store(of_low_pointer + place, of_low, mask=narrow)
-        of_up = tl.dot(tl.trans(gradient), low, of_up, input_precision="ieee")
-    place = (number * columns + column)[:, None] * RANK + rank[None, :]
-    tl.store(of_up_pointer + place, of_up, mask=matrix)
+        tl.store(low_gradient_pointer + place, low_gradient, mask=narrow)
+        lora_b_gradient = tl.dot(tl.trans(gradient), low, lora_b_gradient, input_precision="ieee")
+    place = (chunk * columns + column)[:, None] * RANK + rank[None, :]
+    tl.store(lora_b_gradient_pointer + place, lora_b_gradient, mask=matrix)
 
 
 @jit
@@ -112,10 +112,10 @@ def sum_kernel(
     partial_pointer, factors_pointer, sum_pointer, scaled_pointer, pieces, size, scale, second, third, width,
     FACTORS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: scale times the sum over the pieces of one part of partial (pieces, size), of BLOCK columns.
+    """Reduce one part of partial (pieces, size) over its pieces, times scale, for BLOCK columns per program.
 
-    The pieces of the second part begin at `second`, those of the third at `third`. Sums are (size / width, PARTS,
-    width); with FACTORS, one for each of the first, scaled is their product.
+    The pieces of the second part start at `second`, those of the third at `third`. sum: (size / width, PARTS, width);
+    with FACTORS, factors: (size / width,) and scaled = sum * factors.
     """
     part = tl.program_id(1)
     first, end = of_part(part, 0, second, third), of_part(part, second, third, pieces)
@@ -136,24 +136,24 @@ def sum_kernel(
 
 
 def begins(sizes: Sequence[int]) -> tuple[int, int]:
-    """Where the second and the third part begin, at the end those that are not there."""
+    """Return the offsets of the second and the third part; those of absent parts are the end."""
     return sizes[0], sum(sizes[:2])
 
 
 def scaled_sums(
     partial: Tensor, scale: float, dtype: torch.dtype, parts: Sequence[int], factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`scale * partial.sum(0)` of a contiguous fp32 tensor, always in the same order, rounded once to `dtype`.
+    """Return `scale * partial.sum(0)` of each part, in a fixed order of summation, rounded once to `dtype`.
 
     Args:
-        partial: (pieces, n, width).
-        scale: of the sums.
-        dtype: of the sums.
-        parts: pieces of each part, up to `MOST_PARTS`, which are summed by themselves.
+        partial: (pieces, n, width), fp32, contiguous.
+        scale: factor of the sums.
+        dtype: dtype of the sums.
+        parts: number of pieces of each part, up to `MOST_PARTS`; each part is summed separately.
         factors: fp32 (n, 1), or None.
 
     Returns:
-        (n, parts * width), and the same times the factors, or the same.
+        Sums (n, parts * width), and sums times factors, or the sums themselves without factors.
     """
     _, rows, width = partial.shape
     pieces = next_power_of_2(max(parts))
@@ -168,36 +168,37 @@ def scaled_sums(
 
 
 def scaled_sum(partial: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Likewise over all pieces together, (n, width)."""
+    """Return `scale * partial.sum(0)`, (n, width), as in `scaled_sums` with a single part."""
     return scaled_sums(partial, scale, dtype, [len(partial)])[0]
 
 
 def triton_narrow_products(
-    gradient: Tensor, up: Tensor, low: Tensor, scale: float, parts: Sequence[int], factors: Tensor | None = None
+    gradient: Tensor, lora_b: Tensor, low: Tensor, scale: float, parts: Sequence[int], factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels.
 
     Args:
-        gradient: (n, out); may be columns of a wider tensor.
-        up: (out, r), contiguous.
-        low: (n, parts * r), as `gradient`: r columns for each part.
-        scale: of both results.
-        parts: columns of `gradient` that belong to each r columns of `low`; up to `MOST_PARTS`.
+        gradient: output gradient, (n, out); may be columns of a wider tensor.
+        lora_b: LoRA's B, (out, r), contiguous.
+        low: low-rank activation x A^T, (n, parts * r), r columns per part; may be columns of a wider tensor.
+        scale: factor of both results.
+        parts: columns of `gradient` in each part, up to `MOST_PARTS`.
         factors: fp32 (n, 1), or None.
 
     Returns:
-        For each part `scale * gradient @ up`, (n, parts * r) together, and `scale * gradient^T @ low`, (out, r), in the
-        dtype of `low`; and the first times `factors`, or the first.
+        For each part `scale * gradient @ lora_b`, together (n, parts * r), and `scale * gradient^T @ low`, (out, r), in
+        the dtype of `low`; the third is the first times `factors`, or the first itself without factors.
     """
-    (rows, columns), rank = gradient.shape, up.shape[1]
+    (rows, columns), rank = gradient.shape, lora_b.shape[1]
     tile = tile_of(rank, columns)
     blocks = [triton.cdiv(part, tile.columns) for part in parts]
-    pieces, size = tile.pieces(rows, sum(blocks))
-    of_low = gradient.new_empty(sum(blocks), rows, rank, dtype=torch.float32)
-    of_up = gradient.new_empty(pieces, columns, rank, dtype=torch.float32)
-    narrow_products_kernel[(sum(blocks), pieces)](
-        gradient, up, low, of_low, of_up, rows, columns, size, gradient.stride(0), low.stride(0),
+    chunks, chunk_rows = tile.pieces(rows, sum(blocks))
+    low_gradient = gradient.new_empty(sum(blocks), rows, rank, dtype=torch.float32)
+    lora_b_gradient = gradient.new_empty(chunks, columns, rank, dtype=torch.float32)
+    narrow_products_kernel[(sum(blocks), chunks)](
+        gradient, lora_b, low, low_gradient, lora_b_gradient,
+        rows, columns, chunk_rows, gradient.stride(0), low.stride(0),
         *begins(parts), *begins(blocks), **tile.options(rank),
     )  # fmt: skip
-    sums, scaled = scaled_sums(of_low, scale, low.dtype, blocks, factors)
-    return sums, scaled_sum(of_up, scale, low.dtype), scaled
+    sums, scaled = scaled_sums(low_gradient, scale, low.dtype, blocks, factors)
+    return sums, scaled_sum(lora_b_gradient, scale, low.dtype), scaled

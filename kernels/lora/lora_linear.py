@@ -1,9 +1,9 @@
-"""A frozen linear layer with a low-rank update (LoRA, arXiv 2106.09685) as one operation.
+"""Fused frozen linear layer with a low-rank update (LoRA, arXiv 2106.09685).
 
-The gradient of the weight is never made. The input is kept once, for the frozen product and the update together; where
-it is the norm of something that is kept anyway, not at all.
-Updates cost passes over memory rather than arithmetic: those of the output and of the gradient of the input are written
-before the large product, which adds to what it finds, and the gradient of the output is read once for both of them.
+The gradient of the frozen weight is never computed. The input is saved once for the frozen product and the update, and
+not at all if it is a norm whose own input is saved anyway.
+LoRA costs memory traffic rather than arithmetic: the updates of the output and of the input gradient are written first
+and the large GEMM accumulates onto them, and the output gradient is read once for both low-rank gradients.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def reference_lora_linear(
     inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    down: Tensor,
-    up: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
     *,
     scale: float,
     parts: Sequence[int],
     dropout: float = 0.0,
 ) -> Tensor:
-    """The operation from parts that autograd sees; arguments as in `lora_linear`."""
-    low = F.linear(F.dropout(inputs, dropout) if dropout else inputs, down)
-    pairs = zip(low.split(up.shape[1], dim=-1), up.split(list(parts)), strict=True)
+    """Reference composed of differentiable operations; arguments as in `lora_linear`."""
+    low = F.linear(F.dropout(inputs, dropout) if dropout else inputs, lora_a)
+    pairs = zip(low.split(lora_b.shape[1], dim=-1), lora_b.split(list(parts)), strict=True)
     update = torch.cat([F.linear(part, rows) for part, rows in pairs], dim=-1)
     return F.linear(inputs, weight, bias) + scale * update
 
@@ -45,68 +45,74 @@ def reference_lora_linear(
 # ---------------------------------------------------------------- custom operations
 
 
-def _places(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
-    """For each part its columns of the output, and its columns of the low-rank product."""
+def _part_slices(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice]]:
+    """Yield for each part its columns of the output and its columns of the low-rank activation."""
     for number, (rows, end) in enumerate(zip(parts, accumulate(parts), strict=True)):
         yield slice(end - rows, end), slice(number * rank, (number + 1) * rank)
 
 
-def _has_kernels(wide: Tensor, up: Tensor, parts: Sequence[int]) -> bool:
-    """Whether those of updates and their gradients serve."""
-    return triton_runs_on(wide) and up.shape[1] <= WIDEST_RANK and len(parts) <= MOST_PARTS
+def _use_triton(wide: Tensor, lora_b: Tensor, parts: Sequence[int]) -> bool:
+    """Return True if the kernels of updates and their gradients support these operands."""
+    return triton_runs_on(wide) and lora_b.shape[1] <= WIDEST_RANK and len(parts) <= MOST_PARTS
 
 
 def updated_product(
-    inputs: Tensor, weight: Tensor, start: Tensor | None, low: Tensor, up: Tensor, scale: float, parts: Sequence[int]
+    inputs: Tensor,
+    weight: Tensor,
+    start: Tensor | None,
+    low: Tensor,
+    lora_b: Tensor,
+    scale: float,
+    parts: Sequence[int],
 ) -> Tensor:
-    """`start + inputs @ weight^T + scale * update`, (n, out), from the low-rank product (n, parts * rank).
+    """Return `start + inputs @ weight^T + scale * update`, (n, out), given the low-rank activation (n, parts * rank).
 
-    `start` is a bias (out,), or a tensor like the result, or None.
+    `start` is a bias (out,), a residual (n, out) or None.
 
-    The update is written first and the large product adds to it: a matrix product that is busy computing reads what is
-    there for nothing, a narrow one would take a pass over the output more.
+    The update is written first and the large GEMM accumulates onto it: reading its output is free for a compute-bound
+    GEMM, while a low-rank product after it would cost another pass over the output.
     """
-    if _has_kernels(inputs, up, parts):
-        output = triton_narrow_update(low, up, scale, parts, start)
+    if _use_triton(inputs, lora_b, parts):
+        output = triton_narrow_update(low, lora_b, scale, parts, start)
     else:
         output = inputs.new_empty(len(inputs), len(weight))
-        for wide, narrow in _places(parts, up.shape[1]):
+        for wide, narrow in _part_slices(parts, lora_b.shape[1]):
             columns = output[:, wide]
-            first, share = (columns, 0) if start is None else (start[..., wide], 1)
-            torch.addmm(first, low[:, narrow], up[wide].t(), beta=share, alpha=scale, out=columns)
+            addend, beta = (columns, 0) if start is None else (start[..., wide], 1)
+            torch.addmm(addend, low[:, narrow], lora_b[wide].t(), beta=beta, alpha=scale, out=columns)
     return output.addmm_(inputs, weight.t())
 
 
 def narrow_gradients(
     gradient: Tensor,
-    up: Tensor,
+    lora_b: Tensor,
     low: Tensor,
     scale: float,
     parts: Sequence[int],
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the low-rank product (n, parts * rank) and of `up`, from that of the output (n, out).
+    """Return gradients of the low-rank activation (n, parts * rank) and of LoRA's B, from the output gradient (n, out).
 
-    The third is the first times `factors` (n, 1), or the first.
+    The third tensor is the first times `factors` (n, 1), or the first itself without factors.
     """
-    if _has_kernels(gradient, up, parts):
-        return triton_narrow_products(gradient, up, low, scale, parts, factors)
-    of_low, of_up = torch.empty_like(low), torch.empty_like(up)
-    for wide, narrow in _places(parts, up.shape[1]):
+    if _use_triton(gradient, lora_b, parts):
+        return triton_narrow_products(gradient, lora_b, low, scale, parts, factors)
+    low_gradient, lora_b_gradient = torch.empty_like(low), torch.empty_like(lora_b)
+    for wide, narrow in _part_slices(parts, lora_b.shape[1]):
         part = gradient[:, wide]
-        torch.mul(part @ up[wide], scale, out=of_low[:, narrow])
-        torch.mul(part.t() @ low[:, narrow], scale, out=of_up[wide])
-    return of_low, of_up, of_low if factors is None else (of_low * factors).to(low.dtype)
+        torch.mul(part @ lora_b[wide], scale, out=low_gradient[:, narrow])
+        torch.mul(part.t() @ low[:, narrow], scale, out=lora_b_gradient[wide])
+    return low_gradient, lora_b_gradient, low_gradient if factors is None else (low_gradient * factors).to(low.dtype)
 
 
-def gradient_of_down(of_low: Tensor, inputs: Tensor, gain: Tensor | None) -> Tensor:
-    """Gradient of the first matrix, l^T x, from that of the low-rank product l (n, r) and the inputs x (n, in).
+def gradient_of_down(low_gradient: Tensor, inputs: Tensor, gain: Tensor | None) -> Tensor:
+    """Return the gradient of LoRA's A, l^T x, from the gradient l (n, r) of the low-rank activation and x (n, in).
 
-    Where x = f * source * gain is a norm, `inputs` are its source and `of_low` is f * l: l^T x = ((f * l)^T source) *
-    gain.
+    If x = f * source * gain is a norm, `inputs` is its source and `low_gradient` is f * l, since l^T x = ((f * l)^T
+    source) * gain.
     """
-    product = of_low.t() @ inputs.to(of_low.dtype)
-    return product if gain is None else (product * gain).to(of_low.dtype)
+    product = low_gradient.t() @ inputs.to(low_gradient.dtype)
+    return product if gain is None else (product * gain).to(low_gradient.dtype)
 
 
 @torch.library.custom_op("stoker::lora_linear", mutates_args=())
@@ -117,17 +123,18 @@ def _lora_linear(
     gain: Tensor | None,
     weight: Tensor,
     start: Tensor | None,
-    down: Tensor,
-    up: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
     scale: float,
     parts: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Output (n, out) and low-rank product (n, parts * rank) of inputs (n, in), which may be a norm of `source`.
+    """Return output (n, out) and low-rank activation (n, parts * rank) of inputs (n, in).
 
-    For `start` see `updated_product`.
+    `source`, `factors` and `gain` are saved in place of `inputs` if these are a norm; see `NormParts`. For `start` see
+    `updated_product`.
     """
-    low = inputs @ down.t()
-    return updated_product(inputs, weight, start, low, up, scale, parts), low
+    low = inputs @ lora_a.t()
+    return updated_product(inputs, weight, start, low, lora_b, scale, parts), low
 
 
 @_lora_linear.register_fake
@@ -138,12 +145,12 @@ def _(
     gain: Tensor | None,
     weight: Tensor,
     start: Tensor | None,
-    down: Tensor,
-    up: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
     scale: float,
     parts: list[int],
 ) -> tuple[Tensor, Tensor]:
-    return inputs.new_empty(len(inputs), len(weight)), inputs.new_empty(len(inputs), len(down))
+    return inputs.new_empty(len(inputs), len(weight)), inputs.new_empty(len(inputs), len(lora_a))
 
 
 @torch.library.custom_op("stoker::lora_linear_backward", mutates_args=())
@@ -153,17 +160,20 @@ def _lora_linear_backward(
     factors: Tensor | None,
     gain: Tensor | None,
     weight: Tensor,
-    down: Tensor,
-    up: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
     low: Tensor,
     scale: float,
     parts: list[int],
-    of_inputs: bool,
+    with_input_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the inputs (empty unless `of_inputs`), `down` and `up`; for `inputs` see `gradient_of_down`."""
-    of_low, of_up, scaled = narrow_gradients(gradient, up, low, scale, parts, factors)
-    of = (of_low @ down).addmm_(gradient, weight) if of_inputs else gradient.new_empty(0)
-    return of, gradient_of_down(scaled, inputs, gain), of_up
+    """Return gradients of the inputs (empty unless `with_input_gradient`), `lora_a` and `lora_b`.
+
+    For `inputs` see `gradient_of_down`.
+    """
+    low_gradient, lora_b_gradient, scaled = narrow_gradients(gradient, lora_b, low, scale, parts, factors)
+    input_gradient = (low_gradient @ lora_a).addmm_(gradient, weight) if with_input_gradient else gradient.new_empty(0)
+    return input_gradient, gradient_of_down(scaled, inputs, gain), lora_b_gradient
 
 
 @_lora_linear_backward.register_fake
@@ -173,31 +183,33 @@ def _(
     factors: Tensor | None,
     gain: Tensor | None,
     weight: Tensor,
-    down: Tensor,
-    up: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
     low: Tensor,
     scale: float,
     parts: list[int],
-    of_inputs: bool,
+    with_input_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of = gradient.new_empty(inputs.shape) if of_inputs else gradient.new_empty(0)
-    return of, torch.empty_like(down), torch.empty_like(up)
+    input_gradient = gradient.new_empty(inputs.shape) if with_input_gradient else gradient.new_empty(0)
+    return input_gradient, torch.empty_like(lora_a), torch.empty_like(lora_b)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, source, factors, gain, weight, _, down, up, scale, parts = inputs
-    ctx.save_for_backward(hidden if source is None else source, factors, gain, weight, down, up, output[1])
+    hidden, source, factors, gain, weight, _, lora_a, lora_b, scale, parts = inputs
+    ctx.save_for_backward(hidden if source is None else source, factors, gain, weight, lora_a, lora_b, output[1])
     ctx.scale, ctx.parts = scale, parts
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    of_inputs = ctx.needs_input_grad[0]
-    of_hidden, of_down, of_up = _lora_linear_backward(
-        gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.parts, of_inputs
+    with_input_gradient = ctx.needs_input_grad[0]
+    input_gradient, lora_a_gradient, lora_b_gradient = _lora_linear_backward(
+        gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.parts, with_input_gradient
     )
-    of_start = gradient if ctx.needs_input_grad[5] else None  # a bias is frozen
-    return of_hidden if of_inputs else None, None, None, None, None, of_start, of_down, of_up, None, None
+    # a residual (n, out): a bias, of another shape, is frozen
+    start_gradient = gradient if ctx.needs_input_grad[5] else None
+    input_gradient = input_gradient if with_input_gradient else None
+    return input_gradient, None, None, None, None, start_gradient, lora_a_gradient, lora_b_gradient, None, None
 
 
 _lora_linear.register_autograd(_backward, setup_context=_save)
@@ -210,8 +222,8 @@ def lora_linear(
     inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    down: Tensor,
-    up: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
     *,
     scale: float,
     parts: Sequence[int],
@@ -219,57 +231,58 @@ def lora_linear(
     norm: NormParts | None = None,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """`inputs @ (weight + scale * update)^T + bias`, the update being the low-rank product of each part.
+    """Return `inputs @ (weight + scale * B A)^T + bias`, with separate LoRA matrices for each part of a fused weight.
 
-    A fused weight has its projections one below the other. Each is a part with matrices of its own: part i multiplies
-    by rows [i r, (i + 1) r) of `down`, then by its own rows of `up`. One part has one pair of matrices for all rows.
+    A fused weight (QKV, or gate and up) stacks the rows of its projections. Each is a part with its own matrices: part
+    i multiplies by rows [i r, (i + 1) r) of `lora_a`, then by its own rows of `lora_b`. With a single part all rows
+    share one pair of matrices.
 
     Args:
         inputs: (..., in), any floating dtype; under autocast, cast to its dtype with the weights.
-        weight: (out, in), frozen: it gets no gradient.
-        bias: (out,), likewise; None for none.
-        down: (parts * r, in), LoRA's A.
-        up: (out, r), LoRA's B.
+        weight: (out, in), frozen (no gradient).
+        bias: (out,), frozen, or None.
+        lora_a: LoRA's A, (parts * r, in).
+        lora_b: LoRA's B, (out, r).
         scale: alpha / r.
-        parts: rows of each part, `out` together.
-        dropout: probability of dropping an input of `down`; 0 outside training.
-        norm: what `inputs` are the product of, kept for the backward in their place (its gain is frozen); None keeps
-            them.
-        onto: (..., out), what the result is added to; None for nothing.
+        parts: rows of each part, which sum to `out`.
+        dropout: dropout probability of the input of `lora_a`; 0 outside training.
+        norm: factors whose product is `inputs`, saved for the backward instead of it; its gain is frozen. None saves
+            `inputs`.
+        onto: residual that the result is added to, (..., out), or None.
 
     Returns:
-        (..., out), differentiable once in `inputs`, `onto`, `down` and `up`.
+        (..., out), differentiable once with respect to `inputs`, `onto`, `lora_a` and `lora_b`.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: shapes do not match.
     """
-    rank = up.shape[-1]
-    if sum(parts) != len(weight) or up.shape != (len(weight), rank):
+    rank = lora_b.shape[-1]
+    if sum(parts) != len(weight) or lora_b.shape != (len(weight), rank):
         raise ValueError(
-            f"`parts` ({list(parts)}) and `up` {tuple(up.shape)} must have the {len(weight)} rows of `weight`."
+            f"`parts` ({list(parts)}) and `lora_b` {tuple(lora_b.shape)} must have the {len(weight)} rows of `weight`."
         )
-    if down.shape != (len(parts) * rank, weight.shape[1]):
+    if lora_a.shape != (len(parts) * rank, weight.shape[1]):
         raise ValueError(
-            f"`down` {tuple(down.shape)} must be {(len(parts) * rank, weight.shape[1])}: {rank} rows for each part."
+            f"`lora_a` {tuple(lora_a.shape)} must be {(len(parts) * rank, weight.shape[1])}: {rank} rows for each part."
         )
     kind = inputs.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        inputs, weight, down, up = inputs.to(dtype), weight.to(dtype), down.to(dtype), up.to(dtype)
+        inputs, weight, lora_a, lora_b = inputs.to(dtype), weight.to(dtype), lora_a.to(dtype), lora_b.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if dropout:
-        output = reference_lora_linear(inputs, weight, bias, down, up, scale=scale, parts=parts, dropout=dropout)
+        output = reference_lora_linear(inputs, weight, bias, lora_a, lora_b, scale=scale, parts=parts, dropout=dropout)
         return output if onto is None else onto + output
     rows, start = inputs.flatten(0, -2).contiguous(), bias
     if onto is not None and bias is None and onto.dtype == inputs.dtype:
         start, onto = onto.flatten(0, -2), None
-    output, _ = _lora_linear(rows, *rows_of(norm), weight, start, down, up, scale, list(parts))
+    output, _ = _lora_linear(rows, *rows_of(norm), weight, start, lora_a, lora_b, scale, list(parts))
     output = output.unflatten(0, inputs.shape[:-1])
     return output if onto is None else onto + output
 
 
 def rows_of(norm: NormParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Source (n, in), factors (n, 1) and gain of a norm, as the operations take them."""
+    """Return source (n, in), factors (n, 1) and gain of a norm with flattened leading dimensions."""
     if norm is None:
         return None, None, None
     return norm.source.flatten(0, -2), norm.factors.flatten(0, -2), norm.gain

@@ -1,1 +1,1 @@
-"""Mixture of experts: routing of tokens to experts, and the experts' feed-forward networks without host syncs."""
+"""Mixture of experts: token routing and expert MLPs without host syncs."""

@@ -1,7 +1,7 @@
-"""Which row of a grouped matmul computes which assignment: a token and one of its k experts.
+"""Token permutation for grouped matmuls: the mapping between rows and assignments (a token and one of its k experts).
 
-Assignment a = token * k + slot. Rows are the assignments sorted by expert, in the order of their tokens within an
-expert; the dropped ones have no row. Nothing here is read on the host, and the order is the same in every run.
+Assignment a = token * k + slot. Rows are the assignments sorted by expert, in token order within an expert; dropped
+assignments have no row. Nothing here is read on the host, and the order is deterministic.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .counting_sort import sorted_on_device
 
 
 class Assignments(NamedTuple):
-    """Rows and assignments, each in the order of the other; all int32.
+    """Permutation of assignments to rows and its inverse; all int32.
 
     Attributes:
-        order: (rows,), the assignment in a row, -1 in an empty row. Sorted: the empty rows are the last.
-        ends: (E,), the row after the last one of each expert.
-        places: (T, k), the row of each assignment, -1 where it was dropped.
+        order: assignment of each row, (rows,), -1 in an empty row. In `sorted_assignments` empty rows come last.
+        ends: exclusive end row of each expert, (E,).
+        places: row of each assignment, (T, k), -1 if dropped.
     """
 
     order: Tensor
@@ -30,10 +30,10 @@ class Assignments(NamedTuple):
 
 
 def sorted_assignments(experts: Tensor, num_experts: int, kept: Tensor | None = None) -> Assignments:
-    """Assignments sorted by expert, T k rows.
+    """Return the assignments sorted by expert, T k rows.
 
     Args:
-        experts: (T, k) int64, from 0 to `num_experts` - 1.
+        experts: expert of each assignment, (T, k) int64, from 0 to `num_experts` - 1.
         num_experts: E.
         kept: (T, k) bool, False for a dropped assignment; None keeps all.
     """
@@ -55,9 +55,9 @@ def sorted_assignments(experts: Tensor, num_experts: int, kept: Tensor | None = 
 def padded_assignments(
     experts: Tensor, num_experts: int, capacity: int, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`order` (E capacity,) and `places` (T, k), int32, when every expert has `capacity` rows, the last ones empty.
+    """Return `order` (E capacity,) and `places` (T, k), int32, with every expert padded to `capacity` rows.
 
-    What an expert has above `capacity` is dropped; see `sorted_assignments` for the arguments.
+    Assignments beyond `capacity` are dropped. Other arguments as in `sorted_assignments`.
     """
     order, ends, places = sorted_assignments(experts, num_experts, kept)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])

@@ -1,6 +1,6 @@
-"""The experts from parts that autograd and a compiler see: grouped or batched matmuls between gather and combine.
+"""Expert MLPs composed of differentiable operations: grouped or batched matmuls between gather and combine.
 
-Serves every device, dtype and dropout; keeps what autograd keeps.
+Supports every device, dtype and dropout; autograd saves all intermediates.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .permute import combine_rows, gather_rows
 from .reference_experts import activated
 
 
-def _noise_of_rows(noise: Tensor | None, order: Tensor) -> Tensor | None:
-    """Dropout factors (T, k, f) in the order of the rows."""
-    return None if noise is None else noise.flatten(0, 1)[order.clamp(min=0)]
+def _row_dropout_mask(dropout_mask: Tensor | None, order: Tensor) -> Tensor | None:
+    """Return the dropout mask (T, k, f) in the order of the rows, (rows, f)."""
+    return None if dropout_mask is None else dropout_mask.flatten(0, 1)[order.clamp(min=0)]
 
 
 def written_out_experts(
@@ -30,25 +30,25 @@ def written_out_experts(
     gated: bool,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    noise: Tensor | None,
+    dropout_mask: Tensor | None,
     backend: Backend,
 ) -> Tensor:
-    """`expert_mlp` by grouped matmuls."""
+    """`expert_mlp` by grouped matmuls, composed of differentiable operations."""
     order, ends, places = assignments
     rows = torch.arange(len(order), device=order.device, dtype=ends.dtype)
     expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
     projected = grouped_matmul(gather_rows(hidden, order, places), up.transpose(1, 2), ends, backend=backend)
     if up_bias is not None:
-        projected = projected + _of_rows(up_bias, expert)
-    inner = activated(projected, nonlinearity, gated, _noise_of_rows(noise, order))
+        projected = projected + _row_bias(up_bias, expert)
+    inner = activated(projected, nonlinearity, gated, _row_dropout_mask(dropout_mask, order))
     result = grouped_matmul(inner, down.transpose(1, 2), ends, backend=backend)
     if down_bias is not None:
-        result = result + _of_rows(down_bias, expert)
+        result = result + _row_bias(down_bias, expert)
     return combine_rows(result, gates, places, order)
 
 
-def _of_rows(bias: Tensor, expert: Tensor) -> Tensor:
-    """The bias of each row's expert, by a product with one-hot rows: its gradient is a sum in one order."""
+def _row_bias(bias: Tensor, expert: Tensor) -> Tensor:
+    """Return the bias of each row's expert by a product with one-hot rows, whose gradient is deterministic."""
     numbers = torch.arange(len(bias), device=bias.device)
     return (expert[:, None] == numbers).to(bias.dtype) @ bias
 
@@ -65,20 +65,18 @@ def padded_experts(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     kept: Tensor | None,
-    noise: Tensor | None,
+    dropout_mask: Tensor | None,
     capacity: int,
 ) -> Tensor:
-    """`expert_mlp` by batched matmuls of exactly `capacity` rows for every expert, the last ones empty."""
+    """`expert_mlp` by batched matmuls, with every expert padded to exactly `capacity` rows."""
     order, places = padded_assignments(experts, len(up), capacity, kept)
     rows = gather_rows(hidden, order, places).unflatten(0, (len(up), capacity))
     if up_bias is None:
         projected = torch.bmm(rows, up.transpose(1, 2))
     else:
         projected = torch.baddbmm(up_bias[:, None], rows, up.transpose(1, 2))
-    row_noise = _noise_of_rows(noise, order)
-    inner = activated(
-        projected, nonlinearity, gated, None if row_noise is None else row_noise.view(*rows.shape[:2], -1)
-    )
+    row_mask = _row_dropout_mask(dropout_mask, order)
+    inner = activated(projected, nonlinearity, gated, None if row_mask is None else row_mask.view(*rows.shape[:2], -1))
     if down_bias is None:
         result = torch.bmm(inner, down.transpose(1, 2))
     else:

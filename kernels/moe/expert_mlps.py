@@ -1,4 +1,4 @@
-"""The feed-forward networks of the experts: every token through the k experts chosen for it, weighted and summed."""
+"""Expert MLPs: every token through its top-k experts, weighted by the gates and summed."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ def expert_mlp(
     implementation: Implementation = "auto",
     onto: Tensor | None = None,
 ) -> Tensor:
-    """Sum over the kept experts e of a token of gate * down_e(dropout(act(up_e(hidden)))).
+    """Return the sum over each token's kept experts e of gate * down_e(dropout(act(up_e(hidden)))).
 
-    T tokens, E experts, k chosen per token, h hidden width, f width between the projections.
+    T tokens, E experts, k experts per token, h hidden width, f expert FFN width.
 
     Args:
         hidden: (T, h), any floating dtype; under autocast, cast to its dtype with the weights.
-        experts: (T, k) int64, the experts of each token, no expert twice in a row.
-        gates: (T, k), their weights, fp32 (fp64 with fp64).
+        experts: experts of each token, (T, k) int64, without duplicates in a row.
+        gates: weights of these experts, (T, k), fp32 (fp64 with fp64).
         up: (E, f, h), or gated (E, 2 f, h) with the rows [gate | up].
         down: (E, h, f).
-        nonlinearity: a name in `kernels.activations.NONLINEARITIES`, one of `GATES` when gated.
-        gated: multiply the activated gate with the up projection.
-        up_bias: (E, f), gated (E, 2 f); None for none.
-        down_bias: (E, h); None for none.
-        kept: (T, k) bool; an assignment that is False costs nothing and adds nothing. None keeps all.
-        capacity: only with `padded`: the rows that every expert computes; what an expert has above them is dropped.
-        dropout: probability of dropout after the nonlinearity; 0 outside training.
-        implementation: `triton`, our grouped matmuls, and `grouped_mm`, torch's (bf16, sm_90 or later), read nothing
-            on the host; `padded`, batched matmuls of `capacity` rows, neither; `sequential`, a loop over the experts,
-            the reference, reads counts on the host. `auto`: `grouped_mm` where it runs on CUDA, which is the fastest
-            there, else `triton` where that runs, else `sequential`.
-        onto: (T, h), no narrower than `hidden`: what the sum is added to, before it is rounded where one operation
-            makes all of this; None for nothing.
+        nonlinearity: a name in `kernels.activations.NONLINEARITIES`, one of `GATES` if gated.
+        gated: multiply the activated gate by the up projection.
+        up_bias: (E, f), gated (E, 2 f), or None.
+        down_bias: (E, h), or None.
+        kept: (T, k) bool, False for dropped assignments, which are neither computed nor added; None keeps all.
+        capacity: rows computed per expert, for `padded` only; assignments beyond it are dropped.
+        dropout: dropout probability after the nonlinearity; 0 outside training.
+        implementation: `triton`, our grouped matmuls, `grouped_mm`, torch's (bf16, sm_90 or later), and `padded`,
+            batched matmuls of `capacity` rows, do not synchronize with the host; `sequential`, the reference, loops
+            over the experts and reads counts on the host. `auto`: `grouped_mm` where it runs on CUDA, the fastest
+            there, else `triton` where supported, else `sequential`.
+        onto: residual that the result is added to, (T, h), of a dtype no narrower than `hidden`, or None. The fused
+            implementation adds it before rounding.
 
     Returns:
-        (T, h) in the dtype of `hidden`, with `onto` in the wider of both; products are summed over the k experts in
-        fp32 (fp64 with fp64). Differentiable once in `hidden`, `gates`, `onto`, the weights and the biases; unused
-        experts have zero gradients.
+        (T, h) in the dtype of `hidden`, with `onto` in the wider of both; accumulated over the k experts in fp32 (fp64
+        with fp64). Differentiable once with respect to `hidden`, `gates`, `onto`, weights and biases; unused experts
+        get zero gradients.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or an argument breaks its rule.
+        ValueError: shapes or dtypes do not match, or an argument is invalid.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
@@ -80,7 +80,7 @@ def expert_mlp(
     _check_choices(nonlinearity, gated, capacity, dropout, implementation)
     if implementation == "auto" and not triton_runs_on(hidden):
         implementation = "sequential"
-    noise = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
+    dropout_mask = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
     shared: Any = {
         "nonlinearity": nonlinearity,
         "gated": gated,
@@ -88,19 +88,23 @@ def expert_mlp(
         "down_bias": down_bias,
     }
     if capacity is not None:
-        output = padded_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise, capacity=capacity)
-    # the loop's counts cannot be read in a compiled graph: there it is within an operation
+        output = padded_experts(
+            hidden, experts, gates, up, down, **shared, kept=kept, dropout_mask=dropout_mask, capacity=capacity
+        )
+    # reading counts would break the graph under torch.compile, where the loop runs inside a custom op instead
     elif implementation == "sequential" and not torch.compiler.is_compiling():
-        output = sequential_experts(hidden, experts, gates, up, down, **shared, kept=kept, noise=noise)
+        output = sequential_experts(hidden, experts, gates, up, down, **shared, kept=kept, dropout_mask=dropout_mask)
     else:
         backend = _BACKENDS[implementation]
         reason = why_not(backend, hidden, *up.shape[1:], down.shape[2])
         if reason:
             raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
         assignments = sorted_assignments(experts, len(up), kept)
-        if backend != "loop" and noise is None and by_triton(hidden):
+        if backend != "loop" and dropout_mask is None and by_triton(hidden):
             return fused_experts(hidden, experts, gates, up, down, assignments, **shared, backend=backend, onto=onto)
-        output = written_out_experts(hidden, gates, up, down, assignments, **shared, noise=noise, backend=backend)
+        output = written_out_experts(
+            hidden, gates, up, down, assignments, **shared, dropout_mask=dropout_mask, backend=backend
+        )
     return output if onto is None else onto + output
 
 
@@ -115,20 +119,22 @@ def _check_shapes(
     down_bias: Tensor | None,
     kept: Tensor | None,
 ) -> None:
-    """Raises ValueError, naming the argument, where shapes or dtypes do not fit."""
+    """Raise ValueError naming the argument whose shape or dtype does not match."""
     if hidden.ndim != 2 or not hidden.numel() or not hidden.is_floating_point():
         raise ValueError(
-            f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width), floating, not empty."
+            f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width), floating point, not empty."
         )
     tokens, width = hidden.shape
     if experts.ndim != 2 or len(experts) != tokens or experts.dtype != torch.int64:
         raise ValueError(f"`experts` {tuple(experts.shape)} of {experts.dtype} must be ({tokens}, k) of int64.")
     if gates.shape != experts.shape or not gates.is_floating_point():
-        raise ValueError(f"`gates` {tuple(gates.shape)} of {gates.dtype} must be floating, {tuple(experts.shape)}.")
+        raise ValueError(
+            f"`gates` {tuple(gates.shape)} of {gates.dtype} must be floating point, {tuple(experts.shape)}."
+        )
     if kept is not None and (kept.shape != experts.shape or kept.dtype != torch.bool):
         raise ValueError(f"`kept` {tuple(kept.shape)} of {kept.dtype} must be bool, {tuple(experts.shape)}.")
     if down.ndim != 3 or down.shape[1] != width or not len(down):
-        raise ValueError(f"`down` {tuple(down.shape)} must be (experts, {width}, ffn width) with an expert or more.")
+        raise ValueError(f"`down` {tuple(down.shape)} must be (experts, {width}, ffn width) with at least one expert.")
     count, _, inner = down.shape
     rows = 2 * inner if gated else inner
     for name, tensor, shape in (
@@ -137,18 +143,18 @@ def _check_shapes(
         ("down_bias", down_bias, (count, width)),
     ):
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"`{name}` {tuple(tensor.shape)} must be {shape}, to fit `down` {tuple(down.shape)}.")
+            raise ValueError(f"`{name}` {tuple(tensor.shape)} must be {shape}, to match `down` {tuple(down.shape)}.")
     for name, tensor in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
             raise ValueError(f"`{name}` ({tensor.dtype}) must have the dtype of `hidden` ({hidden.dtype}).")
     if experts.shape[1] > count:
-        raise ValueError(f"`experts` has {experts.shape[1]} of {count} experts for each token: at most all of them.")
+        raise ValueError(f"`experts` has {experts.shape[1]} experts per token, but there are only {count}.")
 
 
 def _check_choices(
     nonlinearity: str, gated: bool, capacity: int | None, dropout: float, implementation: Implementation
 ) -> None:
-    """Raises ValueError, naming the argument, where a choice is unknown or does not go with another."""
+    """Raise ValueError naming the argument that is unknown or conflicts with another."""
     known = GATES if gated else tuple(NONLINEARITIES)
     if nonlinearity not in known:
         kind = "gated" if gated else "plain"
@@ -158,6 +164,6 @@ def _check_choices(
     if implementation not in get_args(Implementation):
         raise ValueError(f"`implementation` ({implementation}) must be one of {', '.join(get_args(Implementation))}.")
     if (capacity is None) == (implementation == "padded"):
-        raise ValueError(f"`capacity` ({capacity}) goes with `implementation` 'padded' only, which needs it.")
+        raise ValueError(f"`capacity` ({capacity}) must be set if and only if `implementation` is 'padded'.")
     if capacity is not None and capacity < 1:
-        raise ValueError(f"`capacity` ({capacity}) must be 1 row or more.")
+        raise ValueError(f"`capacity` ({capacity}) must be at least 1 row.")

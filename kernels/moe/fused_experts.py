@@ -1,10 +1,10 @@
-"""The experts on a GPU as one operation: grouped matmuls with gather and activation inside, little kept for backward.
+"""Fused expert MLPs on a GPU: grouped matmuls with fused gather and activation, and a small saved state.
 
-Forward: rows of `hidden` are read through the order of the assignments, never copied; the first matmul writes what it
-gave, which is kept, and the activated rows, which are not; the second gives a row for each assignment; a token's rows
-are summed. Backward: the gradient of the output is read through the same order, the activated rows are computed again,
-and the gradient of a gate is the dot product of its activated row with its row's gradient in front of the second
-matrix, so that the second matmul's result is not needed. After SonicMoE (arXiv 2512.14080).
+Forward: the first grouped matmul gathers rows of `hidden` while loading, without a copy, and writes its result, which
+is saved, and the activated rows, which are not; the second one computes a row per assignment; the rows of a token are
+combined. Backward: the output gradient is gathered in the same way, the activated rows are recomputed, and the gradient
+of a gate is the dot product of its activated row with the gradient of that row, so that the result of the second matmul
+need not be saved. After SonicMoE (arXiv 2512.14080).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .tile_map import Tiles
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a call and how their matmuls are computed."""
+    """Rows of a call and the backend of their matmuls."""
 
     order: Tensor
     ends: Tensor
@@ -36,41 +36,41 @@ class _Rows:
 
     @cached_property
     def tiles(self) -> Tiles:
-        """Of our kernels."""
+        """Tiles of the Triton kernels."""
         return row_tiles(self.ends, len(self.order), self.dtype, *self.widths)
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """(T, K) as `times` and `outer` take it: torch's matmuls read it row by row, ours by token."""
+    def operand(self, tokens: Tensor) -> Tensor:
+        """Return tokens (T, K) as an operand: gathered for torch's matmuls, unchanged for ours, which gather."""
         return triton_gather(tokens, self.order, self.topk) if self.by_torch else tokens
 
-    def times(self, read: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
-        """What `read` gave times (E, K, N)."""
+    def token_matmul(self, operand: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply the rows of an `operand` by the matrices (E, K, N) of their experts."""
         if self.by_torch:
-            return self.sorted_times(read, matrices, bias)
-        more: Any = {"order": self.order, "topk": self.topk, "bias": bias}
-        return triton_rows(read, matrices, self.ends, self.tiles, **more)[0]
+            return self.row_matmul(operand, matrices, bias)
+        options: Any = {"order": self.order, "topk": self.topk, "bias": bias}
+        return triton_rows(operand, matrices, self.ends, self.tiles, **options)[0]
 
-    def sorted_times(self, rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Sorted rows (R, K) times (E, K, N)."""
+    def row_matmul(self, rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply sorted rows (R, K) by the matrices (E, K, N) of their experts."""
         if not self.by_torch:
             return triton_rows(rows, matrices, self.ends, self.tiles, bias=bias)[0]
         out = torch_grouped_mm(rows, matrices, offs=self.ends)
         return out if bias is None else out + bias[self.experts()]
 
     def experts(self) -> Tensor:
-        """The expert of each row; the last one for empty rows."""
+        """Return the expert of each row; the last one for empty rows."""
         rows = torch.arange(len(self.order), device=self.order.device, dtype=torch.int32)
         return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
 
     def outer(self, left: Tensor, right: Tensor, gather: str = "") -> Tensor:
-        """Sum over the rows of each expert of left^T right; `gather` names the operand that `read` gave."""
+        """Sum left^T right over the rows of each expert; `gather` says which of both comes from `operand`."""
         if self.by_torch:
             return torch_grouped_mm(left.t(), right, offs=self.ends).contiguous()
-        more: Any = {"order": self.order, "topk": self.topk, "gather": gather}
-        return triton_outer(left, right, self.ends, self.tiles, **more)
+        options: Any = {"order": self.order, "topk": self.topk, "gather": gather}
+        return triton_outer(left, right, self.ends, self.tiles, **options)
 
 
-def _rows(order: Tensor, ends: Tensor, topk: int, up: Tensor, down: Tensor, backend: str) -> _Rows:
+def _make_rows(order: Tensor, ends: Tensor, topk: int, up: Tensor, down: Tensor, backend: str) -> _Rows:
     by_torch = resolved(backend, down, *up.shape[1:], down.shape[2]) == "torch"
     return _Rows(order, ends, topk, by_torch, down.dtype, tuple(down.shape[1:]))
 
@@ -90,12 +90,13 @@ def _experts(
     nonlinearity: str,
     gated: bool,
     backend: str,
-    onto: Tensor | None,
+    residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Return the output (T, h) and the result of the first projection, which is saved for the backward."""
     hidden = hidden.contiguous()
-    rows = _rows(order, ends, places.shape[1], up, down, backend)
+    rows = _make_rows(order, ends, places.shape[1], up, down, backend)
     if rows.by_torch:
-        projected = rows.times(rows.read(hidden), up.transpose(1, 2), up_bias)
+        projected = rows.token_matmul(rows.operand(hidden), up.transpose(1, 2), up_bias)
         inner = activated(projected, nonlinearity, gated, None)
     else:
         projected, inner = triton_rows(
@@ -110,8 +111,8 @@ def _experts(
             gated=gated,
         )
         assert inner is not None
-    result = rows.sorted_times(inner, down.transpose(1, 2), down_bias)
-    return triton_combine(result, gates, places, onto), projected
+    result = rows.row_matmul(inner, down.transpose(1, 2), down_bias)
+    return triton_combine(result, gates, places, residual), projected
 
 
 @_experts.register_fake
@@ -129,9 +130,9 @@ def _(
     nonlinearity: str,
     gated: bool,
     backend: str,
-    onto: Tensor | None,
+    residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    output = (hidden if onto is None else onto).new_empty(hidden.shape)
+    output = (hidden if residual is None else residual).new_empty(hidden.shape)
     return output, hidden.new_empty(order.shape[0], up.shape[1])
 
 
@@ -154,35 +155,37 @@ def _experts_backward(
     backend: str,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of hidden, gates, up, down, up_bias, down_bias; empty where there is no bias.
+    """Return gradients of hidden, gates, up, down, up_bias and down_bias; empty for an absent bias.
 
     With `frozen` all but the first two are empty.
     """
     hidden, gradient = hidden.contiguous(), gradient.contiguous()
-    rows = _rows(order, ends, places.shape[1], up, down, backend)
-    read = rows.read(gradient)
-    inner_gradient = rows.times(read, down)
+    rows = _make_rows(order, ends, places.shape[1], up, down, backend)
+    operand = rows.operand(gradient)
+    inner_gradient = rows.token_matmul(operand, down)
     projected_gradient, weighted, gate_gradient = activation_backward(
         projected, inner_gradient, order, gates, gated=gated, nonlinearity=nonlinearity
     )
     del inner_gradient
-    down_gradient = gradient.new_empty(0) if frozen else rows.outer(read, weighted, gather="left")
-    del read, weighted
+    down_gradient = gradient.new_empty(0) if frozen else rows.outer(operand, weighted, gather="left")
+    del operand, weighted
     down_bias_gradient = gradient.new_empty(0)
     if down_bias is not None:
-        # by token instead of by row: a token has an expert once at most
+        # per token and expert (T, E) instead of per row, as a token has each expert at most once
         by_expert = gradient.float() @ down_bias.float().t()
         gate_gradient += torch.where(places >= 0, by_expert.gather(1, experts), 0)
         if not frozen:
-            shares = torch.where(places >= 0, gates.float(), 0)
-            of_expert = torch.zeros(len(gradient), len(ends), device=gradient.device).scatter(1, experts, shares)
-            down_bias_gradient = (of_expert.t() @ gradient.float()).to(down_bias.dtype)
-    up_gradient = gradient.new_empty(0) if frozen else rows.outer(projected_gradient, rows.read(hidden), gather="right")
+            kept_gates = torch.where(places >= 0, gates.float(), 0)
+            dense_gates = torch.zeros(len(gradient), len(ends), device=gradient.device).scatter(1, experts, kept_gates)
+            down_bias_gradient = (dense_gates.t() @ gradient.float()).to(down_bias.dtype)
+    up_gradient = gradient.new_empty(0)
+    if not frozen:
+        up_gradient = rows.outer(projected_gradient, rows.operand(hidden), gather="right")
     up_bias_gradient = gradient.new_empty(0)
-    if up_bias is not None and not frozen:  # a sum over rows is a product with ones
+    if up_bias is not None and not frozen:  # the sum over rows as a product with ones
         ones = projected_gradient.new_ones(1, 16).expand(len(order), 16)
         up_bias_gradient = triton_outer(projected_gradient, ones, ends, rows.tiles)[:, :, 0].contiguous()
-    row_gradient = rows.sorted_times(projected_gradient, up)
+    row_gradient = rows.row_matmul(projected_gradient, up)
     hidden_gradient = triton_combine(row_gradient, None, places)
     return (
         hidden_gradient,
@@ -213,17 +216,16 @@ def _(
     backend: str,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    none = gradient.new_empty(0)
+    hidden_gradient, gate_gradient = (x.new_empty(x.shape) for x in (hidden, gates))
     if frozen:
-        of_hidden, of_gates = (x.new_empty(x.shape) for x in (hidden, gates))
-        return of_hidden, of_gates, *(gradient.new_empty(0) for _ in range(4))  # type: ignore[return-value]
-    first, second = (none.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
-    dense = [x.new_empty(x.shape) for x in (hidden, gates, up, down)]
-    return dense[0], dense[1], dense[2], dense[3], first, second
+        return hidden_gradient, gate_gradient, *(gradient.new_empty(0) for _ in range(4))  # type: ignore[return-value]
+    up_gradient, down_gradient = (x.new_empty(x.shape) for x in (up, down))
+    biases = (gradient.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
+    return hidden_gradient, gate_gradient, up_gradient, down_gradient, *biases  # type: ignore[return-value]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, *ctx.how, _ = inputs
+    hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, *ctx.options, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1], hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places)
 
@@ -231,9 +233,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
         return (None,) * 14
-    saved = ctx.saved_tensors  # once: a checkpoint unpacks each of them a single time
+    saved = ctx.saved_tensors  # accessed once: activation checkpointing allows unpacking only once
     frozen = not any(ctx.needs_input_grad[2:6])
-    gradients = _experts_backward(gradient.to(saved[0].dtype), *saved, *ctx.how, frozen)
+    gradients = _experts_backward(gradient.to(saved[0].dtype), *saved, *ctx.options, frozen)
     present = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad[:6], strict=True))
     return *present, *(None,) * 7, gradient if ctx.needs_input_grad[13] else None
 
@@ -256,7 +258,7 @@ def fused_experts(
     backend: Backend,
     onto: Tensor | None,
 ) -> Tensor:
-    """`expert_mlp` without dropout where Triton runs, its matmuls by a `backend` of `grouped_matmul` but `loop`."""
+    """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`."""
     order, ends, places = assignments
     return _experts(
         hidden, gates, up, down, up_bias, down_bias, experts, order, ends, places, nonlinearity, gated, backend, onto

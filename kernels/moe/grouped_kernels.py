@@ -1,6 +1,6 @@
-"""Triton kernels of the grouped matmuls: rows times the matrix of their expert, and the gradient of the matrices.
+"""Triton kernels of the grouped matmuls: rows times the matrix of their expert, and the gradients of the matrices.
 
-Operands are read in 16 bits (or fp32) and summed in fp32. No result depends on the order in which programs run.
+Operands are 16-bit or fp32, accumulation is fp32. Results are deterministic.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..launch import jit, tl
 
 @jit
 def value_and_slope(x, KIND: tl.constexpr):
-    """act(x) and act'(x) in fp32, for every name in `NONLINEARITIES`."""
+    """Return act(x) and its derivative in fp32, for every name in `NONLINEARITIES`."""
     if KIND == "gelu_sigmoid":
         sigmoid = _sigmoid(1.702 * x)
         value = x * sigmoid
@@ -28,17 +28,17 @@ def value_and_slope(x, KIND: tl.constexpr):
 
 
 @jit
-def _tile_place(tile, row_tiles, column_tiles, TOGETHER: tl.constexpr):
-    """Row and column of a tile: down a band of TOGETHER row tiles, then the next column of the band."""
-    band = tile // (TOGETHER * column_tiles)
-    height = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
-    within = tile - band * TOGETHER * column_tiles
-    return band * TOGETHER + within % height, within // height
+def _tile_position(tile, row_tiles, column_tiles, GROUP_M: tl.constexpr):
+    """Return row and column of a tile, ordered column by column within bands of GROUP_M row tiles, for L2 reuse."""
+    band = tile // (GROUP_M * column_tiles)
+    height = tl.minimum(row_tiles - band * GROUP_M, GROUP_M)
+    within = tile - band * GROUP_M * column_tiles
+    return band * GROUP_M + within % height, within // height
 
 
 @jit
-def _loaded(pointers, first, stop, inside, MASKED: tl.constexpr):
-    """A tile; where it may reach beyond its matrix (MASKED), zeros there."""
+def _load_tile(pointers, first, stop, inside, MASKED: tl.constexpr):
+    """Load a tile; with MASKED, for tiles that may reach beyond the matrix, zeros outside."""
     return tl.load(pointers, mask=(first < stop) & inside, other=0.0) if MASKED else tl.load(pointers)
 
 
@@ -48,23 +48,23 @@ def rows_kernel(
     ends_pointer, tile_experts_pointer, tile_rows_pointer, tile_count_pointer,
     rows, experts, width, depth, topk, stride_left, stride_expert, stride_depth, stride_width,
     GATHER: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN_DEPTH: tl.constexpr, EVEN_WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+    PRECISION: tl.constexpr, EVEN_DEPTH: tl.constexpr, EVEN_WIDTH: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = left[r] @ matrices[e(r)] + bias[e(r)], 0 in the rows after the last expert's; programs loop over tiles.
+    """Compute out[r] = left[r] @ matrices[e(r)] + bias[e(r)], 0 in rows after the last expert's; persistent programs.
 
-    left_pointer: (rows, depth), or with GATHER (tokens, depth), of which a row reads order[r] // topk.
+    left_pointer: (rows, depth), or with GATHER (tokens, depth), where row r reads token order[r] // topk.
     matrices_pointer: (experts, depth, width), any strides; GATED twice as wide, [gate | up].
     bias_pointer: (experts, width), GATED (experts, 2 width).
     out_pointer: (rows, width), GATED (rows, 2 width).
-    active_pointer: (rows, width), act(out), GATED act(gate) * up; None without ACTIVATION, the name or "".
+    active_pointer: (rows, width), act(out), GATED act(gate) * up; None if ACTIVATION, the name, is "".
     """
     row_tiles = tl.load(tile_count_pointer)
     column_tiles = tl.cdiv(width, BLOCK_N)
     out_width = 2 * width if GATED else width
     step = tl.arange(0, BLOCK_K)
     for tile in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
-        row_tile, column_tile = _tile_place(tile, row_tiles, column_tiles, TOGETHER)
+        row_tile, column_tile = _tile_position(tile, row_tiles, column_tiles, GROUP_M)
         expert = tl.load(tile_experts_pointer + row_tile)
         first = tl.load(tile_rows_pointer + row_tile)
         used = expert < experts
@@ -72,7 +72,8 @@ def rows_kernel(
         steps = tl.where(used, tl.cdiv(depth, BLOCK_K), 0)
         row = first + tl.arange(0, BLOCK_M)
         inside = row < stop
-        # rows beyond the tile read its first row; they are not stored
+        # rows beyond the expert's last are not stored; they read the tile's first row, or token 0 with GATHER, so that
+        # loads need no row mask
         if GATHER:
             source = tl.load(order_pointer + row, mask=row < tl.where(used, stop, 0), other=0) // topk
         else:
@@ -87,11 +88,11 @@ def rows_kernel(
         to_up = tl.cast(width, tl.int64) * stride_width
         for number in range(steps):
             place = number * BLOCK_K + step
-            a = _loaded(left, place[None, :], depth, True, MASKED=not EVEN_DEPTH)
-            b = _loaded(matrix, place[:, None], depth, in_width[None, :], MASKED=not (EVEN_DEPTH and EVEN_WIDTH))
+            a = _load_tile(left, place[None, :], depth, True, MASKED=not EVEN_DEPTH)
+            b = _load_tile(matrix, place[:, None], depth, in_width[None, :], MASKED=not (EVEN_DEPTH and EVEN_WIDTH))
             total = dot(a, b, total, PRECISION)
             if GATED:
-                b_up = _loaded(
+                b_up = _load_tile(
                     matrix + to_up, place[:, None], depth, in_width[None, :], MASKED=not (EVEN_DEPTH and EVEN_WIDTH)
                 )
                 up_total = dot(a, b_up, up_total, PRECISION)
@@ -101,15 +102,15 @@ def rows_kernel(
         element = out_pointer.dtype.element_ty
         if BIAS:
             bias = bias_pointer + tl.where(used, expert, 0).to(tl.int64) * out_width + column
-            taken = tl.where(used, 1.0, 0.0)
-            total += tl.load(bias, mask=in_width, other=0.0).to(tl.float32)[None, :] * taken
+            bias_scale = tl.where(used, 1.0, 0.0)  # no bias in rows after the last expert's
+            total += tl.load(bias, mask=in_width, other=0.0).to(tl.float32)[None, :] * bias_scale
             if GATED:
-                up_total += tl.load(bias + width, mask=in_width, other=0.0).to(tl.float32)[None, :] * taken
+                up_total += tl.load(bias + width, mask=in_width, other=0.0).to(tl.float32)[None, :] * bias_scale
         out = out_pointer + row.to(tl.int64)[:, None] * out_width + column[None, :]
         result = rounded(total, element)
         tl.store(out, result, mask=stored)
         if ACTIVATION != "":
-            # of the rounded numbers, which are what the backward pass sees
+            # computed from the rounded values, which the backward pass sees
             value, _ = value_and_slope(result.to(tl.float32), ACTIVATION)
             if GATED:
                 up_result = rounded(up_total, element)
@@ -124,20 +125,20 @@ def outer_kernel(
     left_pointer, right_pointer, order_pointer, out_pointer, ends_pointer, heaviest_pointer,
     height, width, topk, stride_left, stride_right,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN_HEIGHT: tl.constexpr, EVEN_WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+    EVEN_HEIGHT: tl.constexpr, EVEN_WIDTH: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[e] = sum over the rows r of expert e of left[r]^T right[r], 0 without rows; one program: a tile of an expert.
+    """Compute one tile per program of out[e] = sum over the rows r of expert e of left[r]^T right[r].
 
-    The programs of the experts with the most rows come first: what is left for the end is short.
-    left_pointer: (rows, height), or with GATHER_LEFT (tokens, height), of which a row reads order[r] // topk.
+    Experts without rows get 0. Experts with the most rows are scheduled first, for a short tail.
+    left_pointer: (rows, height), or with GATHER_LEFT (tokens, height), where row r reads token order[r] // topk.
     right_pointer: (rows, width), likewise. out_pointer: (experts, height, width).
     """
     row_tiles = tl.cdiv(height, BLOCK_M)
     column_tiles = tl.cdiv(width, BLOCK_N)
     program = tl.program_id(0)
     expert = tl.load(heaviest_pointer + program // (row_tiles * column_tiles))
-    row_tile, column_tile = _tile_place(program % (row_tiles * column_tiles), row_tiles, column_tiles, TOGETHER)
+    row_tile, column_tile = _tile_position(program % (row_tiles * column_tiles), row_tiles, column_tiles, GROUP_M)
     first = tl.load(ends_pointer + expert - 1, mask=expert > 0, other=0)
     stop = tl.load(ends_pointer + expert)
     down = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -148,7 +149,7 @@ def outer_kernel(
     step = tl.arange(0, BLOCK_K)
     row = first + step
     source = row
-    # the tokens of the next rows are looked up a step ahead: a load whose address waits for another is not pipelined
+    # token indices are prefetched one step ahead: a load whose address depends on another load is not pipelined
     if GATHER_LEFT or GATHER_RIGHT:
         source = tl.load(order_pointer + row, mask=row < stop, other=0) // topk
     for begin in range(first, stop, BLOCK_K):

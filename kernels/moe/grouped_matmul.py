@@ -1,9 +1,9 @@
-"""Matmul of rows sorted by expert with the matrix of their expert, and its gradients, without waiting for the device.
+"""Grouped matmul of rows sorted by expert with the matrix of their expert, and its gradients, without host syncs.
 
-Three backends: our Triton kernels, which also gather and activate; torch's grouped matmul (CUTLASS on sm_90 and
+Three backends: our Triton kernels, which also fuse gather and activation; torch's grouped matmul (CUTLASS on sm_90 and
 later, where it is the fastest for bf16: docs/benchmarks.md); a loop over the experts, which reads their ends on the
-host and serves every device and dtype.
-R rows, E experts; the rows of expert e are from ends[e - 1] to ends[e].
+host and supports every device and dtype.
+R rows, E experts; expert e has the rows from ends[e - 1] to ends[e].
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ torch_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_group
 """torch's grouped matmul, public from 2.10 on."""
 
 _NO_CUTLASS = (70, 72, 75, 80, 86, 87, 89)
-"""There torch loops over the experts and waits for the device."""
+"""Compute capabilities for which torch loops over the experts and synchronizes with the host."""
 
 
 # ---------------------------------------------------------------- Triton
 
 
 def _programs(device: torch.device, tiles: int, resident: int) -> int:
-    """Programs of a persistent launch: as many as the device holds at once."""
+    """Return the programs of a persistent launch: as many as run concurrently on the device."""
     if INTERPRETED:
         return min(tiles, 3)
     return min(tiles, resident * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """How fp32 operands are multiplied: as torch's setting for matmuls says."""
+    """Return the input precision of `tl.dot`, following `torch.set_float32_matmul_precision` for fp32."""
     return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
 def row_tiles(ends: Tensor, rows: int, dtype: torch.dtype, *widths: int) -> Tiles:
-    """Tiles for the launches of `triton_rows` with these ends and operands of these widths."""
+    """Return the tiles of `triton_rows` for these ends and operands of these widths."""
     low, aligned = is_low(rows, len(ends)), is_aligned(*widths)
     config = tile_config("rows", dtype, device_capability(ends.device), low=low, aligned=aligned)
-    return find_tiles(ends, rows, config.rows)
+    return find_tiles(ends, rows, config.block_m)
 
 
 def triton_rows(
@@ -62,21 +62,21 @@ def triton_rows(
     activation: str = "",
     gated: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows times the matrix of their expert; 0 in the rows after the last expert's.
+    """Multiply each row by the matrix of its expert; rows after the last expert's are 0.
 
     Args:
-        left: (R, K); with `order` (T, K), of which row r reads order[r] // topk.
+        left: (R, K); with `order` (T, K), where row r reads token order[r] // topk.
         matrices: (E, K, N), any strides.
-        ends: (E,) int32.
-        tiles: of these ends, from `row_tiles`.
-        order: (R,) int32, the assignment of each row.
+        ends: exclusive end row of each expert, (E,) int32.
+        tiles: tiles of these ends, from `row_tiles`.
+        order: assignment of each row, (R,) int32, to gather rows from tokens.
         topk: k.
         bias: (E, N), added in fp32.
-        activation: a nonlinearity whose result is wanted too, "" for none.
+        activation: nonlinearity whose result is returned as well, "" for none.
         gated: the result is [gate | up], and the activated one act(gate) * up.
 
     Returns:
-        (R, N), and with `activation` the activated rows, (R, N), gated (R, N / 2).
+        (R, N), and with `activation` the activated rows, (R, N), gated (R, N / 2), else None.
     """
     left = left if left.stride(-1) == 1 else left.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -94,8 +94,8 @@ def triton_rows(
         aligned=is_aligned(depth, width, left.stride(0)),
         erf=activation == "gelu",
     )
-    most = len(tiles.experts) * triton.cdiv(width, config.columns)
-    grid = (_programs(left.device, most, config.resident),)
+    max_tiles = len(tiles.experts) * triton.cdiv(width, config.block_n)
+    grid = (_programs(left.device, max_tiles, config.programs_per_sm),)
     rows_kernel[grid](
         left,
         order,
@@ -119,14 +119,14 @@ def triton_rows(
         GATED=gated,
         ACTIVATION=activation,
         PRECISION=_precision(left.dtype),
-        EVEN_DEPTH=depth % config.depth == 0,
-        EVEN_WIDTH=width % config.columns == 0,
-        TOGETHER=config.together,
+        EVEN_DEPTH=depth % config.block_k == 0,
+        EVEN_WIDTH=width % config.block_n == 0,
+        GROUP_M=config.group_m,
         BLOCK_M=tiles.block,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
     return out, active
@@ -142,16 +142,16 @@ def triton_outer(
     topk: int = 1,
     gather: Literal["left", "right", ""] = "",
 ) -> Tensor:
-    """Sum over the rows r of each expert of left[r]^T right[r]: (E, M, N), 0 for an expert without rows.
+    """Sum left[r]^T right[r] over the rows r of each expert: (E, M, N), 0 for an expert without rows.
 
     Args:
         left: (R, M).
         right: (R, N).
-        ends: (E,) int32.
-        tiles: of these ends, from `row_tiles`.
-        order: (R,) int32, the assignment of each row.
+        ends: exclusive end row of each expert, (E,) int32.
+        tiles: tiles of these ends, from `row_tiles`.
+        order: assignment of each row, (R,) int32.
         topk: k.
-        gather: which operand is (T, ...) instead, of which row r reads order[r] // topk.
+        gather: operand that is (T, ...) instead, where row r reads token order[r] // topk.
     """
     left, right = (x if x.stride(-1) == 1 else x.contiguous() for x in (left, right))
     height, width = left.shape[1], right.shape[1]
@@ -160,7 +160,7 @@ def triton_outer(
         return out
     aligned = is_aligned(height, width, left.stride(0), right.stride(0))
     config = tile_config("outer", left.dtype, device_capability(left.device), aligned=aligned)
-    grid = (len(ends) * triton.cdiv(height, config.rows) * triton.cdiv(width, config.columns),)
+    grid = (len(ends) * triton.cdiv(height, config.block_m) * triton.cdiv(width, config.block_n),)
     outer_kernel[grid](
         left,
         right,
@@ -176,14 +176,14 @@ def triton_outer(
         GATHER_LEFT=gather == "left",
         GATHER_RIGHT=gather == "right",
         PRECISION=_precision(left.dtype),
-        EVEN_HEIGHT=height % config.rows == 0,
-        EVEN_WIDTH=width % config.columns == 0,
-        TOGETHER=config.together,
-        BLOCK_M=config.rows,
-        BLOCK_N=config.columns,
-        BLOCK_K=config.depth,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        EVEN_HEIGHT=height % config.block_m == 0,
+        EVEN_WIDTH=width % config.block_n == 0,
+        GROUP_M=config.group_m,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         enable_fp_fusion=True,
     )
     return out
@@ -193,7 +193,7 @@ def triton_outer(
 
 
 def loop_rows(left: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """`triton_rows` of plain rows, expert by expert; reads the ends on the host."""
+    """Compute `triton_rows` without gather by a loop over the experts; reads the ends on the host."""
     out = left.new_zeros(len(left), matrices.shape[2])
     first = 0
     for expert, end in enumerate(ends.tolist()):
@@ -203,7 +203,7 @@ def loop_rows(left: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """`triton_outer` of plain rows, expert by expert; reads the ends on the host."""
+    """Compute `triton_outer` without gather by a loop over the experts; reads the ends on the host."""
     out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     first = 0
     for expert, end in enumerate(ends.tolist()):
@@ -213,6 +213,7 @@ def loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _zero_after(out: Tensor, ends: Tensor) -> Tensor:
+    """Zero the rows after the last expert's."""
     rows = torch.arange(len(out), device=out.device, dtype=ends.dtype)
     return torch.where((rows < ends[-1])[:, None], out, 0)
 
@@ -264,7 +265,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         left_gradient = _grouped_matmul(gradient, matrices.transpose(1, 2), ends, ctx.backend)
     if not ctx.needs_input_grad[1]:  # frozen
         matrix_gradient = None
-    elif matrices.stride(1) == 1:  # a transposed parameter: its gradient comes in the layout of the parameter
+    elif matrices.stride(1) == 1:  # a transposed parameter: return the gradient in the layout of the parameter
         matrix_gradient = _grouped_outer(gradient, left, ends, ctx.backend).transpose(1, 2)
     else:
         matrix_gradient = _grouped_outer(left, gradient, ends, ctx.backend)
@@ -278,21 +279,21 @@ _grouped_matmul.register_autograd(_backward, setup_context=_save)
 
 
 def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Backend) -> Tensor:
-    """Every row times the matrix of its expert.
+    """Multiply each row by the matrix of its expert.
 
     Args:
-        left: (R, K), the rows sorted by expert.
+        left: rows sorted by expert, (R, K).
         matrices: (E, K, N), same dtype, any strides.
-        ends: (E,) int32, the row after the last one of each expert, ascending; ends[-1] may be less than R.
-        backend: `triton` (16 bits and fp32 on CUDA), `torch` (what its grouped matmul takes), `loop` (any), `auto`
-            (`torch` where it can, else `triton`).
+        ends: exclusive end row of each expert, (E,) int32, ascending; ends[-1] may be less than R.
+        backend: `triton` (16-bit and fp32 on CUDA), `torch` (if its grouped matmul supports the operands), `loop`
+            (any), `auto` (`torch` where supported, else `triton`).
 
     Returns:
-        (R, N), summed in fp32 (fp64) and rounded once; 0 in the rows after ends[-1], whatever `left` has there.
-        Differentiable once in `left` and `matrices`; the gradient of a matrix without rows is 0.
+        (R, N), accumulated in fp32 (fp64) and rounded once; rows after ends[-1] are 0, whatever `left` holds there.
+        Differentiable once with respect to `left` and `matrices`; the gradient of a matrix without rows is 0.
 
     Raises:
-        ValueError: shapes or dtypes do not fit, or the backend cannot run here.
+        ValueError: shapes or dtypes do not match, or the backend is not supported.
     """
     if left.ndim != 2 or matrices.ndim != 3 or left.shape[1] != matrices.shape[1]:
         shapes = f"{tuple(left.shape)} and {tuple(matrices.shape)}"
@@ -308,28 +309,30 @@ def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Bac
 
 
 def resolved(backend: str, tensor: Tensor, *widths: int) -> str:
-    """What `auto` means for tensors like this one. Asked within operations, where a device has a capability."""
+    """Resolve `auto` for tensors like this one; called inside custom ops, where the device is real."""
     if backend != "auto":
         return backend
     return "torch" if tensor.is_cuda and why_not("torch", tensor, *widths) is None else "triton"
 
 
 def _loops_in_torch(device: torch.device) -> bool:
-    """Whether torch has no grouped kernel for a device; a compiled graph cannot ask, and takes it that it has."""
+    """Return True if torch has no grouped kernel for a device; False under torch.compile, which cannot query it."""
     return not torch.compiler.is_compiling() and device_capability(device) in _NO_CUTLASS
 
 
 def why_not(backend: Backend, tensor: Tensor, *widths: int) -> str | None:
-    """Why a backend cannot multiply tensors like this one, None if it can.
+    """Return the reason why a backend does not support tensors like this one, or None if it does.
 
     Args:
         backend: see `grouped_matmul`.
-        tensor: an operand, of which device and dtype count.
-        widths: lengths of the rows of all operands and results.
+        tensor: an operand; its device and dtype are checked.
+        widths: row lengths of all operands and results.
     """
     if backend in ("auto", "triton"):
-        served = triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype != torch.float64)
-        return None if served else f"needs Triton and fp32, bf16 or fp16 on CUDA, not {tensor.dtype} on {tensor.device}"
+        supported = triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype != torch.float64)
+        return (
+            None if supported else f"needs Triton and fp32, bf16 or fp16 on CUDA, not {tensor.dtype} on {tensor.device}"
+        )
     if backend == "torch":
         if torch_grouped_mm is None:
             return "needs a torch with a grouped matmul"

@@ -1,7 +1,7 @@
-"""The experts with low-rank updates of their matrices: grouped matmuls that autograd sees, frozen and low-rank ones.
+"""Expert MLPs with LoRA: differentiable grouped matmuls with the frozen and the low-rank matrices.
 
-The matrices of the experts get no gradient and no copy: the products with the pairs of an update are grouped matmuls
-of their own, of the same rows.
+The frozen matrices get no gradient and are not copied or merged: the low-rank products are separate grouped matmuls of
+the same rows.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .reference_experts import activated
 
 
 class LowRank(NamedTuple):
-    """The update of one projection of all experts.
+    """LoRA matrices of one projection of all experts.
 
     Attributes:
-        down: (E, parts * r, in), LoRA's A.
-        up: (E, out, r), LoRA's B.
-        parts: rows of `up` that belong to each r rows of `down`.
+        down: LoRA's A, (E, parts * r, in).
+        up: LoRA's B, (E, out, r).
+        parts: rows of `up` in each part of a fused projection, as in `lora_linear`.
         scale: alpha / r.
-        dropout: of what `down` reads; 0 outside training.
+        dropout: dropout probability of the input of `down`; 0 outside training.
     """
 
     down: Tensor
@@ -38,11 +38,11 @@ class LowRank(NamedTuple):
     dropout: float
 
     def times(self, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What is added to the projection of rows.
+        """Return the update of the projection of rows.
 
         Args:
             rows: (..., in), sorted by expert.
-            product: rows times matrices (E, K, N), row by row of the expert's.
+            product: function that multiplies rows by the matrices (E, K, N) of their experts.
         """
         low = product(F.dropout(rows, self.dropout) if self.dropout else rows, self.down.transpose(1, 2))
         rank = self.up.shape[2]
@@ -68,34 +68,34 @@ def lora_expert_mlp(
     dropout: float = 0.0,
     one_by_one: bool = False,
 ) -> Tensor:
-    """`expert_mlp` with low-rank updates; arguments as there, and:
+    """`expert_mlp` with LoRA.
 
     Args:
-        hidden: and the others: as in `expert_mlp`; `up` and `down` are frozen.
-        experts: see above.
-        gates: see above.
-        up: see above.
-        down: see above.
-        up_lora: the update of `up`; None for none.
-        down_lora: the update of `down`; None for none.
-        nonlinearity: see above.
-        gated: see above.
-        up_bias: see above.
-        down_bias: see above.
-        kept: see above.
-        capacity: rows that every expert computes; None for as many as it has.
-        dropout: see above.
-        one_by_one: products expert after expert, which reads counts on the host.
+        hidden: as in `expert_mlp`.
+        experts: as in `expert_mlp`.
+        gates: as in `expert_mlp`.
+        up: as in `expert_mlp`; frozen.
+        down: as in `expert_mlp`; frozen.
+        up_lora: LoRA matrices of `up`, or None.
+        down_lora: LoRA matrices of `down`, or None.
+        nonlinearity: as in `expert_mlp`.
+        gated: as in `expert_mlp`.
+        up_bias: as in `expert_mlp`.
+        down_bias: as in `expert_mlp`.
+        kept: as in `expert_mlp`.
+        capacity: rows computed per expert; None for no padding.
+        dropout: as in `expert_mlp`.
+        one_by_one: loop over the experts, which reads counts on the host.
 
     Returns:
-        (T, h) in the dtype of `hidden`, differentiable in `hidden`, `gates` and the updates.
+        (T, h) in the dtype of `hidden`, differentiable with respect to `hidden`, `gates` and the LoRA matrices.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
         up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
         up_lora, down_lora = (
-            None if low is None else low._replace(down=low.down.to(dtype), up=low.up.to(dtype))
+            None if low is None else LowRank(low.down.to(dtype), low.up.to(dtype), *low[2:])
             for low in (up_lora, down_lora)
         )
     if capacity is not None:
@@ -107,8 +107,8 @@ def lora_expert_mlp(
 
     else:
         order, ends, places = sorted_assignments(experts, len(up), kept)
-        numbers = torch.arange(len(order), device=order.device, dtype=ends.dtype)
-        expert = torch.searchsorted(ends, numbers, right=True).clamp(max=len(ends) - 1)
+        rows = torch.arange(len(order), device=order.device, dtype=ends.dtype)
+        expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
         backend: Backend = "loop" if one_by_one or not triton_runs_on(hidden) else "auto"
 
         def product(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -120,6 +120,8 @@ def lora_expert_mlp(
             result = result + bias[expert]
         return result if low is None else result + low.times(rows, product)
 
-    noise = F.dropout(hidden.new_ones(len(order), down.shape[2]), dropout) if dropout else None
-    inner = activated(projected(gather_rows(hidden, order, places), up, up_bias, up_lora), nonlinearity, gated, noise)
+    dropout_mask = F.dropout(hidden.new_ones(len(order), down.shape[2]), dropout) if dropout else None
+    inner = activated(
+        projected(gather_rows(hidden, order, places), up, up_bias, up_lora), nonlinearity, gated, dropout_mask
+    )
     return combine_rows(projected(inner, down, down_bias, down_lora), gates, places, order)

@@ -1,7 +1,7 @@
-"""Tokens to rows and back: gather, the weighted sum over a token's rows, and the activation's gradient in rows.
+"""Permute tokens to rows (gather), combine rows to tokens (weighted sum), and the backward of the activation in rows.
 
-Nothing is added up by atomics: a token reads its k rows, so sums have one order. Without Triton the same in plain
-torch. T tokens, k rows of each at most; `order` and `places` as in `assignments.Assignments`.
+Without atomics: each token reads its k rows, so the order of summation is fixed. Falls back to plain PyTorch without
+Triton. T tokens with up to k rows each; `order` and `places` as in `assignments.Assignments`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 def reference_gather(hidden: Tensor, order: Tensor, topk: int) -> Tensor:
-    """(T, h) to (rows, h): the token of each row, 0 in empty rows."""
+    """Return the token of each row, (T, h) to (rows, h); 0 in empty rows."""
     tokens = order.clamp(min=0) // topk
     return torch.where(order[:, None] >= 0, hidden[tokens], 0)
 
 
 def reference_combine(rows: Tensor, gates: Tensor | None, places: Tensor) -> Tensor:
-    """(rows, h) to (T, h): the sum of a token's rows, each times its gate, in fp32 (fp64)."""
+    """Return the sum of each token's rows times their gates, (rows, h) to (T, h), accumulated in fp32 (fp64)."""
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     total = torch.zeros(len(places), rows.shape[1], dtype=wide, device=rows.device)
     for slot in range(places.shape[1] if len(rows) else 0):
@@ -47,7 +47,7 @@ def gather_kernel(
     hidden_pointer, gates_pointer, order_pointer, rows_pointer, topk, width, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row, the token's hidden_pointer (T, width), WEIGHTED times its gate; 0 in an empty row."""
+    """Copy the token of one row per program from hidden (T, width), WEIGHTED times its gate; 0 in an empty row."""
     row = tl.program_id(0).to(tl.int64)
     assignment = tl.load(order_pointer + row)
     used = assignment >= 0
@@ -69,19 +69,19 @@ def gather_kernel(
 
 @jit
 def combine_kernel(
-    rows_pointer, gates_pointer, places_pointer, onto_pointer, out_pointer, width, WEIGHTED: tl.constexpr,
-    ADDED: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
+    rows_pointer, gates_pointer, places_pointer, residual_pointer, out_pointer, width, WEIGHTED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK columns of one token of out_pointer (T, width), the sum of its rows times their gates.
+    """Sum the rows of one token times their gates, BLOCK columns of out (T, width) per program.
 
-    ADDED to what is in onto_pointer (T, width).
+    With HAS_RESIDUAL added to residual (T, width).
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.zeros((BLOCK,), tl.float32)
-    if ADDED:
-        total += tl.load(onto_pointer + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_pointer + token * width + column, mask=inside, other=0.0).to(tl.float32)
     for slot in tl.static_range(TOPK):  # pyright: ignore[reportGeneralTypeIssues]
         place = tl.load(places_pointer + token * TOPK + slot).to(tl.int64)
         value = tl.load(
@@ -98,7 +98,7 @@ def gate_gradient_kernel(
     rows_pointer, gradient_pointer, places_pointer, gate_gradient_pointer, width, TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one assignment, the dot product of its row with the gradient of its token; 0 where dropped."""
+    """Compute the dot product of one assignment's row with the gradient of its token per program; 0 if dropped."""
     assignment = tl.program_id(0).to(tl.int64)
     token = assignment // TOPK
     place = tl.load(places_pointer + assignment).to(tl.int64)
@@ -116,12 +116,12 @@ def activation_backward_kernel(
     projected_pointer, inner_gradient_pointer, order_pointer, gates_pointer, projected_gradient_pointer,
     weighted_pointer, gate_gradient_pointer, width, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row. What the second projection read is computed again from projected_pointer.
+    """Compute the backward of the activation for one row per program, recomputing the activation from `projected`.
 
-    projected_pointer: (rows, width), GATED (rows, 2 width); projected_gradient_pointer alike, written.
-    inner_gradient_pointer: (rows, width), the gradient of the second projection's input, not yet times the gate.
-    weighted_pointer: (rows, width), written: that input times the gate.
-    gates_pointer, gate_gradient_pointer: (T k,), the latter written, except for dropped assignments.
+    projected_pointer: (rows, width), GATED (rows, 2 width); projected_gradient_pointer likewise, written.
+    inner_gradient_pointer: (rows, width), gradient of the second projection's input, before the factor of the gate.
+    weighted_pointer: (rows, width), written: input of the second projection times the gate.
+    gates_pointer, gate_gradient_pointer: (T k,); the latter is written, except for dropped assignments.
     """
     row = tl.program_id(0).to(tl.int64)
     assignment = tl.load(order_pointer + row)
@@ -142,7 +142,7 @@ def activation_backward_kernel(
                 tl.store(projected_gradient_pointer + row * stride + width + column, up_gradient, mask=inside)
                 value = value * up
                 slope = slope * up
-            # rounded as the second projection read it
+            # rounded to the value that the second projection read
             value = rounded(value, element).to(tl.float32)
             products += tl.where(inside, outer * value, 0.0)
             gradient = rounded(gate * outer * slope, element)
@@ -156,7 +156,7 @@ def _block(width: int) -> int:
 
 
 def triton_gather(hidden: Tensor, order: Tensor, topk: int, gates: Tensor | None = None) -> Tensor:
-    """`reference_gather` on the device, with `gates` (T, k) each row times its gate."""
+    """`reference_gather` by Triton; with `gates` (T, k) each row is multiplied by its gate."""
     hidden = hidden.contiguous()
     width = hidden.shape[1]
     rows = hidden.new_empty(len(order), width)
@@ -168,7 +168,7 @@ def triton_gather(hidden: Tensor, order: Tensor, topk: int, gates: Tensor | None
 
 
 def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor, onto: Tensor | None = None) -> Tensor:
-    """`reference_combine` on the device, added to `onto` (T, h), in its dtype, before it is rounded."""
+    """`reference_combine` by Triton; with a residual `onto` (T, h) added before rounding, in the dtype of `onto`."""
     rows, places = rows.contiguous(), places.contiguous()
     gates = None if gates is None else gates.contiguous()
     onto = None if onto is None else onto.contiguous()
@@ -177,14 +177,14 @@ def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor, onto: Ten
     total = (rows if onto is None else onto).new_empty(tokens, width)
     if total.numel():
         block = _block(width)
-        constants = {"WEIGHTED": gates is not None, "ADDED": onto is not None, "TOPK": topk, "BLOCK": block}
+        constants = {"WEIGHTED": gates is not None, "HAS_RESIDUAL": onto is not None, "TOPK": topk, "BLOCK": block}
         grid = (tokens, triton.cdiv(width, block))
         combine_kernel[grid](rows, gates, places, onto, total, width, **constants, **_LAUNCH)
     return total
 
 
 def _triton_gate_gradient(rows: Tensor, gradient: Tensor, places: Tensor) -> Tensor:
-    """(T, k) fp32: a row times the gradient of its token."""
+    """Return the dot product of each assignment's row with the gradient of its token, (T, k) fp32."""
     rows, gradient, places = rows.contiguous(), gradient.contiguous(), places.contiguous()
     result = torch.empty(places.shape, dtype=torch.float32, device=rows.device)
     if result.numel():
@@ -198,19 +198,19 @@ def _triton_gate_gradient(rows: Tensor, gradient: Tensor, places: Tensor) -> Ten
 def activation_backward(
     projected: Tensor, inner_gradient: Tensor, order: Tensor, gates: Tensor, *, gated: bool, nonlinearity: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients behind the second projection; empty rows of the results are not written.
+    """Compute the backward of activation and gates; empty rows of the results are not written.
 
     Args:
-        projected: (rows, f), gated (rows, 2 f), what the first projection gave.
-        inner_gradient: (rows, f), the gradient of the token's output times the second matrix, without the gate.
-        order: (rows,).
+        projected: result of the first projection, (rows, f), gated (rows, 2 f).
+        inner_gradient: gradient of the token's output times the second matrix, without the gate, (rows, f).
+        order: assignment of each row, (rows,).
         gates: (T, k).
-        gated: see `expert_mlp`.
-        nonlinearity: see `expert_mlp`.
+        gated: as in `expert_mlp`.
+        nonlinearity: as in `expert_mlp`.
 
     Returns:
-        The gradient of `projected`; (rows, f), what the second projection read, times the gate; the gradient of
-        `gates` in fp32, without the share of a bias.
+        Gradient of `projected`; input of the second projection times the gate, (rows, f); gradient of `gates` in fp32,
+        without the contribution of a bias.
     """
     gates = gates.contiguous()
     projected_gradient = torch.empty_like(projected)
@@ -239,7 +239,7 @@ def activation_backward(
 
 
 def by_triton(tensor: Tensor) -> bool:
-    """Whether the kernels of this file serve a tensor: on CUDA, or fp32 in the interpreter."""
+    """Return True if the kernels of this file support a tensor: on CUDA, or fp32 in the interpreter."""
     return triton_runs_on(tensor) or (INTERPRETED and tensor.is_cpu and tensor.dtype == torch.float32)
 
 
@@ -276,8 +276,8 @@ def _combine_backward(
     assignment = order.clamp(min=0)
     products = torch.where(order >= 0, (row_gradient * rows.to(gates.dtype)).sum(1), 0)
     row_gradient = row_gradient * gates.reshape(-1)[assignment][:, None]
-    in_rows = torch.where(places >= 0, products[places.clamp(min=0)], 0) if len(rows) else torch.zeros_like(gates)
-    return row_gradient.to(rows.dtype), in_rows
+    gate_gradient = torch.where(places >= 0, products[places.clamp(min=0)], 0) if len(rows) else torch.zeros_like(gates)
+    return row_gradient.to(rows.dtype), gate_gradient
 
 
 @_combine_backward.register_fake
@@ -317,13 +317,13 @@ _combine.register_autograd(_combine_gradients, setup_context=_save_combine)
 
 
 def gather_rows(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    """The token of each row, 0 in empty rows: (T, h) to (rows, h), differentiable once in `hidden`."""
+    """Return the token of each row, (T, h) to (rows, h), 0 in empty rows; differentiable once in `hidden`."""
     return _gather(hidden, order, places)
 
 
 def combine_rows(rows: Tensor, gates: Tensor, places: Tensor, order: Tensor) -> Tensor:
-    """The sum of a token's rows times their gates: (rows, h) to (T, h), differentiable once in `rows` and `gates`.
+    """Return the sum of each token's rows times their gates, (rows, h) to (T, h).
 
-    The sum is taken in fp32 (fp64 for fp64); empty rows are not read.
+    Accumulated in fp32 (fp64 for fp64); empty rows are not read. Differentiable once in `rows` and `gates`.
     """
     return _combine(rows, gates, places, order)

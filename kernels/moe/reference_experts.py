@@ -1,4 +1,4 @@
-"""The experts one after the other in plain torch: the reference of every other implementation."""
+"""Expert MLPs by a loop over the experts in plain PyTorch: the reference of the other implementations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..activations import NONLINEARITIES
 from ..gated_activation import gated_activation
 
 
-def activated(projected: Tensor, nonlinearity: str, gated: bool, noise: Tensor | None) -> Tensor:
-    """What the second projection reads: the nonlinearity, times the up half when gated, times the dropout noise."""
+def activated(projected: Tensor, nonlinearity: str, gated: bool, dropout_mask: Tensor | None) -> Tensor:
+    """Return the input of the second projection: activation, times the up half if gated, times the dropout mask."""
     inner = gated_activation(projected, nonlinearity) if gated else NONLINEARITIES[nonlinearity](projected)
-    return inner if noise is None else inner * noise
+    return inner if dropout_mask is None else inner * dropout_mask
 
 
 def sequential_experts(
@@ -28,9 +28,12 @@ def sequential_experts(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     kept: Tensor | None,
-    noise: Tensor | None,
+    dropout_mask: Tensor | None,
 ) -> Tensor:
-    """`expert_mlp` by a loop over the experts; reads the counts on the host. `noise`: dropout factors (T, k, f)."""
+    """`expert_mlp` by a loop over the experts, which reads counts on the host.
+
+    `dropout_mask`: scaled dropout mask, (T, k, f).
+    """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros_like(hidden, dtype=wide)
     no_biases = (None,) * len(up)
@@ -47,8 +50,8 @@ def sequential_experts(
             chosen = chosen & kept
         tokens, slots = chosen.nonzero(as_tuple=True)
         projected = F.linear(hidden[tokens], up_weight, up_row)
-        inner = activated(projected, nonlinearity, gated, None if noise is None else noise[tokens, slots])
+        inner = activated(projected, nonlinearity, gated, None if dropout_mask is None else dropout_mask[tokens, slots])
         result = F.linear(inner, down_weight, down_row)
-        # a token has an expert once at most: no two rows of one addition meet, so the sum has one order
+        # deterministic: a token has each expert at most once, so no index is added twice
         total = total.index_add(0, tokens, result.to(wide) * gates[tokens, slots, None].to(wide))
     return total.to(hidden.dtype)

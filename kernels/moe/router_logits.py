@@ -1,8 +1,8 @@
-"""The logits of a router in fp32, without an fp32 copy of the tokens where those and the weight have 16 bits.
+"""Router logits in fp32 without fp32 copies of 16-bit tokens and weights.
 
-A product of two 16-bit numbers is exact in fp32, so a 16-bit matmul that sums in fp32 and does not round its result
-gives what a matmul of fp32 copies gives, but for the order of the sum. Backward, the fp32 gradient of the logits is
-written as a sum of two 16-bit numbers, which together hold 16 of its 24 bits (bf16), and 22 (fp16).
+The product of two 16-bit numbers is exact in fp32, so a 16-bit matmul with fp32 accumulation and output equals a matmul
+of fp32 copies up to the order of summation. In the backward pass the fp32 gradient of the logits is split into the sum
+of two 16-bit numbers, which together keep 16 (bf16) or 22 (fp16) of its 24 bits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..launch import sums_wide
 
 
 def reference_router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T, h) times (E, h) transposed, in `dtype`."""
+    """Reference: (T, h) times (E, h) transposed, in `dtype`."""
     return F.linear(tokens.to(dtype), weight.to(dtype))
 
 
-def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
-    """A matmul of 16-bit matrices in fp32, its result not rounded."""
+def _mm_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply 16-bit matrices with fp32 accumulation and output."""
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
@@ -30,7 +30,7 @@ def _wide_mm(left: Tensor, right: Tensor) -> Tensor:
 
 @torch.library.custom_op("stoker::router_logits", mutates_args=())
 def _router_logits(tokens: Tensor, weight: Tensor) -> Tensor:
-    return _wide_mm(tokens, weight.t())
+    return _mm_fp32(tokens, weight.t())
 
 
 @_router_logits.register_fake
@@ -43,9 +43,9 @@ def _router_logits_backward(gradient: Tensor, tokens: Tensor, weight: Tensor) ->
     high = gradient.to(tokens.dtype)
     low = (gradient - high).to(tokens.dtype)
     both = torch.cat([high, low], dim=1)
-    of_halves = _wide_mm(both.t(), tokens)
-    of_weight = of_halves[: len(weight)] + of_halves[len(weight) :]
-    return both @ torch.cat([weight, weight]), of_weight.to(weight.dtype)
+    weight_gradients = _mm_fp32(both.t(), tokens)
+    weight_gradient = weight_gradients[: len(weight)] + weight_gradients[len(weight) :]
+    return both @ torch.cat([weight, weight]), weight_gradient.to(weight.dtype)
 
 
 @_router_logits_backward.register_fake
@@ -65,12 +65,12 @@ _router_logits.register_autograd(_backward, setup_context=_save)
 
 
 def router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tokens times the router's weight, in `dtype`.
+    """Return tokens times the router's weight, in `dtype`.
 
     Args:
         tokens: (T, h).
         weight: (E, h).
-        dtype: of the result and of the sums.
+        dtype: dtype of result and accumulation.
 
     Returns:
         (T, E), differentiable once.

@@ -1,11 +1,11 @@
-"""Which experts each token goes to, with which weight, and the losses that keep the load even.
+"""Top-k and Sinkhorn routing, expert capacity, load-balancing losses and router statistics.
 
-Plain torch without state. Everything is computed in fp32, or fp64 where the logits are; gradients flow through gates
-and losses, never through a choice. Nothing here reads the device from the host, so that it runs inside compiled layers
-and CUDA graphs, and equal scores go to the lower index on every device.
+Stateless plain PyTorch. Everything is computed in fp32, or fp64 for fp64 logits; gradients flow through gates and
+losses, not through the selection of experts. There are no host syncs, so it runs inside compiled layers and CUDA
+graphs, and ties go to the lower index on every device.
 
-T tokens, E experts, k experts of a token. Where a function takes `real`, a bool (T,) that is False for padding,
-padding counts in nothing that is shared between tokens.
+T tokens, E experts, k experts per token. `real` is a bool (T,) mask, False for padding, which is then excluded from
+everything that is shared between tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .sinkhorn import column_factors
 Score = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]
 
-NORMALISER_FLOOR = 1e-20  # added to the sum that sigmoid scores are divided by, as in Megatron
+NORMALIZER_EPSILON = 1e-20  # added to the sum that normalizes sigmoid scores, as in Megatron
 
 
 class Choice(NamedTuple):
-    """The experts of each token.
+    """Selected experts and gates of each token.
 
     Attributes:
-        experts: int64 (T, k), the best first, none twice in a row.
-        gates: (T, k), what each expert's output is multiplied with, fp32 or fp64.
+        experts: (T, k) int64, in descending order of score, without duplicates in a row.
+        gates: weights of the experts' outputs, (T, k), fp32 or fp64.
     """
 
     experts: Tensor
@@ -50,30 +50,30 @@ def choose_experts(
     num_groups: int | None = None,
     group_topk: int | None = None,
 ) -> Choice:
-    """The `topk` experts of highest score for each token.
+    """Select the `topk` experts with the highest scores for each token.
 
-    | score   | pre_softmax | chosen by       | gates                                       |
-    |---------|-------------|-----------------|---------------------------------------------|
-    | softmax | False       | logits          | softmax over the chosen logits; they sum to 1 |
-    | softmax | True        | softmax over E  | the chosen probabilities, not renormalised   |
-    | sigmoid | either      | sigmoid of each | the chosen over their sum; for k = 1 as it is |
+    | score   | pre_softmax | selected by     | gates                                                    |
+    |---------|-------------|-----------------|----------------------------------------------------------|
+    | softmax | False       | logits          | softmax over the selected logits, which sums to 1        |
+    | softmax | True        | softmax over E  | selected probabilities, not renormalized                 |
+    | sigmoid | either      | sigmoid         | selected sigmoids over their sum; unnormalized for k = 1 |
 
-    With groups (DeepSeek-V3, arXiv 2412.19437) a token chooses among the experts of its best `group_topk` groups of
-    neighbouring experts. A group counts as much as its best max(1, topk // group_topk) experts together.
+    With groups (DeepSeek-V3, arXiv 2412.19437) a token selects among the experts of its best `group_topk` groups of
+    adjacent experts. The score of a group is the sum of its best max(1, topk // group_topk) expert scores.
 
     Args:
         logits: (T, E), any floating dtype.
-        topk: experts of a token, 1 to E. With one expert the softmax over the chosen is the constant 1, and the router
-            has no gradient; the caller asks for `pre_softmax`.
+        topk: experts per token, 1 to E. For 1 the softmax over the selected logits is the constant 1 and the router
+            gets no gradient, so callers should set `pre_softmax`.
         score: `softmax` or `sigmoid`.
         pre_softmax: see the table.
-        selection_bias: (E,), added to what is chosen by, not to the gates (arXiv 2408.15664).
+        selection_bias: (E,), added to the scores for selection, not to the gates (arXiv 2408.15664).
         scaling_factor: factor of the gates, above 0.
-        num_groups: groups, a divisor of E; None without groups.
-        group_topk: groups of a token.
+        num_groups: number of groups, a divisor of E; None without groups.
+        group_topk: groups per token.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
     _check_choice(logits, topk)
     if score not in ("softmax", "sigmoid"):
@@ -101,7 +101,7 @@ def choose_experts(
     if score == "softmax" and not pre_softmax:
         gates = gates.softmax(dim=-1)
     elif score == "sigmoid" and topk > 1:
-        gates = gates / (gates.sum(dim=-1, keepdim=True) + NORMALISER_FLOOR)
+        gates = gates / (gates.sum(dim=-1, keepdim=True) + NORMALIZER_EPSILON)
     return Choice(experts, gates if scaling_factor is None else gates * scaling_factor)
 
 
@@ -113,18 +113,18 @@ def _check_choice(logits: Tensor, topk: int) -> None:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In fp32, or fp64 if it is."""
+    """Cast to fp32, or keep fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _best(scores: Tensor, number: int) -> Tensor:
-    """Indices of the largest scores of each row, the largest first, of equals the lower; `torch.topk` takes any."""
+    """Return the indices of the largest scores of each row, descending; ties go to the lower, unlike `torch.topk`."""
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :number]
-    return best.contiguous()  # else what is saved for backward is the order of all
+    return best.contiguous()  # a view would keep the indices of all experts for the backward
 
 
 def _within_best_groups(scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> Tensor:
-    """The scores, -inf outside each token's best groups."""
+    """Return the scores, -inf outside each token's best groups."""
     tokens, experts = scores.shape
     if num_groups is None or group_topk is None:
         raise ValueError(
@@ -140,27 +140,27 @@ def _within_best_groups(scores: Tensor, topk: int, num_groups: int | None, group
             f"`topk` must be at most the {group_topk * size} experts of {group_topk} groups of {size}, but is {topk}."
         )
     grouped = scores.view(tokens, num_groups, size)
-    worth = grouped.topk(max(1, topk // group_topk), dim=-1).values.sum(dim=-1)
-    allowed = torch.zeros_like(worth, dtype=torch.bool).scatter(1, _best(worth, group_topk), value=True)
+    group_scores = grouped.topk(max(1, topk // group_topk), dim=-1).values.sum(dim=-1)
+    allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, _best(group_scores, group_topk), value=True)
     return grouped.masked_fill(~allowed[..., None], -math.inf).view(tokens, experts)
 
 
 def sinkhorn_choice(logits: Tensor, topk: int, *, training: bool, real: Tensor | None = None) -> Choice:
-    """In training a choice that loads the experts evenly, otherwise the `topk` largest logits.
+    """Select experts by Sinkhorn balancing in training, otherwise by the `topk` largest logits.
 
-    In training the matrix exp(logits) is scaled by a factor of each row and each column until all rows and all columns
-    have the same sum, and a token takes its largest entries (S-BASE, arXiv 2202.01169), which are found as logits plus
-    the logarithms of the column factors. No gradient flows through the scaling. Gates are the sigmoid of the chosen
-    logit for k = 1, else the chosen part of a softmax over E, not renormalised.
+    In training the matrix exp(logits) is scaled by row and column factors until all rows and all columns have the same
+    sum, and each token selects its largest entries (S-BASE, arXiv 2202.01169), found as logits plus the logarithms of
+    the column factors. No gradient flows through the scaling. Gates are the sigmoid of the selected logit for k = 1,
+    else the selected entries of a softmax over E, not renormalized.
 
     Args:
         logits: (T, E), any floating dtype.
-        topk: experts of a token, 1 to E.
+        topk: experts per token, 1 to E.
         training: balance the load.
-        real: bool (T,); padding takes part in no balance. None where all tokens are real.
+        real: (T,) bool, False for padding, which is not balanced; None without padding.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
     _check_choice(logits, topk)
     logits = _wide(logits)
@@ -176,10 +176,10 @@ def sinkhorn_choice(logits: Tensor, topk: int, *, training: bool, real: Tensor |
 
 
 def capacity_of(tokens: int, experts: int, topk: int, factor: float) -> int:
-    """Tokens that an expert takes: ceil(tokens * topk / experts * factor).
+    """Return the capacity of an expert in tokens, ceil(tokens * topk / experts * factor).
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
     if tokens < 0:
         raise ValueError(f"`tokens` must be at least 0, but is {tokens}.")
@@ -195,50 +195,52 @@ def capacity_of(tokens: int, experts: int, topk: int, factor: float) -> int:
 def within_capacity(
     choice: Choice, experts: int, capacity: int, policy: DropPolicy, *, real: Tensor | None = None
 ) -> Tensor:
-    """Which assignments the experts have room for, bool (T, k).
+    """Return the mask of the assignments within the capacity of their experts, bool (T, k).
 
-    An expert keeps `capacity` of the tokens that chose it: by `position` the first of them, by `probs` those of the
-    largest gates, of equal gates the first.
+    An expert keeps `capacity` of the tokens routed to it: the first ones (`position`), or those with the largest gates
+    (`probs`), the first ones among equal gates.
 
     Args:
-        choice: of T tokens.
+        choice: routing of T tokens.
         experts: E.
-        capacity: tokens of an expert, at least 0, more than T as well.
+        capacity: tokens per expert, at least 0; may exceed T.
         policy: `probs` or `position`.
-        real: bool (T,); padding takes no room and is never kept. None where all tokens are real.
+        real: (T,) bool, False for padding, which is never kept and takes no capacity; None without padding.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: an argument is invalid.
     """
     if policy not in ("probs", "position"):
         raise ValueError(f"`policy` must be probs or position, but is {policy!r}.")
     if capacity < 0:
         raise ValueError(f"`capacity` must be at least 0, but is {capacity}.")
-    return _room(choice.experts, choice.gates.detach(), experts, capacity, policy, real)
+    return _capacity_mask(choice.experts, choice.gates.detach(), experts, capacity, policy, real)
 
 
 @torch.library.custom_op("stoker::moe_within_capacity", mutates_args=())
-def _room(chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None) -> Tensor:
-    """`within_capacity` as an operation that the compiler does not look into.
+def _capacity_mask(
+    chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None
+) -> Tensor:
+    """`within_capacity` as a custom op, opaque to torch.compile.
 
-    It would sort up to 512 assignments within a kernel of its own making, which takes Triton minutes to compile.
+    Inductor would sort up to 512 assignments in a fused kernel, which takes Triton minutes to compile.
     """
     if real is not None:
-        chosen = chosen.masked_fill(~real[:, None], experts)  # an expert of its own, of which nothing is kept
+        chosen = chosen.masked_fill(~real[:, None], experts)  # an extra expert of which nothing is kept
     chosen = chosen.flatten()
-    # the assignments, those of one expert together, each expert's in the order in which it takes them
+    # assignments grouped by expert, within an expert in order of priority
     if policy == "probs":
         by_gate = gates.flatten().sort(descending=True, stable=True).indices
         order = by_gate[chosen[by_gate].sort(stable=True).indices]
     else:
         order = chosen.sort(stable=True).indices
     grouped = chosen[order]
-    place = torch.arange(len(grouped), device=grouped.device) - torch.searchsorted(grouped, grouped)
-    kept = (place < capacity) & (grouped < experts)
+    rank = torch.arange(len(grouped), device=grouped.device) - torch.searchsorted(grouped, grouped)
+    kept = (rank < capacity) & (grouped < experts)
     return torch.zeros_like(kept).scatter(0, order, kept).view(gates.shape)
 
 
-@_room.register_fake
+@_capacity_mask.register_fake
 def _(chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None) -> Tensor:
     return torch.empty_like(chosen, dtype=torch.bool)
 
@@ -247,14 +249,14 @@ def _(chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, r
 
 
 def tokens_per_expert(experts: Tensor, number: int, *, real: Tensor | None = None) -> Tensor:
-    """How many tokens chose each expert, fp32 (E,): exact to 2**24.
+    """Return the number of tokens routed to each expert, fp32 (E,), exact up to 2**24.
 
-    Comparisons are summed: atomics, as a scatter has them, would all wait for the same few numbers.
+    A sum of comparisons, since the atomics of a scatter would contend for few addresses.
 
     Args:
-        experts: int64 (T, k).
+        experts: (T, k) int64.
         number: E.
-        real: bool (T,); padding is not counted. None where all tokens are real.
+        real: (T,) bool, False for padding, which is not counted; None without padding.
     """
     chosen = experts[:, :, None] == torch.arange(number, device=experts.device)
     if real is not None:
@@ -263,13 +265,13 @@ def tokens_per_expert(experts: Tensor, number: int, *, real: Tensor | None = Non
 
 
 def router_probabilities(logits: Tensor, score: Score) -> Tensor:
-    """Scores over all experts that sum to 1, (T, E): softmax, or sigmoids over their sum."""
+    """Return scores over all experts that sum to 1, (T, E): softmax, or sigmoids over their sum."""
     logits = _wide(logits)
     if score == "softmax":
         return logits.softmax(dim=-1)
     if score == "sigmoid":
         scores = logits.sigmoid()
-        return scores / (scores.sum(dim=-1, keepdim=True) + NORMALISER_FLOOR)
+        return scores / (scores.sum(dim=-1, keepdim=True) + NORMALIZER_EPSILON)
     raise ValueError(f"`score` must be softmax or sigmoid, but is {score!r}.")
 
 
@@ -281,17 +283,17 @@ def load_balancing_loss(
     tokens: int | Tensor | None = None,
     real: Tensor | None = None,
 ) -> Tensor:
-    """E * sum over experts of (mean probability) * (share of the assignments), a scalar (arXiv 2101.03961).
+    """Return E * sum over experts of (mean probability) * (fraction of assignments), a scalar (arXiv 2101.03961).
 
-    1 where either is even. Its gradient flows through the probabilities alone. With counts and `tokens` of several
-    processes and the probabilities of one, the losses of the processes add up to the loss of all.
+    It is 1 if either is uniform. The gradient flows through the probabilities only. With counts and `tokens` summed
+    over ranks and the local probabilities, the losses of the ranks add up to the global loss.
 
     Args:
-        probabilities: (T, E), of `router_probabilities`.
-        counts: (E,), tokens that chose each expert, before any was dropped.
-        topk: experts of a token.
-        tokens: that `counts` are of; None for the (real) ones of `probabilities`.
-        real: bool (T,); padding is not counted. None where all tokens are real.
+        probabilities: (T, E), from `router_probabilities`.
+        counts: tokens routed to each expert before dropping, (E,).
+        topk: experts per token.
+        tokens: number of tokens in `counts`; None for those of `probabilities` without padding.
+        real: (T,) bool, False for padding, which is not counted; None without padding.
     """
     if real is not None:
         probabilities = probabilities * real[:, None]
@@ -302,33 +304,35 @@ def load_balancing_loss(
 
 
 def z_loss(logits: Tensor, *, real: Tensor | None = None) -> Tensor:
-    """The mean over tokens of the squared log-sum-exp of the logits, a scalar (ST-MoE, arXiv 2202.08906).
+    """Return the mean over tokens of the squared log-sum-exp of the logits, a scalar (ST-MoE, arXiv 2202.08906).
 
     Args:
         logits: (T, E), any floating dtype.
-        real: bool (T,); padding is not counted. None where all tokens are real.
+        real: (T,) bool, False for padding, which is not counted; None without padding.
     """
     return _mean(_wide(logits).logsumexp(dim=-1).square(), real)
 
 
 def router_entropy(probabilities: Tensor, *, real: Tensor | None = None) -> Tensor:
-    """The mean over tokens of the entropy of their probabilities in nats, a scalar without gradient: 0 to ln E.
+    """Return the mean entropy of the tokens' probabilities in nats, 0 to ln E, a scalar without gradient.
 
     Args:
         probabilities: (T, E).
-        real: bool (T,); padding is not counted. None where all tokens are real.
+        real: (T,) bool, False for padding, which is not counted; None without padding.
     """
     return _mean(torch.special.entr(probabilities.detach()).sum(dim=-1), real)
 
 
 def _mean(values: Tensor, real: Tensor | None) -> Tensor:
-    """Over the real tokens of (T,); 0 where there are none."""
+    """Return the mean of (T,) over the tokens that are not padding; 0 if there are none."""
     if real is None:
         return values.mean()
     return values.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
 
 
 class _WithLossGradient(torch.autograd.Function):
+    """Identity of `tensor` whose backward injects the gradient `scale` into `loss`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale.to(loss.dtype))
@@ -341,19 +345,19 @@ class _WithLossGradient(torch.autograd.Function):
 
 
 def with_loss_gradient(tensor: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
-    """`tensor` itself; when its gradient arrives, `loss` gets the gradient `scale`.
+    """Attach an auxiliary loss to `tensor`: return `tensor`, whose backward gives `loss` the gradient `scale`.
 
-    As if scale * loss were added to the loss that is differentiated, once per backward pass through `tensor`,
-    which needs not be known here. Recomputed parts have one backward pass and so inject once.
+    This is equivalent to adding scale * loss to the training loss, which need not be known here (as Megatron's
+    MoEAuxLossAutoScaler). It acts once per backward pass through `tensor`, also with activation checkpointing.
 
     Args:
-        tensor: of any shape, used for the loss that will be differentiated.
-        loss: scalar, a function of parameters.
-        scale: scalar on the device of `loss`: of a micro batch its share of the global batch, times a loss scaler's
-            factor.
+        tensor: any tensor that the training loss depends on.
+        loss: scalar auxiliary loss.
+        scale: scalar on the device of `loss`: the micro batch's share of the global batch, times the loss scale of
+            mixed precision.
 
     Raises:
-        ValueError: `loss` or `scale` is no scalar.
+        ValueError: `loss` or `scale` is not a scalar.
     """
     for name, value in (("loss", loss), ("scale", scale)):
         if value.ndim:

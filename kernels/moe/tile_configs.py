@@ -1,4 +1,4 @@
-"""Tile sizes, warps and stages of the grouped matmuls: tables per architecture, never tuned at run time."""
+"""Tile sizes, warps and stages of the grouped matmuls: static tables per GPU architecture, without autotuning."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ Kind = Literal["gated", "activated", "rows", "outer"]
 
 
 class TileConfig(NamedTuple):
-    """How a kernel is launched.
+    """Launch configuration of a kernel.
 
     Attributes:
-        rows: height of a tile of the result; of `outer`, columns of its left operand.
-        columns: width of a tile; of `gated`, of each half.
-        depth: length of a step along the sum.
-        warps: warps of a program.
-        stages: steps whose loads are under way.
-        together: tiles one above the other that are computed at about the same time, so that they share what they
-            read in the L2 cache.
-        resident: programs that a multiprocessor holds at once.
+        block_m: rows of an output tile (BLOCK_M); for `outer`, columns of its left operand.
+        block_n: columns of an output tile (BLOCK_N); for `gated`, of each half.
+        block_k: reduction length of a step (BLOCK_K).
+        num_warps: warps per program.
+        num_stages: pipeline stages.
+        group_m: row tiles in a group that is processed column by column, for L2 reuse (GROUP_SIZE_M in Triton's
+            tutorials).
+        programs_per_sm: concurrent programs per multiprocessor.
     """
 
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    together: int = 8
-    resident: int = 1
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    programs_per_sm: int = 1
 
 
-_Table = dict[Kind, TileConfig]  # all kinds but `outer` have tiles of the same height
+_Table = dict[Kind, TileConfig]  # tiles of all kinds but `outer` have the same number of rows
 
 _INTERPRETER: _Table = {
     "gated": TileConfig(16, 16, 16, 4, 1, 2),
@@ -43,7 +43,7 @@ _INTERPRETER: _Table = {
     "outer": TileConfig(16, 32, 16, 4, 1, 2),
 }
 
-# Hopper and Blackwell data centre GPUs: 227 KB of shared memory, two warp groups share a tile
+# Hopper and Blackwell data center GPUs: 227 KB of shared memory, two warp groups per tile
 _HOPPER: _Table = {
     "gated": TileConfig(128, 128, 64, 8, 3),
     "activated": TileConfig(128, 128, 64, 8, 4),
@@ -51,7 +51,7 @@ _HOPPER: _Table = {
     "outer": TileConfig(128, 256, 64, 8, 3),
 }
 
-# Ampere data centre GPUs: 163 KB, and registers hold the operands too
+# Ampere data center GPUs: 163 KB of shared memory, and operands take registers too
 _AMPERE: _Table = {
     "gated": TileConfig(128, 64, 32, 8, 4),
     "activated": TileConfig(128, 128, 32, 8, 4),
@@ -59,7 +59,7 @@ _AMPERE: _Table = {
     "outer": TileConfig(128, 128, 32, 8, 5),
 }
 
-# 99 KB: sm_86, sm_89, sm_120
+# sm_86, sm_89, sm_120: 99 KB of shared memory
 _SMALL: _Table = {
     "gated": TileConfig(128, 64, 32, 8, 4),
     "activated": TileConfig(128, 128, 32, 8, 4),
@@ -67,7 +67,7 @@ _SMALL: _Table = {
     "outer": TileConfig(128, 128, 32, 8, 5),
 }
 
-# fp32, and rows that do not start at multiples of 16 elements, which are read one by one
+# fp32, and rows that do not start at multiples of 16 elements, whose loads are not vectorized
 _FP32: _Table = {
     "gated": TileConfig(64, 32, 32, 8, 2),
     "activated": TileConfig(64, 64, 32, 8, 2),
@@ -76,11 +76,11 @@ _FP32: _Table = {
 }
 
 LOW_ROWS = 64
-"""Height of a tile of `gated` and `rows` where experts have few rows; a table gives both the same height."""
+"""Rows of a tile when experts have few rows, for all kinds but `outer`."""
 
 
 def device_capability(device: torch.device) -> int | None:
-    """Compute capability of a device, 90 for sm_90; None in the interpreter."""
+    """Return the compute capability of a device, 90 for sm_90; None in the interpreter."""
     if INTERPRETED:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -96,16 +96,16 @@ def tile_config(
     aligned: bool = True,
     erf: bool = False,
 ) -> TileConfig:
-    """Config of a kernel.
+    """Return the configuration of a kernel.
 
     Args:
-        kind: `rows`, rows of an expert times its matrix; `activated` and `gated`, that with an activation or a gated
-            one behind it; `outer`, the gradient of an expert's matrix.
-        dtype: of the operands.
-        capability: of the GPU, 90 for sm_90; None in the interpreter.
-        low: the experts have so few rows that tiles of `LOW_ROWS` waste less.
+        kind: `rows`, rows times the matrix of their expert; `activated` and `gated`, the same with a fused plain or
+            gated activation; `outer`, the gradient of an expert's matrix.
+        dtype: dtype of the operands.
+        capability: compute capability of the GPU, 90 for sm_90; None in the interpreter.
+        low: experts have so few rows that tiles of `LOW_ROWS` waste less.
         aligned: all widths and strides are multiples of 16 elements.
-        erf: the activation is the exact GELU, whose numbers need the registers of half a gated tile.
+        erf: the activation is the exact GELU, whose intermediates need the registers of half a gated tile.
     """
     if capability is None:
         return _INTERPRETER[kind]
@@ -118,17 +118,17 @@ def tile_config(
     else:
         config = _SMALL[kind]
     if low and kind != "outer":
-        config = config._replace(rows=LOW_ROWS)
-    if erf and kind == "gated" and config.columns > 64:
-        config = config._replace(columns=64, stages=config.stages + 1)
+        config = config._replace(block_m=LOW_ROWS)
+    if erf and kind == "gated" and config.block_n > 64:
+        config = config._replace(block_n=64, num_stages=config.num_stages + 1)
     return config
 
 
 def is_low(rows: int, experts: int) -> bool:
-    """Whether an expert has so few rows on average that a tile of 128 would mostly be padding."""
+    """Return True if experts have so few rows on average that tiles of 128 rows would mostly be padding."""
     return rows < 96 * experts
 
 
 def is_aligned(*numbers: int) -> bool:
-    """Whether widths and strides are all multiples of 16 elements, but for the stride 1."""
+    """Return True if widths and strides are all multiples of 16 elements, except for strides of 1."""
     return all(number == 1 or number % 16 == 0 for number in numbers)

@@ -1,4 +1,4 @@
-"""The tiles of rows that the programs of a grouped matmul compute, found on the device from where the experts end."""
+"""Row tiles of a grouped matmul, computed on the device from the ends of the experts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _BLOCK = 256
 
 
 class Tiles(NamedTuple):
-    """Tiles of at most `block` rows, each of one expert; all int32 on the device.
+    """Tiles of at most `block` rows of one expert each; all int32 on the device.
 
     Attributes:
-        experts: (bound,), the expert of each tile; E for the rows after the last expert's.
-        rows: (bound,), the first row of each tile.
-        number: (1,), how many there are.
-        heaviest: (E,), the experts from the most rows to the fewest.
+        experts: expert of each tile, (bound,); E for the rows after the last expert's.
+        rows: first row of each tile, (bound,).
+        number: number of tiles, (1,).
+        heaviest: experts in descending order of their number of rows, (E,).
         block: rows of a tile.
     """
 
@@ -35,9 +35,9 @@ def tiles_kernel(
     ends_pointer, experts_pointer, rows_pointer, count_pointer, heaviest_pointer, experts, rows,
     BLOCK_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: the tiles of one expert, or with the number `experts` of the rows after the last.
+    """Write the tiles of one expert per program; program `experts` writes those of the rows after the last expert's.
 
-    ends_pointer: (experts,); the others: see `Tiles`.
+    ends_pointer: (experts,); for the others see `Tiles`.
     """
     expert = tl.program_id(0)
     other = tl.arange(0, BLOCK_E)
@@ -63,19 +63,19 @@ def tiles_kernel(
 
 
 def tile_bound(rows: int, experts: int, block: int) -> int:
-    """At most so many tiles: an expert, and the rows after the last one's, have one that is not full at most."""
+    """Return an upper bound of the number of tiles: each expert and the remaining rows add at most one partial tile."""
     return rows // block + experts + 1
 
 
 def find_tiles(ends: Tensor, rows: int, block: int) -> Tiles:
-    """Tiles of `block` rows for experts that end at `ends` (E,) among `rows` rows; launches one small kernel."""
+    """Return the tiles of `block` rows for experts with ends (E,) among `rows` rows; launches one small kernel."""
     experts = len(ends)
     bound = tile_bound(rows, experts, block)
     buffer = torch.empty(2 * bound + 1 + experts, dtype=torch.int32, device=ends.device)
-    of_tile, first_row, count, heaviest = buffer.split([bound, bound, 1, experts])
+    tile_experts, first_row, count, heaviest = buffer.split([bound, bound, 1, experts])
     tiles_kernel[(experts + 1,)](
         ends,
-        of_tile,
+        tile_experts,
         first_row,
         count,
         heaviest,
@@ -87,4 +87,4 @@ def find_tiles(ends: Tensor, rows: int, block: int) -> Tiles:
         num_warps=4,
         enable_fp_fusion=True,
     )
-    return Tiles(of_tile, first_row, count, heaviest, block)
+    return Tiles(tile_experts, first_row, count, heaviest, block)

@@ -1,8 +1,8 @@
-"""One AdamW step over a list of tensors, with fp32 main weights and the clip coefficient folded in.
+"""Fused multi-tensor AdamW step with fp32 main weights and gradient clipping.
 
-On a GPU one pass reads the gradient, the main weight and both moments, and writes back the three and the 16-bit weight:
-28 bytes a parameter instead of 40 for cast, update and copy. All tensors of the same dtypes take one launch, which is
-most of the time where they are small. Decoupled weight decay as in arXiv 1711.05101.
+On a GPU one kernel reads the gradient, the main weight and both moments, and writes back the main weight, the moments
+and the 16-bit weight: 28 bytes per parameter instead of 40 for separate cast, update and copy. All tensors of the same
+dtypes share one launch, since launches dominate for small tensors. Decoupled weight decay as in arXiv 1711.05101.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..launch import jit, tl, triton_runs_on
 from .multi_tensor import array_of_tensor, elements_of_program, is_aligned, table_of, tensor_of_program, triton_dtype
 
 BLOCK = 1024
-"""Elements of a program."""
+"""Elements per program."""
 
 # ---------------------------------------------------------------- reference
 
@@ -39,12 +39,12 @@ def reference_adamw_step(
     grad_scale: Tensor,
     rates: Tensor | None = None,
 ) -> None:
-    """The update in plain torch: arithmetic in the dtype of `main`, in torch.optim.AdamW's order of operations."""
+    """Reference in plain PyTorch: computed in the dtype of `main`, in torch.optim.AdamW's order of operations."""
     if grad_scale < 0:
         return
-    number = step.item()
-    correction1 = 1 - beta1**number
-    correction2_root = (1 - beta2**number) ** 0.5
+    step_number = step.item()
+    correction1 = 1 - beta1**step_number
+    correction2_root = (1 - beta2**step_number) ** 0.5
     tensors = zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True)
     for index, (param, weight, grad, exp_avg, exp_avg_sq) in enumerate(tensors):
         scaled = grad.to(weight.dtype) * grad_scale.to(weight.dtype)
@@ -62,11 +62,11 @@ def reference_adamw_step(
 # ---------------------------------------------------------------- Triton
 
 
-@jit(do_not_specialize=["tensors", "halvings"])
+@jit(do_not_specialize=["tensors", "search_steps"])
 def _adamw_kernel(
     table_pointer,
     tensors,
-    halvings,
+    search_steps,
     grad_scale_pointer,
     step_size_pointer,
     correction2_root_pointer,
@@ -84,23 +84,24 @@ def _adamw_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program updates BLOCK elements of one tensor.
+    """Update BLOCK elements of one tensor per program.
 
-    Shapes: table (8, tensors) int64, after the size which of the step sizes is the tensor's, then the addresses of its
-    five arrays; step size (of different ones,); the others one element.
+    Shapes: table (8, tensors) int64, whose columns after the size are the index of the tensor's step size and the
+    addresses of its five arrays; step_size (different step sizes,); one element behind each of the other pointers.
 
-    1 - beta comes from the host: formed here in fp32 it would be off by 5e-5 for beta2 = 0.999.
+    1 - beta is computed on the host: in fp32 it would be off by 5e-5 for beta2 = 0.999.
     """
-    tensor = tensor_of_program(table_pointer, tensors, halvings)
+    tensor = tensor_of_program(table_pointer, tensors, search_steps)
     offsets, size = elements_of_program(table_pointer, tensors, tensor, BLOCK, ALIGNED)
-    rate = tl.load(table_pointer + 2 * tensors + tensor)
+    step_size_index = tl.load(table_pointer + 2 * tensors + tensor)
     main_pointer = array_of_tensor(table_pointer, tensors, tensor, 4, MAIN, ALIGNED)
     grad_pointer = array_of_tensor(table_pointer, tensors, tensor, 5, GRAD, ALIGNED)
     exp_avg_pointer = array_of_tensor(table_pointer, tensors, tensor, 6, EXP_AVG, ALIGNED)
     exp_avg_sq_pointer = array_of_tensor(table_pointer, tensors, tensor, 7, EXP_AVG_SQ, ALIGNED)
     grad_scale = tl.load(grad_scale_pointer)
-    step_size = tl.load(step_size_pointer + rate)
+    step_size = tl.load(step_size_pointer + step_size_index)
     correction2_root = tl.load(correction2_root_pointer)
+    # a negative scale skips the step: every load and store is masked
     inside = offsets < tl.where(grad_scale >= 0, size, 0)
     grad = tl.load(grad_pointer + offsets, mask=inside).to(tl.float32) * grad_scale
     weight = tl.load(main_pointer + offsets, mask=inside).to(tl.float32)
@@ -134,28 +135,28 @@ def triton_adamw_step(
     grad_scale: Tensor,
     rates: Tensor | None = None,
 ) -> None:
-    """The kernel over all tensors of the same dtypes at once; contiguous tensors only, but for the gradients.
+    """Launch the kernel once per group of tensors with the same dtypes; all but the gradients must be contiguous.
 
-    Tensors for which vector instructions do not serve are a launch of their own, lest the others do without them.
+    Tensors that are not aligned for vectorized loads get a launch of their own, so that the others keep these loads.
     """
     step_size = (lr / (1 - beta1**step)).float()
     if rates is not None:
         step_size = step_size * rates.float()
     correction2_root = (1 - beta2**step).sqrt().float()
     grads = [grad.contiguous() for grad in grads]  # copies must live until the kernel is launched
-    rows: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
     for index, arrays in enumerate(zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True)):
         size, addresses = arrays[1].numel(), [tensor.data_ptr() for tensor in arrays]
         if size:
             dtypes = tuple([tensor.dtype for tensor in arrays])
-            kind = (dtypes, addresses[0] != addresses[1], is_aligned(size, *addresses))
-            rows.setdefault(kind, []).append((size, 0 if rates is None else index, *addresses))
-    for (dtypes, separate, aligned), of_kind in rows.items():
-        table = table_of(of_kind, BLOCK, main[0].device)
+            group = (dtypes, addresses[0] != addresses[1], is_aligned(size, *addresses))
+            groups.setdefault(group, []).append((size, 0 if rates is None else index, *addresses))
+    for (dtypes, separate, aligned), rows in groups.items():
+        table = table_of(rows, BLOCK, main[0].device)
         _adamw_kernel[(table.programs,)](
             table.columns,
             table.tensors,
-            table.halvings,
+            table.search_steps,
             grad_scale,
             step_size,
             correction2_root,
@@ -196,22 +197,21 @@ def adamw_step(
     """Update weights and moments in place.
 
     Args:
-        params: the weights the model uses, any float dtype, each contiguous.
-        main: the weights the arithmetic is done on; `main[i] is params[i]` where there is no separate copy.
+        params: model weights, any float dtype, each contiguous.
+        main: main weights that the update is computed on; `main[i] is params[i]` without a separate copy.
         grads: gradients, same shapes, any float dtype.
-        exp_avgs: running means of the gradients, dtype of `main`.
-        exp_avg_sqs: running means of their squares, dtype of `main`.
+        exp_avgs: first moments, dtype of `main`.
+        exp_avg_sqs: second moments, dtype of `main`.
         lr: learning rate of this step.
-        beta1: decay of the running mean.
-        beta2: decay of the running square.
-        eps: added to the root of the running square.
-        weight_decay: decoupled weight decay; times `lr`.
-        step: number of this step, from 1, for the bias corrections; a scalar fp64 tensor, as the host does not know it
-            where steps may be skipped.
-        grad_scale: scalar fp32 tensor every gradient is multiplied by (the clip coefficient); a negative one leaves
-            everything as it is. Where the kernel runs the host reads neither of the two.
-        rates: for each tensor a factor of its learning rate, not of its weight decay, [number of tensors] on the
-            device; None: 1.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay, multiplied by `lr`.
+        step: 1-based step number for the bias corrections; a scalar fp64 tensor, because skipped steps make it
+            unknown to the host.
+        grad_scale: scalar fp32 factor of every gradient (the clip coefficient); a negative one skips the update. On
+            the kernel path `step` and `grad_scale` are not read on the host.
+        rates: learning rate factor of each tensor, not applied to weight decay, (tensors,) on the device; None for 1.
     """
     if not params:
         return

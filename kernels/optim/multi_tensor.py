@@ -1,8 +1,8 @@
-"""One launch for many tensors: a table on the device says where each tensor lies and which programs work on it.
+"""Multi-tensor launches: a device table with the addresses of each tensor and the programs that process it.
 
-The table is int64 [columns, tensors]: first program, number of elements, then what the kernel asks for, such as the
-addresses of the tensor's arrays. A program finds its tensor by halving, which takes no memory and, as all programs read
-the same few lines, hits the cache; the tensors may be as many and as large as they like.
+The table is int64 (columns, tensors): first program, number of elements, then kernel-specific columns, such as the
+addresses of the tensor's arrays. A program finds its tensor by binary search, which takes no extra memory and hits the
+cache, since all programs read the same few lines. Number and size of tensors are not limited.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from ..launch import jit, tl
 
 ALIGNMENT = 16
-"""Of addresses, in bytes: what a vector instruction moves; of sizes, in elements: a mask cuts none of these in two."""
+"""Required for vectorized access: of addresses in bytes (a 16-byte load), of sizes in elements (no partial vector)."""
 
 # ---------------------------------------------------------------- Triton
 
 
 @jit
-def tensor_of_program(table_pointer, tensors, halvings):
-    """Which tensor this program works on: the last one whose first program is not after it."""
+def tensor_of_program(table_pointer, tensors, search_steps):
+    """Return the index of this program's tensor, the last one whose first program is not after it."""
     program = tl.program_id(0)
     low = tl.zeros((), tl.int32)
     high = low + tensors
-    for _ in range(halvings):
+    for _ in range(search_steps):
         middle = (low + high) // 2
         is_later = tl.load(table_pointer + middle) <= program
         low = tl.where(is_later, middle, low)
@@ -39,7 +39,7 @@ def tensor_of_program(table_pointer, tensors, halvings):
 
 @jit
 def elements_of_program(table_pointer, tensors, tensor, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The elements [BLOCK] of its tensor that this program works on, and how many elements the tensor has; int64."""
+    """Return the element offsets (BLOCK,) of this program within its tensor, and the tensor's size; int64."""
     first = tl.load(table_pointer + tensor)
     size = tl.load(table_pointer + tensors + tensor)
     if ALIGNED:
@@ -49,7 +49,7 @@ def elements_of_program(table_pointer, tensors, tensor, BLOCK: tl.constexpr, ALI
 
 @jit
 def array_of_tensor(table_pointer, tensors, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The array whose address is in a column of the table."""
+    """Return the pointer stored in a column of the table."""
     pointer = tl.load(table_pointer + COLUMN * tensors + tensor).to(tl.pointer_type(DTYPE))  # pyright: ignore[reportArgumentType]
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -60,29 +60,29 @@ def array_of_tensor(table_pointer, tensors, tensor, COLUMN: tl.constexpr, DTYPE:
 
 
 class Table(NamedTuple):
-    """Where tensors lie, for one launch.
+    """Table of the tensors of one launch.
 
     Attributes:
         columns: int64 (columns, tensors) on the device.
-        tensors: how many.
-        halvings: with which a program finds its tensor.
-        programs: to launch.
+        tensors: number of tensors.
+        search_steps: steps of the binary search for a program's tensor.
+        programs: number of programs to launch.
     """
 
     columns: Tensor
     tensors: int
-    halvings: int
+    search_steps: int
     programs: int
 
 
 def table_of(rows: Sequence[tuple[int, ...]], block: int, device: torch.device) -> Table:
-    """Put a table on the device; the host does not wait for that.
+    """Build a table and copy it to the device, without a host sync.
 
     Args:
-        rows: for each tensor its number of elements, at least 1, and what the other columns hold. Whoever takes
-            addresses keeps the tensors until the kernel is launched, on the stream that is the current one now.
-        block: elements that one program works on.
-        device: of the tensors.
+        rows: for each tensor its number of elements, at least 1, followed by the values of the other columns. The
+            caller must keep tensors whose addresses it stores until the kernel is launched on the current stream.
+        block: elements per program.
+        device: device of the tensors.
     """
     firsts, programs = [], 0
     for size, *_ in rows:
@@ -96,19 +96,19 @@ def table_of(rows: Sequence[tuple[int, ...]], block: int, device: torch.device) 
     return Table(columns, len(rows), (len(rows) - 1).bit_length(), programs)
 
 
-@lru_cache(maxsize=1024)  # a state in host memory has a table for each of its buckets
+@lru_cache(maxsize=1024)  # an offloaded optimizer state has a table for each of its buckets
 def _on_device(content: bytes, tensors: int, device: torch.device, stream: int) -> Tensor:
-    """A table that is there already is not copied again: weights, moments and mostly gradients stay where they are.
+    """Return a cached device table: addresses of weights, moments and mostly gradients do not change between steps.
 
-    A copy would wait behind the large ones of a state in host memory. Tables are kept by stream, since only that one
-    knows that the copy is done.
+    A copy would queue behind the large ones of an offloaded optimizer state. Tables are cached per stream, since only
+    that stream is ordered after the copy.
     """
     columns = torch.frombuffer(bytearray(content), dtype=torch.int64).view(-1, tensors)
     return columns.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else columns
 
 
 def is_aligned(size: int, *addresses: int) -> bool:
-    """Whether vector instructions serve all arrays of a tensor: its addresses and its size are multiples of 16."""
+    """Return True if all arrays of a tensor allow vectorized access: addresses and size are multiples of 16."""
     bits = size
     for address in addresses:
         bits |= address
@@ -116,5 +116,5 @@ def is_aligned(size: int, *addresses: int) -> bool:
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name of it."""
+    """Return the Triton dtype of a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))

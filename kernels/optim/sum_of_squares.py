@@ -1,7 +1,7 @@
-"""The sum of squares of many tensors in one launch, for the norm of all gradients, at the speed of memory.
+"""Multi-tensor sum of squares in one launch, for the global gradient norm, at memory bandwidth.
 
-Each program leaves one partial sum, and torch adds these up in an order that is always the same. Without atomics the
-same tensors give the same bits, as long as they are as aligned as before.
+Each program writes one partial sum, and torch adds these in a fixed order. Without atomics the result is bitwise
+reproducible for the same tensors with the same alignment.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from ..launch import jit, tl
 from .multi_tensor import array_of_tensor, elements_of_program, is_aligned, table_of, tensor_of_program, triton_dtype
 
 BLOCK = 8192
-"""Elements of a program: 16 KB of bf16, four 16-byte loads of each thread that wait for none of the others."""
+"""Elements per program: 16 KB of bf16, four independent 16-byte loads per thread."""
 
 # ---------------------------------------------------------------- reference
 
 
 def reference_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """In plain torch, in fp64."""
+    """Reference in plain PyTorch, in fp64."""
     return torch.stack([tensor.double().square().sum() for tensor in tensors]).sum()
 
 
 # ---------------------------------------------------------------- Triton
 
 
-@jit(do_not_specialize=["tensors", "halvings"])
+@jit(do_not_specialize=["tensors", "search_steps"])
 def sum_of_squares_kernel(
     table_pointer,
     partial_pointer,
     tensors,
-    halvings,
+    search_steps,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program sums up to BLOCK elements of one tensor.
+    """Sum the squares of up to BLOCK elements of one tensor per program.
 
-    Shapes: table (3, tensors) int64, the last column an address; partial (programs,) fp32.
+    Shapes: table (3, tensors) int64, whose last column holds addresses; partial (programs,) fp32.
     """
-    tensor = tensor_of_program(table_pointer, tensors, halvings)
+    tensor = tensor_of_program(table_pointer, tensors, search_steps)
     offsets, size = elements_of_program(table_pointer, tensors, tensor, BLOCK, ALIGNED)
     pointer = array_of_tensor(table_pointer, tensors, tensor, 2, DTYPE, ALIGNED)
     values = tl.load(pointer + offsets, mask=offsets < size, other=0.0).to(tl.float32)
@@ -54,31 +54,31 @@ def sum_of_squares_kernel(
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, in fp32; not finite where one of them is not.
+    """Return the sum of squares of all elements, in fp32; non-finite elements make it non-finite.
 
     Args:
-        tensors: of any float dtype up to fp32 and of any shapes, on one device that runs Triton; at least one. Those
-            that are not contiguous are copied.
+        tensors: at least one, of any float dtype up to fp32 and any shape, on one device that runs Triton;
+            non-contiguous ones are copied.
 
     Returns:
         A scalar fp32 tensor.
     """
     tensors = [tensor.contiguous() for tensor in tensors]  # copies must live until the kernel is launched
     device = tensors[0].device
-    rows: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
+    groups: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
     for tensor in tensors:
         size, address = tensor.numel(), tensor.data_ptr()
         if size:
-            rows.setdefault((tensor.dtype, is_aligned(size, address)), []).append((size, address))
-    tables = [table_of(of_kind, BLOCK, device) for of_kind in rows.values()]
+            groups.setdefault((tensor.dtype, is_aligned(size, address)), []).append((size, address))
+    tables = [table_of(group, BLOCK, device) for group in groups.values()]
     partial = torch.empty(sum(table.programs for table in tables), dtype=torch.float32, device=device)
-    places = partial.split([table.programs for table in tables])
-    for (dtype, aligned), table, place in zip(rows, tables, places, strict=True):
+    partials = partial.split([table.programs for table in tables])
+    for (dtype, aligned), table, table_partial in zip(groups, tables, partials, strict=True):
         sum_of_squares_kernel[(table.programs,)](
             table.columns,
-            place,
+            table_partial,
             table.tensors,
-            table.halvings,
+            table.search_steps,
             DTYPE=triton_dtype(dtype),
             ALIGNED=aligned,
             BLOCK=BLOCK,

@@ -1,1 +1,1 @@
-"""The typed keys, slices and rules of a stack and of the model families. Imports no torch."""
+"""Configuration keys, resolved configuration and cross-field rules of the model families, without torch."""

@@ -1,4 +1,4 @@
-"""What the samples of a run look like, as far as a model is built for it."""
+"""Shape of the samples that a model is built for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleForm:
-    """The samples of training and evaluation.
+    """Shape of the samples of training and evaluation.
 
     Attributes:
-        length: tokens in a sample; of the encoder in a T5.
-        decoder_length: tokens of the decoder in a T5, 0 in other families.
-        packed: a row holds several documents, which do not see each other.
-        restart: positions begin at 0 with each document of a row.
-        padded: rows may end in padding, which no token sees.
+        length: sequence length in tokens, for T5 that of the encoder.
+        decoder_length: sequence length of a T5's decoder, 0 in other families.
+        packed: a sequence packs several documents, which do not attend to each other.
+        restart: position ids restart at 0 with each document.
+        padded: sequences may end in padding, which is masked out in attention.
     """
 
     length: int

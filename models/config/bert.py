@@ -1,4 +1,4 @@
-"""The keys of a BERT: one stack that sees both ways, its embeddings and the head that fills in masked tokens."""
+"""Configuration keys of BERT: one bidirectional stack, its embeddings and the masked-language-model head."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from .stack import StackKeys
 
 
 class BertBlock(Block):
-    """`model.bert.*`: what BERT has around its stack."""
+    """`model.bert.*`: embeddings and head of BERT."""
 
     token_types: int = own(2, ge=0)
-    """Rows of the table of token types, which is added to the embeddings; all tokens are of type 0 unless a caller says
-    otherwise. 0: there is none."""
+    """Rows of the token type (segment) embedding; tokens have type 0 unless the caller passes others. 0: none."""
     embedding_norm: bool = own(True)
-    """A norm over the sum of the embeddings."""
+    """Apply a norm to the sum of the embeddings."""
     mlm_transform: bool = own(True)
-    """A linear layer, GELU and a norm before the head."""
+    """Apply a linear layer, GELU and a norm before the output head."""
     head_bias: bool = own(True)
-    """A bias on the logits."""
+    """Add a bias to the logits."""
 
 
 class BertKeys(ModelKeys, StackKeys):
-    """What `model.*` holds for `model.family: bert`, besides batching, data and optimisation."""
+    """`model.*` for `model.family: bert`, except batching, data and optimization."""
 
     encoder_seq_length: int = Field(512, ge=1)
-    """Tokens in a sample."""
+    """Sequence length in tokens."""
     max_position_embeddings: int | None = Field(None, ge=1)
-    """Rows of the learned position table; null: `encoder_seq_length`."""
+    """Rows of the learned position embedding; null: `encoder_seq_length`."""
     share_embeddings_and_output_weights: bool = True
     """Tie the output head to the token embedding."""
     bert: BertBlock = BertBlock()
-    """What BERT has around its stack."""
+    """Embeddings and head."""

@@ -1,4 +1,4 @@
-"""What the parts of a BERT need to know, derived once from its keys."""
+"""Resolved configuration of a BERT, derived once from its keys."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from .slices import StackSlice, stack_slice, vocabulary_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertSlice:
-    """An encoder with a head that fills in masked tokens.
+    """Bidirectional encoder with a masked-language-model head.
 
     Attributes:
-        stack: the stack, which sees both ways.
-        learned_positions: rows of the learned position table, None without one.
-        positions_by_document: whether that table may be read by the position within a document.
-        max_positions: the longest sequence it can take, None for any.
-        token_types: rows of the table of token types, 0 without one.
-        embedding_norm: a norm over the sum of the embeddings.
-        embedding_dropout: dropout of the embeddings.
-        mlm_transform: a linear layer, GELU and a norm before the head.
-        vocab_size: real tokens.
-        padded_vocab_size: rows of the embedding table and of the head.
-        tied: the head is the embedding table.
-        head_bias: a bias on the logits.
-        embedding_std: deviation of the initial token embeddings.
-        label_smoothing: share of a label that the other tokens get, in training.
-        seed: of the initialisation.
-        compile: compile each layer; None leaves it to the device.
+        stack: the bidirectional stack.
+        learned_positions: rows of the learned position embedding, None without one.
+        positions_by_document: positions may restart at each document of a packed sequence.
+        max_positions: longest supported sequence, None if unlimited.
+        token_types: rows of the token type embedding, 0 without one.
+        embedding_norm: apply a norm to the sum of the embeddings.
+        embedding_dropout: dropout probability of the embeddings.
+        mlm_transform: apply a linear layer, GELU and a norm before the head.
+        vocab_size: vocabulary size without padding.
+        padded_vocab_size: rows of token embedding and output head.
+        tied: the output head shares the token embedding.
+        head_bias: add a bias to the logits.
+        embedding_std: standard deviation of the initial token embeddings.
+        label_smoothing: share of the target spread over the other tokens in training.
+        seed: seed of the initialization.
+        compile: compile each layer; None decides by device.
     """
 
     stack: StackSlice
@@ -51,12 +51,12 @@ class BertSlice:
 
     @property
     def stacks(self) -> tuple[StackSlice]:
-        """The stack alone."""
+        """All stacks: the only one."""
         return (self.stack,)
 
 
 def bert_slice(keys: BertKeys, *, vocab_size: int) -> BertSlice:
-    """The BERT the keys describe, for a tokenizer of `vocab_size` tokens.
+    """Resolve the keys of a BERT for a tokenizer of `vocab_size` tokens.
 
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.

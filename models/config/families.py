@@ -1,4 +1,4 @@
-"""One door to the keys, slices and rules of every family of models. No torch."""
+"""Dispatch over the model families (GPT, T5, BERT), without torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FamilySlice = GPTSlice | T5Slice | BertSlice
 
 
 def family_slice(keys: FamilyKeys, *, vocab_size: int, form: SampleForm) -> FamilySlice:
-    """The model the keys describe.
+    """Resolve the keys of a model of any family.
 
     Args:
-        keys: what the model is.
-        vocab_size: tokens of the tokenizer.
-        form: the samples of training and evaluation.
+        keys: configuration of the model.
+        vocab_size: vocabulary size of the tokenizer.
+        form: shape of the samples of training and evaluation.
 
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
@@ -35,5 +35,5 @@ def family_slice(keys: FamilyKeys, *, vocab_size: int, form: SampleForm) -> Fami
 
 
 def sample_length_of(keys: FamilyKeys) -> int:
-    """Tokens in a sample, of the encoder in a T5."""
+    """Return the sequence length, for T5 that of the encoder."""
     return keys.seq_length if isinstance(keys, T5Keys) else keys.encoder_seq_length

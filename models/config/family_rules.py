@@ -1,4 +1,4 @@
-"""Rules between the keys of a model of any family; paths are relative to `model`."""
+"""Cross-field rules for each model family; paths are relative to `model`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .t5 import T5Keys
 
 
 def model_rules(keys: FamilyKeys) -> Iterator[Finding]:
-    """Everything the keys of a model have against each other."""
+    """All cross-field checks for a model of any family."""
     match keys:
         case T5Keys():
             yield from t5_rules(keys)
@@ -32,7 +32,7 @@ def model_rules(keys: FamilyKeys) -> Iterator[Finding]:
 
 
 def stacks_of_keys(keys: FamilyKeys) -> dict[str, StackKeys]:
-    """The keys of each stack by the beginning of their paths: `encoder.` and `decoder.` of a T5, else empty."""
+    """Return the keys of each stack by path prefix: `encoder.` and `decoder.` for T5, else the empty prefix."""
     return {"encoder.": keys.encoder, "decoder.": keys.decoder} if isinstance(keys, T5Keys) else {"": keys}
 
 
@@ -40,20 +40,20 @@ def stacks_of_keys(keys: FamilyKeys) -> dict[str, StackKeys]:
 
 
 def bert_rules(keys: BertKeys) -> Iterator[Finding]:
-    """Everything the keys of a BERT have against each other."""
+    """All cross-field checks for BERT."""
     yield from stack_rules(keys, causal=False)
-    yield from xpos_is_causal(keys)
+    yield from xpos_needs_causal_mask(keys)
     yield from position_table_covers_sample(keys)
     yield from window_is_shorter_than_texts(keys)
 
 
-def xpos_is_causal(keys: StackKeys) -> Iterator[Finding]:
-    """XPos lets later keys grow with their distance, which only a causal mask keeps out of sight."""
+def xpos_needs_causal_mask(keys: StackKeys) -> Iterator[Finding]:
+    """Under xPos scores of later keys grow with their distance, so it needs a causal mask."""
     if keys.position_embedding_type == "xpos":
         yield Finding(
             "error",
             ("position_embedding_type",),
-            "`position_embedding_type` (xpos) must not meet a stack that sees both ways: scores of later tokens would "
+            "`position_embedding_type` (xpos) is not supported in a bidirectional stack: scores of later tokens would "
             "grow with their distance.",
             "use position_embedding_type=rope",
         )
@@ -63,35 +63,38 @@ def xpos_is_causal(keys: StackKeys) -> Iterator[Finding]:
 
 
 def t5_rules(keys: T5Keys) -> Iterator[Finding]:
-    """Everything the keys of a T5 have against each other."""
-    for prefix, found in (
-        ("encoder.", [*stack_rules(keys.encoder, causal=False, of_t5=True), *xpos_is_causal(keys.encoder)]),
-        ("decoder.", stack_rules(keys.decoder, causal=True, of_t5=True)),
+    """All cross-field checks for T5."""
+    for prefix, findings in (
+        (
+            "encoder.",
+            [*stack_rules(keys.encoder, causal=False, is_t5=True), *xpos_needs_causal_mask(keys.encoder)],
+        ),
+        ("decoder.", stack_rules(keys.decoder, causal=True, is_t5=True)),
     ):
-        for finding in found:
+        for finding in findings:
             yield replace(finding, keys=tuple(f"{prefix}{key}" for key in finding.keys))
-    yield from stacks_are_equally_wide(keys)
+    yield from stacks_have_equal_width(keys)
     yield from position_tables_cover_samples(keys)
-    yield from tied_logits_are_scaled(keys)
-    yield from encoder_window_is_shorter_than_texts(keys)
-    yield from cross_attention_has_relative_positions(keys)
+    yield from logit_scaling_needs_tied_head(keys)
+    yield from encoder_window_is_shorter_than_sequences(keys)
+    yield from cross_attention_bias_needs_relative_positions(keys)
 
 
-def stacks_are_equally_wide(keys: T5Keys) -> Iterator[Finding]:
-    """The decoder reads the encoder's output, and both may share embeddings."""
-    wide, other = keys.encoder.hidden_size, keys.decoder.hidden_size
-    if wide != other:
+def stacks_have_equal_width(keys: T5Keys) -> Iterator[Finding]:
+    """Encoder and decoder need the same width for cross-attention and shared embeddings."""
+    encoder, decoder = keys.encoder.hidden_size, keys.decoder.hidden_size
+    if encoder != decoder:
         yield Finding(
             "error",
             ("decoder.hidden_size", "encoder.hidden_size"),
-            f"`encoder.hidden_size` ({wide}) and `decoder.hidden_size` ({other}) must be equal: the decoder reads the "
-            "encoder's output.",
-            f"use model.decoder.hidden_size={wide}, or model.encoder.hidden_size={other}",
+            f"`encoder.hidden_size` ({encoder}) and `decoder.hidden_size` ({decoder}) must be equal: the decoder "
+            "attends to the encoder's output.",
+            f"use model.decoder.hidden_size={encoder}, or model.encoder.hidden_size={decoder}",
         )
 
 
 def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
-    """A learned table of the encoder needs a row for each of its tokens; other positions need no table."""
+    """A learned position embedding of the encoder needs a row per token; other types have no table."""
     rows, tokens = keys.max_position_embeddings, keys.seq_length
     kinds = {part: stack.position_embedding_type for part, stack in stacks_of_keys(keys).items()}
     if rows is None:
@@ -122,20 +125,20 @@ def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
         )
 
 
-def tied_logits_are_scaled(keys: T5Keys) -> Iterator[Finding]:
-    """`scale_tied_logits` is about the tied head."""
+def logit_scaling_needs_tied_head(keys: T5Keys) -> Iterator[Finding]:
+    """`scale_tied_logits` applies to a tied output head only."""
     if keys.scale_tied_logits and not keys.share_decoder_tokens_head_embeddings:
         yield Finding(
             "warning",
             ("scale_tied_logits", "share_decoder_tokens_head_embeddings"),
-            "`scale_tied_logits` (True) has no effect with a head of its own "
+            "`scale_tied_logits` (True) has no effect with an untied output head "
             "(`share_decoder_tokens_head_embeddings` is False).",
             "use model.scale_tied_logits=false",
         )
 
 
-def encoder_window_is_shorter_than_texts(keys: T5Keys) -> Iterator[Finding]:
-    """A window as long as the longest text that is read hides nothing; how long answers are the data says."""
+def encoder_window_is_shorter_than_sequences(keys: T5Keys) -> Iterator[Finding]:
+    """A window as long as the longest encoder sequence masks nothing; decoder lengths are a matter of the data keys."""
     if keys.encoder.position_embedding_type not in BOUNDED:
         return
     longest = max(keys.seq_length, keys.max_position_embeddings or 0)
@@ -143,14 +146,14 @@ def encoder_window_is_shorter_than_texts(keys: T5Keys) -> Iterator[Finding]:
         yield Finding(
             "warning",
             ("encoder.window_size", "seq_length", "max_position_embeddings"),
-            f"`encoder.window_size` ({keys.encoder.window_size}) has no effect: the encoder reads no text longer than "
+            f"`encoder.window_size` ({keys.encoder.window_size}) has no effect: no encoder sequence is longer than "
             f"{longest} tokens (`seq_length`, `max_position_embeddings`).",
             "use model.encoder.window_size=null",
         )
 
 
-def cross_attention_has_relative_positions(keys: T5Keys) -> Iterator[Finding]:
-    """The bias of cross-attention is T5's relative one, of both directions."""
+def cross_attention_bias_needs_relative_positions(keys: T5Keys) -> Iterator[Finding]:
+    """A position bias in cross-attention needs T5's bidirectional relative positions."""
     kind = keys.decoder.position_embedding_type
     if keys.decoder.relative_position_bias_self_attention_only:
         return

@@ -1,4 +1,4 @@
-"""What every block of keys is built from: the closed base class, and the finding a rule reports."""
+"""Base class of configuration blocks, and the findings of cross-field rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Block(BaseModel):
-    """A closed, typed, frozen group of keys. The docstring under each field is its help text, unit and NeMo meaning."""
+    """Frozen, strictly typed block of keys without extra fields. Docstrings of the fields are their help texts."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -22,20 +22,20 @@ class Block(BaseModel):
 
 
 def own(default: Any = ..., **constraints: Any) -> Any:
-    """A key that NeMo does not have: the docs and `stoker config` mark it as stoker's own."""
+    """Declare a key that NeMo does not have; the docs and `stoker config` mark it as stoker's own."""
     return Field(default, json_schema_extra={"own": True}, **constraints)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a cross-field rule has to say about a configuration.
+    """Result of a cross-field rule.
 
     Attributes:
-        level: `error` refuses the run, `warning` and `info` are printed once.
-        keys: dotted paths the rule is about, the one to change first. Relative to the block the rule is for.
-        message: the rule and the actual values, naming keys in backticks.
-        fix: what to write instead, ready to be typed; empty when the message says it.
-        origin: where the value of the first key came from, in words; empty where nobody has set it, or it is not known.
+        level: `error` rejects the configuration, `warning` and `info` are printed once.
+        keys: dotted paths involved, relative to the rule's block; the key to change comes first.
+        message: rule and actual values, with keys in backticks.
+        fix: replacement ready to be typed; empty if the message contains it.
+        origin: description of where the value of the first key was set; empty if it is a default or unknown.
     """
 
     level: Literal["error", "warning", "info"]

@@ -1,4 +1,4 @@
-"""What a stack does to need less memory, derived once from its keys."""
+"""Resolved recompute and CPU offloading of a stack, derived once from its keys."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from .memory import RecomputeModule
 from .stack import StackKeys
 
-RATHER_THAN_A_COPY: frozenset[RecomputeModule] = frozenset({"norm", "mlp_activation", "core_attention"})
-"""Parts that a GPU makes again in far less time than a copy of them needs on its way to the host and back."""
+RECOMPUTED_INSTEAD_OF_OFFLOADED: frozenset[RecomputeModule] = frozenset({"norm", "mlp_activation", "core_attention"})
+"""Modules that offloaded layers recompute, which is much faster than copying them to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeSlice:
-    """What the backward pass of a stack calculates again.
+    """Recompute (activation checkpointing) of a stack.
 
     Attributes:
-        chunk: layers that are recomputed together; only the input of the first is kept.
-        layers: the first so many layers are recomputed as a whole; 0 for none.
-        modules: the parts that are recomputed in each of the other layers.
+        chunk: layers that are recomputed together; only the input of the first is saved.
+        layers: number of first layers that are recomputed as a whole; 0 for none.
+        modules: modules that are recomputed in each of the other layers.
     """
 
     chunk: int
@@ -27,7 +27,7 @@ class RecomputeSlice:
 
     @property
     def description(self) -> str:
-        """In words, for the log."""
+        """Human-readable description for logs."""
         together = f" in chunks of {self.chunk}" if self.chunk > 1 else ""
         whole = [f"{self.layers} {'layers' if self.layers > 1 else 'layer'}{together}"] if self.layers else []
         parts = named(self.modules)
@@ -36,12 +36,13 @@ class RecomputeSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSlice:
-    """What a stack of L layers keeps in host memory where there is a GPU.
+    """CPU offloading of a stack of L layers; no effect without a GPU.
 
     Attributes:
-        layers: the first so many layers N, from 1 to L - 1, none of a chunk of layers that the backward begins with.
-        activations: what they save for the backward. It has left the GPU before layer i + L - N runs.
-        weights: their weights, from the forward of the next layer to the backward of the next layer.
+        layers: number N of first layers that are offloaded, 1 to L - 1, without the recompute chunk that the backward
+            starts with.
+        activations: offload their saved activations; those of layer i have left the GPU before layer i + L - N runs.
+        weights: offload their weights, from the forward of the next layer to the backward of the next layer.
     """
 
     layers: int
@@ -50,16 +51,16 @@ class OffloadSlice:
 
     @property
     def made_again(self) -> frozenset[RecomputeModule]:
-        """The parts that the backward of these layers makes again, if they have them, so that nothing of them moves."""
-        return RATHER_THAN_A_COPY if self.activations else frozenset()
+        """Modules that these layers recompute instead of copying, where they have them."""
+        return RECOMPUTED_INSTEAD_OF_OFFLOADED if self.activations else frozenset()
 
 
 def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> RecomputeSlice | None:
-    """What the keys recompute, None for nothing.
+    """Resolve the recompute keys; None if nothing is recomputed.
 
     Args:
-        keys: of the stack; the rules have found no error in them.
-        with_experts: for each layer of the stack, whether it has experts; () where none has.
+        keys: keys of the stack, already validated by the rules.
+        with_experts: True for each layer with experts; () for a dense stack.
     """
     chunk, layers = whole_layers(keys)
     shared = keys.moe_shared_expert_intermediate_size is not None
@@ -71,20 +72,20 @@ def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> Recom
 
 
 def named(modules: frozenset[RecomputeModule]) -> str:
-    """These parts in words."""
+    """Join the names of these modules."""
     return ", ".join(sorted(modules)).replace("_", " ")
 
 
 def acting_modules(with_experts: tuple[bool, ...], *, shared_expert: bool, post_ln: bool) -> frozenset[RecomputeModule]:
-    """The parts that some layers have and that the backward can calculate again.
+    """Return the modules that some of the layers have and that can be recomputed.
 
     Args:
-        with_experts: for each of the layers, whether it has experts; () where none has.
-        shared_expert: beside the experts is an MLP that every token passes.
-        post_ln: norms give the stream itself, which is kept.
+        with_experts: True for each layer with experts; () for a dense stack.
+        shared_expert: MoE layers have a shared expert.
+        post_ln: outputs of the norms are the residual stream, which is saved anyway.
     """
     parts: dict[RecomputeModule, bool] = {
-        "core_attention": True,  # where its backend keeps scores, which the keys do not tell
+        "core_attention": True,  # depends on the backend, which the keys do not determine
         "norm": not post_ln,
         "mlp_activation": shared_expert or not (with_experts and all(with_experts)),
         "moe": any(with_experts),
@@ -93,7 +94,7 @@ def acting_modules(with_experts: tuple[bool, ...], *, shared_expert: bool, post_
 
 
 def whole_layers(keys: StackKeys) -> tuple[int, int]:
-    """Layers in a chunk, and how many of the first layers are recomputed as a whole (0 for none)."""
+    """Return layers per chunk and the number of first layers that are recomputed as a whole (0 for none)."""
     number, method = keys.activations_checkpoint_num_layers, keys.activations_checkpoint_method
     if keys.activations_checkpoint_granularity != "full" or method is None or not number:
         return 1, 0
@@ -102,26 +103,26 @@ def whole_layers(keys: StackKeys) -> tuple[int, int]:
 
 
 def last_chunk(keys: StackKeys) -> int:
-    """The first of the layers that the backward begins with: the last one, or the last chunk that is recomputed."""
+    """Return the first layer of the recompute chunk that the backward starts with; without chunks the last layer."""
     last, (chunk, _) = keys.num_layers - 1, whole_layers(keys)
     return last - last % chunk
 
 
 def modules_of(keys: StackKeys) -> frozenset[RecomputeModule]:
-    """The parts of a layer that the keys name, with experts or without."""
-    named: set[RecomputeModule] = set(keys.activations_checkpoint_modules or ())
+    """Return the modules selected by the keys, whether or not the layers have them."""
+    modules: set[RecomputeModule] = set(keys.activations_checkpoint_modules or ())
     if keys.activations_checkpoint_modules is None and keys.activations_checkpoint_granularity == "selective":
-        named.add("core_attention")
+        modules.add("core_attention")
     if keys.moe_layer_recompute:
-        named.add("moe")
-    return frozenset(named)
+        modules.add("moe")
+    return frozenset(modules)
 
 
 def offload_slice(keys: StackKeys) -> OffloadSlice | None:
-    """What the keys keep in host memory, None for nothing.
+    """Resolve the offloading keys; None if nothing is offloaded.
 
     Args:
-        keys: of the stack; the rules have found no error in them.
+        keys: keys of the stack, already validated by the rules.
     """
     layers = min(offloaded_layers(keys), last_chunk(keys))
     if not layers:
@@ -130,7 +131,7 @@ def offload_slice(keys: StackKeys) -> OffloadSlice | None:
 
 
 def offloaded_layers(keys: StackKeys) -> int:
-    """How many of the first layers are offloaded; 0 for none."""
+    """Return the number of first layers that are offloaded; 0 for none."""
     if not keys.cpu_offloading:
         return 0
     return keys.num_layers - 1 if keys.cpu_offloading_num_layers is None else keys.cpu_offloading_num_layers

@@ -1,4 +1,4 @@
-"""Rules between the keys of a model, each one small pure function from the keys to findings.
+"""Cross-field rules of a model, each a small pure function from keys to findings.
 
 Paths are relative to the block that holds the keys: `model` for GPT.
 """
@@ -19,22 +19,24 @@ from .stack import StackKeys
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def _words(values: list[int], conjunction: str = "or") -> str:
-    texts = [str(value) for value in values]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} {conjunction} {texts[-1]}"
+def _enumerate(values: list[int]) -> str:
+    """Format as "1, 2 or 3"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _nearest(values: list[int], target: int, count: int = 6) -> list[int]:
+    """Return the `count` values nearest to `target`, ascending."""
     return sorted(sorted(values, key=lambda value: abs(value - target))[:count])
 
 
 def heads_divide_hidden_size(keys: StackKeys) -> Iterator[Finding]:
-    """Without `kv_channels`, the heads share out the hidden size."""
+    """Without `kv_channels`, the hidden size is divided evenly among the heads."""
     if keys.kv_channels is None and keys.hidden_size % keys.num_attention_heads:
         valid = _nearest(divisors(keys.hidden_size), keys.num_attention_heads)
         yield Finding(
@@ -42,35 +44,36 @@ def heads_divide_hidden_size(keys: StackKeys) -> Iterator[Finding]:
             ("num_attention_heads", "hidden_size", "kv_channels"),
             f"`hidden_size` ({keys.hidden_size}) must be a multiple of `num_attention_heads` "
             f"({keys.num_attention_heads}) unless `kv_channels` is set.",
-            f"use num_attention_heads={_words(valid)}, or set kv_channels",
+            f"use num_attention_heads={_enumerate(valid)}, or set kv_channels",
         )
 
 
 def groups_divide_heads(keys: StackKeys) -> Iterator[Finding]:
-    """Every key/value group serves the same number of query heads."""
+    """Every key/value group is shared by the same number of query heads."""
     heads, groups = keys.num_attention_heads, keys.num_query_groups
     if groups is not None and heads % groups:
         yield Finding(
             "error",
             ("num_query_groups", "num_attention_heads"),
             f"`num_attention_heads` ({heads}) must be a multiple of `num_query_groups` ({groups}).",
-            f"use num_query_groups={_words(divisors(heads))}",
+            f"use num_query_groups={_enumerate(divisors(heads))}",
         )
 
 
 def tanh_form_needs_gelu(keys: StackKeys) -> Iterator[Finding]:
-    """`openai_gelu` is a form of GELU."""
+    """`openai_gelu` applies to GELU only."""
     if keys.openai_gelu and mlp_slice(keys).nonlinearity != "gelu_tanh":
         yield Finding(
             "error",
             ("openai_gelu", "activation"),
-            f"`openai_gelu` (True) is a form of GELU and must not be combined with `activation` ({keys.activation}).",
+            f"`openai_gelu` (True) is the tanh form of GELU and cannot be combined with `activation` "
+            f"({keys.activation}).",
             "use openai_gelu=False, or activation=gelu, geglu or fast-geglu",
         )
 
 
 def backend_fits_family_switch(keys: StackKeys) -> Iterator[Finding]:
-    """`attention_backend` must not name what `use_flash_attention` excludes."""
+    """`attention_backend` must not be excluded by `use_flash_attention`."""
     backend, switch = keys.attention_backend, keys.use_flash_attention
     if backend == "auto" or switch is None:
         return
@@ -90,7 +93,7 @@ def backend_fits_family_switch(keys: StackKeys) -> Iterator[Finding]:
 
 
 def backend_fits_transformer_engine(keys: StackKeys) -> Iterator[Finding]:
-    """`transformer_engine` must not exclude what `attention_backend` names, and acts where it leaves a choice."""
+    """`attention_backend` must not be excluded by `transformer_engine`, which has no effect on a named backend."""
     backend, switch = keys.attention_backend, keys.transformer_engine
     if switch is False and backend.startswith("te_"):
         yield Finding(
@@ -110,8 +113,8 @@ def backend_fits_transformer_engine(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
-def softmax_fusion_is_of_unfused(keys: StackKeys) -> Iterator[Finding]:
-    """`masked_softmax_fusion` is an option of the `unfused` backend."""
+def softmax_fusion_needs_unfused_backend(keys: StackKeys) -> Iterator[Finding]:
+    """`masked_softmax_fusion` has an effect with the `unfused` backend only."""
     if keys.masked_softmax_fusion:
         return
     backend = keys.attention_backend
@@ -129,11 +132,12 @@ def softmax_fusion_is_of_unfused(keys: StackKeys) -> Iterator[Finding]:
 
 
 def _family(backend: str) -> str:
+    """Return the family of a backend; families and `auto` are returned unchanged."""
     return BY_NAME[backend].family if backend in BY_NAME else backend
 
 
 def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
-    """With `bias` every linear layer has one."""
+    """`qkv_bias` has no effect with `bias`, which applies to every linear layer."""
     if keys.qkv_bias and keys.bias:
         yield Finding(
             "warning",
@@ -150,24 +154,24 @@ STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
     tanh_form_needs_gelu,
     backend_fits_family_switch,
     backend_fits_transformer_engine,
-    softmax_fusion_is_of_unfused,
+    softmax_fusion_needs_unfused_backend,
     qkv_bias_is_part_of_bias,
 )
 
 
-def stack_rules(keys: StackKeys, *, causal: bool, of_t5: bool = False) -> Iterator[Finding]:
-    """Everything the keys of one stack, of a T5 or not, have against each other, `causal` or seeing both ways."""
+def stack_rules(keys: StackKeys, *, causal: bool, is_t5: bool = False) -> Iterator[Finding]:
+    """All cross-field checks for one stack, causal or bidirectional, of a T5 or not."""
     for rule in STACK_RULES:
         yield from rule(keys)
     for rule in DIRECTION_RULES:
         yield from rule(keys, causal)
-    yield from moe_rules(keys, of_t5=of_t5)
-    yield from recompute_rules(keys, of_t5=of_t5)
+    yield from moe_rules(keys, of_t5=is_t5)
+    yield from recompute_rules(keys, is_t5=is_t5)
     yield from offload_rules(keys)
 
 
 def gpt_rules(keys: GPTKeys) -> Iterator[Finding]:
-    """Everything the keys of a GPT have against each other, paths relative to `model`."""
+    """All cross-field checks for GPT; paths are relative to `model`."""
     yield from stack_rules(keys, causal=True)
     yield from position_table_covers_sample(keys)
     yield from window_is_shorter_than_texts(keys)

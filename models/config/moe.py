@@ -1,4 +1,4 @@
-"""The keys of a mixture of experts: which layers have experts, how tokens are routed to them, how they compute."""
+"""Configuration keys of mixture of experts: layers with experts, routing, capacity and implementation."""
 
 from __future__ import annotations
 
@@ -13,68 +13,67 @@ LayerPattern = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(min_leng
 
 
 class MoEKeys(Block):
-    """A mixture of experts in place of the MLP (nemo_semantics 1.11 and 2)."""
+    """Mixture of experts in place of the MLP (nemo_semantics 1.11 and 2)."""
 
     num_moe_experts: int | None = Field(None, ge=1)
-    """Experts in each layer that has them; null: a dense MLP. 1 is one expert behind a router, in a T5 it is dense, as
-    in NeMo."""
+    """Number of experts per MoE layer; null: dense MLPs. 1 is a single expert with a router; in a T5 it is a dense MLP,
+    as in NeMo."""
     moe_router_topk: int | None = Field(None, ge=1)
-    """Experts of each token; null: 2, in a T5 with `sinkhorn` 1."""
+    """Experts per token; null: 2, or 1 in a T5 with `sinkhorn`."""
     moe_router_load_balancing_type: Balancing | None = None
-    """How tokens are spread evenly: a loss (`aux_loss`, arXiv 2101.03961), an assignment in training (`sinkhorn`,
-    arXiv 2202.01169) or not at all (`none`); null: `aux_loss`, in a T5 without `moe_router_topk` `sinkhorn`, as NeMo's
-    T5 had it."""
+    """Load balancing: an auxiliary loss (`aux_loss`, arXiv 2101.03961), Sinkhorn routing in training (`sinkhorn`,
+    arXiv 2202.01169) or `none`; null: `aux_loss`, or `sinkhorn` in a T5 without `moe_router_topk`, as in NeMo's T5."""
     moe_aux_loss_coeff: float = Field(0.0, ge=0)
-    """Factor of the load-balancing loss; 0: nothing is balanced. 0.01 is usual."""
+    """Coefficient of the load-balancing loss, typically 0.01; 0: no balancing."""
     moe_z_loss_coeff: float | None = Field(None, ge=0)
-    """Factor of the mean squared log-sum-exp of the router's logits, which keeps them small (arXiv 2202.08906); 0.001
-    is usual, null and 0: none."""
+    """Coefficient of the router z-loss, the mean squared log-sum-exp of the router logits, which keeps them small
+    (arXiv 2202.08906), typically 0.001; null and 0: none."""
     moe_input_jitter_eps: float | None = Field(None, gt=0, lt=1)
-    """What the router reads is multiplied with noise between 1 - eps and 1 + eps, in training only; null: none."""
+    """Multiply the router's input by uniform noise between 1 - eps and 1 + eps, in training only; null: none."""
     moe_token_dropping: bool = False
-    """True: drop and pad, which is `moe_pad_expert_input_to_capacity` with a `moe_expert_capacity_factor`."""
+    """True: drop and pad, the same as `moe_pad_expert_input_to_capacity`; needs a `moe_expert_capacity_factor`."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] | None = None
-    """How tokens reach experts on other devices. Every device has all experts here, so all of them are the same."""
+    """How tokens are sent to experts on other ranks. Ignored: every rank holds all experts."""
     moe_per_layer_logging: bool = False
-    """Log the losses and the load of each layer, besides the means over layers."""
+    """Log the losses and the load of each layer in addition to the means over layers."""
     moe_expert_capacity_factor: float | None = None
-    """An expert takes at most ceil(tokens * top-k / experts * factor) tokens of a micro batch and drops the rest, which
-    pass by on the residual stream; null, or negative as in Megatron: no limit."""
+    """Capacity of an expert: ceil(tokens * top-k / experts * factor) tokens of a micro batch; tokens beyond it are
+    dropped and only pass through the residual stream. null, or negative as in Megatron: no limit."""
     moe_pad_expert_input_to_capacity: bool = False
-    """Every expert computes exactly as many rows as its capacity."""
+    """Pad the input of every expert to its capacity."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    """Beyond its capacity an expert keeps the tokens with the largest gates, or the first ones."""
+    """Tokens that an expert over capacity keeps: those with the largest gates (`probs`) or the first (`position`)."""
     moe_layer_recompute: bool = False
-    """Run the router and the experts again in the backward pass instead of keeping what they calculated."""
+    """Recompute router and experts in the backward pass instead of saving their activations."""
     moe_grouped_gemm: bool | None = None
-    """True and null: the matrices of all experts in one kernel, on a GPU. False: one expert after the other, the slow
-    reference. The results are the same."""
+    """True and null: grouped GEMMs over all experts on a GPU. False: loop over the experts, the slow reference. The
+    results are the same."""
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts before the top-k are chosen, whose gates then add up to less than 1; False: softmax over
-    the chosen ones (Mixtral)."""
+    """True: softmax over all experts before top-k selection, so that gates sum to less than 1; False: softmax over the
+    selected experts (Mixtral)."""
     moe_ffn_hidden_size: int | None = Field(None, ge=1)
-    """Width of an expert; null: `ffn_hidden_size`."""
+    """FFN width of an expert; null: `ffn_hidden_size`."""
     moe_layer_freq: Annotated[int, Field(ge=1)] | LayerPattern = 1
-    """Which layers have experts: every so many, from the first one on; or a list with 0 or 1 for each layer."""
+    """Layers with experts: n for every n-th layer, starting with the first; or a list with 0 or 1 for each layer."""
     moe_frequency: int = Field(1, ge=1)
-    """The same counted from 1, as NeMo's T5 does: 3 in a stack of 4 layers is the third only."""
+    """Every n-th layer has experts, counted from 1 as in NeMo's T5: 3 in a stack of 4 layers is the third only."""
     moe_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout inside the experts, after the activation; `ffn_dropout` is that of dense layers."""
+    """Dropout inside the experts, after the activation; `ffn_dropout` applies to dense layers."""
     moe_shared_expert_intermediate_size: int | None = Field(None, ge=1)
-    """Width of an MLP that every token passes besides its experts; null: there is none."""
+    """FFN width of the shared expert, which processes every token; null: none."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
-    """The arithmetic of the router, whatever the precision of the run."""
+    """Compute dtype of the router, independent of the precision of the run."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
-    """From logits to scores. `sigmoid`: the gates are the chosen scores divided by their sum (DeepSeek-V3)."""
+    """Score function of the router. `sigmoid`: gates are the selected scores divided by their sum (DeepSeek-V3)."""
     moe_router_enable_expert_bias: bool = False
-    """Balance without a loss (arXiv 2408.15664): a bias on each expert's score, for the choice only, goes up after each
-    step where the expert got less than its share, and down where it got more. Needs `sigmoid`. Where fine-tuning
-    freezes a router, its biases stay."""
+    """Auxiliary-loss-free load balancing (arXiv 2408.15664): a bias on each expert's score, for selection only, is
+    increased after each step in which the expert got less than its share, and decreased if it got more. Needs
+    `sigmoid`. Biases of routers that are frozen in fine-tuning are not updated."""
     moe_router_bias_update_rate: float = Field(1e-3, gt=0)
-    """How far that bias goes in a step."""
+    """Update of that bias per step."""
     moe_router_topk_scaling_factor: float | None = Field(None, gt=0)
-    """Factor of the gates; null: 1."""
+    """Scaling factor of the gates; null: 1."""
     moe_router_num_groups: int | None = Field(None, ge=1)
-    """Experts form so many equal groups, of which a token may use `moe_router_group_topk`; null: no groups."""
+    """Number of equal expert groups, of which a token may use `moe_router_group_topk`; null: no groups."""
     moe_router_group_topk: int | None = Field(None, ge=1)
-    """Groups a token may use: those with the largest sums of their best scores (DeepSeek-V3)."""
+    """Groups per token: those with the largest sums of their best scores (DeepSeek-V3)."""

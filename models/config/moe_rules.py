@@ -1,4 +1,4 @@
-"""Rules between the keys of a mixture of experts; paths are relative to the block of their stack."""
+"""Cross-field rules of mixture of experts; paths are relative to the block of the stack."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BIAS = "moe_router_enable_expert_bias"
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 MoERule = Callable[[StackKeys, bool], Iterator[Finding]]
-"""From the keys of a stack with experts, and whether it is one of a T5, to findings."""
+"""Takes the keys of a stack with experts and whether it belongs to a T5."""
 
 
 def moe_rules(keys: StackKeys, *, of_t5: bool = False) -> Iterator[Finding]:
-    """Everything the keys of the experts of one stack, of a T5 or not, have against each other."""
-    if not has_experts(keys, of_t5=of_t5):
+    """All cross-field checks of the experts of one stack, of a T5 or not."""
+    if not has_experts(keys, is_t5=of_t5):
         yield from _keys_without_experts(keys)
         return
     for rule in MOE_RULES:
@@ -33,53 +33,54 @@ def moe_rules(keys: StackKeys, *, of_t5: bool = False) -> Iterator[Finding]:
 
 
 def _keys_without_experts(keys: StackKeys) -> Iterator[Finding]:
-    """A dense stack hears none of the other keys."""
-    unheard = [
+    """MoE keys have no effect in a dense stack."""
+    ineffective = [
         name
         for name, field in MoEKeys.model_fields.items()
         if name != _EXPERTS and getattr(keys, name) != field.default
     ]
-    if not unheard:
+    if not ineffective:
         return
-    listed = ", ".join(f"`{name}` ({getattr(keys, name)})" for name in unheard)
+    listed = ", ".join(f"`{name}` ({getattr(keys, name)})" for name in ineffective)
     one = keys.num_moe_experts == 1
     yield Finding(
         "warning",
-        (*unheard, _EXPERTS),
-        f"{listed} {'has' if len(unheard) == 1 else 'have'} no effect "
+        (*ineffective, _EXPERTS),
+        f"{listed} {'has' if len(ineffective) == 1 else 'have'} no effect "
         + ("with `num_moe_experts` (1), which is a dense MLP in a T5." if one else "without `num_moe_experts`."),
-        f"use {_EXPERTS}=8, or leave {'it' if len(unheard) == 1 else 'them'} out",
+        f"use {_EXPERTS}=8, or leave {'it' if len(ineffective) == 1 else 'them'} out",
     )
 
 
 def _no_effect(keys: StackKeys, name: str, other: str, when: str, fix: str) -> Finding:
+    """Warn that the key `name` has no effect because of the key `other`."""
     return Finding("warning", (name, other), f"`{name}` ({getattr(keys, name)}) has no effect {when}.", fix)
 
 
-# ---------------------------------------------------------------- which layers, and how many experts
+# ---------------------------------------------------------------- layers and experts
 
 
-def topk_is_within_experts(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """A token goes to different experts."""
-    experts, (topk, _) = keys.num_moe_experts, routing_of(keys, of_t5=of_t5)
+def topk_is_within_experts(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """The top-k experts of a token are distinct."""
+    experts, (topk, _) = keys.num_moe_experts, routing_of(keys, is_t5=is_t5)
     if experts is not None and topk > experts:
-        left = ", the default" if keys.moe_router_topk is None else ""
+        default_note = ", the default" if keys.moe_router_topk is None else ""
         yield Finding(
             "error",
             ("moe_router_topk", _EXPERTS),
-            f"`moe_router_topk` ({topk}{left}) must not be above `num_moe_experts` ({experts}).",
+            f"`moe_router_topk` ({topk}{default_note}) must not be above `num_moe_experts` ({experts}).",
             f"use moe_router_topk={experts} or less" if experts > 1 else f"use moe_router_topk=1, or {_EXPERTS}=null",
         )
 
 
-def layers_are_named_once(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """`moe_layer_freq` and `moe_frequency` say the same thing in two ways, and name some layer."""
+def moe_layers_are_set_once(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """The layers with experts are set by either `moe_layer_freq` or `moe_frequency`, and there is at least one."""
     every, pattern, layers = keys.moe_frequency, keys.moe_layer_freq, keys.num_layers
     if every != 1 and pattern != 1:
         yield Finding(
             "error",
             ("moe_frequency", "moe_layer_freq"),
-            f"`moe_frequency` ({every}) and `moe_layer_freq` ({pattern}) both say which layers have experts.",
+            f"`moe_frequency` ({every}) and `moe_layer_freq` ({pattern}) both select the layers with experts.",
             "use moe_frequency=1, or moe_layer_freq=1",
         )
     elif every > layers:
@@ -106,22 +107,22 @@ def layers_are_named_once(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
         )
 
 
-def experts_have_no_inner_norm(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """NormFormer's norm inside the MLP is over its whole width, which an expert has none of."""
+def experts_have_no_inner_norm(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """NormFormer's norm inside the MLP is not implemented for experts."""
     if keys.transformer_block_type == "normformer":
         yield Finding(
             "error",
             ("transformer_block_type", _EXPERTS),
-            f"`transformer_block_type` (normformer) must not meet `{_EXPERTS}` ({keys.num_moe_experts}): experts have "
-            "no norm inside.",
+            f"`transformer_block_type` (normformer) is not supported with `{_EXPERTS}` ({keys.num_moe_experts}): "
+            "experts have no inner norm.",
             f"use transformer_block_type=pre_ln, or {_EXPERTS}=null",
         )
 
 
-def dropout_of_dense_layers_has_some(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """Experts have a dropout of their own; a shared expert is an MLP like those of dense layers."""
-    nowhere = all(layers_with_experts(keys)) and keys.moe_shared_expert_intermediate_size is None
-    if keys.ffn_dropout and nowhere:
+def ffn_dropout_needs_dense_layers(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """`ffn_dropout` applies to dense layers and shared experts; experts use `moe_dropout`."""
+    unused = all(layers_with_experts(keys)) and keys.moe_shared_expert_intermediate_size is None
+    if keys.ffn_dropout and unused:
         yield _no_effect(
             keys,
             "ffn_dropout",
@@ -134,53 +135,53 @@ def dropout_of_dense_layers_has_some(keys: StackKeys, of_t5: bool) -> Iterator[F
 # ---------------------------------------------------------------- the router
 
 
-def defaults_of_t5_are_told(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """NeMo's T5 knew one router only, which is not GPT's default."""
-    if of_t5 and keys.moe_router_topk is None and keys.moe_router_load_balancing_type is None:
+def t5_defaults_differ_from_gpt(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """T5 defaults to the only router of NeMo's T5, which differs from GPT's default."""
+    if is_t5 and keys.moe_router_topk is None and keys.moe_router_load_balancing_type is None:
         yield Finding(
             "info",
             (_EXPERTS, "moe_router_topk", _BALANCING),
-            "`moe_router_topk` and `moe_router_load_balancing_type` are not given: each token goes to one expert by "
+            "`moe_router_topk` and `moe_router_load_balancing_type` are not set: each token is routed to one expert by "
             "`sinkhorn`, as in NeMo's T5.",
-            f"moe_router_topk=2 {_BALANCING}=aux_loss {_AUX}=0.01 is GPT's way",
+            f"use moe_router_topk=2 {_BALANCING}=aux_loss {_AUX}=0.01 to route as in GPT",
         )
 
 
-def one_expert_needs_pre_softmax(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """Softmax over one number is 1 and has no gradient: the router would learn nothing from the loss."""
+def one_expert_needs_pre_softmax(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """The softmax over a single expert is constant, so that the router gets no gradient from the loss."""
     if keys.num_moe_experts == 1:
-        if needs_pre_softmax(keys, of_t5=of_t5):
+        if needs_pre_softmax(keys, is_t5=is_t5):
             yield Finding(
                 "warning",
                 (_EXPERTS, _SCORE),
-                f"`{_EXPERTS}` (1) leaves the router nothing to learn: the softmax over one expert is 1 whatever it "
-                "says, with `moe_router_pre_softmax` too.",
+                f"`{_EXPERTS}` (1) gives the router no gradient: the softmax over one expert is always 1, also with "
+                "`moe_router_pre_softmax`.",
                 f"use {_EXPERTS}=8, or null for a dense MLP",
             )
-    elif needs_pre_softmax(keys, of_t5=of_t5) and not keys.moe_router_pre_softmax:
+    elif needs_pre_softmax(keys, is_t5=is_t5) and not keys.moe_router_pre_softmax:
         yield Finding(
             "warning",
             ("moe_router_pre_softmax", "moe_router_topk"),
-            "`moe_router_topk` (1) takes the softmax over all experts: over the chosen one it would be 1 whatever the "
-            "router says, and the router would learn nothing (`moe_router_pre_softmax` is False).",
+            "`moe_router_topk` (1) uses the softmax over all experts, although `moe_router_pre_softmax` is False: over "
+            "the selected expert it would always be 1, and the router would get no gradient.",
             "use moe_router_pre_softmax=true",
         )
 
 
-def sinkhorn_balances_alone(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """Sinkhorn is a balance of its own, with gates of its own and without a capacity."""
-    _, balancing = routing_of(keys, of_t5=of_t5)
+def sinkhorn_balances_alone(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """Sinkhorn balances the load itself, computes its own gates and does not support a capacity."""
+    _, balancing = routing_of(keys, is_t5=is_t5)
     if balancing != "sinkhorn":
         return
-    left = ", the default of a T5" if keys.moe_router_load_balancing_type is None else ""
-    is_sinkhorn = f"`{_BALANCING}` (sinkhorn{left})"
-    modern = f"{_BALANCING}=aux_loss moe_router_topk=2" if left else f"{_BALANCING}=aux_loss"
+    default_note = ", the default of a T5" if keys.moe_router_load_balancing_type is None else ""
+    is_sinkhorn = f"`{_BALANCING}` (sinkhorn{default_note})"
+    modern = f"{_BALANCING}=aux_loss moe_router_topk=2" if default_note else f"{_BALANCING}=aux_loss"
     for name, why in (
-        (_AUX, "is a balance of its own"),
-        (_FACTOR, "knows no capacity"),
-        (_PAD, "knows no capacity"),
-        (_DROPPING, "knows no capacity"),
-        (_BIAS, "is a balance of its own"),
+        (_AUX, "balances the load itself"),
+        (_FACTOR, "has no capacity"),
+        (_PAD, "has no capacity"),
+        (_DROPPING, "has no capacity"),
+        (_BIAS, "balances the load itself"),
     ):
         if capacity_factor_of(keys) is not None if name == _FACTOR else getattr(keys, name):
             field = MoEKeys.model_fields[name]
@@ -188,19 +189,19 @@ def sinkhorn_balances_alone(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 (name, _BALANCING),
-                f"`{name}` ({getattr(keys, name)}) must not meet {is_sinkhorn}, which {why}.",
+                f"`{name}` ({getattr(keys, name)}) cannot be combined with {is_sinkhorn}, which {why}.",
                 f"use {modern}, or {name}={off}",
             )
     gates = ("moe_router_pre_softmax", _SCORE, "moe_router_topk_scaling_factor", *_GROUPS)
     for name in (*gates, "moe_token_drop_policy"):
         if getattr(keys, name) != MoEKeys.model_fields[name].default:
-            why = "has gates of its own" if name in gates else "knows no capacity"
+            why = "computes its own gates" if name in gates else "has no capacity"
             yield _no_effect(keys, name, _BALANCING, f"with {is_sinkhorn}, which {why}", f"use {modern}")
 
 
-def sigmoid_has_gates_of_its_own(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """What is said of the softmax is unheard; the bias on scores is for scores between 0 and 1."""
-    _, balancing = routing_of(keys, of_t5=of_t5)
+def score_function_fits_other_keys(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """Softmax keys have no effect with sigmoid scores; the expert bias needs sigmoid scores, between 0 and 1."""
+    _, balancing = routing_of(keys, is_t5=is_t5)
     if balancing == "sinkhorn":
         return
     sigmoid = keys.moe_router_score_function == "sigmoid"
@@ -212,22 +213,22 @@ def sigmoid_has_gates_of_its_own(keys: StackKeys, of_t5: bool) -> Iterator[Findi
         yield Finding(
             "error",
             (_BIAS, _SCORE),
-            f"`{_BIAS}` (True) needs scores between 0 and 1 and must not meet `{_SCORE}` (softmax).",
+            f"`{_BIAS}` (True) needs scores between 0 and 1 and is not supported with `{_SCORE}` (softmax).",
             f"use {_SCORE}=sigmoid",
         )
 
 
-def bias_has_a_rate(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """The rate is that of the bias."""
+def bias_update_rate_needs_bias(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """The update rate has no effect without the expert bias."""
     name = "moe_router_bias_update_rate"
     if not keys.moe_router_enable_expert_bias and getattr(keys, name) != MoEKeys.model_fields[name].default:
         yield _no_effect(keys, name, _BIAS, f"without `{_BIAS}`", f"use {_BIAS}=true")
 
 
-def groups_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """Groups divide the experts, and the groups of a token have enough of them."""
+def expert_groups_are_valid(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """The number of groups divides the number of experts, and the groups of a token have at least top-k experts."""
     experts, groups, chosen = keys.num_moe_experts, keys.moe_router_num_groups, keys.moe_router_group_topk
-    topk, balancing = routing_of(keys, of_t5=of_t5)
+    topk, balancing = routing_of(keys, is_t5=is_t5)
     if experts is None or balancing == "sinkhorn" or (groups is None and chosen is None):
         return
     if groups is None or chosen is None:
@@ -257,20 +258,18 @@ def groups_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
             f"use {_GROUPS[1]}={-(-topk * groups // experts)} or more",
         )
     elif chosen == groups:
-        yield _no_effect(
-            keys, _GROUPS[1], _GROUPS[0], f"with as many as there are (`{_GROUPS[0]}`)", f"use {_GROUPS[1]}=null"
-        )
+        yield _no_effect(keys, _GROUPS[1], _GROUPS[0], f"if it equals `{_GROUPS[0]}`", f"use {_GROUPS[1]}=null")
 
 
-# ---------------------------------------------------------------- balance and capacity
+# ---------------------------------------------------------------- load balancing and capacity
 
 
-def balancing_has_a_coefficient(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """A loss without a coefficient balances nothing, and a coefficient without the loss does nothing.
+def balancing_needs_a_coefficient(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """A balancing loss needs a coefficient and vice versa.
 
-    Where no expert is chosen over another, neither the loss nor the bias has anything to balance.
+    If every token goes to all experts, neither the loss nor the bias has anything to balance.
     """
-    topk, balancing = routing_of(keys, of_t5=of_t5)
+    topk, balancing = routing_of(keys, is_t5=is_t5)
     everywhere = topk == keys.num_moe_experts
     if everywhere and balancing != "sinkhorn":
         where = f"where every token goes to all experts (`moe_router_topk` is `{_EXPERTS}`, {topk})"
@@ -280,18 +279,18 @@ def balancing_has_a_coefficient(keys: StackKeys, of_t5: bool) -> Iterator[Findin
     if balancing == "none" and keys.moe_aux_loss_coeff:
         yield _no_effect(keys, _AUX, _BALANCING, f"with `{_BALANCING}` (none)", f"use {_BALANCING}=aux_loss")
     elif balancing == "aux_loss" and not (keys.moe_aux_loss_coeff or everywhere or keys.moe_router_enable_expert_bias):
-        left = ", the default" if keys.moe_router_load_balancing_type is None else ""
+        default_note = ", the default" if keys.moe_router_load_balancing_type is None else ""
         yield Finding(
             "warning",
             (_AUX, _BALANCING, _EXPERTS),
-            f"`{_BALANCING}` (aux_loss{left}) balances nothing with `{_AUX}` (0): experts may starve.",
+            f"`{_BALANCING}` (aux_loss{default_note}) has no effect with `{_AUX}` (0): the load is not balanced.",
             f"use {_AUX}=0.01, or {_BALANCING}=none",
         )
 
 
-def capacity_is_a_limit(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """Padding and dropping are about a capacity, which is above 0 and below all tokens."""
-    topk, balancing = routing_of(keys, of_t5=of_t5)
+def capacity_is_valid(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """Padding and dropping need a capacity, which should be above 0 and below the number of tokens."""
+    topk, balancing = routing_of(keys, is_t5=is_t5)
     if keys.num_moe_experts is None:
         return
     given, factor = keys.moe_expert_capacity_factor, capacity_factor_of(keys)
@@ -299,17 +298,17 @@ def capacity_is_a_limit(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
         yield Finding(
             "warning",
             (_FACTOR,),
-            f"`{_FACTOR}` ({given:g}) is negative and read as null, as in Megatron: no limit.",
+            f"`{_FACTOR}` ({given:g}) is negative and treated as null, as in Megatron: no limit.",
             f"use {_FACTOR}=null",
         )
-    if balancing == "sinkhorn":  # which knows no capacity: another rule tells
+    if balancing == "sinkhorn":  # reported by `sinkhorn_balances_alone`
         return
     if given == 0:
         yield Finding(
             "error",
             (_FACTOR,),
-            f"`{_FACTOR}` (0) would drop every token of every expert.",
-            f"use {_FACTOR}=1.0 for an even share, or null for no limit",
+            f"`{_FACTOR}` (0) would drop every token.",
+            f"use {_FACTOR}=1.0 for an even share per expert, or null for no limit",
         )
         return
     padded = False
@@ -339,27 +338,27 @@ def capacity_is_a_limit(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
             keys,
             _FACTOR,
             _EXPERTS,
-            f"from {enough:g} on (`{_EXPERTS}` / `moe_router_topk`): an expert could take every token",
+            f"from {enough:g} on (`{_EXPERTS}` / `moe_router_topk`), where the capacity is at least all tokens",
             f"use {_FACTOR}=null, or less than {enough:g}",
         )
 
 
-# ---------------------------------------------------------------- how experts are calculated
+# ---------------------------------------------------------------- implementation
 
 
-def dispatchers_are_equal(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """Every process holds all experts."""
+def dispatcher_has_no_effect(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """Dispatchers make no difference, as every rank holds all experts."""
     if keys.moe_token_dispatcher_type is not None:
         yield Finding(
             "info",
             ("moe_token_dispatcher_type",),
-            f"`moe_token_dispatcher_type` ({keys.moe_token_dispatcher_type}) changes nothing with "
-            "`expert_model_parallel_size` (1): each process has all experts, and no token is sent to another.",
+            f"`moe_token_dispatcher_type` ({keys.moe_token_dispatcher_type}) has no effect with "
+            "`expert_model_parallel_size` (1): each rank holds all experts, and no tokens are exchanged.",
         )
 
 
-def sequential_is_the_reference(keys: StackKeys, of_t5: bool) -> Iterator[Finding]:
-    """NeMo's default of `moe_grouped_gemm` is the slow way."""
+def sequential_experts_are_slow(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+    """`moe_grouped_gemm=False`, NeMo's default, is the slow reference implementation."""
     if keys.moe_grouped_gemm is None:
         return
     if keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping:
@@ -368,31 +367,31 @@ def sequential_is_the_reference(keys: StackKeys, of_t5: bool) -> Iterator[Findin
                 keys,
                 "moe_grouped_gemm",
                 _PAD if keys.moe_pad_expert_input_to_capacity else _DROPPING,
-                "with experts padded to their capacity, whose rows are equally many and go through one batched matmul",
+                "with experts padded to their capacity, which are computed by one batched matmul",
                 "use moe_grouped_gemm=null",
             )
     elif keys.moe_grouped_gemm is False:
         yield Finding(
             "info",
             ("moe_grouped_gemm",),
-            "`moe_grouped_gemm` (False) runs one expert after the other, which is slow and gives the same results.",
-            "moe_grouped_gemm=null",
+            "`moe_grouped_gemm` (False) loops over the experts, which is slower and gives the same results.",
+            "use moe_grouped_gemm=null",
         )
 
 
 MOE_RULES: tuple[MoERule, ...] = (
     topk_is_within_experts,
-    layers_are_named_once,
+    moe_layers_are_set_once,
     experts_have_no_inner_norm,
-    dropout_of_dense_layers_has_some,
-    defaults_of_t5_are_told,
+    ffn_dropout_needs_dense_layers,
+    t5_defaults_differ_from_gpt,
     one_expert_needs_pre_softmax,
     sinkhorn_balances_alone,
-    sigmoid_has_gates_of_its_own,
-    bias_has_a_rate,
-    groups_are_equal,
-    balancing_has_a_coefficient,
-    capacity_is_a_limit,
-    dispatchers_are_equal,
-    sequential_is_the_reference,
+    score_function_fits_other_keys,
+    bias_update_rate_needs_bias,
+    expert_groups_are_valid,
+    balancing_needs_a_coefficient,
+    capacity_is_valid,
+    dispatcher_has_no_effect,
+    sequential_experts_are_slow,
 )

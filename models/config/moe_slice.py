@@ -1,4 +1,4 @@
-"""What a mixture of experts needs to know, derived once from the keys of its stack."""
+"""Resolved configuration of the experts of a stack, derived once from its keys."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from .stack import StackKeys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESlice:
-    """The experts of a stack.
+    """Experts of a stack.
 
     Attributes:
-        experts: experts in each layer that has them.
-        topk: experts of a token.
-        balancing: how tokens are spread over them.
-        aux_loss: factor of the load-balancing loss; 0 for none.
-        z_loss: factor of the z loss; 0 for none.
-        jitter: noise of the router's input in training, 1 - jitter to 1 + jitter; None for none.
-        capacity_factor: of what an expert takes at most; None for no limit.
-        pad_to_capacity: every expert computes exactly as many rows as its capacity.
-        drop_policy: which tokens an expert keeps beyond its capacity: those of the largest gates, or the first.
-        implementation: all experts in one kernel, or one after the other.
-        pre_softmax: softmax over all experts, before the choice.
-        score: from logits to scores.
-        topk_scaling: factor of the gates; None for none.
-        num_groups: equal groups the experts form; None for no groups.
-        group_topk: groups a token may use; None for no groups.
-        bias_update_rate: step of the bias that balances without a loss; None for no such bias.
-        router_dtype: arithmetic of the router.
-        ffn_hidden_size: width of an expert.
-        dropout: inside an expert, after the activation.
-        shared_ffn_hidden_size: width of the MLP that every token passes besides; None for none.
-        layers: for each layer of the stack, whether it has experts.
+        experts: number of experts per MoE layer.
+        topk: experts per token.
+        balancing: load balancing.
+        aux_loss: coefficient of the load-balancing loss; 0 for none.
+        z_loss: coefficient of the router z-loss; 0 for none.
+        jitter: multiplicative noise of the router's input in training, 1 - jitter to 1 + jitter; None for none.
+        capacity_factor: capacity factor of an expert; None for no limit.
+        pad_to_capacity: pad the input of every expert to its capacity.
+        drop_policy: tokens that an expert over capacity keeps: those with the largest gates, or the first.
+        implementation: grouped GEMMs, or a loop over the experts.
+        pre_softmax: softmax over all experts, before the selection.
+        score: score function of the router.
+        topk_scaling: scaling factor of the gates; None for none.
+        num_groups: number of equal expert groups; None for no groups.
+        group_topk: groups per token; None for no groups.
+        bias_update_rate: update rate of the expert bias (auxiliary-loss-free balancing); None without this bias.
+        router_dtype: compute dtype of the router.
+        ffn_hidden_size: FFN width of an expert.
+        dropout: dropout probability inside an expert, after the activation.
+        shared_ffn_hidden_size: FFN width of the shared expert; None for none.
+        layers: True for each layer of the stack that has experts.
     """
 
     experts: int
@@ -61,33 +61,33 @@ class MoESlice:
 
     @property
     def reads_counts(self) -> bool:
-        """Whether the host reads how many tokens each expert has, and waits for the device to know."""
+        """True if token counts per expert are read on the host, which synchronizes with the device."""
         return self.implementation == "sequential" and not self.pad_to_capacity
 
 
-def has_experts(keys: StackKeys, *, of_t5: bool) -> bool:
-    """Whether the keys ask for experts; NeMo's T5 says 1 for none."""
-    return keys.num_moe_experts is not None and not (of_t5 and keys.num_moe_experts == 1)
+def has_experts(keys: StackKeys, *, is_t5: bool) -> bool:
+    """Return True if the stack has experts; in a T5 a single expert is a dense MLP, as in NeMo."""
+    return keys.num_moe_experts is not None and not (is_t5 and keys.num_moe_experts == 1)
 
 
-def routing_of(keys: StackKeys, *, of_t5: bool) -> tuple[int, Balancing]:
-    """Experts of a token and how they are balanced, where the keys may leave it to the family."""
+def routing_of(keys: StackKeys, *, is_t5: bool) -> tuple[int, Balancing]:
+    """Return top-k and load balancing, with the defaults of the family."""
     topk, balancing = keys.moe_router_topk, keys.moe_router_load_balancing_type
     if balancing is None:
-        balancing = "sinkhorn" if of_t5 and topk is None else "aux_loss"
+        balancing = "sinkhorn" if is_t5 and topk is None else "aux_loss"
     if topk is None:
-        topk = 1 if of_t5 and balancing == "sinkhorn" else 2
+        topk = 1 if is_t5 and balancing == "sinkhorn" else 2
     return topk, balancing
 
 
 def capacity_factor_of(keys: StackKeys) -> float | None:
-    """The capacity factor; Megatron reads a negative one as none."""
+    """Return the capacity factor; a negative one is None, as in Megatron."""
     factor = keys.moe_expert_capacity_factor
     return None if factor is None or factor < 0 else factor
 
 
 def layers_with_experts(keys: StackKeys) -> tuple[bool, ...]:
-    """For each layer of the stack, whether it has experts; a list that is too short leaves out the rest."""
+    """Return True for each layer of the stack that has experts; layers beyond a list that is too short have none."""
     every, pattern = keys.moe_frequency, keys.moe_layer_freq
     if isinstance(pattern, list):
         padded = [*pattern, *[0] * keys.num_layers]
@@ -95,23 +95,23 @@ def layers_with_experts(keys: StackKeys) -> tuple[bool, ...]:
     return tuple(layer % pattern == 0 and (layer + 1) % every == 0 for layer in range(keys.num_layers))
 
 
-def needs_pre_softmax(keys: StackKeys, *, of_t5: bool) -> bool:
-    """Whether the chosen experts are one, of which a softmax is 1 and has no gradient (Megatron-LM #894)."""
-    topk, balancing = routing_of(keys, of_t5=of_t5)
+def needs_pre_softmax(keys: StackKeys, *, is_t5: bool) -> bool:
+    """Return True if the softmax over the selected expert would be constant, without gradient (Megatron-LM #894)."""
+    topk, balancing = routing_of(keys, is_t5=is_t5)
     return topk == 1 and balancing != "sinkhorn" and keys.moe_router_score_function == "softmax"
 
 
 def moe_slice(keys: StackKeys, *, of_t5: bool = False) -> MoESlice | None:
-    """The experts the keys describe, None for a dense stack.
+    """Resolve the experts of a stack; None for a dense stack.
 
     Args:
-        keys: of the stack; the rules have found no error in them.
-        of_t5: the stack is one of a T5, where one expert is a dense MLP and the router is `sinkhorn` with top-1 unless
-            the keys say otherwise, as in NeMo.
+        keys: keys of the stack, already validated by the rules.
+        of_t5: the stack belongs to a T5, where a single expert is a dense MLP and the default router is top-1
+            `sinkhorn`, as in NeMo.
     """
-    if keys.num_moe_experts is None or not has_experts(keys, of_t5=of_t5):
+    if keys.num_moe_experts is None or not has_experts(keys, is_t5=of_t5):
         return None
-    topk, balancing = routing_of(keys, of_t5=of_t5)
+    topk, balancing = routing_of(keys, is_t5=of_t5)
     grouped = keys.moe_router_num_groups is not None and keys.moe_router_group_topk is not None
     return MoESlice(
         experts=keys.num_moe_experts,
@@ -124,7 +124,7 @@ def moe_slice(keys: StackKeys, *, of_t5: bool = False) -> MoESlice | None:
         pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
         drop_policy=keys.moe_token_drop_policy,
         implementation="sequential" if keys.moe_grouped_gemm is False else "grouped",
-        pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys, of_t5=of_t5),
+        pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys, is_t5=of_t5),
         score=keys.moe_router_score_function,
         topk_scaling=keys.moe_router_topk_scaling_factor,
         num_groups=keys.moe_router_num_groups if grouped else None,

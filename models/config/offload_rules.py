@@ -1,4 +1,4 @@
-"""Rules between the keys of offloading; paths are relative to the block of their stack."""
+"""Cross-field rules of CPU offloading; paths are relative to the block of the stack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WEIGHTS = "cpu_offloading_weights"
 
 
 def offload_rules(keys: StackKeys) -> Iterator[Finding]:
-    """Everything the keys of offloading of one stack have against each other."""
+    """All cross-field checks of CPU offloading for one stack."""
     if not keys.cpu_offloading:
         yield from settings_need_the_switch(keys)
         return
@@ -24,68 +24,68 @@ def offload_rules(keys: StackKeys) -> Iterator[Finding]:
 
 
 def settings_need_the_switch(keys: StackKeys) -> Iterator[Finding]:
-    """Every file of NeMo has these keys; told only where somebody changed one."""
+    """Report keys without `cpu_offloading`, unless they have the values that all NeMo configurations have."""
     number = keys.cpu_offloading_num_layers
-    unheard = [name for name in (_ACTIVATIONS, _WEIGHTS) if not getattr(keys, name)]
+    ineffective = [name for name in (_ACTIVATIONS, _WEIGHTS) if not getattr(keys, name)]
     if number is not None and number != keys.num_layers - 1:
-        unheard.insert(0, _NUMBER)
-    if unheard:
-        given = " and ".join(f"`{name}` ({getattr(keys, name)})" for name in unheard)
+        ineffective.insert(0, _NUMBER)
+    if ineffective:
+        given = " and ".join(f"`{name}` ({getattr(keys, name)})" for name in ineffective)
         yield Finding(
             "info",
-            (*unheard, _SWITCH),
-            f"{given} {'have' if len(unheard) > 1 else 'has'} no effect without `{_SWITCH}`: nothing is offloaded.",
+            (*ineffective, _SWITCH),
+            f"{given} {'have' if len(ineffective) > 1 else 'has'} no effect without `{_SWITCH}`: nothing is offloaded.",
             f"use {_SWITCH}=true",
         )
 
 
-def layers_are_left(keys: StackKeys) -> Iterator[Finding]:
-    """The backward begins with the last layer, which stays; where it is alone, activations are waited for.
+def number_of_layers_is_valid(keys: StackKeys) -> Iterator[Finding]:
+    """The last layer stays on the GPU, as the backward starts with it; if it is the only one, copies do not overlap.
 
-    Not where layers are recomputed as a whole: only their inputs are copied.
+    With fully recomputed layers they do, since only the layers' inputs are copied.
     """
     number, layers, last = offloaded_layers(keys), keys.num_layers, last_chunk(keys)
     if number >= layers:
         yield Finding(
             "error",
             (_NUMBER, "num_layers"),
-            f"`{_NUMBER}` ({number}) must be less than `num_layers` ({layers}): the backward begins with the last "
+            f"`{_NUMBER}` ({number}) must be less than `num_layers` ({layers}): the backward starts with the last "
             "layer.",
             f"use {_NUMBER}={max(layers - 2, 0)}, or {_SWITCH}=false",
         )
     elif number == 0:
-        left = "" if keys.cpu_offloading_num_layers is not None else ", all but one of `num_layers` (1)"
+        default_note = "" if keys.cpu_offloading_num_layers is not None else ", all but one of `num_layers` (1)"
         yield Finding(
             "info",
             (_NUMBER, _SWITCH),
-            f"`{_NUMBER}` (0{left}) offloads nothing.",
+            f"`{_NUMBER}` (0{default_note}) offloads nothing.",
             f"use {_NUMBER}={max(layers - 2, 1)}" if layers > 1 else f"use {_SWITCH}=false",
         )
     elif number > last:
-        reach = f"`{_NUMBER}` ({'null, which is ' * (keys.cpu_offloading_num_layers is None)}{number})"
-        why = "recomputed together (`activations_checkpoint_num_layers`), and the backward begins with them."
-        told = (
-            f"{reach} offloads the first {last} layers: the others are {why}"
+        key = f"`{_NUMBER}` ({'null, which is ' * (keys.cpu_offloading_num_layers is None)}{number})"
+        reason = "one recompute chunk (`activations_checkpoint_num_layers`), and the backward starts with it."
+        message = (
+            f"{key} offloads the first {last} layers: the others are {reason}"
             if last
-            else f"{reach} offloads nothing: all layers are {why}"
+            else f"{key} offloads nothing: all layers are {reason}"
         )
         fix = f"use {_NUMBER}={last}" if last else "use activations_checkpoint_num_layers=1"
-        keys_of_both = (_NUMBER, "activations_checkpoint_num_layers")
-        yield Finding("info" if last else "warning", keys_of_both, told, fix)
+        paths = (_NUMBER, "activations_checkpoint_num_layers")
+        yield Finding("info" if last else "warning", paths, message, fix)
     elif number == layers - 1 and keys.cpu_offloading_activations and whole_layers(keys)[1] < number:
-        left = "null, which is " if keys.cpu_offloading_num_layers is None else ""
+        default_note = "null, which is " if keys.cpu_offloading_num_layers is None else ""
         fewer = f"use {_NUMBER}={layers - 2} or fewer" if layers > 2 else f"use {_SWITCH}=false"
         yield Finding(
             "warning",
             (_NUMBER, "num_layers"),
-            f"`{_NUMBER}` ({left}{number}) leaves one layer of {layers} on the GPU: in the forward each layer waits "
-            "for the copies of the one before.",
+            f"`{_NUMBER}` ({default_note}{number}) leaves one layer of {layers} on the GPU: in the forward pass each "
+            "layer waits for the copies of the previous one.",
             fewer,
         )
 
 
 def something_is_offloaded(keys: StackKeys) -> Iterator[Finding]:
-    """Activations, weights or both, as TransformerEngine demands."""
+    """Activations, weights or both must be offloaded, as in TransformerEngine."""
     if not (keys.cpu_offloading_activations or keys.cpu_offloading_weights):
         yield Finding(
             "error",
@@ -96,6 +96,6 @@ def something_is_offloaded(keys: StackKeys) -> Iterator[Finding]:
 
 
 OFFLOAD_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
-    layers_are_left,
+    number_of_layers_is_valid,
     something_is_offloaded,
 )

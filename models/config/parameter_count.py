@@ -1,4 +1,4 @@
-"""Parameters of a model in closed form, without building it."""
+"""Parameter counts in closed form, without building the model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .t5_slice import T5Slice
 
 
 def count_norm(stack: StackSlice, width: int | None = None) -> int:
-    """Parameters of one norm, of the stream unless it has another width."""
+    """Count the parameters of one norm, of width `hidden_size` unless given."""
     return (width or stack.hidden_size) * (2 if stack.norm.kind == "layernorm" else 1)
 
 
 def count_score_positions(stack: StackSlice) -> int:
-    """Parameters of the positions that act on scores, shared by the layers of a stack."""
+    """Count the parameters of the position bias on attention scores, shared by the layers of a stack."""
     distance = stack.attention.distance
     if distance is None or not distance.learned:
         return 0
@@ -24,24 +24,24 @@ def count_score_positions(stack: StackSlice) -> int:
 
 
 def count_final_norm(stack: StackSlice) -> int:
-    """Parameters of the norm after the last layer; the layers of `post_ln` end with one already."""
+    """Count the parameters of the final norm; `post_ln` has none, as its layers end with a norm."""
     return 0 if stack.block == "post_ln" else count_norm(stack)
 
 
 def count_mlp(stack: StackSlice, width: int | None = None) -> int:
-    """Parameters of one MLP, or of one expert, without norms; as wide as the layers' unless it has another width."""
+    """Count the parameters of one MLP or expert without norms, of width `ffn_hidden_size` unless given."""
     mlp, width = stack.mlp, width or stack.mlp.ffn_hidden_size
     up_rows = width * (2 if mlp.gated else 1)
     return stack.hidden_size * (up_rows + width) + (up_rows + stack.hidden_size) * mlp.bias
 
 
 def count_experts(stack: StackSlice, moe: MoESlice, *, active: bool = False) -> int:
-    """Parameters of what a layer with experts has in place of its MLP: router, experts and the shared expert.
+    """Count the parameters of a MoE layer's router, experts and shared expert.
 
     Args:
         stack: the stack.
         moe: its experts.
-        active: count those that one token meets: `topk` experts instead of all.
+        active: count the active parameters per token: `topk` experts instead of all.
     """
     shared = moe.shared_ffn_hidden_size
     experts = (moe.topk if active else moe.experts) * count_mlp(stack, moe.ffn_hidden_size)
@@ -49,7 +49,7 @@ def count_experts(stack: StackSlice, moe: MoESlice, *, active: bool = False) -> 
 
 
 def count_layer(stack: StackSlice) -> int:
-    """Parameters of one layer besides its MLP or experts: attention and norms."""
+    """Count the parameters of one layer without its MLP or experts: attention and norms."""
     hidden, attention, mlp = stack.hidden_size, stack.attention, stack.mlp
     query_rows = attention.heads * attention.head_dim
     qkv_rows = query_rows + 2 * attention.groups * attention.head_dim
@@ -64,7 +64,7 @@ def count_layer(stack: StackSlice) -> int:
 
 
 def count_cross_attention(stack: StackSlice, attention: AttentionSlice) -> int:
-    """Parameters of the cross-attention of one layer, with its norms."""
+    """Count the parameters of the cross-attention of one layer, with its norms."""
     hidden = stack.hidden_size
     query_rows, kv_rows = attention.heads * attention.head_dim, 2 * attention.groups * attention.head_dim
     matrices = hidden * (2 * query_rows + kv_rows)
@@ -76,7 +76,7 @@ def count_cross_attention(stack: StackSlice, attention: AttentionSlice) -> int:
 
 
 def count_stack(stack: StackSlice, cross_attention: AttentionSlice | None = None, *, active: bool = False) -> int:
-    """Parameters of a stack with its final norm and the positions that act on its scores; `active`: of a token."""
+    """Count the parameters of a stack with final norm and position bias; `active` as in `count_experts`."""
     layer = count_layer(stack)
     if cross_attention is not None:
         layer += count_cross_attention(stack, cross_attention)
@@ -87,13 +87,13 @@ def count_stack(stack: StackSlice, cross_attention: AttentionSlice | None = None
 
 
 def count_parameters(keys: FamilyKeys, vocab_size: int, form: SampleForm | None = None, *, active: bool = False) -> int:
-    """Parameters of a model, the padding rows of its vocabulary included.
+    """Count the parameters of a model, including the padding rows of its vocabulary.
 
     Args:
-        keys: the configuration of the model.
-        vocab_size: tokens of the tokenizer.
-        form: the samples, which a learned table of positions is as long as; None: those of the keys alone.
-        active: of the experts of a layer count only the `topk` that one token goes through.
+        keys: configuration of the model.
+        vocab_size: vocabulary size of the tokenizer.
+        form: shape of the samples, which determines the rows of learned position embeddings; None: from the keys alone.
+        active: count the active parameters per token: only `topk` experts of a layer.
     """
     model = family_slice(keys, vocab_size=vocab_size, form=form or SampleForm(length=sample_length_of(keys)))
     vocab = model.padded_vocab_size

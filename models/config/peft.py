@@ -1,4 +1,4 @@
-"""The keys of fine-tuning with few parameters: which scheme, and the settings of each (NeMo's `model.peft.*`)."""
+"""Configuration keys of parameter-efficient fine-tuning (NeMo's `model.peft.*`)."""
 
 from __future__ import annotations
 
@@ -15,90 +15,90 @@ LayerNumbers = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
 
 
 class LoRATuningKeys(Block):
-    """`model.peft.lora_tuning.*`: a low-rank update of linear layers (arXiv 2106.09685)."""
+    """`model.peft.lora_tuning.*`: low-rank updates of linear layers (arXiv 2106.09685)."""
 
     target_modules: Annotated[list[TargetModule], Field(min_length=1)] = Field(["attention_qkv"])
-    """Which linear layers: `attention_qkv` (queries, keys, values), `attention_dense` (what follows the heads),
-    `mlp_fc1` (gate and up), `mlp_fc2` (down), each of all experts too; `attention` and `mlp` are both of theirs,
-    `all` is all four."""
+    """Linear layers to update: `attention_qkv` (query, key, value), `attention_dense` (attention output), `mlp_fc1`
+    (gate and up), `mlp_fc2` (down), the latter two in all experts too; `attention` and `mlp` select both of theirs,
+    `all` all four."""
     adapter_dim: int = Field(32, ge=1)
-    """Rank of an update."""
+    """Rank of the updates."""
     alpha: float | None = Field(None, gt=0)
-    """Updates are multiplied with `alpha / adapter_dim`; null: `adapter_dim`, a factor of 1."""
+    """Updates are multiplied by `alpha / adapter_dim`; null: `adapter_dim`, a factor of 1."""
     adapter_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on what the first matrix of an update reads, in training."""
+    """Dropout on the input of the first matrix (A), in training."""
     column_init_method: InitMethod = "xavier"
-    """How the first matrix (A) starts: `xavier` and `normal` (deviation 0.2) are normal, `kaiming` is uniform as a
-    linear layer of torch's."""
+    """Initialization of the first matrix (A): `xavier` and `normal` (standard deviation 0.2) are normal, `kaiming` is
+    uniform as in torch.nn.Linear."""
     row_init_method: InitMethod = "zero"
-    """How the second matrix (B) starts; zero leaves the model what it was."""
+    """Initialization of the second matrix (B); with `zero` training starts from the unchanged model."""
     layer_selection: LayerNumbers | None = None
-    """Numbers of the layers that get updates, the lowest is 1 (T5: of each stack); null: all."""
+    """Layers that get updates, counted from 1 (T5: in each stack); null: all."""
     variant: Literal["canonical", "nemo"] = "canonical"
-    """`canonical`: queries, keys, values, gate and up have a pair of matrices each, as in Hugging Face's models.
-    `nemo`: one pair for all projections of a fused matrix, which is NeMo's default."""
+    """`canonical`: separate matrices for query, key, value, gate and up, as in Hugging Face's models. `nemo`: one pair
+    for all projections of a fused matrix, NeMo's default."""
 
 
 class AdapterTuningKeys(Block):
-    """`model.peft.adapter_tuning.*`: a small MLP after the attention and after the MLP of a layer (arXiv 1902.00751).
+    """`model.peft.adapter_tuning.*`: bottleneck MLPs after the attention and the MLP of each layer (arXiv 1902.00751).
 
-    Each adds to what the part gives: y + up(silu(down(norm(y)))).
+    Each computes y + up(silu(down(norm(y)))) from the output y of attention or MLP.
     """
 
     type: Literal["parallel_adapter", "linear_adapter"] = "parallel_adapter"
-    """NeMo's two implementations of one function."""
+    """NeMo's two implementations of the same function."""
     adapter_dim: int = Field(32, ge=1)
     """Width of the bottleneck."""
     adapter_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on what an adapter adds, in training."""
+    """Dropout on the output of the adapter, in training."""
     norm_position: Literal["pre", "post"] | None = "pre"
-    """Norm what an adapter reads, or what it adds; null: neither."""
+    """Apply a norm to the input (`pre`) or the output (`post`) of the adapter; null: neither."""
     norm_type: Literal["mixedfusedlayernorm", "layernorm"] = "mixedfusedlayernorm"
-    """Layer norm by both names."""
+    """Both names select LayerNorm."""
     column_init_method: InitMethod = "xavier"
-    """How the first matrix starts; as in `lora_tuning`."""
+    """Initialization of the first matrix; as in `lora_tuning`."""
     row_init_method: InitMethod = "zero"
-    """How the second matrix starts; zero leaves the model what it was."""
+    """Initialization of the second matrix; with `zero` training starts from the unchanged model."""
     layer_selection: LayerNumbers | None = None
-    """Numbers of the layers that get adapters, the lowest is 1 (T5: of each stack); null: all."""
+    """Layers that get adapters, counted from 1 (T5: in each stack); null: all."""
 
 
 class PTuningKeys(Block):
-    """`model.peft.p_tuning.*`: learned vectors in front of the embeddings of a text (arXiv 2103.10385)."""
+    """`model.peft.p_tuning.*`: trained virtual tokens prepended to the embeddings of a sequence (arXiv 2103.10385)."""
 
     virtual_tokens: int = Field(10, ge=1)
-    """How many vectors."""
+    """Number of virtual tokens."""
     bottleneck_dim: int = Field(1024, ge=1)
-    """Width of the MLP that makes them."""
+    """Hidden width of the MLP that computes them (the prompt encoder)."""
     embedding_dim: int = Field(1024, ge=1)
-    """Width of what that MLP reads."""
+    """Input width of that MLP."""
     init_std: float = Field(0.023, gt=0)
-    """Deviation of the MLP's initial weights."""
+    """Standard deviation of the MLP's initial weights."""
 
 
 class IA3TuningKeys(Block):
-    """`model.peft.ia3_tuning.*`: factors of keys, values and inner activations of the MLP (arXiv 2205.05638)."""
+    """`model.peft.ia3_tuning.*`: trained factors of keys, values and MLP activations (arXiv 2205.05638)."""
 
     layer_selection: LayerNumbers | None = None
-    """Numbers of the layers that get factors, the lowest is 1 (T5: of each stack); null: all."""
+    """Layers that get factors, counted from 1 (T5: in each stack); null: all."""
 
 
 class SelectiveTuningKeys(Block):
-    """`model.peft.selective_tuning.*`: some of the model's own parameters."""
+    """`model.peft.selective_tuning.*`: train a subset of the model's own parameters."""
 
     tunable_base_param_names: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-    """Those whose name holds one of these texts, such as `attention.qkv`."""
+    """Train parameters whose names contain one of these substrings, such as `attention.qkv`."""
 
 
 class PeftKeys(Block):
-    """`model.peft.*`: what is trained where the weights of `model.restore_from_path` stay as they are."""
+    """`model.peft.*`: parameter-efficient fine-tuning with frozen weights of `model.restore_from_path`."""
 
     peft_scheme: Scheme | None = None
-    """`lora`, `adapter`, `ptuning`, `ia3`: the model is frozen, and what the block of that name says is trained;
-    `selective`: some of its own parameters. null or `none`: all of them are."""
+    """`lora`, `adapter`, `ptuning`, `ia3`: freeze the model and train the parameters that the block of that name
+    configures; `selective`: train a subset of its own parameters. null or `none`: train all parameters."""
     restore_from_path: Annotated[str, Field(min_length=1)] | None = None
-    """Begin with the trained parameters of this checkpoint or run, or of a folder in the format of Hugging Face's peft,
-    at step 0; null: with new ones."""
+    """Initialize the trained parameters from this checkpoint, run or Hugging Face PEFT folder, starting at step 0;
+    null: with new ones."""
     lora_tuning: LoRATuningKeys = LoRATuningKeys.model_validate({})
     """`peft_scheme: lora`."""
     adapter_tuning: AdapterTuningKeys = AdapterTuningKeys.model_validate({})
@@ -112,5 +112,5 @@ class PeftKeys(Block):
 
     @property
     def is_on(self) -> bool:
-        """Whether a part of the parameters is trained, and the rest frozen."""
+        """True if only a part of the parameters is trained."""
         return self.peft_scheme not in (None, "none")

@@ -1,4 +1,4 @@
-"""What fine-tuning with few parameters adds to a model, as small frozen records. No torch."""
+"""Resolved configuration of parameter-efficient fine-tuning, without torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ PROJECTIONS: frozenset[Projection] = frozenset(get_args(Projection))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
-    """Which layers of each stack.
+    """Selected layers of each stack.
 
     Attributes:
-        numbers: counted from 1; None for all.
+        numbers: layer numbers, counted from 1; None for all.
     """
 
     numbers: frozenset[int] | None = None
 
     def takes(self, index: int) -> bool:
-        """Whether the layer with this index, from 0, is among them."""
+        """Return True if the layer with this 0-based index is selected."""
         return self.numbers is None or index + 1 in self.numbers
 
 
@@ -38,14 +38,14 @@ class LoRASlice:
     """Low-rank updates of linear layers.
 
     Attributes:
-        targets: which of a layer's projections.
-        rank: of an update.
-        alpha: updates are multiplied with alpha / rank.
-        dropout: of what the first matrix reads, in training.
-        column_init: how the first matrix starts.
-        row_init: likewise the second.
-        layers: that get updates.
-        canonical: each projection of a fused matrix has matrices of its own.
+        targets: projections of a layer that get updates.
+        rank: rank of the updates.
+        alpha: updates are multiplied by alpha / rank.
+        dropout: dropout probability of the input of the first matrix, in training.
+        column_init: initialization of the first matrix (A).
+        row_init: initialization of the second matrix (B).
+        layers: layers that get updates.
+        canonical: separate matrices for each projection of a fused matrix.
     """
 
     targets: frozenset[Projection]
@@ -59,20 +59,20 @@ class LoRASlice:
 
     @property
     def scale(self) -> float:
-        """The factor of updates."""
+        """Factor of the updates."""
         return self.alpha / self.rank
 
     @property
     def updates_all_readers(self) -> bool:
-        """Whether every projection that reads the norm of a stream has an update, in every layer."""
+        """True if every projection that reads a norm of the residual stream has an update, in every layer."""
         return self.layers.numbers is None and {"attention_qkv", "mlp_fc1"} <= self.targets
 
     def spares_norms(self, stack: StackSlice) -> bool:
-        """Whether compiled projections with updates keep the stream, as is done anyway, and no norm of it."""
+        """Return True if compiled projections with updates save the residual, saved anyway, instead of its norm."""
         return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not self.dropout
 
     def mlp_is_one_operation(self, stack: StackSlice) -> bool:
-        """Whether nothing stands between both projections of an MLP, with their updates, but a gated activation."""
+        """Return True if the LoRA MLP can be fused: both projections updated, with only a gated activation between."""
         mlp, both = stack.mlp, {"mlp_fc1", "mlp_fc2"} <= self.targets
         between = mlp.bias or mlp.dropout > 0 or self.dropout > 0 or stack.block == "normformer"
         return both and mlp.gated and not between
@@ -92,7 +92,7 @@ class AdapterSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSlice:
-    """Learned vectors in front of a text; attributes as in `PTuningKeys`."""
+    """Trained virtual tokens prepended to a sequence; attributes as in `PTuningKeys`."""
 
     virtual_tokens: int
     bottleneck: int
@@ -102,14 +102,14 @@ class PromptSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IA3Slice:
-    """Factors of keys, values and inner activations."""
+    """Trained factors of keys, values and MLP activations."""
 
     layers: LayerChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveSlice:
-    """The model's own parameters whose names hold one of these texts."""
+    """The model's own parameters whose names contain one of these substrings."""
 
     names: tuple[str, ...]
 
@@ -118,12 +118,12 @@ PeftSlice = LoRASlice | AdapterSlice | PromptSlice | IA3Slice | SelectiveSlice
 
 
 def peft_dropout(peft: PeftSlice | None) -> float:
-    """Dropout within what fine-tuning adds to the layers; 0 for none."""
+    """Return the dropout probability of the fine-tuning modules in the layers; 0 for none."""
     return peft.dropout if isinstance(peft, LoRASlice | AdapterSlice) else 0.0
 
 
 def peft_slice(keys: PeftKeys) -> PeftSlice | None:
-    """What the keys describe; None where the whole model is trained."""
+    """Resolve the keys; None for full fine-tuning."""
     match keys.peft_scheme:
         case "lora":
             lora = keys.lora_tuning

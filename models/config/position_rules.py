@@ -1,4 +1,4 @@
-"""Rules between the keys of positions and windows; `rules.py` has those of the rest of a stack."""
+"""Cross-field rules of position embeddings and attention windows; see `rules.py` for the rest of a stack."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KEYS_OF_KINDS = {
 
 
 def _percentage_for(rotated: int, width: int) -> float:
-    """The shortest decimal p with int(width * p) == rotated; 0.57 of 200 is 113 in floating point, hence the + 1."""
+    """Return the shortest decimal p with int(width * p) == rotated; int(0.57 * 200) is 113, hence the + 1."""
     for digits in range(1, 9):
         smallest = math.ceil(rotated / width * 10**digits)
         for numerator in (smallest, smallest + 1):
@@ -42,14 +42,14 @@ def _percentage_for(rotated: int, width: int) -> float:
 
 
 def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
-    """Rotary embedding turns channels in pairs, and the waves of `sandwich` have two each."""
+    """RoPE rotates channels in pairs, and `sandwich` has pairs of sine and cosine."""
     kind = keys.position_embedding_type
     width, rotated = head_dim_of(keys), rotary_dim_of(keys)
     if kind in ("xpos", "sandwich") and width % 2:
         yield Finding(
             "error",
             ("kv_channels", "position_embedding_type"),
-            f"`position_embedding_type` ({kind}) takes channels in pairs and must not meet heads {width} wide.",
+            f"`position_embedding_type` ({kind}) works on pairs of channels and does not support heads {width} wide.",
             "use an even kv_channels, or other num_attention_heads",
         )
     if kind != "rope":
@@ -58,7 +58,7 @@ def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
         yield Finding(
             "error",
             ("kv_channels", "position_embedding_type"),
-            f"`position_embedding_type` (rope) turns channels in pairs and must not meet heads {width} wide.",
+            f"`position_embedding_type` (rope) rotates pairs of channels and does not support heads {width} wide.",
             "use kv_channels of at least 2, or fewer heads",
         )
     elif rotated < 2 or rotated % 2:
@@ -73,7 +73,7 @@ def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
 
 
 def keys_of_positions_have_an_effect(keys: StackKeys) -> Iterator[Finding]:
-    """The keys of one kind of positions act with that kind only."""
+    """Keys of a position embedding type have no effect with other types."""
     for kind, names in _KEYS_OF_KINDS.items():
         if kind == keys.position_embedding_type:
             continue
@@ -90,8 +90,8 @@ def keys_of_positions_have_an_effect(keys: StackKeys) -> Iterator[Finding]:
                 )
 
 
-def rotary_scaling_is_whole(keys: StackKeys) -> Iterator[Finding]:
-    """`rotary_scaling` is one way of stretching positions, and its settings act with it."""
+def rotary_scaling_is_consistent(keys: StackKeys) -> Iterator[Finding]:
+    """Only one kind of RoPE scaling can be active, and its settings have no effect without it."""
     if keys.position_embedding_type != "rope":
         return
     scaling = rotary_scaling(keys)
@@ -118,7 +118,7 @@ def rotary_scaling_is_whole(keys: StackKeys) -> Iterator[Finding]:
             "error",
             ("seq_len_interpolation_factor", switch),
             f"`seq_len_interpolation_factor` ({keys.seq_len_interpolation_factor:g}) and `{switch}` "
-            f"({getattr(keys, switch)}) both stretch the positions and must not be combined.",
+            f"({getattr(keys, switch)}) both scale the positions and cannot be combined.",
             f"use seq_len_interpolation_factor=null, or {switch}={'null' if switch == 'rotary_scaling' else False}",
         )
     low, high = (scaling.slow, scaling.fast) if isinstance(scaling, YarnScaling) else (scaling.low, scaling.high)
@@ -138,8 +138,8 @@ def rotary_scaling_is_whole(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
-def alibi_heads_are_heads(keys: StackKeys) -> Iterator[Finding]:
-    """The heads with a slope are some of all heads."""
+def alibi_heads_are_within_heads(keys: StackKeys) -> Iterator[Finding]:
+    """The number of ALiBi heads is at most the number of heads."""
     sloped, heads = keys.num_attention_heads_alibi, keys.num_attention_heads
     if sloped is not None and sloped > heads:
         yield Finding(
@@ -151,7 +151,7 @@ def alibi_heads_are_heads(keys: StackKeys) -> Iterator[Finding]:
 
 
 def window_fits_direction(keys: StackKeys, causal: bool) -> Iterator[Finding]:
-    """A causal token sees nothing after it, whatever the window."""
+    """The right side of a window has no effect in causal attention."""
     if causal and keys.window_size is not None and keys.window_size[1] > 0:
         left, right = keys.window_size
         yield Finding(
@@ -164,7 +164,7 @@ def window_fits_direction(keys: StackKeys, causal: bool) -> Iterator[Finding]:
 
 
 def buckets_have_room(keys: StackKeys, causal: bool) -> Iterator[Finding]:
-    """Half of the buckets of a direction hold one distance each, and the largest distance lies beyond those."""
+    """The maximum distance exceeds the distances with a bucket of their own, half of the buckets of a direction."""
     if keys.position_embedding_type != "relative":
         return
     buckets, largest = keys.relative_attention_num_buckets, keys.relative_attention_max_distance
@@ -172,7 +172,7 @@ def buckets_have_room(keys: StackKeys, causal: bool) -> Iterator[Finding]:
         yield Finding(
             "error",
             ("relative_attention_num_buckets",),
-            f"`relative_attention_num_buckets` ({buckets}) must be a multiple of 4 where tokens see both ways: half of "
+            f"`relative_attention_num_buckets` ({buckets}) must be a multiple of 4 in bidirectional attention: half of "
             "the buckets are for later keys.",
             f"use relative_attention_num_buckets={buckets + -buckets % 4}",
         )
@@ -189,7 +189,7 @@ def buckets_have_room(keys: StackKeys, causal: bool) -> Iterator[Finding]:
 
 
 def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
-    """A learned table needs a row for each token of a sample."""
+    """A learned position embedding needs a row for each token of a sample."""
     rows, tokens, kind = keys.max_position_embeddings, keys.encoder_seq_length, keys.position_embedding_type
     bounded = kind in BOUNDED
     if rows is None or rows == tokens:
@@ -213,20 +213,20 @@ def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
 
 
 def window_hides_nothing(keys: StackKeys, *, causal: bool, longest: int | None) -> bool:
-    """Whether the stack has a window that is as long as its longest text (None: of any length)."""
-    hides = [window_of(keys, causal=causal, longest=length) is not None for length in (None, longest)]
-    return hides == [True, False]
+    """Return True if the stack's window covers its longest sequence (None: unlimited) and so masks nothing."""
+    masks = [window_of(keys, causal=causal, longest=length) is not None for length in (None, longest)]
+    return masks == [True, False]
 
 
 def window_is_shorter_than_texts(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
-    """A window as long as the longest text hides nothing."""
+    """A window as long as the longest sequence masks nothing."""
     longest = longest_of(keys)
     if window_hides_nothing(keys, causal=isinstance(keys, GPTKeys), longest=longest):
         yield Finding(
             "warning",
             ("window_size", "encoder_seq_length", "max_position_embeddings"),
-            f"`window_size` ({keys.window_size}) has no effect: no text of this model is longer than {longest} tokens "
-            "(`encoder_seq_length`, `max_position_embeddings`).",
+            f"`window_size` ({keys.window_size}) has no effect: no sequence of this model is longer than {longest} "
+            "tokens (`encoder_seq_length`, `max_position_embeddings`).",
             "use window_size=null",
         )
 
@@ -234,10 +234,10 @@ def window_is_shorter_than_texts(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
 POSITION_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
     rotated_channels_are_pairs,
     keys_of_positions_have_an_effect,
-    rotary_scaling_is_whole,
-    alibi_heads_are_heads,
+    rotary_scaling_is_consistent,
+    alibi_heads_are_within_heads,
 )
-"""Of a stack that sees one way or both."""
+"""Rules of causal and bidirectional stacks alike."""
 
 DIRECTION_RULES: tuple[Callable[[StackKeys, bool], Iterator[Finding]], ...] = (window_fits_direction, buckets_have_room)
-"""Of a stack that is known to be causal or not."""
+"""Rules that depend on whether the stack is causal, their second argument."""

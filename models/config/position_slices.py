@@ -1,4 +1,4 @@
-"""The positions of a stack as small frozen records, derived once from its flat keys."""
+"""Resolved position embeddings of a stack, derived once from its keys."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ...kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling
 from .stack import StackKeys
 
 BOUNDED = ("learned_absolute", "learned_parameters", "rope", "xpos")
-"""Positions that come from a table: no text is longer."""
+"""Position embedding types with a table, which bounds the sequence length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistanceSlice:
-    """Positions that add a term to the scores for each distance of key and query.
+    """Position bias: a term added to the attention scores depending on the distance of query and key.
 
     Attributes:
-        kind: which function of the distance.
-        alibi_heads: heads with a slope, the first ones (`alibi`).
-        buckets: of distances (`relative`).
+        kind: function of the distance.
+        alibi_heads: number of first heads that have a slope (`alibi`).
+        buckets: number of distance buckets (`relative`).
         max_distance: see `relative_buckets` (`relative`).
     """
 
@@ -31,11 +31,11 @@ class DistanceSlice:
 
     @property
     def learned(self) -> bool:
-        """Whether it has parameters."""
+        """True if the bias has parameters."""
         return self.kind in ("kerple", "relative")
 
     def reach(self, tokens: int, *, causal: bool) -> int:
-        """The largest distance its vector tells apart in sequences of so many tokens; 0 for slopes, without one."""
+        """Return the largest distance with its own bias for this sequence length; 0 for ALiBi, without a vector."""
         match self.kind:
             case "alibi":
                 return 0
@@ -47,16 +47,16 @@ class DistanceSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotarySlice:
-    """Rotary embedding: the first `dim` channels of each head turn, the rest pass.
+    """Rotary embedding of the first `dim` channels of each head.
 
     Attributes:
         dim: rotated channels, even.
         base: base of the frequencies, base ** (-2i / dim).
-        interleaved: pairs (2i, 2i + 1) turn; otherwise channel i with channel i + dim / 2.
+        interleaved: rotate pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
         position_scale: factor of every position (1 / `seq_len_interpolation_factor`).
-        scaling: other frequencies for long texts, None for those of `base`.
-        fading: queries grow and keys shrink with their position (xPos).
-        positions: rows of the table, the longest sequence.
+        scaling: frequency scaling for long contexts, or None.
+        fading: xPos: scores decay with distance.
+        positions: rows of the tables, the longest sequence.
     """
 
     dim: int
@@ -69,17 +69,17 @@ class RotarySlice:
 
 
 def head_dim_of(keys: StackKeys) -> int:
-    """Width of one head."""
+    """Return the width of one head."""
     return keys.kv_channels or keys.hidden_size // keys.num_attention_heads
 
 
 def rotary_dim_of(keys: StackKeys) -> int:
-    """Channels of a head that turn: int(width * rotary_percentage)."""
+    """Return the rotated channels of a head, int(width * rotary_percentage)."""
     return int(head_dim_of(keys) * keys.rotary_percentage)
 
 
 def distance_slice(keys: StackKeys) -> DistanceSlice | None:
-    """The positions on scores the keys describe, None for other kinds of positions."""
+    """Resolve the position bias; None for other position embedding types."""
     kind = keys.position_embedding_type
     if kind not in ("alibi", "kerple", "sandwich", "relative"):
         return None
@@ -92,7 +92,7 @@ def distance_slice(keys: StackKeys) -> DistanceSlice | None:
 
 
 def rotary_scaling(keys: StackKeys) -> RotaryScaling | None:
-    """The rotary frequencies for long texts the keys describe, None for the usual ones."""
+    """Resolve the RoPE frequency scaling; None for none."""
     kind = "llama3" if keys.scale_positional_embedding else keys.rotary_scaling
     factor, length, low = keys.rotary_scaling_factor, keys.rotary_original_length, keys.rotary_low_turns or 1.0
     if kind == "llama3":
@@ -104,7 +104,7 @@ def rotary_scaling(keys: StackKeys) -> RotaryScaling | None:
 
 
 def rotary_slice(keys: StackKeys, *, positions: int) -> RotarySlice | None:
-    """The rotary embedding the keys describe, None for other kinds of positions."""
+    """Resolve the rotary embedding; None for other position embedding types."""
     if keys.position_embedding_type == "xpos":
         return RotarySlice(
             dim=head_dim_of(keys),

@@ -1,4 +1,4 @@
-"""What each part of a model needs to know, as small frozen records derived once from the flat keys."""
+"""Resolved configuration of each module, as frozen dataclasses derived once from the flat keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ACTIVATIONS: dict[str, tuple[NonLinearity, bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSlice:
-    """One attention of a layer.
+    """Attention of a layer.
 
     Attributes:
         heads: query heads.
@@ -39,17 +39,17 @@ class AttentionSlice:
         scale: factor of the scores.
         qkv_bias: bias on the query, key and value projection.
         output_bias: bias on the output projection.
-        dropout: probability of dropping an attention weight in training.
-        causal: a token sees no later token.
-        window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
-        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
-        distance: the positions that act on the scores, if there are any.
+        dropout: dropout probability of the attention weights in training.
+        causal: causal attention.
+        window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
+        softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
+        distance: position bias on the scores, if any.
         qk_norm: norms over each query and key head.
         head_scale: a learned factor for each head.
-        use_flash_attention: None for any family, True without unfused, False without flash.
-        backend: `auto`, one family or one backend.
-        transformer_engine: True for TransformerEngine first, False for none of it, None for either.
-        masked_softmax_fusion: unfused attention may take the fused softmax.
+        use_flash_attention: None for any backend family, True without unfused, False without flash.
+        backend: `auto`, a backend family or a backend.
+        transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.
+        masked_softmax_fusion: unfused attention may use the fused softmax.
     """
 
     heads: int
@@ -73,7 +73,7 @@ class AttentionSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSlice:
-    """A norm: with mean and bias (`layernorm`) or without (`rmsnorm`); `zero_centered` stores its gain minus one."""
+    """LayerNorm or RMSNorm; with `zero_centered` the weight is stored minus one."""
 
     kind: Literal["layernorm", "rmsnorm"]
     epsilon: float
@@ -82,7 +82,7 @@ class NormSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLPSlice:
-    """The feed-forward part of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`."""
+    """MLP of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`."""
 
     ffn_hidden_size: int
     nonlinearity: NonLinearity
@@ -93,22 +93,22 @@ class MLPSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSlice:
-    """A stack of equal layers.
+    """Stack of transformer layers.
 
     Attributes:
-        num_layers: layers.
+        num_layers: number of layers.
         hidden_size: width of the residual stream.
-        block: where the norms of a layer sit.
-        hidden_dropout: dropout of what attention and MLP add to the stream, and of the embeddings.
-        attention: the self-attention of a layer.
-        rotary: its rotary embedding, if it has one.
-        norm: every norm of the stack.
-        mlp: the MLP of a layer without experts.
-        moe: the experts of the layers that have some; None in a dense stack.
-        init_std: deviation of the initial weights.
-        output_init_std: the same for the two projections of a layer that write to the stream.
-        recompute: what the backward calculates again; None for nothing.
-        offload: what is kept in host memory; None for nothing.
+        block: placement of the norms in a layer.
+        hidden_dropout: dropout probability of attention and MLP outputs before the residual add, and of the embeddings.
+        attention: self-attention.
+        rotary: rotary embedding, or None.
+        norm: all norms of the stack.
+        mlp: MLP of the dense layers.
+        moe: experts of the MoE layers; None in a dense stack.
+        init_std: standard deviation of the initial weights.
+        output_init_std: standard deviation of the initial output projections of attention and MLP.
+        recompute: recompute (activation checkpointing); None for none.
+        offload: CPU offloading; None for none.
     """
 
     num_layers: int
@@ -126,21 +126,21 @@ class StackSlice:
     offload: OffloadSlice | None
 
     def made_again(self, layer: int, *, offloads: bool) -> frozenset[RecomputeModule]:
-        """The parts that the backward of a layer makes again; none where it is recomputed as a whole.
+        """Return the modules of a layer that are recomputed; none if the layer is recomputed as a whole.
 
         Args:
-            layer: its number.
-            offloads: there is a GPU, without which nothing is offloaded.
+            layer: 0-based index of the layer.
+            offloads: CPU offloading is active, which needs a GPU.
         """
         if self.recompute is not None and layer < self.recompute.layers:
             return frozenset()
-        asked = frozenset[RecomputeModule]() if self.recompute is None else self.recompute.modules
+        modules = frozenset[RecomputeModule]() if self.recompute is None else self.recompute.modules
         if not offloads or self.offload is None or layer >= self.offload.layers:
-            return asked
-        return asked | self.offload.made_again & self.acting_modules(range(layer, layer + 1))
+            return modules
+        return modules | self.offload.made_again & self.acting_modules(range(layer, layer + 1))
 
     def acting_modules(self, layers: range) -> frozenset[RecomputeModule]:
-        """The parts that some of these layers have and that the backward can calculate again."""
+        """Return the modules that some of these layers have and that can be recomputed."""
         moe = self.moe
         return acting_modules(
             moe.layers[layers.start : layers.stop] if moe is not None else (),
@@ -151,23 +151,23 @@ class StackSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTSlice:
-    """A decoder-only GPT.
+    """Decoder-only GPT.
 
     Attributes:
         stack: the decoder.
-        seq_length: tokens in a training sample.
-        learned_positions: rows of the learned position table, None without one.
-        positions_by_document: whether that table may be read by the position within a document.
+        seq_length: sequence length in training.
+        learned_positions: rows of the learned position embedding, None without one.
+        positions_by_document: positions may restart at each document of a packed sequence.
         embedding_scale: factor of the embeddings.
-        logits_softcap: bound of the logits, cap * tanh(logit / cap); 0 for none.
-        vocab_size: real tokens.
-        padded_vocab_size: rows of the embedding table and of the head.
-        tied: the head is the embedding table.
-        embedding_dropout: dropout of the embeddings.
-        embedding_std: deviation of the initial token embeddings.
-        label_smoothing: share of a label that the other tokens get, in training.
-        seed: of the initialisation.
-        compile: compile each layer; None leaves it to the device.
+        logits_softcap: softcap of the logits, cap * tanh(logit / cap); 0 for none.
+        vocab_size: vocabulary size without padding.
+        padded_vocab_size: rows of token embedding and output head.
+        tied: the output head shares the token embedding.
+        embedding_dropout: dropout probability of the embeddings.
+        embedding_std: standard deviation of the initial token embeddings.
+        label_smoothing: share of the target spread over the other tokens in training.
+        seed: seed of the initialization.
+        compile: compile each layer; None decides by device.
     """
 
     stack: StackSlice
@@ -187,24 +187,24 @@ class GPTSlice:
 
     @property
     def stacks(self) -> tuple[StackSlice]:
-        """The decoder alone."""
+        """All stacks: the only one."""
         return (self.stack,)
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model can take, None for any."""
+        """Longest supported sequence, None if unlimited."""
         return self.learned_positions or (self.stack.rotary.positions if self.stack.rotary else None)
 
 
 def window_of(keys: StackKeys, *, causal: bool, longest: int | None = None) -> tuple[int, int] | None:
-    """The window the keys describe, None where it hides nothing of texts of up to `longest` tokens (None: any)."""
+    """Resolve the attention window; None if it masks nothing in sequences of up to `longest` tokens (None: any)."""
     left, right = (-1 if longest is not None and side >= longest - 1 else side for side in keys.window_size or (-1, -1))
     right = 0 if causal else right
     return None if left < 0 and (causal or right < 0) else (left, right)
 
 
 def attention_slice(keys: StackKeys, *, causal: bool, longest: int | None = None) -> AttentionSlice:
-    """The self-attention the keys describe, for texts of up to `longest` tokens (None: any)."""
+    """Resolve the self-attention, for sequences of up to `longest` tokens (None: any)."""
     head_dim = head_dim_of(keys)
     return AttentionSlice(
         heads=keys.num_attention_heads,
@@ -228,7 +228,7 @@ def attention_slice(keys: StackKeys, *, causal: bool, longest: int | None = None
 
 
 def mlp_slice(keys: StackKeys) -> MLPSlice:
-    """The MLP the keys describe."""
+    """Resolve the MLP."""
     nonlinearity, gated = _ACTIVATIONS[keys.activation.removeprefix("fast-")]
     if keys.openai_gelu and nonlinearity == "gelu":
         nonlinearity = "gelu_tanh"
@@ -242,7 +242,7 @@ def mlp_slice(keys: StackKeys) -> MLPSlice:
 
 
 def norm_slice(keys: StackKeys) -> NormSlice:
-    """The norm the keys describe."""
+    """Resolve the norm."""
     return NormSlice(
         kind="rmsnorm" if keys.normalization == "rmsnorm" else "layernorm",
         epsilon=keys.layernorm_epsilon,
@@ -250,10 +250,10 @@ def norm_slice(keys: StackKeys) -> NormSlice:
     )
 
 
-def stack_slice(keys: StackKeys, *, causal: bool, positions: int, of_t5: bool = False) -> StackSlice:
-    """The stack the keys describe, one of a T5 or not, for sequences of up to `positions` tokens."""
+def stack_slice(keys: StackKeys, *, causal: bool, positions: int, is_t5: bool = False) -> StackSlice:
+    """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
-    moe = moe_slice(keys, of_t5=of_t5)
+    moe = moe_slice(keys, of_t5=is_t5)
     return StackSlice(
         num_layers=keys.num_layers,
         hidden_size=keys.hidden_size,
@@ -274,14 +274,14 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int, of_t5: bool = 
 
 
 def longest_of(keys: GPTKeys | BertKeys) -> int | None:
-    """The longest text a model can take, None for any."""
+    """Return the longest supported sequence, None if unlimited."""
     if keys.position_embedding_type not in BOUNDED:
         return None
     return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
 
 
 def vocabulary_of(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
-    """Real tokens, and rows of the tables with their padding, for a tokenizer of `vocab_size` tokens.
+    """Return the vocabulary size without and with padding, for a tokenizer of `vocab_size` tokens.
 
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
@@ -297,7 +297,7 @@ def vocabulary_of(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
 
 
 def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
-    """The GPT the keys describe, for a tokenizer of `vocab_size` tokens.
+    """Resolve the keys of a GPT for a tokenizer of `vocab_size` tokens.
 
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.

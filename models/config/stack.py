@@ -1,4 +1,4 @@
-"""The keys of one stack of layers. GPT holds them at `model.*`, T5 in `model.encoder` and `model.decoder`."""
+"""Configuration keys of one stack of layers: at `model.*`, or for T5 at `model.encoder.*` and `model.decoder.*`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ AttentionBackend = Literal[
 
 
 class DenseStackKeys(Block):
-    """Geometry, norms, activation, attention, positions and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
+    """Sizes, norms, activation, attention, positions and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
 
     num_layers: int = Field(12, ge=1)
     """Number of transformer layers."""
@@ -71,22 +71,22 @@ class DenseStackKeys(Block):
     """Number of key/value heads: null or `num_attention_heads` is MHA, 1 is MQA, a divisor in between is GQA."""
 
     normalization: Normalization = "layernorm"
-    """`layernorm`, `layernorm1p` (weight stored minus one, so weight decay pulls it to 1) or `rmsnorm`."""
+    """`layernorm`, `layernorm1p` (weight stored minus one, so that weight decay pulls it to 1) or `rmsnorm`."""
     layernorm_epsilon: float = Field(1e-5, gt=0)
-    """Added to the variance under the root."""
+    """Epsilon of the norms, added to the variance."""
     layernorm_zero_centered_gamma: bool = False
     """Store the norm weight minus one, for `layernorm` and `rmsnorm`; `layernorm1p` implies it."""
     qk_layernorm: bool = False
-    """A norm of the `normalization` kind over each query and key head, before they are rotated (Qwen3)."""
+    """Apply a norm of the `normalization` kind to each query and key head, before RoPE (Qwen3)."""
     transformer_block_type: Literal["pre_ln", "post_ln", "normformer", "parallel_ln"] = "pre_ln"
-    """Where the norms sit in a layer: before attention and MLP; after the residual add, without a final norm; before
-    them and again after the attention and inside the MLP; or as the first, with all parts of a layer reading what
-    entered it (`parallel_ln`, stoker's own: GPT-NeoX)."""
+    """Placement of the norms: `pre_ln`, before attention and MLP; `post_ln`, after the residual adds, without a final
+    norm; `normformer`, as `pre_ln` and also after the attention and inside the MLP; `parallel_ln`, as `pre_ln` with
+    attention and MLP in parallel on the layer's input (stoker's own: GPT-NeoX)."""
     headscale: bool = False
-    """A learned factor for what each attention head gives, 1 at first (NormFormer)."""
+    """Learned scale of each attention head's output, initialized to 1 (NormFormer)."""
 
     activation: Activation = "gelu"
-    """Activation of the MLP. `fast-x` is `x`: the gated projections are always one fused matrix here."""
+    """Activation of the MLP. `fast-x` is the same as `x`: gated projections are always fused into one matrix."""
     openai_gelu: bool = False
     """Use the tanh form of GELU instead of the exact (erf) form."""
     bias: bool = True
@@ -102,16 +102,16 @@ class DenseStackKeys(Block):
     """Dropout inside the MLP, after the activation."""
 
     init_method_std: float = Field(0.02, gt=0)
-    """Standard deviation of the normal initialisation of weights."""
+    """Standard deviation of the normal initialization of weights."""
     use_scaled_init_method: bool = True
-    """Divide that deviation by sqrt(2 * num_layers) for the output projections of attention and MLP."""
+    """Divide `init_method_std` by sqrt(2 * num_layers) for the output projections of attention and MLP."""
 
     position_embedding_type: PositionEmbedding = "learned_absolute"
-    """How positions enter: a table added to the embeddings (`learned_parameters`: whatever documents a sample holds),
-    rotation of queries and keys (`rope`; `xpos` fades with distance), a term on the scores (`alibi`, `kerple`,
-    `sandwich`, T5's `relative`), or not at all."""
+    """Learned position embeddings (`learned_absolute`; `learned_parameters`: not restarted at documents within a
+    sample), rotary embedding (`rope`; `xpos` decays with distance), a bias on the attention scores (`alibi`, `kerple`,
+    `sandwich`, T5's `relative`), or `none`."""
     rotary_percentage: float = Field(1.0, gt=0, le=1)
-    """Part of each head that is rotated; the rest passes through."""
+    """Fraction of each head's channels that is rotated."""
     rotary_base: float = Field(10000.0, gt=0)
     """Base of the rotary frequencies: base ** (-2i / d)."""
     rotary_interleaved: bool = False
@@ -119,43 +119,44 @@ class DenseStackKeys(Block):
     seq_len_interpolation_factor: float | None = Field(None, ge=1)
     """Divide positions by this factor before rotating; null is 1."""
     scale_positional_embedding: bool = False
-    """NeMo's switch for Llama 3.1's rotary frequencies: `rotary_scaling: llama3`."""
+    """NeMo's key for Llama 3.1's RoPE scaling, the same as `rotary_scaling: llama3`."""
     rotary_scaling: Literal["llama3", "yarn"] | None = own(None)
-    """Stretch the slow rotary frequencies for long texts: Llama 3.1's way or YaRN; null: no."""
+    """RoPE frequency scaling for long contexts: Llama 3.1's or YaRN; null: none."""
     rotary_scaling_factor: float = own(8.0, ge=1)
-    """By which `rotary_scaling` stretches the slowest frequencies (Hugging Face: `factor`)."""
+    """Factor by which `rotary_scaling` divides the lowest frequencies (Hugging Face: `factor`)."""
     rotary_original_length: int = own(8192, ge=1)
-    """Tokens before `rotary_scaling` (Hugging Face: `original_max_position_embeddings`)."""
+    """Context length before `rotary_scaling` (Hugging Face: `original_max_position_embeddings`)."""
     rotary_low_turns: float | None = own(None, gt=0)
-    """Waves that turn less often in that length are stretched; null: 1 (`low_freq_factor`, or YaRN's `beta_slow`)."""
+    """Frequencies with fewer rotations in that length are scaled; null: 1 (`low_freq_factor`; YaRN: `beta_slow`)."""
     rotary_high_turns: float | None = own(None, gt=0)
-    """Waves that turn more often are kept; null: 4 for `llama3` (`high_freq_factor`), 32 for `yarn` (`beta_fast`)."""
+    """Frequencies with more rotations are kept; null: 4 for `llama3` (`high_freq_factor`), 32 for `yarn`
+    (`beta_fast`)."""
     num_attention_heads_alibi: int | None = Field(None, ge=1)
-    """The first so many heads have ALiBi's slopes, the others no positions; null: all heads."""
+    """Number of first heads with ALiBi slopes, the others have no position bias; null: all heads."""
     relative_attention_num_buckets: int = Field(32, ge=2)
-    """Buckets of distances of `relative`, those of later keys included."""
+    """Number of distance buckets of `relative`, including those of later keys."""
     relative_attention_max_distance: int = Field(128, ge=2)
-    """Distances from here on share the last bucket of `relative`."""
+    """Distances from this on share the last bucket of `relative`."""
     window_size: Window | None = None
-    """`[left, right]`: a token sees so many tokens before and after it, -1 for all; Hugging Face's
-    `sliding_window=4096` is `[4095, 0]`."""
+    """Sliding window `[left, right]`: a token attends to this many tokens before and after it, -1 for all; Hugging
+    Face's `sliding_window=4096` is `[4095, 0]`."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
-    """Bound attention scores to +-cap by cap * tanh(score / cap) (Gemma 2); null: no bound."""
+    """Softcap of the attention scores, cap * tanh(score / cap) (Gemma 2); null: none."""
 
     apply_query_key_layer_scaling: bool = False
-    """An fp16 trick without mathematical effect; off, with a warning, for every other precision, as in NeMo."""
+    """An fp16 trick without mathematical effect; disabled with a warning in other precisions, as in NeMo."""
     normalize_attention_scores: bool = True
-    """Scale scores by 1/sqrt(head width); False: no scaling (Hugging Face T5)."""
+    """Scale attention scores by 1/sqrt(head width); False: no scaling (Hugging Face T5)."""
     use_flash_attention: bool | None = None
-    """True: flash or fused kernels only. False: no flash kernels. null: whatever fits best."""
+    """True: flash or fused kernels only. False: no flash kernels. null: the best supported backend."""
     attention_backend: AttentionBackend = own("auto")
-    """One family (`flash`, `fused`, `unfused`) or one backend by name; `auto` lets the dispatcher choose."""
+    """A backend family (`flash`, `fused`, `unfused`) or a backend by name; `auto` lets the dispatcher choose."""
     transformer_engine: bool | None = None
-    """True: TransformerEngine's attention first in each family, an error where it is not installed; False: never; null:
-    where it is installed and fits best. The linear layers are PyTorch's in any case."""
+    """True: prefer TransformerEngine's attention in each family, an error if it is not installed; False: never use it;
+    null: where it is installed and the best choice. Linear layers are always PyTorch's."""
     masked_softmax_fusion: bool = True
-    """Scale, mask and softmax of unfused attention in one kernel on a GPU; False: in plain torch."""
+    """Fuse scale, mask and softmax of unfused attention into one kernel on a GPU; False: plain PyTorch."""
 
 
 class StackKeys(MemoryKeys, MoEKeys, DenseStackKeys):
-    """Everything of one stack, with the experts that may stand in place of its MLPs, and how it saves memory."""
+    """All keys of one stack: dense layers, mixture of experts, recompute and offloading."""

@@ -1,4 +1,4 @@
-"""What the parts of a T5 need to know, derived once from its keys."""
+"""Resolved configuration of a T5, derived once from its keys."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .t5 import T5Keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5StackSlice:
-    """One of the two stacks with what belongs to it alone.
+    """Encoder or decoder with its embeddings.
 
     Attributes:
         stack: the stack.
-        learned_positions: rows of its learned position table, None without one.
-        positions_by_document: whether that table may be read by the position within a document.
-        max_positions: the longest sequence it can take, None for any.
-        embedding_dropout: dropout of the embeddings that go into it.
+        learned_positions: rows of its learned position embedding, None without one.
+        positions_by_document: positions may restart at each document of a packed sequence.
+        max_positions: longest supported sequence, None if unlimited.
+        embedding_dropout: dropout probability of its embeddings.
     """
 
     stack: StackSlice
@@ -31,22 +31,22 @@ class T5StackSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5Slice:
-    """An encoder-decoder.
+    """Encoder-decoder.
 
     Attributes:
-        encoder: the stack that sees both ways.
+        encoder: the bidirectional stack.
         decoder: the causal stack.
-        cross_attention: of each layer of the decoder to the encoder's output.
-        vocab_size: real tokens.
-        padded_vocab_size: rows of the embedding tables and of the head.
-        shared_embeddings: encoder and decoder have one table of token embeddings.
-        tied: the head is the decoder's table.
-        head_bias: a bias on the logits.
+        cross_attention: cross-attention of each decoder layer to the encoder's output.
+        vocab_size: vocabulary size without padding.
+        padded_vocab_size: rows of token embeddings and output head.
+        shared_embeddings: encoder and decoder share the token embedding.
+        tied: the output head shares the decoder's token embedding.
+        head_bias: add a bias to the logits.
         output_scale: factor of the decoder's output before the head.
-        embedding_std: deviation of the initial token embeddings.
-        label_smoothing: share of a label that the other tokens get, in training.
-        seed: of the initialisation.
-        compile: compile each layer; None leaves it to the device.
+        embedding_std: standard deviation of the initial token embeddings.
+        label_smoothing: share of the target spread over the other tokens in training.
+        seed: seed of the initialization.
+        compile: compile each layer; None decides by device.
     """
 
     encoder: T5StackSlice
@@ -65,17 +65,17 @@ class T5Slice:
 
     @property
     def stacks(self) -> tuple[StackSlice, StackSlice]:
-        """Encoder and decoder."""
+        """All stacks: encoder and decoder."""
         return self.encoder.stack, self.decoder.stack
 
 
 def t5_slice(keys: T5Keys, *, vocab_size: int, decoder_length: int) -> T5Slice:
-    """The T5 the keys describe.
+    """Resolve the keys of a T5.
 
     Args:
-        keys: what the model is.
-        vocab_size: tokens of the tokenizer.
-        decoder_length: tokens in a sample of the decoder.
+        keys: configuration of the model.
+        vocab_size: vocabulary size of the tokenizer.
+        decoder_length: sequence length of the decoder.
 
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
@@ -105,7 +105,7 @@ def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5St
     positions = max(length, keys.max_position_embeddings or 0)
     dropout = keys.embedding_dropout
     return T5StackSlice(
-        stack=stack_slice(stack, causal=causal, positions=positions, of_t5=True),
+        stack=stack_slice(stack, causal=causal, positions=positions, is_t5=True),
         learned_positions=positions if kind.startswith("learned_") else None,
         positions_by_document=kind == "learned_absolute",
         max_positions=positions if kind in BOUNDED else None,
@@ -113,10 +113,9 @@ def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5St
     )
 
 
-def _cross_attention(keys: T5Keys, of_decoder: AttentionSlice) -> AttentionSlice:
-    """The decoder's attention without what looks at distances, which tokens of two texts have where it is asked for."""
-    alone = keys.decoder.relative_position_bias_self_attention_only
-    distance = (
-        None if alone or of_decoder.distance is None or of_decoder.distance.kind != "relative" else of_decoder.distance
-    )
-    return replace(of_decoder, causal=False, window=None, distance=distance)
+def _cross_attention(keys: T5Keys, self_attention: AttentionSlice) -> AttentionSlice:
+    """Derive cross-attention from self-attention: no causal mask, no window, and only a `relative` bias, if set."""
+    distance = self_attention.distance
+    if keys.decoder.relative_position_bias_self_attention_only or (distance and distance.kind != "relative"):
+        distance = None
+    return replace(self_attention, causal=False, window=None, distance=distance)

@@ -1,4 +1,4 @@
-"""The kinds of attention call that a stack makes, and the backend for each. Pure: no torch, no device."""
+"""Attention calls of a stack by kind, and the backend chosen for each. Pure: no torch, no device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attention_call(
     training: bool = False,
     any_length: bool = False,
 ) -> AttentionCall:
-    """One kind of call of an attention; arguments that are not the attention's are those of `AttentionCall`."""
+    """Build the `AttentionCall` of one kind of call; for the arguments besides `attention` see `AttentionCall`."""
     distance = attention.distance
     return AttentionCall(
         device=device,
@@ -75,20 +75,20 @@ def attention_calls(
     packed: bool,
     deterministic: bool,
 ) -> dict[CallKind, AttentionCall]:
-    """Every kind of call a causal stack makes: training, evaluation without dropout, generation of any length.
+    """Return the calls of a causal stack: training, evaluation without dropout, generation of any length.
 
-    A text that is generated is one document, even where those of a sample are `packed`.
+    Generation is never packed, even if the samples are.
 
     Args:
-        attention: the attention of each layer.
-        device: kind of device.
-        capability: CUDA compute capability, None elsewhere.
-        dtype: of the arithmetic.
-        batch: samples in a call.
-        seq_length: tokens in a sample.
-        longest: tokens of the longest text that can be generated.
-        packed: samples of training and evaluation hold several documents, which do not see each other.
-        deterministic: equal calls must give equal bits.
+        attention: attention of each layer.
+        device: device type.
+        capability: CUDA compute capability, None on other devices.
+        dtype: compute dtype.
+        batch: micro batch size.
+        seq_length: sequence length of a sample.
+        longest: maximal sequence length in generation.
+        packed: samples of training and evaluation hold several documents, with attention within documents only.
+        deterministic: results must be bitwise reproducible.
     """
 
     def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
@@ -116,10 +116,10 @@ def attention_calls(
 def decide(
     attention: AttentionSlice, calls: Mapping[CallKind, AttentionCall], flags: AttentionFlags, installed: Installed
 ) -> dict[CallKind, Decision]:
-    """The dispatcher's choice for each kind of call.
+    """Choose the attention backend of each kind of call.
 
     Raises:
-        NoBackendError: nothing is left for one of them.
+        NoBackendError: no backend supports one of them.
     """
     return {
         kind: choose(
@@ -135,14 +135,14 @@ def decide(
 
 
 def decision_for(made: Mapping[str, Decision], label: str) -> Decision:
-    """What was chosen for a call.
+    """Return the decision for a call.
 
     Args:
-        made: the decisions of a model.
-        label: names the call as `made` does: its kind, after its attention where there are several.
+        made: decisions of a model by label.
+        label: kind of call, prefixed by the name of the attention if there are several (`PlannedAttention.label`).
 
     Raises:
-        ValueError: the model was not built for it.
+        ValueError: the model was not built for this call.
     """
     if label not in made:
         raise ValueError(

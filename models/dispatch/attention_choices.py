@@ -1,4 +1,4 @@
-"""Every attention of a model with every kind of call it makes. Pure: no torch, no device."""
+"""All attentions of a model with the kinds of call they make. Pure: no torch, no device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .attention_calls import CallKind, attention_call, attention_calls
 
 
 class CallFacts(TypedDict):
-    """What all calls of a run have in common; see `AttentionCall`."""
+    """Properties common to all attention calls of a run; see `AttentionCall`."""
 
     device: str
     capability: tuple[int, int] | None
@@ -30,10 +30,10 @@ class PlannedAttention:
     """One attention of a model.
 
     Attributes:
-        name: `encoder`, `decoder` or `cross` in a T5; empty where there is but one.
-        attention: what it is.
-        calls: the kinds of call it makes.
-        grows: whether texts that are generated go through it token by token, over keys and values that are kept.
+        name: `encoder`, `decoder` or `cross` in T5; empty in a model with one attention.
+        attention: slice of the attention.
+        calls: attention call of each kind.
+        grows: generation is incremental, with a KV cache.
     """
 
     name: str
@@ -42,17 +42,17 @@ class PlannedAttention:
     grows: bool = True
 
     def label(self, kind: CallKind) -> str:
-        """Attention and kind of call in words: `encoder training`, or `training` where there is but one attention."""
+        """Return the label of a kind of call: `encoder training`, or `training` in a model with one attention."""
         return f"{self.name} {kind}".strip()
 
 
 def planned_attentions(model: FamilySlice, form: SampleForm, facts: CallFacts) -> Iterator[PlannedAttention]:
-    """Every attention of a model.
+    """Yield all attentions of a model.
 
     Args:
-        model: what it is.
-        form: the samples of training and evaluation. A text that is generated, or read for it, is one document.
-        facts: what all calls have in common.
+        model: slice of the model.
+        form: shape of the samples of training and evaluation. In generation, prompts and outputs are never packed.
+        facts: properties common to all calls.
     """
     match model:
         case T5Slice():
@@ -99,7 +99,7 @@ def _cross(model: T5Slice, form: SampleForm, facts: CallFacts) -> PlannedAttenti
 
     def call(queries: int, keys: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
         packed = form.packed and not any_length
-        made = attention_call(
+        described = attention_call(
             attention,
             queries=queries,
             keys=keys,
@@ -109,8 +109,10 @@ def _cross(model: T5Slice, form: SampleForm, facts: CallFacts) -> PlannedAttenti
             any_length=any_length,
             **facts,
         )
-        # the engine aligns the ends of both texts, which are counted from their beginnings here
-        return made if attention.distance is None else replace(made, reach=made.reach + abs(keys - queries))
+        if attention.distance is None:
+            return described
+        # Attention aligns the ends of queries and keys, but their positions are aligned at the start.
+        return replace(described, reach=described.reach + abs(keys - queries))
 
     longest = model.decoder.max_positions or form.decoder_length, model.encoder.max_positions or form.length
     calls: dict[CallKind, AttentionCall] = {

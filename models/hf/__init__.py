@@ -1,1 +1,1 @@
-"""Hugging Face's models as tables: name and layout of each weight, meaning of each field of a config.json."""
+"""Hugging Face architectures: mapping of weight names and layouts, and of config.json fields."""

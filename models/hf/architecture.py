@@ -1,4 +1,4 @@
-"""An architecture of Hugging Face's: its weights, its fields, and the models of ours that it can hold."""
+"""Hugging Face architectures: mapping of weights and config.json fields, and comparison of model slices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ..config.batch_shape import SampleForm
-from ..config.bert_slice import BertSlice
 from ..config.families import FamilyKeys, FamilySlice, family_slice
 from ..config.model_keys import Family
 from ..config.t5_slice import T5Slice
@@ -22,23 +21,23 @@ _TRAINING = {
     *("implementation", "router_dtype", "bias_update_rate", "seq_length", "positions_by_document"),
     *("padded_vocab_size", "drop_policy", "pad_to_capacity"),  # the last two act with a capacity only
 }
-"""Parts of a slice that say how a model is trained or computed, not what it is."""
+"""Fields of a slice that affect training or computation, but not the function that the model computes."""
 _MEANING = {"balancing": lambda kind: kind == "sinkhorn"}
-"""Parts of which some values are the same function: a loss that balances is one of training."""
+"""Fields that are compared by a function of their value: an auxiliary loss affects training only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A table of weights and a table of fields.
+    """Mapping between a Hugging Face architecture and a stoker model family.
 
     Attributes:
-        model_type: as in config.json.
-        name: the class of its language model.
-        family: of ours that it is.
-        parts: what its fields mean.
-        weights: what its tensors hold.
-        also: names of other classes with the same weights and more, which are left out.
-        harmless: fields that change no results, besides those of any config.json.
+        model_type: `model_type` of config.json.
+        name: class name of the language model, as in `architectures`.
+        family: stoker model family.
+        parts: mappings of config.json fields.
+        weights: mapping of weights.
+        also: other classes with the same weights and additional ones, which are ignored.
+        harmless: fields that do not change results, in addition to `COMMON`.
     """
 
     model_type: str
@@ -49,32 +48,37 @@ class Architecture:
     also: tuple[str, ...] = ()
     harmless: frozenset[str] = frozenset()
 
-    def read(self, theirs: Theirs, ignored: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
-        """Our keys, dotted below `model`, of a config.json, and every problem with it.
+    def read(self, config: Theirs, ignored: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
+        """Convert a config.json to stoker keys, dotted relative to `model`; return them and all problems found.
 
         Args:
-            theirs: the fields, and what the weights say.
-            ignored: fields that the user knows to change nothing.
+            config: fields of config.json, and properties of the weights.
+            ignored: fields to ignore, at the user's request.
         """
-        given = {name: value for name, value in theirs.config.items() if name not in ignored}
-        own = {field for part in self.parts for field in part.fields}
-        parts = (*self.parts, *(part for part in ALWAYS if not own & set(part.fields)))
-        keys, problems = read_fields(parts, Theirs(given, theirs.own_head), COMMON | self.harmless)
-        named = given.get("architectures")
+        values = {name: value for name, value in config.config.items() if name not in ignored}
+        own_fields = {field for part in self.parts for field in part.fields}
+        parts = (*self.parts, *(part for part in ALWAYS if not own_fields & set(part.fields)))
+        keys, problems = read_fields(parts, Theirs(values, config.own_head), COMMON | self.harmless)
+        architectures = values.get("architectures")
         known = {self.name, *self.also}
-        if named is not None and not (isinstance(named, list) and all(name in known for name in named)):
-            problems.insert(0, f"`architectures` ({shown(named)}) must be {self.name}: it is another model")
+        if architectures is not None and not (
+            isinstance(architectures, list) and all(name in known for name in architectures)
+        ):
+            problems.insert(
+                0,
+                f"`architectures` ({shown(architectures)}) must be {self.name}: other model classes are not supported",
+            )
         return keys, problems
 
     def write(self, keys: FamilyKeys, *, vocab_size: int) -> dict[str, Any]:
-        """The config.json of a model.
+        """Return the config.json of a model.
 
         Args:
-            keys: what the model is.
-            vocab_size: its tokens.
+            keys: configuration keys of the model.
+            vocab_size: vocabulary size of the model.
 
         Raises:
-            FieldError: it has something that the architecture has not; one line for each.
+            FieldError: the architecture does not support a setting of the model; one line for each.
         """
         config: dict[str, Any] = {"architectures": [self.name], "model_type": self.model_type}
         problems: list[str] = []
@@ -88,45 +92,39 @@ class Architecture:
         return config | {"vocab_size": vocab_size}
 
 
-def what_differs(ours: FamilySlice, theirs: FamilySlice) -> list[str]:
-    """Where two descriptions are of different functions: dotted names, with both values."""
-    return list(_differences(ours, theirs, ""))
+def what_differs(model: FamilySlice, converted: FamilySlice) -> list[str]:
+    """Return the fields in which two models compute different functions: dotted names, with both values."""
+    return list(_differences(model, converted, ""))
 
 
-def _differences(ours: Any, theirs: Any, at: str) -> list[str]:
-    if not is_dataclass(ours) or type(ours) is not type(theirs):
-        return [] if ours == theirs else [f"{at} is {shown(ours)}, which would become {shown(theirs)}"]
+def _differences(model: Any, converted: Any, path: str) -> list[str]:
+    if not is_dataclass(model) or type(model) is not type(converted):
+        return [] if model == converted else [f"{path} is {shown(model)}, which would become {shown(converted)}"]
     found: list[str] = []
-    for field in fields(ours):
-        if field.name not in _TRAINING:
-            place, same = f"{at}.{field.name}" if at else field.name, _MEANING.get(field.name, _itself)
-            found += _differences(same(getattr(ours, field.name)), same(getattr(theirs, field.name)), place)
+    for field in fields(model):
+        if field.name in _TRAINING:
+            continue
+        field_path = f"{path}.{field.name}" if path else field.name
+        left, right = getattr(model, field.name), getattr(converted, field.name)
+        if meaning := _MEANING.get(field.name):
+            left, right = meaning(left), meaning(right)
+        found += _differences(left, right, field_path)
     return found
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 def described(keys: FamilyKeys, vocab_size: int, form: SampleForm) -> FamilySlice:
-    """The model that keys describe, with `vocab_size` tokens."""
+    """Return the slice of a model with exactly `vocab_size` tokens."""
     return family_slice(keys.model_copy(update={"override_vocab_size": None}), vocab_size=vocab_size, form=form)
 
 
 def geometry_of(model: FamilySlice) -> Geometry:
-    """The numbers that layouts need."""
-    match model:
-        case T5Slice():
-            attention = model.encoder.stack.attention
-        case BertSlice():
-            attention = model.stack.attention
-        case _:
-            attention = model.stack.attention
+    """Return the sizes that weight layouts depend on."""
+    attention = (model.encoder.stack if isinstance(model, T5Slice) else model.stack).attention
     return Geometry(heads=attention.heads, groups=attention.groups, vocab_size=model.vocab_size)
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as blocks in blocks."""
+    """Convert dotted keys to nested dictionaries."""
     tree: dict[str, Any] = {}
     for path, value in dotted.items():
         *blocks, name = path.split(".")

@@ -1,4 +1,4 @@
-"""Every architecture of Hugging Face's that stoker reads and writes."""
+"""Registry of supported Hugging Face architectures."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *(T5, T5_GATED, MT5),
     BERT,
 )
-"""In the order in which they are tried for a model that several could hold."""
+"""In the order in which they are tried when a model fits several of them."""
 
 MODEL_TYPES = tuple(dict.fromkeys(architecture.model_type for architecture in ARCHITECTURES))
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
-    """The architecture of a config.json, None where it is none of these."""
-    named = config.get("model_type")
-    found = [architecture for architecture in ARCHITECTURES if architecture.model_type == named]
+    """Return the architecture of a config.json, None if it is not supported."""
+    model_type = config.get("model_type")
+    found = [architecture for architecture in ARCHITECTURES if architecture.model_type == model_type]
     if len(found) == 2:
         gated = str(config.get("feed_forward_proj", "")).startswith("gated-")
         return found[gated]

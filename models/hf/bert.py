@@ -1,4 +1,4 @@
-"""BERT with its head for masked tokens; the parts for other tasks are left out."""
+"""BERT with its masked language modeling head; pooler and next sentence prediction are ignored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .llama import longest
 from .weight_layout import Stacked, Vocabulary
 from .weight_map import Row, WeightMap, same_names
 
-_OURS, _THEIRS = "encoder.layers.{n}.", "bert.encoder.layer.{n}."
+_LAYER, _HF_LAYER = "encoder.layers.{n}.", "bert.encoder.layer.{n}."
 
 BERT = Architecture(
     model_type="bert",
@@ -40,8 +40,8 @@ BERT = Architecture(
         Field("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-12),
         Field("hidden_dropout_prob", ("hidden_dropout",), "share", 0.1),
         Field("attention_probs_dropout_prob", ("attention_dropout",), "share", 0.1),
-        Must("hidden_act", "gelu", "the head has the exact GELU", default="gelu", write_it=True),
-        Must("position_embedding_type", "absolute", "relative keys", default="absolute"),
+        Must("hidden_act", "gelu", "the MLM head uses the exact GELU", default="gelu", write_it=True),
+        Must("position_embedding_type", "absolute", "relative positions are not supported", default="absolute"),
         TiedHead("share_embeddings_and_output_weights", default=True),
     ),
     harmless=frozenset(
@@ -67,13 +67,13 @@ BERT = Architecture(
                 ],
             ),
             Row(
-                f"{_OURS}attention.qkv.{{kind}}",
-                tuple(f"{_THEIRS}attention.self.{part}.{{kind}}" for part in ("query", "key", "value")),
+                f"{_LAYER}attention.qkv.{{kind}}",
+                tuple(f"{_HF_LAYER}attention.self.{part}.{{kind}}" for part in ("query", "key", "value")),
                 Stacked(("heads", "groups", "groups")),
             ),
             *same_names(
-                _OURS,
-                _THEIRS,
+                _LAYER,
+                _HF_LAYER,
                 [
                     ("attention.output", "attention.output.dense"),
                     ("attention_norm", "attention.output.LayerNorm"),

@@ -1,4 +1,4 @@
-"""What the fields of a config.json mean in our keys, both ways: what is not known to be harmless is a problem."""
+"""Mappings between config.json fields and stoker keys, in both directions; unknown fields are reported as problems."""
 
 from __future__ import annotations
 
@@ -11,78 +11,78 @@ from typing import Any, Literal, Protocol
 from ..config.families import FamilyKeys
 
 LARGEST = 1 << 24
-"""No size of a model is larger; more would only overflow what is calculated from it."""
+"""Upper bound of all sizes, against overflow in later computations."""
 
 Kind = Literal["size", "count", "number", "share", "switch"]
 
 
 class FieldError(Exception):
-    """A field or a key that has no counterpart; the message is one line and names it."""
+    """A field or key without a counterpart; the message is one line and names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theirs:
-    """A config.json, and what the weights beside it say.
+    """A config.json and properties of its weights.
 
     Attributes:
-        config: its fields.
-        own_head: the weights hold an output head that differs from the token embeddings.
+        config: fields of config.json.
+        own_head: the weights have an output head that differs from the token embeddings.
     """
 
     config: Mapping[str, Any]
     own_head: bool
 
     def get(self, field: str, default: Any = None) -> Any:
-        """The value of a field, the default where there is none."""
+        """Return the value of a field, or the default."""
         return self.config.get(field, default)
 
 
 class Part(Protocol):
-    """One or several fields that mean something together."""
+    """Mapping of one or several related fields."""
 
     @property
     def fields(self) -> Sequence[str]:
-        """The fields it reads."""
+        """Names of the fields."""
         ...
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        """Our keys (dotted below `model`) of their fields.
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        """Convert the fields to stoker keys, dotted relative to `model`.
 
         Raises:
-            FieldError: a value without a counterpart here.
+            FieldError: a value is not supported by stoker.
         """
         ...
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """Their fields of our keys.
+        """Convert stoker keys to the fields.
 
         Raises:
-            FieldError: a value without a counterpart there.
+            FieldError: a value is not supported by the architecture.
         """
         ...
 
 
 REQUIRED: Any = object()
-"""The default of a field that must be there."""
+"""Default of a field that must be present."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field and the key of ours that means the same.
+    """A field and the stoker key of the same meaning.
 
     Args:
-        name: the field.
-        ours: our keys, several where they must all be equal (the two stacks of a T5).
-        kind: `size` from 1, `count` from 0, `number` above 0, `share` from 0 and below 1, `switch`.
-        default: what it means to leave the field out.
-        nullable: null is a value, the same on both sides.
-        also: other names of the field, of older versions.
+        name: name of the field.
+        keys: stoker keys; several if they must all be equal (the two stacks of a T5).
+        kind: `size` (integer >= 1), `count` (integer >= 0), `number` (> 0), `share` (in [0, 1)) or `switch` (boolean).
+        default: value if the field is absent.
+        nullable: null is allowed, with the same meaning on both sides.
+        also: other names of the field, in older versions.
         write_none: write null too.
-        value: what to write, where it is not the value of the first key.
+        value: function of the keys that gives the value to write; None: the value of the first key.
     """
 
     name: str
-    ours: tuple[str, ...]
+    keys: tuple[str, ...]
     kind: Kind
     default: Any = REQUIRED
     nullable: bool = False
@@ -92,56 +92,56 @@ class Field:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Its names."""
+        """See `Part.fields`."""
         return (self.name, *self.also)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        """The same value under our keys."""
-        found = [name for name in self.fields if name in theirs.config]
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        """See `Part.read`."""
+        found = [name for name in self.fields if name in config.config]
         if not found and self.default is REQUIRED:
             raise FieldError(f"`{self.name}` is missing")
         name = found[0] if found else self.name
-        value = theirs.get(name, self.default)
+        value = config.get(name, self.default)
         if value is None and self.nullable:
-            return dict.fromkeys(self.ours)
-        return dict.fromkeys(self.ours, checked(name, value, self.kind))
+            return dict.fromkeys(self.keys)
+        return dict.fromkeys(self.keys, checked(name, value, self.kind))
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """The value of the first of our keys."""
-        value = self.value(keys) if self.value is not None else key_of(keys, self.ours[0])
+        """See `Part.write`."""
+        value = self.value(keys) if self.value is not None else key_of(keys, self.keys[0])
         return {} if value is None and not self.write_none else {self.name: value}
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Keys of ours that every model of the family has so."""
+    """Stoker keys with the same value in every model of the architecture."""
 
     keys: Mapping[str, Any]
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """None."""
+        """No fields."""
         return ()
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        """The keys."""
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        """Return the keys."""
         return self.keys
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """Nothing: who exports compares what the written fields mean with what the model is."""
+        """Return nothing: the export reads back the written fields and compares the result with the model."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """A field that changes the results, and has no counterpart but for one value.
+    """A field that changes results and is supported with one value only.
 
     Args:
-        name: the field.
-        value: the only one that can be had.
-        why: what another one would mean.
-        default: what it means to leave the field out.
-        write: write it.
+        name: name of the field.
+        value: the supported value.
+        why: reason why other values are not supported, for the error message.
+        default: value if the field is absent; None: `value`.
+        write_it: write the field.
     """
 
     name: str
@@ -152,22 +152,23 @@ class Must:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The field."""
+        """See `Part.fields`."""
         return (self.name,)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        """Nothing."""
-        found = theirs.get(self.name, self.default if self.default is not None else self.value)
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        """Check the value; return no keys."""
+        found = config.get(self.name, self.default if self.default is not None else self.value)
         if type(found) is not type(self.value) or found != self.value:
             raise FieldError(f"`{self.name}` ({shown(found)}) must be {shown(self.value)}: {self.why}")
         return {}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """The value."""
+        """See `Part.write`."""
         return {self.name: self.value} if self.write_it else {}
 
 
-# name of theirs to our activation, and whether its GELU is the tanh form; the first name of several is written
+# Hugging Face name to stoker's `activation`, and True for the tanh approximation of GELU. Of names with the same
+# meaning, the first is written.
 _GATED = {
     **dict.fromkeys(("silu", "swish"), ("swiglu", False)),
     **dict.fromkeys(("gelu", "gelu_python"), ("geglu", False)),
@@ -185,12 +186,12 @@ _PLAIN = {
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The nonlinearity of the MLP by its name.
+    """The activation function of the MLP.
 
     Args:
-        name: the field.
-        gated: the MLP has a gate.
-        default: what it means to leave the field out.
+        name: name of the field.
+        gated: the MLP is gated.
+        default: value if the field is absent.
     """
 
     name: str
@@ -199,12 +200,12 @@ class Activation:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The field."""
+        """See `Part.fields`."""
         return (self.name,)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        """`activation` and the form of GELU."""
-        name = theirs.get(self.name, self.default)
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        """Return `activation` and `openai_gelu` (tanh approximation)."""
+        name = config.get(self.name, self.default)
         known = _GATED if self.gated else _PLAIN
         if not isinstance(name, str) or name not in known:
             raise FieldError(f"`{self.name}` ({shown(name)}) must be one of {', '.join(known)}")
@@ -212,57 +213,57 @@ class Activation:
         return {"activation": activation, "openai_gelu": tanh}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """The first name of it."""
-        ours = str(key_of(keys, "activation")).removeprefix("fast-"), key_of(keys, "openai_gelu")
+        """See `Part.write`."""
+        wanted = str(key_of(keys, "activation")).removeprefix("fast-"), key_of(keys, "openai_gelu")
         for name, meaning in (_GATED if self.gated else _PLAIN).items():
-            if meaning == ours:
+            if meaning == wanted:
                 return {self.name: name}
-        raise FieldError(f"`activation` ({key_of(keys, 'activation')}) is none that this architecture has")
+        raise FieldError(f"`activation` ({key_of(keys, 'activation')}) is not supported by this architecture")
 
 
 @dataclass(frozen=True, slots=True)
 class TiedHead:
-    """Whether the output head is the table of token embeddings.
+    """`tie_word_embeddings`: the output head shares the weight of the token embeddings.
 
     Args:
-        ours: our key.
-        default: what it means to leave the field out.
+        key: stoker key.
+        default: value if the field is absent.
     """
 
-    ours: str
+    key: str
     default: bool
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """`tie_word_embeddings`."""
+        """See `Part.fields`."""
         return ("tie_word_embeddings",)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        """The key; the weights must agree."""
-        tied = checked("tie_word_embeddings", theirs.get("tie_word_embeddings", self.default), "switch")
-        if tied and theirs.own_head:
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        """Return the key; the weights must agree."""
+        tied = checked("tie_word_embeddings", config.get("tie_word_embeddings", self.default), "switch")
+        if tied and config.own_head:
             raise FieldError(
                 "`tie_word_embeddings` (true) contradicts the weights, whose output head differs from the embeddings; "
-                "set it to false in config.json if the head is meant"
+                "set it to false in config.json to use the output head"
             )
-        return {self.ours: tied}
+        return {self.key: tied}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """The field."""
-        return {"tie_word_embeddings": key_of(keys, self.ours)}
+        """See `Part.write`."""
+        return {"tie_word_embeddings": key_of(keys, self.key)}
 
 
 COMMON = frozenset(
     (
-        # what it is called and who wrote it
+        # names, versions, precision and training
         *("_name_or_path", "architectures", "model_type", "transformers_version", "tokenizer_class", "prefix"),
         *("torch_dtype", "dtype", "use_bfloat16", "torchscript", "_attn_implementation", "attn_implementation"),
         *("_attn_implementation_autoset", "_experts_implementation", "tf_legacy_loss", "gradient_checkpointing"),
         *("initializer_range", "pretraining_tp", "_commit_hash", "unsloth_version", "unsloth_fixed"),
         *("is_llama_config", "transformers.js_config"),
-        # what a call returns
+        # outputs of forward()
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
-        # tokens: the tokenizer and generation_config.json say them
+        # special tokens: taken from the tokenizer and generation_config.json
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
         *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
         # defaults of generate()
@@ -271,33 +272,33 @@ COMMON = frozenset(
         *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "remove_invalid_values"),
         *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "diversity_penalty"),
         *("return_dict_in_generate", "task_specific_params", "n_ctx", "max_new_tokens"),
-        # heads of classifiers
+        # classification heads
         *("problem_type", "id2label", "label2id", "num_labels", "finetuning_task", "classifier_dropout"),
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     )
 )
-"""Fields of any config.json that change nothing of what a language model computes from tokens."""
+"""Fields of any config.json that do not change the logits of a language model."""
 
 ALWAYS: tuple[Part, ...] = (
-    Must("is_encoder_decoder", False, "the model would have two stacks", default=False),
-    Must("is_decoder", False, "the model would be a part of another one", default=False),
-    Must("add_cross_attention", False, "the model would read another one", default=False),
-    Must("tie_encoder_decoder", False, "encoder and decoder would share their layers", default=False),
-    Must("cross_attention_hidden_size", None, "the model would read another one"),
-    Must("pruned_heads", {}, "heads would be missing", default={}),
-    Must("quantization_config", None, "the weights are quantized; convert the model they were made from"),
-    Must("auto_map", None, "the model is defined by code that comes with it, which is never run"),
-    Must("rope_interleaved", False, "neighbours would turn, not halves", default=False),
-    Must("use_mrope", False, "positions would have several axes", default=False),
+    Must("is_encoder_decoder", False, "it is not an encoder-decoder architecture", default=False),
+    Must("is_decoder", False, "decoders of encoder-decoder models are not supported", default=False),
+    Must("add_cross_attention", False, "cross-attention is not supported", default=False),
+    Must("tie_encoder_decoder", False, "shared layers of encoder and decoder are not supported", default=False),
+    Must("cross_attention_hidden_size", None, "cross-attention is not supported"),
+    Must("pruned_heads", {}, "pruned heads are not supported", default={}),
+    Must("quantization_config", None, "the weights are quantized; convert the unquantized model"),
+    Must("auto_map", None, "the model requires remote code, which is never run"),
+    Must("rope_interleaved", False, "interleaved rotary embeddings are not supported", default=False),
+    Must("use_mrope", False, "multi-dimensional rotary embeddings are not supported", default=False),
 )
-"""Fields that may stand in any config.json and would change the results."""
+"""Fields of any config.json that change results and are supported with one value only."""
 
 
 def checked(name: str, value: Any, kind: Kind) -> Any:
-    """A value of the kind it must have.
+    """Validate a value of a field and return it; see `Field` for the kinds.
 
     Raises:
-        FieldError: it is of another type, or out of range.
+        FieldError: it has the wrong type or is out of range.
     """
     match kind:
         case "switch":
@@ -321,40 +322,40 @@ def checked(name: str, value: Any, kind: Kind) -> Any:
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value of a config.json, or a name in somebody's file, in a message: on one line, and not endless."""
+    """Format an untrusted value or name for a message: on one line, printable, at most `most` characters."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else " ".join(str(value).split())
-    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    text = "".join(char if char.isprintable() else "?" for char in text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def key_of(keys: FamilyKeys, path: str) -> Any:
-    """The value of one of our keys by its dotted path."""
+    """Return the value of a stoker key by its dotted path."""
     value: Any = keys
     for name in path.split("."):
         value = getattr(value, name)
     return value
 
 
-def read_fields(parts: Sequence[Part], theirs: Theirs, harmless: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our keys of a config.json, and every problem with it.
+def read_fields(parts: Sequence[Part], config: Theirs, harmless: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """Convert a config.json to stoker keys; return them and all problems found.
 
     Args:
-        parts: what its fields mean.
-        theirs: the fields.
-        harmless: fields that change no results.
+        parts: mappings of fields.
+        config: fields of config.json.
+        harmless: fields that do not change results.
     """
     keys: dict[str, Any] = {}
     problems: list[str] = []
     for part in parts:
         try:
-            keys |= part.read(theirs)
+            keys |= part.read(config)
         except FieldError as error:
             problems.append(str(error))
     known = {field for part in parts for field in part.fields} | set(harmless)
-    for field in theirs.config:
+    for field in config.config:
         if field not in known:
             problems.append(
-                f"`{shown(field)}` ({shown(theirs.config[field])}) is not known here, and may change the results; "
-                "--ignore-field leaves it out if you know that it does not"
+                f"`{shown(field)}` ({shown(config.config[field])}) is not supported and may change the results; use "
+                "--ignore-field if you know that it does not"
             )
     return keys, problems

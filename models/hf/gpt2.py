@@ -1,4 +1,4 @@
-"""GPT-2, whose matrices are (in, out)."""
+"""GPT-2, whose linear weights are (in, out)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .llama import longest
 from .weight_layout import Transposed, Vocabulary
 from .weight_map import Row, WeightMap, same_names
 
-_OURS, _THEIRS = "decoder.layers.{n}.", "transformer.h.{n}."
+_LAYER, _HF_LAYER = "decoder.layers.{n}.", "transformer.h.{n}."
 _MATRICES = (
     ("attention.qkv", "attn.c_attn"),
     ("attention.output", "attn.c_proj"),
@@ -24,14 +24,14 @@ _MATRICES = (
 
 @dataclass(frozen=True, slots=True)
 class _Inner:
-    """The width of the MLP, four times that of the stream where it is not said."""
+    """Width of the MLP; four times `n_embd` by default."""
 
     fields = ("n_inner",)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        width = theirs.get("n_inner")
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        width = config.get("n_inner")
         if width is None:
-            width = 4 * checked("n_embd", theirs.get("n_embd", theirs.get("hidden_size")), "size")
+            width = 4 * checked("n_embd", config.get("n_embd", config.get("hidden_size")), "size")
         return {"ffn_hidden_size": checked("n_inner", width, "size")}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
@@ -79,7 +79,10 @@ GPT2 = Architecture(
         Activation("activation_function", gated=False, default="gelu_new"),
         TiedHead("share_embeddings_and_output_weights", default=True),
         Must(
-            "scale_attn_by_inverse_layer_idx", False, "each layer would scale its scores by its number", default=False
+            "scale_attn_by_inverse_layer_idx",
+            False,
+            "attention scale by layer index is not supported",
+            default=False,
         ),
     ),
     weights=WeightMap(
@@ -88,14 +91,14 @@ GPT2 = Architecture(
             Row("position_embedding.weight", ("transformer.wpe.weight",)),
             Row("head.weight", ("lm_head.weight",), Vocabulary()),
             *same_names("decoder.", "transformer.", [("final_norm", "ln_f")]),
-            *same_names(_OURS, _THEIRS, [("attention_norm", "ln_1"), ("mlp_norm", "ln_2")]),
-            *(Row(f"{_OURS}{a}.weight", (f"{_THEIRS}{b}.weight",), Transposed()) for a, b in _MATRICES),
-            *(Row(f"{_OURS}{a}.bias", (f"{_THEIRS}{b}.bias",)) for a, b in _MATRICES),
+            *same_names(_LAYER, _HF_LAYER, [("attention_norm", "ln_1"), ("mlp_norm", "ln_2")]),
+            *(Row(f"{_LAYER}{a}.weight", (f"{_HF_LAYER}{b}.weight",), Transposed()) for a, b in _MATRICES),
+            *(Row(f"{_LAYER}{a}.bias", (f"{_HF_LAYER}{b}.bias",)) for a, b in _MATRICES),
         ),
         head="lm_head.weight",
         embedding="transformer.wte.weight",
         buffers=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
         renamed=((r"^(?=(wte|wpe|ln_f|h\.\d+)\.)", "transformer."),),
     ),
-    harmless=frozenset({"reorder_and_upcast_attn"}),  # of rounding only
+    harmless=frozenset({"reorder_and_upcast_attn"}),  # affects rounding only
 )

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia, whose queries, keys and values are stored head by head."""
+"""GPT-NeoX and Pythia, whose fused QKV weights are interleaved by head."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .rope_fields import Rotary
 from .weight_layout import HeadByHead, Vocabulary
 from .weight_map import Row, WeightMap, same_names
 
-_OURS, _THEIRS = "decoder.layers.{n}.", "gpt_neox.layers.{n}."
+_LAYER, _HF_LAYER = "decoder.layers.{n}.", "gpt_neox.layers.{n}."
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Attention and MLP read the same input, or one after the other."""
+    """`use_parallel_residual`: parallel or sequential attention and MLP."""
 
     fields = ("use_parallel_residual",)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        parallel = checked("use_parallel_residual", theirs.get("use_parallel_residual", True), "switch")
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        parallel = checked("use_parallel_residual", config.get("use_parallel_residual", True), "switch")
         return {"transformer_block_type": "parallel_ln" if parallel else "pre_ln"}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
@@ -51,7 +51,13 @@ GPT_NEOX = Architecture(
         Activation("hidden_act", gated=False, default="gelu"),
         Rotary(base="rotary_emb_base", part="rotary_pct", default_part=0.25),
         TiedHead("share_embeddings_and_output_weights", default=False),
-        Must("attention_bias", True, "the MLP has biases, and `model.bias` is for both", default=True, write_it=True),
+        Must(
+            "attention_bias",
+            True,
+            "the MLP has biases, and `model.bias` applies to both",
+            default=True,
+            write_it=True,
+        ),
         _Block(),
     ),
     weights=WeightMap(
@@ -59,10 +65,10 @@ GPT_NEOX = Architecture(
             Row("token_embedding.weight", ("gpt_neox.embed_in.weight",), Vocabulary()),
             Row("head.weight", ("embed_out.weight",), Vocabulary()),
             *same_names("decoder.", "gpt_neox.", [("final_norm", "final_layer_norm")]),
-            Row(f"{_OURS}attention.qkv.{{kind}}", (f"{_THEIRS}attention.query_key_value.{{kind}}",), HeadByHead()),
+            Row(f"{_LAYER}attention.qkv.{{kind}}", (f"{_HF_LAYER}attention.query_key_value.{{kind}}",), HeadByHead()),
             *same_names(
-                _OURS,
-                _THEIRS,
+                _LAYER,
+                _HF_LAYER,
                 [
                     ("attention_norm", "input_layernorm"),
                     ("mlp_norm", "post_attention_layernorm"),

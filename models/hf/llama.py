@@ -1,4 +1,4 @@
-"""Llama and its kin: Mistral, Qwen2, Qwen3, and Mixtral with its experts."""
+"""Llama-style architectures: Llama, Mistral, Qwen2, Qwen3 and Mixtral."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from .rope_fields import Rotary
 from .weight_layout import OneByExpert, Stacked, Vocabulary
 from .weight_map import Row, WeightMap, same_names
 
-_OURS, _THEIRS = "decoder.layers.{n}.", "model.layers.{n}."
+_LAYER, _HF_LAYER = "decoder.layers.{n}.", "model.layers.{n}."
 
 _ATTENTION = (
     Row("token_embedding.weight", ("model.embed_tokens.weight",), Vocabulary()),
     Row("head.weight", ("lm_head.weight",), Vocabulary()),
     Row("decoder.final_norm.weight", ("model.norm.weight",)),
-    Row(f"{_OURS}attention_norm.weight", (f"{_THEIRS}input_layernorm.weight",)),
-    Row(f"{_OURS}mlp_norm.weight", (f"{_THEIRS}post_attention_layernorm.weight",)),
+    Row(f"{_LAYER}attention_norm.weight", (f"{_HF_LAYER}input_layernorm.weight",)),
+    Row(f"{_LAYER}mlp_norm.weight", (f"{_HF_LAYER}post_attention_layernorm.weight",)),
     Row(
-        f"{_OURS}attention.qkv.{{kind}}",
-        tuple(f"{_THEIRS}self_attn.{part}_proj.{{kind}}" for part in "qkv"),
+        f"{_LAYER}attention.qkv.{{kind}}",
+        tuple(f"{_HF_LAYER}self_attn.{part}_proj.{{kind}}" for part in "qkv"),
         Stacked(("heads", "groups", "groups")),
     ),
-    *same_names(_OURS, _THEIRS, [("attention.output", "self_attn.o_proj")]),
-    Row(f"{_OURS}attention.query_norm.weight", (f"{_THEIRS}self_attn.q_norm.weight",)),
-    Row(f"{_OURS}attention.key_norm.weight", (f"{_THEIRS}self_attn.k_norm.weight",)),
+    *same_names(_LAYER, _HF_LAYER, [("attention.output", "self_attn.o_proj")]),
+    Row(f"{_LAYER}attention.query_norm.weight", (f"{_HF_LAYER}self_attn.q_norm.weight",)),
+    Row(f"{_LAYER}attention.key_norm.weight", (f"{_HF_LAYER}self_attn.k_norm.weight",)),
 )
 _MLP = (
     Row(
-        f"{_OURS}mlp.up.{{kind}}",
-        (f"{_THEIRS}mlp.gate_proj.{{kind}}", f"{_THEIRS}mlp.up_proj.{{kind}}"),
+        f"{_LAYER}mlp.up.{{kind}}",
+        (f"{_HF_LAYER}mlp.gate_proj.{{kind}}", f"{_HF_LAYER}mlp.up_proj.{{kind}}"),
         Stacked(),
     ),
-    *same_names(_OURS, _THEIRS, [("mlp.down", "mlp.down_proj")]),
+    *same_names(_LAYER, _HF_LAYER, [("mlp.down", "mlp.down_proj")]),
 )
-_SPARSE = f"{_THEIRS}block_sparse_moe."
+_SPARSE = f"{_HF_LAYER}block_sparse_moe."
 _EXPERTS = (
-    Row(f"{_OURS}mlp.router.weight", (f"{_SPARSE}gate.weight",)),
+    Row(f"{_LAYER}mlp.router.weight", (f"{_SPARSE}gate.weight",)),
     Row(
-        f"{_OURS}mlp.experts.up",
+        f"{_LAYER}mlp.experts.up",
         (f"{_SPARSE}experts.{{e}}.w1.weight", f"{_SPARSE}experts.{{e}}.w3.weight"),
         OneByExpert(2),
     ),
-    Row(f"{_OURS}mlp.experts.down", (f"{_SPARSE}experts.{{e}}.w2.weight",), OneByExpert()),
+    Row(f"{_LAYER}mlp.experts.down", (f"{_SPARSE}experts.{{e}}.w2.weight",), OneByExpert()),
 )
 
 
@@ -61,16 +61,16 @@ def _weights(*rows: Row) -> WeightMap:
 
 @dataclass(frozen=True, slots=True)
 class _Biases:
-    """Biases of attention and MLP, which Llama has two switches for and we one."""
+    """`attention_bias` and `mlp_bias`, which must be equal: stoker has one key for both."""
 
     fields = ("attention_bias", "mlp_bias")
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        attention, mlp = (checked(name, theirs.get(name, False), "switch") for name in self.fields)
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        attention, mlp = (checked(name, config.get(name, False), "switch") for name in self.fields)
         if attention != mlp:
             raise FieldError(
-                f"`attention_bias` ({shown(attention)}) and `mlp_bias` ({shown(mlp)}) must be equal: `model.bias` is "
-                "for both"
+                f"`attention_bias` ({shown(attention)}) and `mlp_bias` ({shown(mlp)}) must be equal: `model.bias` "
+                "applies to both"
             )
         return {"bias": attention}
 
@@ -80,17 +80,17 @@ class _Biases:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Sliding windows of W tokens, the token itself counted: [W - 1, 0] here.
+    """Sliding window of W tokens including the token itself, which is [W - 1, 0] in stoker.
 
     Args:
-        default: W where no field says it; None for no window.
+        default: W if the field is absent; None for no window.
     """
 
     default: int | None = None
     fields = ("sliding_window",)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        width = theirs.get("sliding_window", self.default)
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        width = config.get("sliding_window", self.default)
         return {"window_size": None if width is None else [checked("sliding_window", width, "size") - 1, 0]}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
@@ -100,18 +100,18 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class _LayerWindows:
-    """Qwen's windows, which some layers may have and others not; here all or none of them do."""
+    """Qwen's sliding window, which may apply to some layers only; stoker supports all layers or none."""
 
     fields = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        layers = checked("num_hidden_layers", theirs.get("num_hidden_layers"), "size")
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        layers = checked("num_hidden_layers", config.get("num_hidden_layers"), "size")
         windowed: Any = 0
-        if checked("use_sliding_window", theirs.get("use_sliding_window", False), "switch"):
-            width = theirs.get("sliding_window", 4096)
-            full = checked("max_window_layers", theirs.get("max_window_layers", 28), "count")
+        if checked("use_sliding_window", config.get("use_sliding_window", False), "switch"):
+            width = config.get("sliding_window", 4096)
+            full = checked("max_window_layers", config.get("max_window_layers", 28), "count")
             windowed = 0 if width is None else max(0, layers - full)
-        kinds = theirs.get("layer_types")
+        kinds = config.get("layer_types")
         if kinds is not None:
             if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}:
                 raise FieldError(f"`layer_types` ({shown(kinds)}) must hold full_attention and sliding_attention only")
@@ -120,9 +120,9 @@ class _LayerWindows:
             return {"window_size": None}
         if windowed != layers:
             raise FieldError(
-                f"`sliding_window` holds for {windowed} of {layers} layers only: here all have one or none"
+                f"`sliding_window` applies to {windowed} of {layers} layers; it must apply to all of them or none"
             )
-        return {"window_size": [checked("sliding_window", theirs.get("sliding_window", 4096), "size") - 1, 0]}
+        return {"window_size": [checked("sliding_window", config.get("sliding_window", 4096), "size") - 1, 0]}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         left, layers = (key_of(keys, "window_size") or [-1])[0], key_of(keys, "num_layers")
@@ -140,14 +140,14 @@ def _head_width(keys: Any) -> int:
 
 
 def longest(keys: Any) -> int:
-    """The longest text: of the samples or of the table of positions."""
+    """Return the maximal sequence length: that of the samples or of the position embedding."""
     return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
 
 
 def _parts(
     *, groups: int | None = None, head_width: int | None = None, positions: int, epsilon: float, base: float = 10000.0
 ) -> tuple[Part, ...]:
-    """What all of them have; the arguments are what their fields mean where they are left out."""
+    """Return the field mappings common to all these architectures; the arguments are the defaults of absent fields."""
     return (
         Fixed({"normalization": "rmsnorm", "hidden_dropout": 0.0, "ffn_dropout": 0.0, "embedding_dropout": None}),
         Field("vocab_size", ("override_vocab_size",), "size"),
@@ -187,7 +187,7 @@ MISTRAL = Architecture(
         *_parts(groups=8, positions=131072, epsilon=1e-6),
         Fixed({"bias": False}),
         _Window(4096),
-        Must("attention_bias", False, "no Mistral has one", default=False),
+        Must("attention_bias", False, "Mistral has no biases", default=False),
     ),
     weights=_weights(*_MLP),
 )
@@ -199,7 +199,7 @@ QWEN2 = Architecture(
         *_parts(groups=32, positions=32768, epsilon=1e-6),
         Fixed({"bias": False, "qkv_bias": True}),
         _LayerWindows(),
-        Must("attention_bias", True, "every Qwen2 has biases on queries, keys and values", default=True),
+        Must("attention_bias", True, "Qwen2 always has biases on queries, keys and values", default=True),
     ),
     weights=_weights(*_MLP),
 )
@@ -211,7 +211,13 @@ QWEN3 = Architecture(
         *_parts(groups=32, head_width=128, positions=32768, epsilon=1e-6),
         Fixed({"bias": False, "qk_layernorm": True}),
         _LayerWindows(),
-        Must("attention_bias", False, "the MLP would have to have biases too", default=False, write_it=True),
+        Must(
+            "attention_bias",
+            False,
+            "the MLP has no biases, and `model.bias` applies to both",
+            default=False,
+            write_it=True,
+        ),
     ),
     weights=_weights(*_MLP),
 )
@@ -228,5 +234,5 @@ MIXTRAL = Architecture(
         Field("router_aux_loss_coef", ("moe_aux_loss_coeff",), "share", 0.001),
     ),
     weights=_weights(*_EXPERTS),
-    harmless=frozenset({"output_router_logits", "router_jitter_noise"}),  # what training adds
+    harmless=frozenset({"output_router_logits", "router_jitter_noise"}),  # used in training only
 )

@@ -1,4 +1,4 @@
-"""Rotary positions in a config.json: `rope_theta`, `rope_scaling`, and `rope_parameters` of newer versions."""
+"""Rotary embedding in config.json: `rope_theta`, `rope_scaling`, and `rope_parameters` of newer versions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .config_fields import FieldError, Theirs, checked, key_of, shown
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Base, rotated part of a head, and frequencies for long texts.
+    """Base, rotated fraction of a head, and frequency scaling for long contexts.
 
     Args:
-        base: the field of the base of older versions.
-        part: the field of the rotated part of a head of older versions; None where all of it turns.
-        default_part: that part where no field says it.
-        default_base: the base where no field says it.
+        base: field of the base in older versions.
+        part: field of the rotated fraction of a head in older versions; None if whole heads are rotated.
+        default_part: rotated fraction if the field is absent.
+        default_base: base if the field is absent.
     """
 
     base: str = "rope_theta"
@@ -29,68 +29,69 @@ class Rotary:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """All of them."""
+        """See `Part.fields`."""
         return (self.base, "rope_scaling", "rope_parameters", *([self.part] if self.part else []))
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        """The keys of positions."""
-        given: dict[str, Any] = {}
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        """See `Part.read`."""
+        parameters: dict[str, Any] = {}
         for field in ("rope_scaling", "rope_parameters"):
-            value = theirs.get(field)
+            value = config.get(field)
             if value is not None and not isinstance(value, dict):
                 raise FieldError(f"`{field}` ({shown(value)}) must be an object")
-            said = {("rope_type" if name == "type" else name): part for name, part in (value or {}).items()}
-            if any(given[name] != said[name] for name in given.keys() & said.keys()):
+            read = {("rope_type" if name == "type" else name): part for name, part in (value or {}).items()}
+            if any(parameters[name] != read[name] for name in parameters.keys() & read.keys()):
                 raise FieldError("`rope_scaling` and `rope_parameters` contradict each other")
-            given |= said
-        base = given.pop("rope_theta", theirs.get(self.base, self.default_base))
+            parameters |= read
+        base = parameters.pop("rope_theta", config.get(self.base, self.default_base))
         keys: dict[str, Any] = {
             "position_embedding_type": "rope",
             "rotary_interleaved": False,
             "rotary_base": checked(self.base, base, "number"),
         }
-        part = given.pop("partial_rotary_factor", theirs.get(self.part, self.default_part) if self.part else 1.0)
+        part = parameters.pop("partial_rotary_factor", config.get(self.part, self.default_part) if self.part else 1.0)
         keys["rotary_percentage"] = checked(self.part or "partial_rotary_factor", part, "number")
-        return keys | self._scaled(given.pop("rope_type", "default"), given, theirs)
+        return keys | self._read_scaling(parameters.pop("rope_type", "default"), parameters, config)
 
-    def _scaled(self, kind: Any, given: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
-        def taken(name: str, default: Any = None) -> Any:
-            value = given.pop(name, default)
-            return checked(f"rope_scaling.{name}", value, "number")
+    def _read_scaling(self, kind: Any, parameters: dict[str, Any], config: Theirs) -> dict[str, Any]:
+        """Convert frequency scaling to keys; consumes the known entries of `parameters`."""
 
-        longest = theirs.get("max_position_embeddings")
+        def pop(name: str, default: Any = None) -> Any:
+            return checked(f"rope_scaling.{name}", parameters.pop(name, default), "number")
+
+        longest = config.get("max_position_embeddings")
         keys: dict[str, Any] = {}
         match kind:
             case "default":
                 pass
             case "linear":
-                keys["seq_len_interpolation_factor"] = taken("factor")
+                keys["seq_len_interpolation_factor"] = pop("factor")
             case "llama3" | "yarn":
                 keys["rotary_scaling"] = kind
-                keys["rotary_scaling_factor"] = factor = taken("factor")
-                length = given.pop("original_max_position_embeddings", longest)
+                keys["rotary_scaling_factor"] = factor = pop("factor")
+                length = parameters.pop("original_max_position_embeddings", longest)
                 keys["rotary_original_length"] = checked("original_max_position_embeddings", length, "size")
                 low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-                keys["rotary_low_turns"] = taken(low, 1.0)
-                keys["rotary_high_turns"] = taken(high, 4.0 if kind == "llama3" else 32.0)
+                keys["rotary_low_turns"] = pop(low, 1.0)
+                keys["rotary_high_turns"] = pop(high, 4.0 if kind == "llama3" else 32.0)
                 if kind == "yarn":
-                    amplitude = given.pop("attention_factor", None)
+                    amplitude = parameters.pop("attention_factor", None)
                     if amplitude is not None and not math.isclose(
                         checked("rope_scaling.attention_factor", amplitude, "number"), 0.1 * math.log(factor) + 1
                     ):
                         raise FieldError(
                             f"`rope_scaling.attention_factor` ({shown(amplitude)}) must be 0.1 ln(factor) + 1, or null"
                         )
-                    if given.pop("truncate", True) is not True:
+                    if parameters.pop("truncate", True) is not True:
                         raise FieldError("`rope_scaling.truncate` (false) must be true")
             case _:
                 raise FieldError(f"`rope_scaling.rope_type` ({shown(kind)}) must be default, linear, llama3 or yarn")
-        if given and kind != "default":
-            raise FieldError(f"`rope_scaling.{next(iter(given))}` is not known here, and may change the results")
+        if parameters and kind != "default":
+            raise FieldError(f"`rope_scaling.{next(iter(parameters))}` is not supported and may change the results")
         return keys
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        """Fields of newer and of older versions, which say the same."""
+        """Return the fields of both newer and older versions, with the same meaning."""
         if key_of(keys, "position_embedding_type") != "rope":
             raise FieldError(f"`position_embedding_type` ({key_of(keys, 'position_embedding_type')}) must be rope")
         parameters: dict[str, Any] = {"rope_type": "default"}

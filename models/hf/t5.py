@@ -1,4 +1,4 @@
-"""T5 v1.0 and v1.1, ByT5 and mT5."""
+"""T5 v1.0 and v1.1, ByT5, and mT5."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ _STACKS = ("encoder", "decoder")
 
 
 def _stack_rows(stack: str) -> tuple[Row, ...]:
-    ours, theirs = f"{stack}.layers.{{n}}.", f"{stack}.block.{{n}}.layer."
-    mlp = f"{theirs}{1 if stack == 'encoder' else 2}."
-    own, cross = f"{theirs}0.SelfAttention.", f"{theirs}1.EncDecAttention."
+    prefix, hf_prefix = f"{stack}.layers.{{n}}.", f"{stack}.block.{{n}}.layer."
+    mlp = f"{hf_prefix}{1 if stack == 'encoder' else 2}."
+    attention, cross = f"{hf_prefix}0.SelfAttention.", f"{hf_prefix}1.EncDecAttention."
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     rows = (
         Row(f"{stack}.final_norm.weight", (f"{stack}.final_layer_norm.weight",)),
         Row(f"{stack}.score_positions.table", (table,)),
-        Row(f"{ours}attention_norm.weight", (f"{theirs}0.layer_norm.weight",)),
+        Row(f"{prefix}attention_norm.weight", (f"{hf_prefix}0.layer_norm.weight",)),
         Row(
-            f"{ours}attention.qkv.weight",
-            tuple(f"{own}{part}.weight" for part in "qkv"),
+            f"{prefix}attention.qkv.weight",
+            tuple(f"{attention}{part}.weight" for part in "qkv"),
             Stacked(("heads", "groups", "groups")),
         ),
-        Row(f"{ours}attention.output.weight", (f"{own}o.weight",)),
-        Row(f"{ours}mlp_norm.weight", (f"{mlp}layer_norm.weight",)),
-        Row(f"{ours}mlp.down.weight", (f"{mlp}DenseReluDense.wo.weight",)),
+        Row(f"{prefix}attention.output.weight", (f"{attention}o.weight",)),
+        Row(f"{prefix}mlp_norm.weight", (f"{mlp}layer_norm.weight",)),
+        Row(f"{prefix}mlp.down.weight", (f"{mlp}DenseReluDense.wo.weight",)),
     )
     if stack == "encoder":
         return rows
     return (
         *rows,
-        Row(f"{ours}cross_attention_norm.weight", (f"{theirs}1.layer_norm.weight",)),
-        Row(f"{ours}cross_attention.query.weight", (f"{cross}q.weight",)),
-        Row(f"{ours}cross_attention.kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), Stacked()),
-        Row(f"{ours}cross_attention.output.weight", (f"{cross}o.weight",)),
+        Row(f"{prefix}cross_attention_norm.weight", (f"{hf_prefix}1.layer_norm.weight",)),
+        Row(f"{prefix}cross_attention.query.weight", (f"{cross}q.weight",)),
+        Row(f"{prefix}cross_attention.kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), Stacked()),
+        Row(f"{prefix}cross_attention.output.weight", (f"{cross}o.weight",)),
     )
 
 
 def _up_row(stack: str, names: tuple[str, ...]) -> Row:
-    theirs = f"{stack}.block.{{n}}.layer.{1 if stack == 'encoder' else 2}.DenseReluDense."
-    return Row(f"{stack}.layers.{{n}}.mlp.up.weight", tuple(f"{theirs}{name}.weight" for name in names), Stacked())
+    hf_prefix = f"{stack}.block.{{n}}.layer.{1 if stack == 'encoder' else 2}.DenseReluDense."
+    return Row(f"{stack}.layers.{{n}}.mlp.up.weight", tuple(f"{hf_prefix}{name}.weight" for name in names), Stacked())
 
 
 def _weights(up: tuple[str, ...]) -> WeightMap:
@@ -59,7 +59,7 @@ def _weights(up: tuple[str, ...]) -> WeightMap:
         head="lm_head.weight",
         embedding="shared.weight",
         copies=((r"(encoder|decoder)\.embed_tokens\.weight", "shared.weight"),),
-        # T5 v1.0 was released with a table that cross-attention never reads.
+        # The T5 v1.0 checkpoints contain an unused relative position bias of the cross-attention.
         buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     )
 
@@ -70,33 +70,33 @@ def _both(*names: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _FeedForward:
-    """`feed_forward_proj`: an activation, with `gated-` before it where there is a gate; gated GELU is the tanh form.
+    """`feed_forward_proj`: activation, with the prefix `gated-` in a gated MLP; `gated-gelu` is the tanh approximation.
 
     Args:
-        default: what it means to leave the field out.
-        gated: whether the architecture's weights have a gate.
+        default: value if the field is absent.
+        gated: the MLP weights of the architecture are gated.
     """
 
     default: str
     gated: bool
     fields = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        text = theirs.get("feed_forward_proj", self.default)
-        name = text.removeprefix("gated-") if isinstance(text, str) else text
-        if (isinstance(text, str) and text.startswith("gated-")) != self.gated:
-            raise FieldError(f"`feed_forward_proj` ({shown(text)}) contradicts the weights of the MLP")
-        if text == "gated-gelu":
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        value = config.get("feed_forward_proj", self.default)
+        name = value.removeprefix("gated-") if isinstance(value, str) else value
+        if (isinstance(value, str) and value.startswith("gated-")) != self.gated:
+            raise FieldError(f"`feed_forward_proj` ({shown(value)}) contradicts the weights of the MLP")
+        if value == "gated-gelu":
             name = "gelu_new"
-        if theirs.get("dense_act_fn", name) != name or theirs.get("is_gated_act", self.gated) is not self.gated:
-            raise FieldError(f"`dense_act_fn` and `is_gated_act` must be those of `feed_forward_proj` ({shown(text)})")
-        part = Activation("feed_forward_proj", gated=self.gated, default="")
-        meaning = part.read(Theirs({"feed_forward_proj": name}, own_head=False))
-        return {f"{stack}.{key}": value for key, value in meaning.items() for stack in _STACKS}
+        if config.get("dense_act_fn", name) != name or config.get("is_gated_act", self.gated) is not self.gated:
+            raise FieldError(f"`dense_act_fn` and `is_gated_act` must be those of `feed_forward_proj` ({shown(value)})")
+        activation = Activation("feed_forward_proj", gated=self.gated, default="")
+        keys = activation.read(Theirs({"feed_forward_proj": name}, own_head=False))
+        return {f"{stack}.{key}": value for key, value in keys.items() for stack in _STACKS}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        part = Activation("feed_forward_proj", gated=self.gated, default="")
-        name = part.write(key_of(keys, "encoder"))["feed_forward_proj"]
+        activation = Activation("feed_forward_proj", gated=self.gated, default="")
+        name = activation.write(key_of(keys, "encoder"))["feed_forward_proj"]
         if not self.gated:
             return {"feed_forward_proj": name}
         return {"feed_forward_proj": "gated-gelu" if name == "gelu_new" else f"gated-{name}"}
@@ -104,29 +104,30 @@ class _FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """T5 v1.0 ties its head and scales what goes into it; v1.1 does neither.
+    """Output head: T5 v1.0 ties it to the embeddings and scales its input; v1.1 does neither.
 
-    Newer versions of transformers write `tie_word_embeddings: true` for both, and `scale_decoder_outputs`; whether the
-    weights hold a head of its own decides. A tied head without the scale is one that they alone know.
+    Newer versions of transformers write `tie_word_embeddings: true` for both, and `scale_decoder_outputs`; the head is
+    tied if the weights have no separate one. Only newer versions support a tied head without the scale.
 
     Args:
-        tied_is_scaled: what a tied head means; False where versions of transformers do not agree on it.
+        tied_is_scaled: support a tied head, which is scaled by default; False for architectures where versions of
+            transformers disagree on the scale.
     """
 
     tied_is_scaled: bool = True
     fields = ("tie_word_embeddings", "scale_decoder_outputs")
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        says_tied = checked("tie_word_embeddings", theirs.get("tie_word_embeddings", True), "switch")
-        tied = says_tied and not theirs.own_head
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        field = checked("tie_word_embeddings", config.get("tie_word_embeddings", True), "switch")
+        tied = field and not config.own_head
         if tied and not self.tied_is_scaled:
             raise FieldError(
-                "`tie_word_embeddings` (true): the weights hold no output head of their own, and versions of "
-                "transformers do not agree on what that computes"
+                "`tie_word_embeddings` (true): the weights have no separate output head, and versions of transformers "
+                "disagree on the scale of a tied one"
             )
-        scaled = checked("scale_decoder_outputs", theirs.get("scale_decoder_outputs", tied), "switch")
+        scaled = checked("scale_decoder_outputs", config.get("scale_decoder_outputs", tied), "switch")
         if scaled and not tied:
-            raise FieldError("`scale_decoder_outputs` (true) must be false: the head is not the table of embeddings")
+            raise FieldError("`scale_decoder_outputs` (true) must be false: the head is not tied to the embeddings")
         return {"share_decoder_tokens_head_embeddings": tied, "scale_tied_logits": scaled}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
@@ -160,7 +161,7 @@ def _parts(default: str, *, gated: bool, head: _Head) -> tuple[Part, ...]:
         Field("layer_norm_epsilon", _both("layernorm_epsilon"), "number", 1e-6),
         _FeedForward(default, gated),
         head,
-        Must("is_encoder_decoder", True, "half of a T5", default=True, write_it=True),
+        Must("is_encoder_decoder", True, "a single stack of T5 is not supported", default=True, write_it=True),
     )
 
 
@@ -170,13 +171,13 @@ def _width(keys: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _DecoderLayers:
-    """The decoder has as many layers as the encoder unless it says otherwise."""
+    """`num_decoder_layers`; by default, the number of encoder layers."""
 
     fields = ("num_decoder_layers",)
 
-    def read(self, theirs: Theirs) -> Mapping[str, Any]:
-        layers = theirs.get("num_decoder_layers")
-        layers = theirs.get("num_layers", theirs.get("num_hidden_layers")) if layers is None else layers
+    def read(self, config: Theirs) -> Mapping[str, Any]:
+        layers = config.get("num_decoder_layers")
+        layers = config.get("num_layers", config.get("num_hidden_layers")) if layers is None else layers
         return {"decoder.num_layers": checked("num_decoder_layers", layers, "size")}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:

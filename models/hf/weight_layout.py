@@ -1,4 +1,4 @@
-"""How a parameter of ours lies in tensors of theirs: each layout goes both ways and loses nothing."""
+"""Layouts of a stoker parameter as Hugging Face tensors; each is lossless in both directions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The numbers that layouts need.
+    """Sizes that layouts depend on.
 
     Attributes:
         heads: query heads.
         groups: key and value heads.
-        vocab_size: rows of their token tables, which have no padding.
+        vocab_size: vocabulary size of the Hugging Face tensors, which have no padding.
     """
 
     heads: int
@@ -29,152 +29,155 @@ class Geometry:
 
 
 class Layout(Protocol):
-    """How one parameter of ours lies in one or several tensors of theirs."""
+    """Layout of one stoker parameter as one or several Hugging Face tensors."""
 
-    def shapes(self, ours: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
-        """The shapes of their `count` tensors; None where a parameter of this shape does not lie in so many."""
+    def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
+        """Return the shapes of the `count` tensors of a parameter of shape `shape`; None if it does not fit."""
         ...
 
-    def join(self, theirs: Sequence[Tensor], ours: Shape, geometry: Geometry) -> Tensor:
-        """Our parameter, of the shape `ours`."""
+    def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
+        """Build the parameter of shape `shape` from its tensors."""
         ...
 
-    def split(self, ours: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
-        """Their `count` tensors, contiguous or not."""
+    def split(self, parameter: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
+        """Split the parameter into its `count` tensors, contiguous or not."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """The same tensor."""
+    """Identical tensor."""
 
-    def shapes(self, ours: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
-        """One tensor of our shape."""
-        return [ours]
+    def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
+        """See `Layout`."""
+        return [shape]
 
-    def join(self, theirs: Sequence[Tensor], ours: Shape, geometry: Geometry) -> Tensor:
-        """Itself."""
-        return theirs[0]
+    def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
+        """See `Layout`."""
+        return tensors[0]
 
-    def split(self, ours: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
-        """Itself."""
-        return [ours]
+    def split(self, parameter: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
+        """See `Layout`."""
+        return [parameter]
 
 
 @dataclass(frozen=True, slots=True)
 class Transposed:
-    """Their matrices are (in, out), as those of GPT-2's Conv1D."""
+    """Transposed matrix, (in, out), as in GPT-2's Conv1D."""
 
-    def shapes(self, ours: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
-        """Our shape the other way round."""
-        return [ours[::-1]]
+    def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
+        """See `Layout`."""
+        return [shape[::-1]]
 
-    def join(self, theirs: Sequence[Tensor], ours: Shape, geometry: Geometry) -> Tensor:
-        """Transposed."""
-        return theirs[0].t()
+    def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
+        """See `Layout`."""
+        return tensors[0].t()
 
-    def split(self, ours: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
-        """Transposed."""
-        return [ours.t()]
+    def split(self, parameter: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
+        """See `Layout`."""
+        return [parameter.t()]
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Ours has rows of padding behind the last token; they are zeros, and are left out on the way back."""
+    """Vocabulary padding: stoker's parameter has zero rows after the last token, which are dropped on export."""
 
-    def shapes(self, ours: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
-        """A row for each token."""
-        return [(geometry.vocab_size, *ours[1:])]
+    def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
+        """See `Layout`."""
+        return [(geometry.vocab_size, *shape[1:])]
 
-    def join(self, theirs: Sequence[Tensor], ours: Shape, geometry: Geometry) -> Tensor:
-        """With rows of padding."""
-        padded = theirs[0].new_zeros(ours)
-        padded[: geometry.vocab_size] = theirs[0]
+    def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
+        """See `Layout`."""
+        padded = tensors[0].new_zeros(shape)
+        padded[: geometry.vocab_size] = tensors[0]
         return padded
 
-    def split(self, ours: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
-        """Without the rows of padding."""
-        return [ours[: geometry.vocab_size]]
+    def split(self, parameter: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
+        """See `Layout`."""
+        return [parameter[: geometry.vocab_size]]
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Ours is one matrix (or bias) of the rows of several.
+    """Fused matrix or bias: the tensors concatenated along the rows.
 
     Args:
-        shares: how many rows each has, in proportion: `heads`, `groups`, or 1; empty where all have equally many.
+        shares: proportions of the rows, as attributes of `Geometry` (`heads`, `groups`); empty for equal parts.
     """
 
     shares: tuple[str, ...] = ()
 
-    def shapes(self, ours: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
-        """A part of the rows each."""
-        rows = self._rows(ours[0], count, geometry)
-        return None if rows is None else [(part, *ours[1:]) for part in rows]
+    def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
+        """See `Layout`."""
+        rows = self._rows(shape[0], count, geometry)
+        return None if rows is None else [(part, *shape[1:]) for part in rows]
 
-    def join(self, theirs: Sequence[Tensor], ours: Shape, geometry: Geometry) -> Tensor:
-        """One after the other."""
-        return torch.cat(list(theirs))
+    def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
+        """See `Layout`."""
+        return torch.cat(list(tensors))
 
-    def split(self, ours: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
-        """Cut between them."""
-        return list(ours.split(self._rows(len(ours), count, geometry) or [len(ours)]))
+    def split(self, parameter: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
+        """See `Layout`."""
+        return list(parameter.split(self._rows(len(parameter), count, geometry) or [len(parameter)]))
 
-    def _rows(self, whole: int, count: int, geometry: Geometry) -> list[int] | None:
+    def _rows(self, total: int, count: int, geometry: Geometry) -> list[int] | None:
         weights = [getattr(geometry, share) for share in self.shares] or [1] * count
-        unit, rest = divmod(whole, sum(weights))
-        return None if rest or len(weights) != count else [unit * weight for weight in weights]
+        unit, remainder = divmod(total, sum(weights))
+        return None if remainder or len(weights) != count else [unit * weight for weight in weights]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadByHead:
-    """Their rows are [q | k | v] of the first head, then of the second, ...; ours all queries, all keys, all values."""
+    """Fused QKV interleaved by head: rows [q | k | v] of the first head, then of the second, ...
 
-    def shapes(self, ours: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
-        """One tensor of our shape, of as many key heads as query heads."""
-        fits = geometry.heads == geometry.groups and ours[0] % (3 * geometry.heads) == 0
-        return [ours] if fits else None
+    Stoker's has all queries, then all keys, then all values. Requires as many key heads as query heads.
+    """
 
-    def join(self, theirs: Sequence[Tensor], ours: Shape, geometry: Geometry) -> Tensor:
-        """Rows in our order."""
-        return theirs[0].unflatten(0, (geometry.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
+        """See `Layout`."""
+        fits = geometry.heads == geometry.groups and shape[0] % (3 * geometry.heads) == 0
+        return [shape] if fits else None
 
-    def split(self, ours: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
-        """Rows in their order."""
-        return [ours.unflatten(0, (3, geometry.heads, -1)).transpose(0, 1).flatten(0, 2)]
+    def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
+        """See `Layout`."""
+        return tensors[0].unflatten(0, (geometry.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+    def split(self, parameter: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
+        """See `Layout`."""
+        return [parameter.unflatten(0, (3, geometry.heads, -1)).transpose(0, 1).flatten(0, 2)]
 
 
 @dataclass(frozen=True, slots=True)
 class OneByExpert:
-    """Ours is (experts, rows, columns); theirs are one or several matrices of each expert, all of expert 0 first.
+    """Stacked expert weights (experts, rows, columns), stored as one or several matrices per expert, expert by expert.
 
     Args:
-        parts: matrices of an expert, whose rows are equally many and follow each other in ours.
+        parts: number of matrices per expert, concatenated along the rows in equal parts.
     """
 
     parts: int = 1
 
-    def shapes(self, ours: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
-        """A matrix each."""
-        if count != ours[0] * self.parts or ours[1] % self.parts:
+    def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
+        """See `Layout`."""
+        if count != shape[0] * self.parts or shape[1] % self.parts:
             return None
-        return [(ours[1] // self.parts, *ours[2:])] * count
+        return [(shape[1] // self.parts, *shape[2:])] * count
 
-    def join(self, theirs: Sequence[Tensor], ours: Shape, geometry: Geometry) -> Tensor:
-        """One tensor of all experts."""
-        whole = theirs[0].new_empty(ours)
-        for place, tensor in zip(self._places(whole), theirs, strict=True):
-            place.copy_(tensor)
-        return whole
+    def join(self, tensors: Sequence[Tensor], shape: Shape, geometry: Geometry) -> Tensor:
+        """See `Layout`."""
+        stacked = tensors[0].new_empty(shape)
+        for view, tensor in zip(self._views(stacked), tensors, strict=True):
+            view.copy_(tensor)
+        return stacked
 
-    def split(self, ours: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
-        """Matrix by matrix."""
-        return self._places(ours)
+    def split(self, parameter: Tensor, count: int, geometry: Geometry) -> list[Tensor]:
+        """See `Layout`."""
+        return self._views(parameter)
 
-    def _places(self, whole: Tensor) -> list[Tensor]:
-        return [place for expert in whole.unbind() for place in expert.chunk(self.parts)]
+    def _views(self, stacked: Tensor) -> list[Tensor]:
+        return [view for expert in stacked.unbind() for view in expert.chunk(self.parts)]
 
 
 def size_of(shape: Shape) -> int:
-    """Numbers in a tensor of this shape."""
+    """Return the number of elements of a tensor of this shape."""
     return math.prod(shape)

@@ -1,4 +1,4 @@
-"""The weights of a family as a table: rows of our names and theirs, from which both directions are planned."""
+"""Mapping between stoker parameters and Hugging Face tensors, as a table that is used in both directions."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from torch import Tensor
 
 from .weight_layout import Equal, Geometry, Layout, Shape
 
-_HOLES = {"n": r"\d+", "kind": "weight|bias"}
+_PLACEHOLDERS = {"n": r"\d+", "kind": "weight|bias"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table.
+    """One row of the table.
 
-    Names have holes: `{n}` is the number of a layer, `{kind}` is `weight` or `bias`, and `{e}` (theirs only) every
-    expert in turn.
+    Names have placeholders: `{n}` is the index of a layer, `{kind}` is `weight` or `bias`, and `{e}` (in `hf_names`
+    only) is the index of each expert.
 
     Attributes:
-        ours: our parameter.
-        theirs: their tensors, in the order in which they lie in ours.
-        layout: how they lie there.
+        parameter: name of the stoker parameter.
+        hf_names: names of its Hugging Face tensors, in the order of the layout.
+        layout: layout of the parameter as these tensors.
     """
 
-    ours: str
-    theirs: tuple[str, ...]
+    parameter: str
+    hf_names: tuple[str, ...]
     layout: Layout = Equal()  # noqa: RUF009  frozen
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Matches our parameters of this line."""
-        parts = re.split(r"\{(\w+)\}", self.ours)
-        return re.compile("".join(f"(?P<{p}>{_HOLES[p]})" if i % 2 else re.escape(p) for i, p in enumerate(parts)))
+        """Pattern of the stoker parameters of this row."""
+        parts = re.split(r"\{(\w+)\}", self.parameter)
+        return re.compile(
+            "".join(f"(?P<{p}>{_PLACEHOLDERS[p]})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
+        )
 
-    def names(self, holes: Mapping[str, str], experts: int) -> list[str]:
-        """Their names for one parameter of ours that has so many experts."""
-        numbers = range(experts) if any("{e}" in name for name in self.theirs) else (0,)
-        return [name.format(**holes, e=number) for number in numbers for name in self.theirs]
+    def names(self, values: Mapping[str, str], experts: int) -> list[str]:
+        """Return the tensor names of one parameter, with `experts` experts and these values of the placeholders."""
+        numbers = range(experts) if any("{e}" in name for name in self.hf_names) else (0,)
+        return [name.format(**values, e=number) for number in numbers for name in self.hf_names]
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One parameter of ours and the tensors of theirs that it consists of.
+    """One stoker parameter and its Hugging Face tensors.
 
     Attributes:
-        ours: its name.
-        shape: its shape.
+        ours: name of the parameter.
+        shape: shape of the parameter.
         theirs: name and shape of each tensor.
-        layout: how they lie in it.
+        layout: layout of the parameter as these tensors.
     """
 
     ours: str
@@ -61,33 +63,33 @@ class Placed:
     layout: Layout
 
     def join(self, tensors: Sequence[Tensor], geometry: Geometry) -> Tensor:
-        """Our parameter of their tensors, contiguous.
+        """Build the parameter from its tensors, contiguous.
 
         Args:
             tensors: in the order of `theirs`, all of one dtype.
-            geometry: of the model.
+            geometry: sizes of the model.
         """
         joined = self.layout.join(tensors, self.shape, geometry).contiguous()
         assert joined.shape == torch.Size(self.shape), self.ours
         return joined
 
     def part(self, number: int, tensor: Tensor, geometry: Geometry) -> Tensor:
-        """Tensor `number` of `theirs`, contiguous, of our parameter."""
+        """Return tensor `number` of `theirs`, contiguous, from the parameter."""
         return self.layout.split(tensor, len(self.theirs), geometry)[number].contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMap:
-    """The weights of a family.
+    """Weight mapping of an architecture.
 
     Attributes:
         rows: the table.
-        head: their output head, which a model that ties it has none of, or a copy of `embedding`.
-        embedding: their token embeddings.
-        copies: their tensors that are copies of others in every model (pattern to template), and may be left out.
-        buffers: patterns of tensors that hold nothing that was learnt.
-        left_out: patterns of weights that our model has no place for, because they serve another purpose.
-        renamed: pattern and replacement of names that other versions gave.
+        head: Hugging Face name of the output head, which is absent or a copy of `embedding` in a model that ties it.
+        embedding: Hugging Face name of the token embeddings.
+        copies: tensors that duplicate others in every model and may be absent (pattern, and name of the original).
+        buffers: patterns of tensors that are not learned.
+        left_out: patterns of weights that are ignored, since they belong to heads for other tasks.
+        renamed: patterns and replacements for names of other versions.
     """
 
     rows: tuple[Row, ...]
@@ -99,25 +101,25 @@ class WeightMap:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def canonical(self, name: str) -> str:
-        """One of their names, as the table has it."""
+        """Convert a tensor name of any version to that of the table."""
         for pattern, replacement in self.renamed:
             name = re.sub(pattern, replacement, name)
         return name
 
     def is_buffer(self, name: str) -> bool:
-        """Whether a tensor of theirs holds nothing that was learnt."""
+        """Return True for a tensor that is not learned."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
     def is_left_out(self, name: str) -> bool:
-        """Whether a tensor of theirs serves a purpose that our model does not have."""
+        """Return True for a weight that is ignored, since it belongs to a head for another task."""
         return any(re.fullmatch(pattern, name) for pattern in self.left_out)
 
     def original_of(self, name: str, *, tied: bool) -> str | None:
-        """The tensor that one of theirs is a copy of, None where it is of its own.
+        """Return the tensor that `name` duplicates, or None.
 
         Args:
-            name: of the tensor.
-            tied: the head is the table of embeddings.
+            name: name of the tensor.
+            tied: the output head is tied to the embeddings.
         """
         if name == self.head:
             return self.embedding if tied else None
@@ -127,44 +129,49 @@ class WeightMap:
         return None
 
     def place(self, parameters: Mapping[str, Shape], geometry: Geometry) -> tuple[list[Placed], list[str]]:
-        """Where each parameter of a model lies in their tensors.
+        """Map each parameter of a model to its tensors.
 
         Args:
-            parameters: our names and shapes.
-            geometry: of the model.
+            parameters: names and shapes of the stoker parameters.
+            geometry: sizes of the model.
 
         Returns:
-            One entry for each parameter that has a place, and the names of those that have none.
+            One entry for each parameter that can be mapped, and the names of those that cannot.
         """
         placed: list[Placed] = []
-        homeless: list[str] = []
+        unmapped: list[str] = []
         for name, shape in parameters.items():
             entry = self._place(name, shape, geometry)
             if entry is None:
-                homeless.append(name)
+                unmapped.append(name)
             else:
                 placed.append(entry)
-        return placed, homeless
+        return placed, unmapped
 
     def _place(self, name: str, shape: Shape, geometry: Geometry) -> Placed | None:
         for row in self.rows:
             match = row.pattern.fullmatch(name)
             if match is None:
                 continue
-            theirs = row.names(match.groupdict(), experts=shape[0])
-            shapes = row.layout.shapes(shape, len(theirs), geometry)
+            names = row.names(match.groupdict(), experts=shape[0])
+            shapes = row.layout.shapes(shape, len(names), geometry)
             if shapes is not None:
-                return Placed(name, shape, tuple(zip(theirs, shapes, strict=True)), row.layout)
+                return Placed(name, shape, tuple(zip(names, shapes, strict=True)), row.layout)
         return None
 
 
-def same_names(ours: str, theirs: str, names: Iterable[tuple[str, str]], layout: Layout = Equal()) -> tuple[Row, ...]:  # noqa: B008  frozen
-    """A line for each pair of modules: weight and bias, with the same beginnings.
+def same_names(
+    prefix: str,
+    hf_prefix: str,
+    names: Iterable[tuple[str, str]],
+    layout: Layout = Equal(),  # noqa: B008  frozen
+) -> tuple[Row, ...]:
+    """Return a row for weight and bias of each pair of modules.
 
     Args:
-        ours: beginning of our names.
-        theirs: beginning of theirs.
-        names: modules, ours and theirs.
-        layout: of all of them.
+        prefix: prefix of the stoker names.
+        hf_prefix: prefix of the Hugging Face names.
+        names: stoker and Hugging Face names of the modules.
+        layout: layout of all of them.
     """
-    return tuple(Row(f"{ours}{a}.{{kind}}", (f"{theirs}{b}.{{kind}}",), layout) for a, b in names)
+    return tuple(Row(f"{prefix}{a}.{{kind}}", (f"{hf_prefix}{b}.{{kind}}",), layout) for a, b in names)

@@ -1,7 +1,7 @@
-"""Positions that act on the scores of attention: a term per head for each distance of key and query.
+"""Position modules that bias attention scores: a term per head for each distance between key and query.
 
-One module per stack, shared by its layers. Nothing here grows with queries times keys: what a layer gets is a number or
-a vector per head, from which the backends make the term of each distance.
+One module per stack, shared by its layers. Nothing here is (queries, keys)-shaped: a layer gets one slope, or one
+vector of terms by distance, per head, from which the backends compute the bias.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .computed_table import ComputedTable
 
 
 class ScoreTerms(NamedTuple):
-    """What the positions of a stack add to the scores of each of its layers.
+    """Position-dependent terms added to the attention scores of every layer of a stack.
 
     Attributes:
-        distance_bias: (heads, 2 R + 1), fp32 (fp64 in an fp64 model); entry [h, R + d] is added for a key d places
-            after its query, before it where d is negative, clipped to [-R, R]. None for nothing. See
+        distance_bias: (heads, 2 R + 1), fp32 (fp64 in an fp64 model); entry [h, R + d] is added to the score of a key d
+            positions after its query (negative d: before it), with d clipped to [-R, R]. None for none. See
             `kernels.attention.reference.reference_attention`.
-        alibi_slopes: (heads,), likewise; -slope |d| is added. None for nothing.
+        alibi_slopes: (heads,), same dtype; -slope |d| is added. None for none.
     """
 
     distance_bias: Tensor | None = None
@@ -36,9 +36,10 @@ class ScoreTerms(NamedTuple):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slopes of ALiBi (arXiv 2108.12409): 2^(-8 i / heads), i = 1..heads, for a power of two.
+    """Return the slopes of ALiBi (arXiv 2108.12409): 2^(-8 i / heads), i = 1..heads, for a power of two.
 
-    Any other number takes those of the largest power of two below it, then every second one of twice that power.
+    For any other number of heads: the slopes of the largest power of two below it, then every second slope of twice
+    that power.
     """
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -46,22 +47,22 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def inverse_softplus(value: float) -> float:
-    """The x with log(1 + exp(x)) == value, for a positive value."""
+    """Return x such that log(1 + exp(x)) == value, for a positive value."""
     return value + math.log(-math.expm1(-value))
 
 
 def _reach(queries: int, keys: int) -> int:
-    """The largest distance there can be, at least 1."""
+    """Return the largest possible distance, at least 1."""
     return max(1, queries - 1, keys - 1)
 
 
 def _mirrored(behind: Tensor) -> Tensor:
-    """(heads, R) for the distances 1..R as (heads, 2 R + 1) for -R..R, with 0 at distance 0."""
+    """Extend terms (heads, R) for distances 1..R symmetrically to (heads, 2 R + 1) for -R..R, with 0 at distance 0."""
     return torch.cat((behind.flip(1), behind.new_zeros(behind.shape[0], 1), behind), dim=1)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In fp32, or as it is in fp64."""
+    """Convert to at least fp32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -69,11 +70,11 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 class ALiBi(ComputedTable):
-    """Minus slope times distance (arXiv 2108.12409).
+    """ALiBi: minus slope times distance (arXiv 2108.12409).
 
     Args:
         heads: query heads.
-        sloped: the first heads, which have the slopes of that many heads; the others see no positions.
+        sloped: number of leading heads with slopes, those of a model with so many heads; the others have no positions.
     """
 
     slopes: Tensor
@@ -89,16 +90,16 @@ class ALiBi(ComputedTable):
             self.slopes = torch.tensor(self.values, dtype=_wide(self.slopes).dtype, device=self.slopes.device)
 
     def forward(self, queries: int, keys: int) -> ScoreTerms:
-        """Terms for any number of queries and keys."""
+        """Return the slopes, for any number of queries and keys."""
         return ScoreTerms(alibi_slopes=self.slopes)
 
 
 class Kerple(nn.Module):
-    """-b log(1 + a |d|^p) with a, b and p > 0 learned per head (arXiv 2205.09921, the logarithmic kernel).
+    """Kerple: -b log(1 + a |d|^p) with a, b, p > 0 learned per head (arXiv 2205.09921, the logarithmic kernel).
 
-    The parameters are log(a) and the inverse softplus of b and p: no step of an optimizer makes them negative. The
-    logarithm is softplus(log(a) + p log|d|), which does not overflow. They begin with a = p = 1 and b the slopes of
-    ALiBi; see `models.init`.
+    The parameters are log(a) and the inverse softplus of b and p, so that optimizer steps keep a, b and p positive. The
+    logarithm is computed as softplus(log(a) + p log|d|), which does not overflow. Initially a = p = 1 and b are the
+    slopes of ALiBi; see `models.init`.
 
     Args:
         heads: query heads.
@@ -111,7 +112,7 @@ class Kerple(nn.Module):
         self.raw_b = nn.Parameter(torch.tensor([inverse_softplus(slope) for slope in alibi_slopes(heads)]))
 
     def forward(self, queries: int, keys: int) -> ScoreTerms:
-        """Terms for so many queries and keys."""
+        """Return the terms for the distances of `queries` and `keys` tokens."""
         log_a, raw_p, raw_b = _wide(self.log_a), _wide(self.raw_p), _wide(self.raw_b)
         behind = torch.arange(1, _reach(queries, keys) + 1, dtype=log_a.dtype, device=log_a.device)
         p, b = F.softplus(raw_p)[:, None], F.softplus(raw_b)[:, None]
@@ -119,11 +120,13 @@ class Kerple(nn.Module):
 
 
 class Sandwich(ComputedTable):
-    """(sum over k = 1..width/2 of cos(d 10000^(-2k/width)) - width/2) / (8 m / heads), m = 1..heads (arXiv 2212.10356).
+    """Sandwich (arXiv 2212.10356), with m = 1..heads and w the width of a head.
+
+    (sum over k = 1..w/2 of cos(d 10000^(-2k/w)) - w/2) / (8 m / heads)
 
     Args:
         heads: query heads.
-        width: of a head, even.
+        width: width of a head, even.
     """
 
     sums: Tensor
@@ -132,7 +135,7 @@ class Sandwich(ComputedTable):
         super().__init__()
         self.heads = heads
         self.width = width
-        self.register_buffer("sums", torch.empty(1), persistent=False)  # as many distances as were asked for
+        self.register_buffer("sums", torch.empty(1), persistent=False)  # grows with the longest sequence so far
         self._fill()
 
     def _fill(self) -> None:
@@ -140,29 +143,29 @@ class Sandwich(ComputedTable):
             self._compute(self.sums.shape[0])
 
     def _compute(self, reach: int) -> None:
-        """The sums of the distances 1..reach, less width / 2; in fp64 on the CPU, since angles are large."""
+        """Compute the sums of distances 1..reach, minus width / 2; in fp64 on the CPU, since angles are large."""
         channel = torch.arange(2, self.width + 2, 2, dtype=torch.float64, device="cpu")
         behind = torch.arange(1, reach + 1, dtype=torch.float64, device="cpu")
         total = torch.outer(behind, 10000.0 ** (-channel / self.width)).cos_().sum(dim=1) - self.width / 2
         self.sums = total.to(_wide(self.sums).dtype).to(self.sums.device)
 
     def forward(self, queries: int, keys: int) -> ScoreTerms:
-        """Terms for so many queries and keys."""
+        """Return the terms for the distances of `queries` and `keys` tokens."""
         reach = _reach(queries, keys)
         if reach > self.sums.shape[0]:
-            self._compute(reach if self.training else 2 * reach)  # a text that is generated grows token by token
+            self._compute(reach if self.training else 2 * reach)  # amortized: generation grows token by token
         head = torch.arange(1, self.heads + 1, dtype=self.sums.dtype, device=self.sums.device)
         return ScoreTerms(_mirrored(self.sums[:reach] * (self.heads / (8 * head))[:, None]))
 
 
 class RelativeBias(ComputedTable):
-    """A learned term per head for each bucket of distances (T5, arXiv 1910.10683).
+    """Relative position bias of T5: a learned term per head for each bucket of distances (arXiv 1910.10683).
 
     Args:
         heads: query heads.
-        buckets: rows of the table.
+        buckets: number of buckets, the rows of the table.
         max_distance: see `relative_buckets`.
-        bidirectional: later keys have buckets of their own.
+        bidirectional: separate buckets for keys after the query.
     """
 
     places: Tensor
@@ -179,17 +182,17 @@ class RelativeBias(ComputedTable):
             self.places = torch.tensor(self.values, device=self.places.device)
 
     def forward(self, queries: int, keys: int) -> ScoreTerms:
-        """Terms for any number of queries and keys: distances beyond the last bucket's are clipped."""
-        # an embedding: its gradient sums equal buckets in a fixed order, which indexing does not
+        """Return the terms for any number of queries and keys: distances beyond the last bucket are clipped."""
+        # F.embedding, since its gradient sums equal buckets in a deterministic order, unlike that of indexing.
         return ScoreTerms(F.embedding(self.places, _wide(self.table)).t().contiguous())
 
 
 class CrossRelativeBias(RelativeBias):
-    """The same for cross-attention, where both texts are counted from their first tokens and later keys are seen.
+    """Relative position bias for cross-attention: distances of positions in two sequences, always bidirectional.
 
     Args:
         heads: query heads.
-        buckets: rows of the table.
+        buckets: number of buckets, the rows of the table.
         max_distance: see `relative_buckets`.
     """
 
@@ -197,7 +200,10 @@ class CrossRelativeBias(RelativeBias):
         super().__init__(heads, buckets=buckets, max_distance=max_distance, bidirectional=True)
 
     def forward(self, queries: int, keys: int) -> ScoreTerms:
-        """Terms for so many queries and keys; the engine aligns their ends, hence the shift."""
+        """Return the terms for the distances of `queries` and `keys` tokens.
+
+        Attention aligns the ends of queries and keys; positions here are aligned at the start, hence the shift.
+        """
         shift, farthest = keys - queries, self.places.shape[0] // 2
         reach = farthest + abs(shift)
         distance = torch.arange(-reach, reach + 1, device=self.places.device) + shift

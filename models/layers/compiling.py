@@ -1,4 +1,4 @@
-"""What compiled layers need around them: room for their compilations, and to run as written where that is shorter."""
+"""torch.compile settings for layers: recompile limit, and running compiled layers eagerly."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import warnings
 import torch
 
 MOST_COMPILATIONS = 256
-"""Of one layer in one process: a few per model (training, validation), each for one shape."""
+"""Recompile limit of one layer in one process: each model needs a few (training, validation), one per shape."""
 
 
 def layers_as_written(compiled: bool) -> contextlib.AbstractContextManager[object]:
-    """Within it compiled layers run uncompiled, for generation: compiling for each length would take longer."""
+    """Run compiled layers eagerly in this context, for generation: compiling for each length would take longer."""
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 def prepare_compiler() -> None:
-    """Let a process compile many layers, and hear nothing of what nobody can change.
+    """Raise Dynamo's recompile limit, and silence an Inductor warning that users cannot act on.
 
-    A limit of 8 counts the layers of all models of a process together, since they are one piece of code; the third
-    configuration trained in one notebook would end in an error.
+    The default limit of 8 applies to all models of a process together, since their layers share one code object: the
+    third configuration trained in one notebook would raise an error.
     """
-    from torch._dynamo import config  # seconds of import, only where it is needed
+    from torch._dynamo import config  # takes seconds to import
 
     config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
-    # Inductor 2.11 says so of every softmax over fewer than 8 numbers, such as that of the gates of some experts.
+    # Inductor 2.11 warns for every softmax over fewer than 8 elements, such as the router's over a few experts.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")

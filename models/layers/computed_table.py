@@ -1,4 +1,4 @@
-"""What modules with computed tables have in common."""
+"""Base class of modules with computed, non-persistent tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 
 class ComputedTable(nn.Module):
-    """A module with tables that are computed, not learned and not saved.
+    """Module with tables that are computed: neither learned nor saved.
 
-    Moves and casts of a model end in `_fill`: a table in bf16 would be wrong, one from the meta device empty.
+    `_fill` runs after every move or cast of the model: a table cast to bf16 would be inexact, and one moved from the
+    meta device uninitialized.
     """
 
     def _fill(self) -> None:

@@ -1,4 +1,4 @@
-"""Cross-attention: the queries of a decoder ask the encoder's output."""
+"""Cross-attention of a decoder to the encoder output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .norm import LayerNorm, RMSNorm
 
 
 class Memory(NamedTuple):
-    """What the cross-attention of every layer of a decoder reads. A tuple of tensors: compiled layers take it as it is.
+    """Encoder output for the cross-attention of every decoder layer. A tuple of tensors, which compiled layers accept.
 
     Attributes:
-        hidden: the encoder's normed output, (batch, keys, hidden_size).
-        padding: bool (batch, keys), True for real tokens; None where all are.
-        packed: the documents of the decoder's rows (queries) and of the encoder's (keys), where rows hold several.
-        distance_bias: (heads, 2 R + 1), what is added to the scores by distance; None for nothing.
+        hidden: encoder output after its final norm, (batch, keys, hidden_size).
+        padding: bool (batch, keys), True for real tokens; None: all are real.
+        packed: document boundaries of decoder rows (queries) and encoder rows (keys), for packed samples.
+        distance_bias: (heads, 2 R + 1), score bias by distance, as in `ScoreTerms`; None for none.
     """
 
     hidden: Tensor
@@ -34,12 +34,12 @@ class Memory(NamedTuple):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head or grouped-query attention over a memory, through the same backends as self-attention.
+    """Multi-head or grouped-query attention to an encoder output, with the same backends as self-attention.
 
     The rows of `kv` are all key groups, then all value groups: [k | v].
 
     Args:
-        hidden_size: width of the residual stream, and of the memory.
+        hidden_size: width of the residual stream, and of the encoder output.
         heads: query heads.
         groups: key and value heads; divides `heads`.
         head_dim: width of a head.
@@ -47,11 +47,11 @@ class CrossAttention(nn.Module):
         qkv_bias: bias on `query` and `kv`.
         output_bias: bias on `output`.
         dropout: probability of dropping an attention weight in training.
-        backends: the function for each kind of call.
+        backends: attention function for each kind of call.
         softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
         query_norm: norm over each query head; None without.
-        key_norm: likewise of keys.
-        head_scale: a learned factor for what each head gives.
+        key_norm: norm over each key head; None without.
+        head_scale: learned scale of each head's output.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CrossAttention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.dropout = dropout
-        self.draws = dropout > 0
+        self.uses_rng = dropout > 0
         self.softcap = softcap
         self.backends = dict(backends)
         self.query = nn.Linear(hidden_size, heads * head_dim, bias=qkv_bias)
@@ -93,16 +93,16 @@ class CrossAttention(nn.Module):
         memory: Memory | CachedMemory,
         kind: CallKind,
         norm: LayerNorm | RMSNorm | None = None,
-        onto: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Attend from each token of the decoder to all real tokens of its memory.
+        """Attend from each decoder token to all real tokens of the encoder output.
 
         Args:
-            hidden: (batch, queries, hidden_size), normed, but for `norm`.
-            memory: of the same batch; a cached one is read by one token of each row.
-            kind: the kind of call, which selects the backend.
-            norm: a norm of `hidden` that is not kept; None without.
-            onto: a stream like `hidden` that the result is added to; None without.
+            hidden: (batch, queries, hidden_size), already normed unless `norm` is given.
+            memory: encoder output of the same batch; its cached keys and values for a decode step (queries = 1).
+            kind: kind of call, which selects the backend.
+            norm: norm to apply to `hidden` without saving its output; None if it has been applied.
+            residual: residual stream to add the output to, shaped like `hidden`; None without.
 
         Returns:
             (batch, queries, hidden_size).
@@ -110,12 +110,12 @@ class CrossAttention(nn.Module):
         if norm is None:
             query = self.query(hidden)
         else:
-            query, onto = product_of_norm(norm, self.query, hidden, onto)
+            query, residual = product_of_norm(norm, self.query, hidden, residual)
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)
         if isinstance(memory, CachedMemory):
-            context = self._step(query[:, 0], memory)[:, None]
+            context = self._decode(query[:, 0], memory)[:, None]
         else:
             key, value = self.keys_and_values(memory.hidden)
             context = self.backends[kind](
@@ -132,15 +132,15 @@ class CrossAttention(nn.Module):
             )
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
-        return added_to(onto, self.output, context.flatten(2))
+        return added_to(residual, self.output, context.flatten(2))
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """What all queries see of a memory (batch, tokens, hidden_size): each (batch, tokens, groups, head_dim)."""
+        """Project an encoder output (batch, tokens, hidden_size) to K and V, each (batch, tokens, groups, head_dim)."""
         key, value = self.kv(memory).unflatten(-1, (2 * self.groups, self.head_dim)).chunk(2, dim=2)
         return (key if self.key_norm is None else self.key_norm(key)), value
 
-    def _step(self, query: Tensor, memory: CachedMemory) -> Tensor:
-        """One token of each text, (rows, heads, head_dim)."""
+    def _decode(self, query: Tensor, memory: CachedMemory) -> Tensor:
+        """Attend from one token per sequence, (rows, heads, head_dim), to cached keys and values."""
         return decode_attention(
             query,
             memory.key,

@@ -1,4 +1,4 @@
-"""Projections beside a stream: of its norm, keeping the stream in place of it, and onto it, in one pass."""
+"""Linear layers fused with the preceding norm and/or the following residual add."""
 
 from __future__ import annotations
 
@@ -9,50 +9,54 @@ from .norm import LayerNorm, RMSNorm
 
 
 class NormedLinear(nn.Linear):
-    """A linear layer that may keep the source of a norm in place of the norm, and adds to a stream as it multiplies."""
+    """Linear layer that can save the input of a preceding norm instead of its output, and fuse a residual add."""
 
     def onto(self, stream: Tensor, hidden: Tensor) -> Tensor:
-        """The stream (..., out) plus the layer over `hidden` (..., in)."""
+        """Return `stream + linear(hidden)`, with `stream` (..., out) the residual and `hidden` (..., in)."""
         raise NotImplementedError
 
     def spares(self, norm: LayerNorm | RMSNorm) -> bool:
-        """Whether `of_norm` keeps nothing of this norm but factors of its rows."""
+        """Return True if `of_norm` saves only per-row statistics of this norm for the backward, not its output."""
         raise NotImplementedError
 
     def of_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
-        """The layer over `norm(hidden)`, where it `spares` the norm."""
+        """Return `linear(norm(hidden))` for a norm that `spares` accepts."""
         raise NotImplementedError
 
 
 def spares(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
-    """Whether the backward of a linear layer can do without the norm before it, for nothing."""
+    """Return True if the backward of `linear` needs no norm output and nothing has to be recomputed for it."""
     return isinstance(linear, NormedLinear) and linear.spares(norm)
 
 
 def added_to(stream: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """`linear(hidden)`, added to a stream where there is one."""
+    """Return `stream + linear(hidden)`, or `linear(hidden)` if the residual `stream` is None."""
     if stream is None:
         return linear(hidden)
     return linear.onto(stream, hidden) if isinstance(linear, NormedLinear) else stream + linear(hidden)
 
 
 def product_of_norm(
-    norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor, onto: Tensor | None = None
+    norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`linear(norm(hidden))`, of which `hidden` is kept: the norm is spared, or made again in the backward.
+    """Return `linear(norm(hidden))`, saving `hidden` for the backward instead of the norm output.
+
+    The norm output is not needed (`spares`), or it is recomputed in the backward.
 
     Args:
-        norm: of `hidden`.
-        linear: a projection of the norm.
+        norm: applied to `hidden`.
+        linear: reads the norm output.
         hidden: (..., in).
-        onto: the stream that what follows is added to, which may be `hidden`.
+        residual: residual stream that a later operation adds to; may be `hidden` itself.
 
     Returns:
-        (..., out), and the stream to use from here on.
+        The projection (..., out), and the residual stream to use from here on: a fused kernel returns its own, so that
+        one backward kernel accumulates both gradients.
     """
     if isinstance(linear, NormedLinear) and linear.spares(norm):
-        return linear.of_norm(norm, hidden), onto
-    if onto is hidden and type(linear) is nn.Linear and isinstance(norm, RMSNorm) and norm.forks_projection(hidden):
-        onto, projected = norm.forked_projection(hidden, linear.weight, linear.bias)
-        return projected, onto
-    return product_of(norm, linear, False, hidden), onto
+        return linear.of_norm(norm, hidden), residual
+    fusable = residual is hidden and type(linear) is nn.Linear
+    if fusable and isinstance(norm, RMSNorm) and norm.forks_projection(hidden):
+        residual, projected = norm.forked_projection(hidden, linear.weight, linear.bias)
+        return projected, residual
+    return product_of(norm, linear, False, hidden), residual

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer."""
+"""Feed-forward network of a layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .norm import LayerNorm, RMSNorm
 
 
 class MLP(nn.Module):
-    """Project up, apply the nonlinearity, project down. Gated: the rows of `up` are [gate | up], one matrix.
+    """Up projection, nonlinearity, down projection. Gated: the rows of `up` are [gate | up], one matrix.
 
     Args:
         hidden_size: width of the residual stream.
@@ -24,10 +24,10 @@ class MLP(nn.Module):
         gated: multiply the activated gate with the up projection.
         bias: bias on both projections.
         dropout: dropout after the nonlinearity, in training.
-        inner_norm: norm before the second projection (NormFormer, arXiv 2110.09456); None without.
+        inner_norm: norm before the down projection (NormFormer, arXiv 2110.09456); None without.
 
     Attributes:
-        recompute: in training run what lies between the projections again in the backward, instead of keeping it.
+        recompute: in training, recompute everything between the projections in the backward instead of saving it.
     """
 
     recompute: bool = False
@@ -47,34 +47,36 @@ class MLP(nn.Module):
         self.nonlinearity = nonlinearity
         self.gated = gated
         self.dropout = dropout
-        self.draws = dropout > 0
+        self.uses_rng = dropout > 0
         self.up = nn.Linear(hidden_size, ffn_hidden_size * (2 if gated else 1), bias=bias)
         self.inner_norm = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
-    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
-        """(batch, tokens, hidden_size) to the same shape.
+    def forward(
+        self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Map (batch, tokens, hidden_size) to the same shape.
 
         Args:
-            hidden: normed, but for `norm`.
-            norm: a norm of `hidden` that is not kept; None without.
-            onto: a stream like `hidden` that the result is added to; None without.
+            hidden: already normed unless `norm` is given.
+            norm: norm to apply to `hidden` without saving its output; None if it has been applied.
+            residual: residual stream to add the output to, shaped like `hidden`; None without.
         """
         if norm is None:
             projected = self.up(hidden)
         else:
-            projected, onto = product_of_norm(norm, self.up, hidden, onto)
+            projected, residual = product_of_norm(norm, self.up, hidden, residual)
         if not (self.recompute and recomputes(self)):
-            return added_to(onto, self.down, self._inner(projected))
-        plain = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
-        if self.gated and plain and triton_runs_on(projected):
+            return added_to(residual, self.down, self._inner(projected))
+        fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
+        if self.gated and fusable and triton_runs_on(projected):
             output = gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
         else:
             output = product_of(self._inner, self.down, self.dropout > 0, projected)
-        return output if onto is None else onto + output
+        return output if residual is None else residual + output
 
     def _inner(self, projected: Tensor) -> Tensor:
-        """What lies between the projections."""
+        """Apply everything between the projections: nonlinearity, norm, dropout."""
         if self.gated:
             inner = gated_activation(projected, self.nonlinearity)
         else:

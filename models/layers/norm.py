@@ -1,4 +1,4 @@
-"""The two norms as modules."""
+"""LayerNorm and RMSNorm modules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ...kernels.rms_norm_residual import forked_norm_projection, forked_rms_norm
 
 
 class Read(NamedTuple):
-    """A stream before a part of a layer.
+    """Residual stream and input of a residual branch.
 
     Attributes:
-        stream: what the part adds to.
-        normed: what it reads, not yet normed if there is a `norm`.
-        again: the same for a second reader, whose gradient comes apart; None for one.
-        norm: what the part does itself, so that nothing of it is kept; None without.
+        stream: residual stream that the branch output is added to.
+        normed: input of the branch, normed unless `norm` is given.
+        again: a second handle on `normed` for a second reader, so that its gradient arrives separately; None for one
+            reader.
+        norm: norm that the branch applies itself, so that its output is not saved; None if it has been applied.
     """
 
     stream: Tensor
@@ -28,12 +29,12 @@ class Read(NamedTuple):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation of the last dimension.
+    """Layer normalization over the last dimension.
 
     Args:
-        hidden_size: length of the last dimension.
-        epsilon: added to the variance under the root.
-        zero_centered: store the gain minus one.
+        hidden_size: size of the last dimension.
+        epsilon: added to the variance for numerical stability.
+        zero_centered: store the weight minus one (Megatron's `layernorm1p`).
     """
 
     def __init__(self, hidden_size: int, epsilon: float, *, zero_centered: bool = False) -> None:
@@ -44,12 +45,12 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(..., hidden_size) to the same shape and dtype."""
+        """Normalize (..., hidden_size); same shape and dtype."""
         return layer_norm(inputs, self.weight, self.bias, epsilon=self.epsilon, zero_centered=self.zero_centered)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation of the last dimension; arguments as in `LayerNorm`, no bias."""
+    """Root-mean-square normalization over the last dimension; arguments as in `LayerNorm`, no bias."""
 
     def __init__(self, hidden_size: int, epsilon: float, *, zero_centered: bool = False) -> None:
         super().__init__()
@@ -58,30 +59,41 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((hidden_size,), 0.0 if zero_centered else 1.0))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(..., hidden_size) to the same shape and dtype."""
+        """Normalize (..., hidden_size); same shape and dtype."""
         return rms_norm(
             inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered, training=self.training
         )
 
     def forked(self, stream: Tensor, twice: bool) -> Read:
-        """The norm of a stream that goes on, for one reader or two, all of which use what they get."""
+        """Return the residual stream and its norm, whose fused backward sums the gradients of both.
+
+        Args:
+            stream: residual stream (..., hidden_size).
+            twice: return the norm for a second reader too. Every returned tensor must be used in the loss.
+        """
         if not forks(stream, self.weight):
             return Read(stream, self(stream))
         epsilon, centred = self.epsilon, self.zero_centered
         return Read(*forked_rms_norm(stream, self.weight, epsilon=epsilon, zero_centered=centred, twice=twice))
 
     def forks_projection(self, stream: Tensor) -> bool:
-        """Whether `forked_projection` serves; under autocast the stream, a wide sum, would not be kept anyway."""
+        """Return True if `forked_projection` is supported and saves memory.
+
+        Under autocast it does not: the residual stream is a wide sum that nothing else saves.
+        """
         return forks(stream, self.weight) and not torch.is_autocast_enabled(stream.device.type)
 
     def forked_projection(self, stream: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The stream that goes on, and a projection of its norm, which is made again in the backward; use both."""
+        """Return the residual stream and a projection of its norm; the backward recomputes the norm.
+
+        Both must be used in the loss.
+        """
         return forked_norm_projection(
             stream, self.weight, weight, bias, epsilon=self.epsilon, zero_centered=self.zero_centered
         )
 
     def parts(self, inputs: Tensor) -> NormParts:
-        """What the norm of these inputs is a product of."""
+        """Return the factors of the norm: input, reciprocal RMS of each row, and weight."""
         return rms_norm_parts(inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered)
 
 

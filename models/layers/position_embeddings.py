@@ -1,8 +1,8 @@
-"""Positions that turn queries and keys, or are added to the embeddings, as modules that the layers of a stack share."""
+"""Rotary embeddings and learned position embeddings, shared by the layers of a stack."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,13 @@ from .computed_table import ComputedTable
 
 
 class Rotation(NamedTuple):
-    """How far queries and keys turn: cosine and sine, each (tokens, dim / 2), or (batch, tokens, dim / 2).
+    """Cos/sin tables for rotary embedding, each (tokens, dim / 2) or (batch, tokens, dim / 2).
 
     Attributes:
-        cosine: of queries and keys.
-        sine: likewise.
-        key_cosine: of keys, where theirs differ from those of queries.
-        key_sine: likewise.
+        cosine: for queries, and for keys unless `key_cosine` is given.
+        sine: for queries, and for keys unless `key_sine` is given.
+        key_cosine: for keys, if different (xPos); else None.
+        key_sine: for keys, if different (xPos); else None.
     """
 
     cosine: Tensor
@@ -28,21 +28,21 @@ class Rotation(NamedTuple):
     key_sine: Tensor | None = None
 
     def of_keys(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the keys."""
+        """Return the cosine and sine for keys."""
         if self.key_cosine is None or self.key_sine is None:
             return self.cosine, self.sine
         return self.key_cosine, self.key_sine
 
 
 class RotaryEmbedding(ComputedTable):
-    """The table of angles of a stack. It is computed, not learned and not saved.
+    """Rotary embedding: precomputed cos/sin tables, neither learned nor saved.
 
     Args:
-        dim: channels of a head that turn, even.
-        positions: longest sequence.
+        dim: rotated channels of a head, even.
+        positions: maximal sequence length.
         base: base of the frequencies.
-        position_scale: factor of every position.
-        scaling: other frequencies for long texts, None for those of `base`.
+        position_scale: factor of every position (position interpolation).
+        scaling: frequency scaling for long contexts, None for unscaled frequencies.
     """
 
     cosine: Tensor
@@ -69,7 +69,7 @@ class RotaryEmbedding(ComputedTable):
         self._fill()
 
     def _fill(self) -> None:
-        """Compute the table where the buffers are, in fp32 (fp64 in an fp64 model)."""
+        """Compute the tables on the device of the buffers, in fp32 (fp64 in an fp64 model)."""
         if self.cosine.is_meta:
             return
         dtype = torch.promote_types(self.cosine.dtype, torch.float32)
@@ -84,10 +84,10 @@ class RotaryEmbedding(ComputedTable):
         )
 
     def forward(self, positions: int | Tensor) -> Rotation:
-        """Cosine and sine of positions.
+        """Return the cosine and sine of positions.
 
         Args:
-            positions: how many, from 0 on, or which, int64 (batch, tokens).
+            positions: position ids, int64 (batch, tokens), or their number n for 0 to n - 1.
 
         Returns:
             Each (tokens, dim / 2), or (batch, tokens, dim / 2).
@@ -97,17 +97,16 @@ class RotaryEmbedding(ComputedTable):
         return Rotation(self.cosine[positions], self.sine[positions])
 
     def extra_repr(self) -> str:
-        """The angles in words, for the printed model."""
-        facts: dict[str, Any] = {"dim": self.dim, "positions": self.positions, "base": self.base}
-        return ", ".join(f"{name}={value}" for name, value in facts.items())
+        """Return the settings shown by `print(model)`."""
+        return f"dim={self.dim}, positions={self.positions}, base={self.base}"
 
 
 class XPosEmbedding(ComputedTable):
-    """Rotary embedding whose scores fade with distance (xPos, arXiv 2212.10554); see `kernels.rope.xpos_table`.
+    """Rotary embedding whose scores decay with distance (xPos, arXiv 2212.10554); see `kernels.rope.xpos_table`.
 
     Args:
-        dim: channels of a head, even; all of them turn.
-        positions: longest sequence.
+        dim: channels of a head, even; all of them are rotated.
+        positions: maximal sequence length.
     """
 
     tables: Tensor
@@ -125,21 +124,21 @@ class XPosEmbedding(ComputedTable):
             self.tables = torch.stack(xpos_table(self.positions, self.dim, dtype=dtype, device=self.tables.device))
 
     def forward(self, positions: int | Tensor) -> Rotation:
-        """Cosine and sine of queries and of keys; positions as in `RotaryEmbedding`."""
+        """Return the cosine and sine for queries and for keys; positions as in `RotaryEmbedding`."""
         if isinstance(positions, int):
             return Rotation(*self.tables[:, :positions])
         return Rotation(*self.tables[:, positions])
 
     def extra_repr(self) -> str:
-        """The angles in words, for the printed model."""
+        """Return the settings shown by `print(model)`."""
         return f"dim={self.dim}, positions={self.positions}"
 
 
 class PositionTable(nn.Module):
-    """One learned vector per place in a sample, whatever documents it holds (NeMo's `learned_parameters`).
+    """Learned position embedding indexed by the place in a sample, across documents (NeMo's `learned_parameters`).
 
     Args:
-        positions: longest sequence.
+        positions: maximal sequence length.
         hidden_size: width of the residual stream.
     """
 
@@ -148,5 +147,5 @@ class PositionTable(nn.Module):
         self.table = nn.Parameter(torch.zeros(positions, hidden_size))
 
     def forward(self, tokens: int) -> Tensor:
-        """The vectors of the first places, (tokens, hidden_size)."""
+        """Return the embeddings of the first `tokens` positions, (tokens, hidden_size)."""
         return self.table[:tokens]

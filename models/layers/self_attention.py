@@ -1,4 +1,4 @@
-"""Self-attention: one fused projection, positions, a backend chosen by the dispatcher, the output projection."""
+"""Self-attention: fused QKV projection, positions, the attention backend, output projection."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class SelfAttention(nn.Module):
         qkv_bias: bias on `qkv`.
         output_bias: bias on `output`.
         dropout: probability of dropping an attention weight in training.
-        causal: a token sees no later token.
-        rotary_interleaved: turn pairs of neighbours instead of halves, where there is a rotary embedding.
-        backends: the function for each kind of call.
+        causal: mask later tokens.
+        rotary_interleaved: rotate adjacent pairs of channels instead of halves, with a rotary embedding.
+        backends: attention function for each kind of call.
         window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
         softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
-        query_norm: norm over each query head, before it turns; None without.
-        key_norm: likewise of keys.
-        head_scale: a learned factor for what each head gives (NormFormer, arXiv 2110.09456).
+        query_norm: norm over each query head, before the rotary embedding; None without.
+        key_norm: norm over each key head, likewise.
+        head_scale: learned scale of each head's output (NormFormer, arXiv 2110.09456).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.dropout = dropout
-        self.draws = dropout > 0
+        self.uses_rng = dropout > 0
         self.causal = causal
         self.window = window
         self.softcap = softcap
@@ -93,22 +93,22 @@ class SelfAttention(nn.Module):
         padding: Tensor | None = None,
         norm: LayerNorm | RMSNorm | None = None,
         cache: LayerCache | None = None,
-        onto: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
         Args:
-            hidden: (batch, tokens, hidden_size), normed, but for `norm`.
-            rotary: how far queries and keys turn, or None.
-            kind: the kind of call, which selects the backend.
-            packed: the documents of the rows, where they must not see each other.
-            terms: what the positions add to the scores, or None.
-            padding: bool (batch, tokens), True for real tokens, which alone are seen; None where all are. Causal
-                attention needs none: padding ends the rows, where no real token sees it.
-            norm: a norm of `hidden` that is not kept; None without.
-            cache: takes in keys and values of texts that begin, or of the one token that each goes on with, which then
-                sees what is there; None without.
-            onto: a stream like `hidden` that the result is added to; None without.
+            hidden: (batch, tokens, hidden_size), already normed unless `norm` is given.
+            rotary: cos/sin tables for rotary embedding, or None.
+            kind: kind of call, which selects the backend.
+            packed: document boundaries of packed samples, for attention within documents.
+            terms: position-dependent terms added to the scores, or None.
+            padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real. Ignored
+                by causal attention: padding is at the end of each row, where no real token attends to it.
+            norm: norm to apply to `hidden` without saving its output; None if it has been applied.
+            cache: KV cache. Several tokens are a prefill, which fills it; one token is a decode step, which is appended
+                and attends to all of it. None without.
+            residual: residual stream to add the output to, shaped like `hidden`; None without.
 
         Returns:
             (batch, tokens, hidden_size).
@@ -116,11 +116,11 @@ class SelfAttention(nn.Module):
         if norm is None:
             projected = self.qkv(hidden)
         else:
-            projected, onto = product_of_norm(norm, self.qkv, hidden, onto)
+            projected, residual = product_of_norm(norm, self.qkv, hidden, residual)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         if cache is not None and hidden.shape[1] == 1:
-            return self._projected(self._step(projected[:, 0], rotary, terms, cache)[:, None], onto)
-        query, key, value = self._parts(projected, rotary)
+            return self._project_output(self._decode(projected[:, 0], rotary, terms, cache)[:, None], residual)
+        query, key, value = self._split_and_rotate(projected, rotary)
         if cache is not None:
             cache.begin(key, value)
         context = self.backends[kind](
@@ -137,25 +137,27 @@ class SelfAttention(nn.Module):
             packed=packed,
             key_padding_mask=None if self.causal else padding,
         )
-        return self._projected(context, onto)
+        return self._project_output(context, residual)
 
-    def _projected(self, context: Tensor, onto: Tensor | None) -> Tensor:
-        """What the layer adds to the stream, from what each head gives; with the stream, where it is given."""
+    def _project_output(self, context: Tensor, residual: Tensor | None) -> Tensor:
+        """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given."""
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
-        return added_to(onto, self.output, context.flatten(2))
+        return added_to(residual, self.output, context.flatten(2))
 
-    def _step(self, projected: Tensor, rotary: Rotation | None, terms: ScoreTerms | None, cache: LayerCache) -> Tensor:
-        """One token of each text, (rows, heads + 2 groups, head_dim), over all that the cache holds of it."""
+    def _decode(
+        self, projected: Tensor, rotary: Rotation | None, terms: ScoreTerms | None, cache: LayerCache
+    ) -> Tensor:
+        """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), dim=1)
             projected = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=1)
-        angles = None
+        tables = None
         if rotary is not None:
             key_cosine, key_sine = rotary.of_keys()
-            angles = rotary.cosine[:, 0], rotary.sine[:, 0], key_cosine[:, 0], key_sine[:, 0]
+            tables = rotary.cosine[:, 0], rotary.sine[:, 0], key_cosine[:, 0], key_sine[:, 0]
         query = turn_and_append(
-            projected, cache.key, cache.value, cache.lengths, angles, interleaved=self.rotary_interleaved
+            projected, cache.key, cache.value, cache.lengths, tables, interleaved=self.rotary_interleaved
         )
         return decode_attention(
             query,
@@ -169,8 +171,8 @@ class SelfAttention(nn.Module):
             softcap=self.softcap,
         )
 
-    def _parts(self, projected: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of (batch, tokens, heads + 2 groups, head_dim), normed and turned."""
+    def _split_and_rotate(self, projected: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Split (batch, tokens, heads + 2 groups, head_dim) into normed and rotated queries, keys, and values."""
         interleaved = self.rotary_interleaved
         if rotary is not None and rotary.key_cosine is None and self.query_norm is None:
             return rotary_split(projected, rotary.cosine, rotary.sine, self.groups, interleaved=interleaved)
@@ -180,6 +182,7 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query = apply_rotary(query, rotary.cosine, rotary.sine, interleaved=interleaved)
             key = apply_rotary(key, *rotary.of_keys(), interleaved=interleaved)
-            if self.query_norm is None:  # a view would keep all of the projection, beside queries and keys once turned
+            if self.query_norm is None:
+                # A view would keep the whole projection alive, although rotated queries and keys are new tensors.
                 value = value.contiguous()
         return query, key, value

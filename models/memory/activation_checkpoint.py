@@ -1,8 +1,8 @@
-"""Running a part of a model again in the backward pass instead of keeping what it calculated (arXiv 1604.06174).
+"""Activation checkpointing: recompute part of a model in the backward instead of saving its activations.
 
-Checkpoints are torch's non-reentrant ones: they take parts of which no input has a gradient, give the same bits, and
-nest with other hooks on saved tensors. Inside a compiled layer they are marks for the compiler, which fuses the second
-run into the backward and leaves out what that does not need.
+Source: arXiv 1604.06174. Built on torch's non-reentrant `checkpoint`, which supports functions none of whose inputs
+require a gradient, gives bit-identical results, and nests with other saved-tensor hooks. Inside a compiled layer it is
+only an annotation: the compiler fuses the recomputation into the backward and drops what the backward does not need.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ Output = TypeVar("Output")
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether there will be a backward pass worth saving memory for: in training, and with gradients."""
+    """Return True if a backward will follow (training mode and gradients enabled), so that recompute saves memory."""
     return module.training and torch.is_grad_enabled()
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a module, or a part of it, draws random numbers in training: those that do have a true `draws`."""
-    return any(getattr(part, "draws", False) for part in module.modules())
+    """Return True if the module or a submodule uses the RNG in training, marked by an attribute `uses_rng`."""
+    return any(getattr(part, "uses_rng", False) for part in module.modules())
 
 
 def run_again(
-    run: Callable[Inputs, Output], run_draws: bool, /, *inputs: Inputs.args, **options: Inputs.kwargs
+    run: Callable[Inputs, Output], preserve_rng_state: bool, /, *inputs: Inputs.args, **options: Inputs.kwargs
 ) -> Output:
-    """`run(*inputs, **options)`, of which only the inputs are kept, and which the backward runs again.
+    """Return `run(*inputs, **options)`, saving only the inputs; the backward recomputes the rest.
 
     Args:
-        run: may use parameters and other tensors besides; it has no other effects, for they would happen twice.
-        run_draws: it draws random numbers, the same ones again in the second run. Generators are asked for their state
-            only then, for a CUDA graph cannot record that.
-        inputs: of `run`; tensors among them are seen by hooks on saved tensors.
+        run: may use parameters and other tensors besides its inputs; must have no side effects, since it runs twice.
+        preserve_rng_state: `run` uses the RNG; restore its state for the recomputation. Only set it if needed: reading
+            the generator state cannot be captured in a CUDA graph.
+        inputs: of `run`; tensors among them pass through saved-tensor hooks.
         options: of `run`.
     """
-    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=run_draws, **options)
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
 
 
 def product_of(
-    part: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], part_draws: bool, /, inputs: Tensor
+    part: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], part_uses_rng: bool, /, inputs: Tensor
 ) -> Tensor:
-    """`product(part(inputs))`, of which the backward runs the part again, but not the product.
+    """Return `product(part(inputs))`, saving `inputs`; the backward recomputes `part` but not `product`.
 
     Args:
-        part: what is cheap to run twice: a norm, an activation.
-        product: a matrix product, which keeps its argument (and its weight) for the backward. Where it keeps more, as
-            one with a low-rank update does, it runs again as far as it takes to have that too.
-        part_draws: `part` draws random numbers.
-        inputs: kept.
+        part: cheap to recompute: a norm, an activation.
+        product: a matmul, which saves its argument (and its weight) for the backward. If it saves more, as a linear
+            layer with LoRA does, it is recomputed up to the last tensor that it saves.
+        part_uses_rng: `part` uses the RNG.
+        inputs: saved for the backward.
     """
-    if torch.compiler.is_compiling():  # a marked product would be run again for whoever keeps its result
-        return product(run_again(part, part_draws, inputs))
-    # the second run ends where the product, before it begins, has kept its argument
-    product_draws = isinstance(product, nn.Module) and draws(product)
-    return run_again(lambda given: product(part(given)), part_draws or product_draws, inputs)
+    if torch.compiler.is_compiling():  # a checkpointed matmul would be recomputed for every user of its output
+        return product(run_again(part, part_uses_rng, inputs))
+    # Early stop: the recomputation ends as soon as the matmul has saved its argument, before the matmul itself runs.
+    product_uses_rng = isinstance(product, nn.Module) and draws(product)
+    return run_again(lambda given: product(part(given)), part_uses_rng or product_uses_rng, inputs)

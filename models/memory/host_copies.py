@@ -1,4 +1,4 @@
-"""Copies between a device and host memory that run beside the work of the device."""
+"""Asynchronous copies between device and pinned host memory, overlapped with compute."""
 
 from __future__ import annotations
 
@@ -10,78 +10,78 @@ import torch
 from torch import Tensor
 
 SLAB = 1 << 30
-"""Bytes of host memory that are pinned at once: pinning is slow, and PyTorch rounds it up to a power of two."""
+"""Bytes of host memory pinned per allocation: pinning is slow, and PyTorch rounds up to a power of two."""
 ALIGNMENT = 512
-"""Of a buffer within a slab, in bytes: what a copy engine likes, and every dtype."""
+"""Alignment in bytes of a buffer within a slab, suitable for copy engines and every dtype."""
 
 
 class HostMemoryError(RuntimeError):
-    """The host has no memory left to offload to; what would mend a device that is full does not mend this."""
+    """Out of host memory for offloading; a remedy for a full device does not help here."""
 
 
 class Copies(Protocol):
-    """What offloading needs of a device: memory, copies that run beside the work, and a way to wait for them.
+    """Copy engine of a device: memory, asynchronous copies in both directions, and events to wait for them.
 
-    Nothing here makes the host wait. `Any` is a mark: what `wait` needs to know of a copy.
+    No method blocks the host. The type of events is `Any`: whatever `wait` accepts.
     """
 
     @property
     def device(self) -> torch.device:
-        """Whose work goes on meanwhile."""
+        """Device whose compute overlaps with the copies."""
         ...
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that was taken so far, which is kept."""
+        """Bytes of host memory allocated so far; never returned to the system."""
         ...
 
     def begin(self) -> None:
-        """The work that copies run beside is the one the caller submits from now on."""
+        """Overlap copies with the work submitted from now on: use the current stream as the compute stream."""
         ...
 
     def host(self, size: int) -> Tensor:
-        """A buffer of so many bytes in host memory, uint8 (size,).
+        """Allocate a host buffer, uint8 (size,).
 
         Raises:
-            HostMemoryError: there is none left.
+            HostMemoryError: out of host memory.
         """
         ...
 
     def give_back(self, host: Tensor) -> None:
-        """Another copy may have this buffer; all copies to and from it have been waited for."""
+        """Release a host buffer; all copies to and from it must have been waited for."""
         ...
 
     def new(self, size: int) -> Tensor:
-        """Memory of the device, uint8 (size,)."""
+        """Allocate device memory, uint8 (size,)."""
         ...
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Give up the memory of a storage (size 0), or give it some, for work that is submitted from now on."""
+        """Free the memory of a storage (size 0) or allocate it again, in order with the compute stream."""
         ...
 
     def send(self, memory: Tensor, host: Tensor) -> Any:
-        """Begin to copy to the host what the work so far has written; `memory` is kept until the mark is waited for."""
+        """Start a copy to the host after the work so far; keep `memory` alive until the event is waited for."""
         ...
 
     def fetch(self, host: Tensor, memory: Tensor) -> Any:
-        """Begin to copy to the device, after the work so far; `memory` is kept until the mark is waited for."""
+        """Start a copy to the device after the work so far; keep `memory` alive until the event is waited for."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """Work that is submitted from now on begins after this copy."""
+        """Make work submitted from now on wait for the copy of this event."""
         ...
 
 
 class CudaCopies:
-    """Copies of a CUDA device: a stream for each direction, which the device can use at once, and pinned buffers.
+    """Copy engine of a CUDA device: one stream per direction, so that both can run at once, and pinned buffers.
 
-    The buffers are kept for the next step. Memory of the device is taken from the pool of the stream of the work and
-    given back there, always after that stream has waited for the copy: what the pool gives out next is then in order
-    with it, without `record_stream`, which gives memory back only when the host happens to look.
+    The buffers are reused in the next step. Device memory is allocated and freed on the compute stream, always after
+    that stream has waited for the copy, so the caching allocator can reuse it in stream order without `record_stream`,
+    which would free memory only when the host polls the events.
 
     Args:
-        device: a CUDA device.
-        pool: its host memory, which copies beside the same work may share; None for one of its own.
+        device: CUDA device.
+        pool: pinned host memory, which engines for the same compute stream may share; None for a pool of its own.
     """
 
     def __init__(self, device: torch.device, pool: HostPool | None = None) -> None:
@@ -92,11 +92,11 @@ class CudaCopies:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is pinned."""
+        """See `Copies`."""
         return self._pool.size
 
     def begin(self) -> None:
-        """The stream of the work is the current one."""
+        """See `Copies`."""
         self._work = torch.cuda.current_stream(self.device)
 
     def host(self, size: int) -> Tensor:
@@ -137,23 +137,23 @@ class CudaCopies:
 
 
 def bytes_of(storage: torch.UntypedStorage, start: int, stop: int) -> Tensor:
-    """Some bytes of a storage as a tensor, uint8, which shares no version counter with other tensors there."""
+    """Return bytes `start:stop` of a storage as a uint8 tensor with a version counter of its own."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage, start, (stop - start,), (1,))
 
 
 class HostPool:
-    """Buffers of host memory, cut from large slabs, which are kept.
+    """Best-fit allocator of host buffers from large slabs, which are never freed.
 
-    A buffer comes from the smallest free piece that holds it, and what is left of the piece stays free. Once it is
-    back, it becomes one piece with its free neighbours. So a slab that nobody uses is whole again whatever it was cut
-    into, and where each step needs other sizes (experts that run one after the other) the pool stays as large as the
-    largest step needs, but for what buffers of more than a third of a slab leave unused.
+    A buffer is allocated from the smallest free block that holds it; the rest of the block stays free. A released
+    buffer is merged with its free neighbours, so an unused slab is always one block. If each step needs other sizes
+    (experts that run one after the other), the pool grows only to the largest step's needs, except for the waste of
+    buffers of more than a third of a slab.
 
-    One thread at a time takes buffers, but any may give one back at any moment.
+    `take` must be called by one thread at a time; `give_back` is safe from any thread at any time.
 
     Args:
-        pinned: a device can copy from and to them without the host.
+        pinned: allocate page-locked memory, for copies that are asynchronous to the host.
 
     Attributes:
         size: bytes of all slabs.
@@ -162,73 +162,73 @@ class HostPool:
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._slabs: dict[int, Tensor] = {}
-        self._free: list[_Piece] = []  # in order, and no two of them touch
-        self._back: deque[_Piece] = deque()
+        self._free: list[_Block] = []  # sorted, no two adjacent
+        self._released: deque[_Block] = deque()
         self.size = 0
 
     def take(self, size: int) -> Tensor:
-        """A buffer of `size` bytes, uint8.
+        """Allocate a buffer of `size` bytes, uint8.
 
         Raises:
-            HostMemoryError: the system does not give that much.
+            HostMemoryError: out of host memory.
         """
-        while self._back:
-            self._merge(self._back.popleft())
-        room = _rounded_up(size)
-        fitting = [(stop - start, place) for place, (_, start, stop) in enumerate(self._free) if stop - start >= room]
-        place = min(fitting)[1] if fitting else self._add_slab(room)
-        slab, start, stop = self._free[place]
-        self._free[place : place + 1] = [_Piece(slab, start + room, stop)] if start + room < stop else []
+        while self._released:
+            self._merge(self._released.popleft())
+        needed = _rounded_up(size)
+        fitting = [(stop - start, index) for index, (_, start, stop) in enumerate(self._free) if stop - start >= needed]
+        index = min(fitting)[1] if fitting else self._add_slab(needed)
+        slab, start, stop = self._free[index]
+        self._free[index : index + 1] = [_Block(slab, start + needed, stop)] if start + needed < stop else []
         return self._slabs[slab][start : start + size]
 
     def give_back(self, buffer: Tensor) -> None:
-        """Keep a buffer of `take` for others."""
-        # the next `take` merges it: this may be the garbage collector, on another thread or in the midst of a `take`
+        """Release a buffer of `take`."""
+        # Merged by the next `take`: the garbage collector may call this on another thread, or in the middle of one.
         start = int(buffer.storage_offset())
-        self._back.append(_Piece(buffer.untyped_storage().data_ptr(), start, start + _rounded_up(buffer.numel())))
+        self._released.append(_Block(buffer.untyped_storage().data_ptr(), start, start + _rounded_up(buffer.numel())))
 
-    def _merge(self, piece: _Piece) -> None:
-        """Add a piece to the free ones, as one with those it touches."""
-        first = last = bisect_left(self._free, piece)
-        if last < len(self._free) and piece.touches(self._free[last]):
-            piece = piece._replace(stop=self._free[last].stop)
+    def _merge(self, block: _Block) -> None:
+        """Add a block to the free list, merged with adjacent ones."""
+        first = last = bisect_left(self._free, block)
+        if last < len(self._free) and block.touches(self._free[last]):
+            block = block._replace(stop=self._free[last].stop)
             last += 1
-        if first and self._free[first - 1].touches(piece):
+        if first and self._free[first - 1].touches(block):
             first -= 1
-            piece = piece._replace(start=self._free[first].start)
-        self._free[first:last] = [piece]
+            block = block._replace(start=self._free[first].start)
+        self._free[first:last] = [block]
 
-    def _add_slab(self, room: int) -> int:
-        """The place among the free pieces of a new slab, which has room for so many bytes."""
-        size = max(SLAB if self._pinned else 0, 1 << (room - 1).bit_length())
+    def _add_slab(self, needed: int) -> int:
+        """Allocate a slab of at least `needed` bytes; return the index of its block in the free list."""
+        size = max(SLAB if self._pinned else 0, 1 << (needed - 1).bit_length())
         try:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         except RuntimeError as error:
             raise HostMemoryError(
-                f"`cpu_offloading` (True) has {self.size / 2**30:,.1f} GiB of host memory, and the system does not "
-                f"give {size / 2**30:,.1f} GiB more; use a smaller cpu_offloading_num_layers, "
+                f"`cpu_offloading` (True) has {self.size / 2**30:,.1f} GiB of host memory and cannot allocate "
+                f"{size / 2**30:,.1f} GiB more; use a smaller cpu_offloading_num_layers, "
                 "cpu_offloading_weights=false, or cpu_offloading_activations=false."
             ) from error
         self.size += size
-        piece = _Piece(memory.data_ptr(), 0, size)
-        place = bisect_left(self._free, piece)
-        self._free.insert(place, piece)
-        self._slabs[piece.slab] = memory
-        return place
+        block = _Block(memory.data_ptr(), 0, size)
+        index = bisect_left(self._free, block)
+        self._free.insert(index, block)
+        self._slabs[block.slab] = memory
+        return index
 
 
-class _Piece(NamedTuple):
-    """Bytes of a slab, by its address: from `start` to `stop`, both multiples of `ALIGNMENT`."""
+class _Block(NamedTuple):
+    """Bytes `start:stop` of the slab at an address, both multiples of `ALIGNMENT`."""
 
     slab: int
     start: int
     stop: int
 
-    def touches(self, later: _Piece) -> bool:
-        """Whether the other begins where this one ends; slabs that lie side by side are still two."""
+    def touches(self, later: _Block) -> bool:
+        """Return True if the other block starts at the end of this one, in the same slab."""
         return self.slab == later.slab and self.stop == later.start
 
 
 def _rounded_up(size: int) -> int:
-    """To a multiple of `ALIGNMENT`."""
+    """Round up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT

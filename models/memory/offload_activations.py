@@ -1,16 +1,16 @@
-"""Activations in host memory between forward and backward.
+"""Activation offloading: saved tensors are in host memory between forward and backward.
 
-Of L layers the first N are offloaded. What layer i saves for the backward is copied to the host as soon as it is saved,
-has left the device before layer i + L - N runs, and is fetched when the backward reaches layer i + L - N - 1 (with
-N = L - 1, layer i + 1), so that about L - N layers are on the device at any time. This is the order of
-TransformerEngine's `cpu_offload` (since 2.10). Of layers that are recomputed in chunks, the input of a chunk is fetched
-at the latest when the backward reaches the chunk after it.
+Of L layers the first N are offloaded. The tensors that layer i saves for the backward are copied to the host as soon as
+they are saved, freed on the device before layer i + L - N runs, and fetched when the backward reaches layer
+i + L - N - 1 (with N = L - 1, layer i + 1), so that about L - N layers are on the device at any time. This is the
+schedule of TransformerEngine's `cpu_offload` (since 2.10). If layers are recomputed in chunks, the input of a chunk is
+fetched at the latest when the backward reaches the chunk after it.
 
-What stays on the device: parameters, whatever all layers share (angles of positions, masks, the encoder's output),
-tensors of less than `LEAST_SIZE`, and the input of the first layer that is not offloaded. What several operations save
-is copied once.
+Not offloaded: parameters, tensors shared by all layers (cos/sin tables, masks, the encoder output), tensors smaller
+than `LEAST_SIZE`, and the input of the first layer that is not offloaded. A tensor saved by several operations is
+copied once.
 
-The hooks see what compiled layers save as well, and of a layer that is recomputed as a whole only its input.
+The saved-tensor hooks also see what compiled layers save; of a fully recomputed layer they see only its input.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from .host_copies import Copies, bytes_of
 
 LEAST_SIZE = 1 << 20
-"""Bytes of the smallest tensor that is worth a copy."""
+"""Minimal bytes of an offloaded tensor."""
 
 
 class ActivationOffload:
-    """Keeps what the first layers of a stack save for the backward in host memory.
+    """Offload the saved tensors of the first layers of a stack to host memory.
 
     Args:
-        copies: of the device of the stack.
-        layers: the first so many layers, N.
-        least_size: bytes below which a tensor stays.
+        copies: copy engine of the stack's device.
+        layers: number of leading layers to offload, N.
+        least_size: minimal bytes of an offloaded tensor.
 
     Attributes:
         layers: N.
         copies: as given.
-        sent_bytes: bytes of the copies to the host in the last forward.
+        sent_bytes: bytes copied to the host in the last forward.
     """
 
     def __init__(self, copies: Copies, layers: int, *, least_size: int = LEAST_SIZE) -> None:
@@ -50,11 +50,11 @@ class ActivationOffload:
         self.sent_bytes = 0
 
     def forward_pass(self, layers: int, shared: object) -> ForwardPass:
-        """One run through all layers.
+        """Begin a forward through all layers.
 
         Args:
-            layers: how many there are, L; more than are offloaded.
-            shared: tensors, in nested tuples, that all layers read: they stay.
+            layers: number of layers of the stack, L > N.
+            shared: nested tuples of tensors shared by all layers, which are not offloaded.
         """
         self.sent_bytes = 0
         self.copies.begin()
@@ -62,7 +62,7 @@ class ActivationOffload:
 
 
 class ForwardPass:
-    """One forward through a stack, and its backward. `layers` goes around each layer, `after` follows it."""
+    """Offloading of one forward through a stack and its backward: wrap each layer in `layers`, then call `after`."""
 
     def __init__(
         self, owner: ActivationOffload, copies: Copies, offloaded: int, layers: int, shared: object, least_size: int
@@ -70,27 +70,28 @@ class ForwardPass:
         self._owner = owner
         self._copies = copies
         self._groups: list[dict[_Range, _Stored]] = [{} for _ in range(offloaded)]
-        self._away = layers - offloaded
-        self._ahead = max(1, self._away - 1)
+        self._resident = layers - offloaded  # number of layers whose saved tensors are on the device
+        self._prefetch_distance = max(1, self._resident - 1)
         self._shared = {_address(tensor) for tensor in _tensors_in(shared)}
         self._least_size = least_size
-        self._carried: dict[_Range, _Stored] = {}
-        self._left = 0
+        self._carried: dict[_Range, _Stored] = {}  # output of the last layers, moved to the group of the next ones
+        self._num_freed = 0
 
     @contextmanager
     def layers(self, numbers: range, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Within it some layers run, of which the backward needs nothing but what is saved here.
+        """Context manager that offloads the tensors saved by these layers.
 
         Args:
-            numbers: which, counted from 0: one, or a chunk that is recomputed together. They run in order.
-            modules: these layers, whose parameters stay where they are.
+            numbers: indices of the layers, counted from 0: one, or a chunk that is recomputed together; in order.
+            modules: the layers, whose parameters are not offloaded.
         """
-        self._ahead = max(self._ahead, len(numbers))  # the chunk before is the nearest that can be fetched
-        leaving = min(numbers.start, numbers.stop - self._away)
-        for group in self._groups[self._left : max(leaving, 0)]:
+        # With chunks, the nearest saved input to prefetch is that of the chunk before.
+        self._prefetch_distance = max(self._prefetch_distance, len(numbers))
+        num_freed = min(numbers.start, numbers.stop - self._resident)
+        for group in self._groups[self._num_freed : max(num_freed, 0)]:
             for stored in group.values():
-                stored.leave()
-        self._left = max(self._left, leaving)
+                stored.free()
+        self._num_freed = max(self._num_freed, num_freed)
         if numbers.start >= len(self._groups):
             yield
             return
@@ -104,36 +105,36 @@ class ForwardPass:
             yield
 
     def after(self, numbers: range, hidden: Tensor) -> None:
-        """These layers have given `hidden`."""
+        """Register the prefetch for the backward; call after these layers returned `hidden`."""
         self._carried = {}
         if numbers.start < len(self._groups):
-            # the next layer reads it: it is offloaded with that layer, or stays for one that is not offloaded
+            # `hidden` is the input of the next layer: offloaded with that layer, or not at all if that one is not.
             group, address = self._groups[numbers.start], _address(hidden)
-            self._carried = {place: stored for place, stored in group.items() if place.address == address}
-            for place in self._carried:
-                del group[place]
-        first, last = (max(number - self._ahead, 0) for number in (numbers.start, numbers.stop))
-        coming = [group for group in self._groups[first:last] if group]
-        if coming and hidden.requires_grad:
-            hidden.register_hook(_fetching(coming))
+            self._carried = {key: stored for key, stored in group.items() if key.address == address}
+            for key in self._carried:
+                del group[key]
+        first, last = (max(number - self._prefetch_distance, 0) for number in (numbers.start, numbers.stop))
+        groups = [group for group in self._groups[first:last] if group]
+        if groups and hidden.requires_grad:
+            hidden.register_hook(_prefetch_hook(groups))
 
     def _pack(self, tensor: Tensor, group: dict[_Range, _Stored], modules: Iterable[nn.Module]) -> Tensor | _Saved:
-        if type(tensor) is not Tensor:  # parameters, and tensors that are traced
+        if type(tensor) is not Tensor:  # parameters, and tensors being traced
             return tensor
-        place = _Range.of(tensor)
-        if place.whole in group:
-            place = place.whole
-        stored = group.get(place)
+        key = _Range.of(tensor)
+        if key.whole in group:
+            key = key.whole
+        stored = group.get(key)
         if stored is None:
-            if place.stop - place.start < self._least_size or not self._is_worth_it(tensor, place.address, modules):
-                return tensor.detach()  # not `tensor`, which may hold the very node that saves it
-            stored = group[place] = _Stored(bytes_of(tensor.untyped_storage(), place.start, place.stop), self._copies)
-            self._owner.sent_bytes += place.stop - place.start
-        offset = int(tensor.storage_offset()) - place.start // tensor.element_size()
+            if key.stop - key.start < self._least_size or not self._is_offloadable(tensor, key.address, modules):
+                return tensor.detach()  # not `tensor`: a reference to the node that saves it would be a cycle
+            stored = group[key] = _Stored(bytes_of(tensor.untyped_storage(), key.start, key.stop), self._copies)
+            self._owner.sent_bytes += key.stop - key.start
+        offset = int(tensor.storage_offset()) - key.start // tensor.element_size()
         return _Saved(stored, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
-    def _is_worth_it(self, tensor: Tensor, address: int, modules: Iterable[nn.Module]) -> bool:
-        # not known beforehand: FSDP2 gathers the weights of a layer only when it runs
+    def _is_offloadable(self, tensor: Tensor, address: int, modules: Iterable[nn.Module]) -> bool:
+        # Addresses are not known beforehand: FSDP2 gathers the weights of a layer only when it runs.
         weights = (parameter for module in modules for parameter in module.parameters())
         return (
             tensor.device == self._copies.device
@@ -143,52 +144,52 @@ class ForwardPass:
 
 
 class _Stored:
-    """A range of memory that the backward needs, on the device or on the host.
+    """Memory of a saved tensor, on the device or on the host.
 
-    It lives as long as the backward may ask for it: autograd drops what an operation saved as soon as its backward has
-    run, and with the last who saved it go the memory and the host buffer.
+    Freed by reference counting: autograd drops the saved tensors of an operation as soon as its backward has run, and
+    the last reference frees the device memory and the host buffer.
     """
 
     def __init__(self, memory: Tensor, copies: Copies) -> None:
         self._copies = copies
         self._memory: Tensor | None = memory
-        self._copying: Any = None
-        self._host: Tensor | None = None  # and stays so where the host has no memory left
+        self._pending_copy: Any = None
+        self._host: Tensor | None = None  # for `__del__`, if the allocation below fails
         self._host = copies.host(memory.numel())
-        self._copying = copies.send(memory, self._host)
+        self._pending_copy = copies.send(memory, self._host)
 
-    def leave(self) -> None:
-        """Give up the memory of the device."""
+    def free(self) -> None:
+        """Free the device memory, after the copy."""
         self._wait()
         self._memory = None
 
-    def come_back(self) -> None:
-        """Begin to fetch it, where it is not on the device."""
+    def prefetch(self) -> None:
+        """Start copying back to the device, unless the value is there."""
         if self._memory is None:
             assert self._host is not None
             self._memory = self._copies.new(self._host.numel())
-            self._copying = self._copies.fetch(self._host, self._memory)
+            self._pending_copy = self._copies.fetch(self._host, self._memory)
 
     def read(self) -> Tensor:
-        """The memory on the device, for work that is submitted from now on."""
-        self.come_back()
+        """Return the device memory, for work submitted from now on."""
+        self.prefetch()
         self._wait()
         assert self._memory is not None
         return self._memory
 
     def _wait(self) -> None:
-        if self._copying is not None:
-            self._copies.wait(self._copying)
-            self._copying = None
+        if self._pending_copy is not None:
+            self._copies.wait(self._pending_copy)
+            self._pending_copy = None
 
     def __del__(self) -> None:
-        self._wait()  # the next who gets the memory, or the buffer, must not meet this copy
+        self._wait()  # the memory and the buffer may be reused only after the copy
         if self._host is not None:
             self._copies.give_back(self._host)
 
 
 class _Saved(NamedTuple):
-    """A tensor within stored memory: how it lies there, strides and offset in elements."""
+    """View of a tensor in stored memory, with strides and offset in elements."""
 
     stored: _Stored
     dtype: torch.dtype
@@ -198,7 +199,7 @@ class _Saved(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Bytes of a storage, by its address, that are copied together."""
+    """Byte range of a storage, identified by its address, that is copied as a unit."""
 
     address: int
     start: int
@@ -207,7 +208,7 @@ class _Range(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Range:
-        """Those of a tensor without gaps; otherwise the whole storage, so that strides stay as they are."""
+        """Return the range of a contiguous tensor; otherwise the whole storage, so that strides stay valid."""
         address, length = _address(tensor), tensor.untyped_storage().nbytes()
         if not tensor.is_contiguous():
             return cls(address, 0, length, length)
@@ -216,7 +217,7 @@ class _Range(NamedTuple):
 
     @property
     def whole(self) -> _Range:
-        """The whole storage."""
+        """Range of the whole storage."""
         return self._replace(start=0, stop=self.length)
 
 
@@ -229,14 +230,14 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
     return tensor.set_(memory.untyped_storage(), offset, saved.size, saved.stride)
 
 
-def _fetching(groups: list[dict[_Range, _Stored]]) -> Callable[[Tensor], None]:
-    def fetch(_: Tensor) -> None:
-        for group in reversed(groups):  # the backward asks for the last first
+def _prefetch_hook(groups: list[dict[_Range, _Stored]]) -> Callable[[Tensor], None]:
+    def prefetch(_: Tensor) -> None:
+        for group in reversed(groups):  # in the order of the backward
             for stored in reversed(group.values()):
-                stored.come_back()
-            group.clear()  # from now on they live as long as the backward needs them
+                stored.prefetch()
+            group.clear()  # from now on only autograd holds references
 
-    return fetch
+    return prefetch
 
 
 def _address(tensor: Tensor) -> int:

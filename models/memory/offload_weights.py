@@ -1,14 +1,14 @@
-"""Weights in host memory between the forward and the backward of their layer.
+"""Weight offloading: weights are in host memory between the forward and the backward of their layer.
 
-Of L layers the weights of the first N go to the host. Those of layer i leave the device before layer i + L - N runs (at
-the earliest, layer i + 2), and come back one layer before the backward needs them. They stay from there to the next
-forward: the update, a validation and a checkpoint find them where they always are, and a forward sends what it finds,
-so the host copy is never older than the weights that were used. When the backward begins, all activations and none of
-these weights are on the device.
+Of L layers, the weights of the first N are offloaded. Those of layer i are freed on the device before layer i + L - N
+runs (at the earliest, layer i + 2), and fetched one layer before the backward needs them. They then stay on the device
+until the next forward: optimizer step, validation and checkpointing find them on the device, and each forward copies
+the current weights, so the host copy is never stale. When the backward begins, all activations but none of these
+weights are on the device.
 
-A weight keeps its tensor, name and shape: its storage is emptied and filled again, as FSDP2 does, so what autograd has
-saved of it stays valid. Sources: ZeRO-Offload (arXiv 2101.06840) for the idea, and `cpu_offload` of TransformerEngine
-for the order.
+A weight keeps its tensor, name and shape: its storage is resized to zero and back, as in FSDP2, so tensors saved by
+autograd stay valid. Sources: ZeRO-Offload (arXiv 2101.06840) for the idea, and `cpu_offload` of TransformerEngine for
+the schedule.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .offload_activations import LEAST_SIZE
 
 
 class WeightOffload:
-    """Keeps the weights of the first layers of a stack in host memory while they are not needed.
+    """Offload the weights of the first layers of a stack to host memory while they are not needed.
 
     Args:
-        copies: of the device of the stack; not those of its activations, whose queues would delay these.
-        layers: all layers of the stack, whose weights are whole.
-        offloaded: the first so many of them; fewer than all.
-        least_size: bytes below which a weight stays.
+        copies: copy engine of the stack's device; not that of its activations, whose queues would delay these copies.
+        layers: all layers of the stack, with unsharded weights.
+        offloaded: number of leading layers to offload; fewer than all.
+        least_size: minimal bytes of an offloaded weight.
 
     Raises:
-        ValueError: the weights are cut over processes.
+        ValueError: the weights are sharded.
 
     Attributes:
         copies: as given.
-        sent_bytes: bytes of all copies to the host in one forward, as many as come back in its backward.
+        sent_bytes: bytes copied to the host in one forward, and back in its backward.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class WeightOffload:
     ) -> None:
         if any(type(parameter) is not nn.Parameter for layer in layers for parameter in layer.parameters()):
             raise ValueError(
-                "`cpu_offloading_weights` (True) needs whole weights, but these are cut over processes; use "
+                "`cpu_offloading_weights` (True) is not supported with sharded weights; use "
                 "cpu_offloading_weights=false."
             )
         self.copies = copies
@@ -52,95 +52,95 @@ class WeightOffload:
             [_Weight(parameter, copies) for parameter in layer.parameters() if parameter.nbytes >= least_size]
             for layer in layers[:offloaded]
         ]
-        self._away = max(2, len(layers) - offloaded)
-        self._left = 0
+        self._delay = max(2, len(layers) - offloaded)  # layers between the forward of a layer and freeing its weights
+        self._num_freed = 0
         self.sent_bytes = sum(weight.size for layer in self._layers for weight in layer)
 
     def before(self, numbers: range) -> None:
-        """Layers with these numbers, counted from 0, are about to run forward: their weights are on the device."""
+        """Make the weights of these layers, counted from 0, available on the device; call before their forward."""
         if numbers.start == 0:
             self.copies.begin()
-            self._left = 0
+            self._num_freed = 0
         for weight in self._weights(numbers):
-            weight.be_there()
+            weight.ensure_on_device()
 
     def after(self, numbers: range, hidden: Tensor) -> None:
-        """These layers have run in training and given `hidden`: their weights are on their way."""
+        """Start copying the weights of these layers to the host; call after their forward returned `hidden`."""
         for weight in self._weights(numbers):
-            weight.send()
-        leaving = max(self._left, min(numbers.start, numbers.stop - self._away + 1))
-        for weight in self._weights(range(self._left, leaving)):
-            weight.leave()
-        self._left = leaving
+            weight.copy_to_host()
+        num_freed = max(self._num_freed, min(numbers.start, numbers.stop - self._delay + 1))
+        for weight in self._weights(range(self._num_freed, num_freed)):
+            weight.free()
+        self._num_freed = num_freed
         if hidden.requires_grad and numbers.start - len(numbers) < len(self._layers):
-            hidden.register_hook(self._coming_back(numbers))
+            hidden.register_hook(self._backward_hook(numbers))
 
     def to_device(self) -> None:
-        """All weights are on the device, also those that no backward has asked for."""
+        """Make all weights available on the device, also those that no backward has fetched."""
         for weight in self._weights(range(len(self._layers))):
-            weight.be_there()
+            weight.ensure_on_device()
 
     def _weights(self, numbers: range) -> list[_Weight]:
         return [weight for layer in self._layers[numbers.start : numbers.stop] for weight in layer]
 
-    def _coming_back(self, numbers: range) -> Callable[[Tensor], None]:
-        """What happens when the backward reaches these layers: theirs are there, those before them are on their way."""
+    def _backward_hook(self, numbers: range) -> Callable[[Tensor], None]:
+        """Return a hook for when the backward reaches these layers: fetch their weights, prefetch those before."""
 
-        def come_back(_: Tensor) -> None:
+        def fetch(_: Tensor) -> None:
             for weight in self._weights(numbers):
-                weight.come_back()
+                weight.prefetch()
             for weight in reversed(self._weights(range(max(numbers.start - len(numbers), 0), numbers.start))):
-                weight.come_back()
+                weight.prefetch()
             for weight in self._weights(numbers):
-                weight.be_there()
+                weight.ensure_on_device()
 
-        return come_back
+        return fetch
 
 
 def weight_offloads(model: nn.Module) -> list[WeightOffload]:
-    """Those of the stacks of a model; before an update, `to_device` brings the weights that no backward asked for."""
-    found = (getattr(part, "weight_offload", None) for part in model.modules())
+    """Return the weight offloads of a model's stacks; call their `to_device` before an optimizer step."""
+    found = (getattr(module, "weight_offload", None) for module in model.modules())
     return [offload for offload in found if isinstance(offload, WeightOffload)]
 
 
 class _Weight:
-    """One parameter, whose storage is empty while it is on the host alone."""
+    """Offloaded parameter, whose storage is empty while only the host has its value."""
 
     def __init__(self, parameter: nn.Parameter, copies: Copies) -> None:
         self._storage = parameter.untyped_storage()
         self._copies = copies
         self._host: Tensor | None = None
-        self._copying: Any = None
-        self._is_there = True
+        self._pending_copy: Any = None
+        self._on_device = True
         self.size = self._storage.nbytes()
-        self._memory = bytes_of(self._storage, 0, self.size)  # to copy into it is no change that autograd sees
+        self._memory = bytes_of(self._storage, 0, self.size)  # own version counter: autograd sees no in-place change
 
-    def send(self) -> None:
-        """Begin to copy it to the host, as it is now."""
+    def copy_to_host(self) -> None:
+        """Start copying the current value to the host."""
         if self._host is None:
             self._host = self._copies.host(self.size)
-        self._copying = self._copies.send(self._memory, self._host)
+        self._pending_copy = self._copies.send(self._memory, self._host)
 
-    def leave(self) -> None:
-        """Give up the memory of the device."""
+    def free(self) -> None:
+        """Free the device memory, after the copy."""
         self._wait()
         self._copies.resize(self._storage, 0)
-        self._is_there = False
+        self._on_device = False
 
-    def come_back(self) -> None:
-        """Begin to fetch it, where it is not on the device."""
-        if not self._is_there:
+    def prefetch(self) -> None:
+        """Start copying the value back, unless it is on the device."""
+        if not self._on_device:
             assert self._host is not None
             self._copies.resize(self._storage, self.size)
-            self._is_there = True
-            self._copying = self._copies.fetch(self._host, self._memory)
+            self._on_device = True
+            self._pending_copy = self._copies.fetch(self._host, self._memory)
 
-    def be_there(self) -> None:
-        """On the device, for work that is submitted from now on."""
-        self.come_back()
+    def ensure_on_device(self) -> None:
+        """Make the value available to work submitted from now on."""
+        self.prefetch()
         self._wait()
 
     def _wait(self) -> None:
-        if self._copying is not None:
-            self._copies.wait(self._copying)
-            self._copying = None
+        if self._pending_copy is not None:
+            self._copies.wait(self._pending_copy)
+            self._pending_copy = None

@@ -1,4 +1,4 @@
-"""The feed-forward parts of all experts of a layer, as one stack of matrices."""
+"""Feed-forward networks of all experts of a layer, with stacked weights."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from .router import Routed
 
 
 class Experts(nn.Module):
-    """For each token the sum of its experts' outputs, times their gates.
+    """All experts of a layer: each token's expert outputs, weighted by their gates and summed.
 
-    One process holds all experts. Where they are spread over several, what stands before and after `expert_mlp` here,
-    the way of a token to its experts and back, is what changes.
+    Every process holds all experts. Expert parallelism would add an all-to-all before and after `expert_mlp`.
 
     Args:
-        experts: number of them.
+        experts: number of experts.
         hidden_size: width of the residual stream.
         ffn_hidden_size: width between the two projections of an expert.
         nonlinearity: a name in `kernels.activations.NONLINEARITIES`.
         gated: multiply the activated gate with the up projection; rows of `up` are [gate | up], as in `MLP`.
         bias: bias on both projections.
         dropout: dropout after the nonlinearity, in training.
-        implementation: `auto`, or `sequential`, one expert after the other.
-        pad_to_capacity: every expert computes as many rows as its capacity.
+        implementation: `auto`, or `sequential` to run the experts one after the other.
+        pad_to_capacity: pad the tokens of every expert to its capacity.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Experts(nn.Module):
         self.nonlinearity = nonlinearity
         self.gated = gated
         self.dropout = dropout
-        self.draws = dropout > 0
+        self.uses_rng = dropout > 0
         self.implementation: Literal["auto", "sequential"] = implementation
         self.pad_to_capacity = pad_to_capacity
         rows = ffn_hidden_size * (2 if gated else 1)
@@ -56,16 +55,16 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(experts, hidden_size)) if bias else None
 
     def forward(self, tokens: Tensor, routed: Routed) -> Tensor:
-        """(tokens, hidden_size) to the same shape; a token that no expert takes gets 0."""
+        """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0."""
         return self._mlp(tokens, routed, None)
 
     def added_to(self, stream: Tensor, tokens: Tensor, routed: Routed) -> Tensor:
-        """The stream (tokens, hidden_size) plus what the experts give, in one pass where they are fused."""
-        if type(self) is not Experts:  # one with another forward
+        """Return the residual `stream` (tokens, hidden_size) plus the expert outputs; fused kernels include the add."""
+        if type(self) is not Experts:  # a subclass with its own forward
             return stream + self(tokens, routed)
         return self._mlp(tokens, routed, stream)
 
-    def _mlp(self, tokens: Tensor, routed: Routed, onto: Tensor | None) -> Tensor:
+    def _mlp(self, tokens: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
         weights = (self.up, self.down, self.up_bias, self.down_bias)
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
@@ -88,5 +87,5 @@ class Experts(nn.Module):
             capacity=routed.capacity if self.pad_to_capacity else None,
             dropout=self.dropout if self.training else 0.0,
             implementation="padded" if self.pad_to_capacity and routed.capacity is not None else self.implementation,
-            onto=onto,
+            onto=residual,
         )

@@ -1,4 +1,4 @@
-"""Where the experts of a model are."""
+"""Find the MoE layers of a model."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from .moe_layer import MoE
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
-    """The layers with experts by name (`decoder.layers.3.mlp`), in the order data goes through them."""
+    """Return the MoE modules by name (`decoder.layers.3.mlp`), in forward order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer with experts: router, experts, a shared expert, and the sums they are watched by."""
+"""Mixture-of-experts layer: router, experts, optional shared expert, and router statistics."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from .router import SUMS, Router
 
 
 class MoE(nn.Module):
-    """Each token goes through `topk` of the experts, and through the shared one.
+    """Mixture of experts: each token is processed by its top-k experts and by the shared expert.
 
-    What is counted, in training alone, is added to buffers in place, which compiled layers and CUDA graphs can do.
-    Buffers stay in fp32 whatever the model is cast to.
+    Router statistics, in training only, are added to buffers in place, which works in compiled layers and CUDA graphs.
+    The buffers stay in fp32 whatever dtype the model is cast to.
 
     Args:
         router: chooses the experts.
-        experts: all of them.
-        shared: every token goes through it too; None without.
-        expert_bias: keep a bias on the choice of experts, which training moves (arXiv 2408.15664).
+        experts: all experts.
+        shared: shared expert that processes every token; None without.
+        expert_bias: keep a bias on the scores that select experts, updated in training for load balancing without an
+            auxiliary loss (arXiv 2408.15664).
 
     Attributes:
-        recompute: in training keep only the input, and run the layer again in the backward.
-        recompute_draws: and random numbers are drawn in it, which shall be the same again.
-        statistics: fp32 (experts + 6): sums of `Routed.sums` since somebody zeroed them; not saved.
-        loss_share: fp32 scalar: the share of a micro batch in its global batch, which the gradients of the losses are
-            multiplied with; not saved.
-        expert_bias: fp32 (experts,), saved; None without.
-        step_counts: fp32 (experts,): tokens of each expert since the last optimizer step; None without `expert_bias`.
+        recompute: in training, save only the input and recompute router and experts in the backward.
+        preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
+        statistics: fp32 (experts + 6): sum of `Routed.sums` since it was last zeroed; non-persistent.
+        loss_share: fp32 scalar: share of a micro batch in its global batch, a factor of the gradients of the auxiliary
+            losses; non-persistent.
+        expert_bias: fp32 (experts,), persistent; None without.
+        step_counts: fp32 (experts,): tokens per expert since the last optimizer step, non-persistent; None without
+            `expert_bias`.
     """
 
     recompute: bool = False
-    recompute_draws: bool = False
+    preserve_rng_state: bool = False
     statistics: Tensor
     loss_share: Tensor
     expert_bias: Tensor | None
@@ -56,11 +58,11 @@ class MoE(nn.Module):
 
     @property
     def moves_bias(self) -> bool:
-        """Whether training moves the expert bias: it goes with the router, and a frozen one keeps its choice."""
+        """True if training updates the expert bias: it is frozen together with the router weight."""
         return self.expert_bias is not None and self.router.weight.requires_grad
 
     def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
-        """`run` and `count`."""
+        """Return the output of `run`, and `count` its statistics in training."""
         output, sums = self.run(hidden, padding)
         if self.training:
             self.count(sums)
@@ -72,32 +74,34 @@ class MoE(nn.Module):
         padding: Tensor | None = None,
         norm: Callable[[Tensor], Tensor] | None = None,
         *,
-        limited: bool = True,
-        again: Tensor | None = None,
-        onto: Tensor | None = None,
+        use_capacity: bool = True,
+        router_input: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer without an effect on its buffers, so that it may run twice.
+        """Run the layer without updating its buffers, so that it can be recomputed.
 
         Args:
-            hidden: (batch, tokens, hidden_size), normed, but for `norm`.
-            padding: bool (batch, tokens), True for real tokens; others go to no expert and count nowhere.
-            norm: a norm of `hidden` that the backward runs again with the layer; None without.
-            limited: experts have a capacity, where they have one in training; a text that is generated must not depend
-                on what else is in the call.
-            again: `hidden` once more, which the router reads, so that its gradient comes apart; None without.
-            onto: a stream like `hidden` that the result is added to; None without.
+            hidden: (batch, tokens, hidden_size), already normed unless `norm` is given.
+            padding: bool (batch, tokens), True for real tokens; others are not routed, nor counted in losses or
+                statistics. None: all are real.
+            norm: norm to apply to `hidden`, recomputed together with the layer; None if it has been applied.
+            use_capacity: apply the capacity factor, if there is one. Off in generation, whose output must not depend on
+                the other sequences of the batch.
+            router_input: a second handle on `hidden` for the router, so that its gradient arrives separately; None
+                without.
+            residual: residual stream to add the output to, shaped like `hidden`; None without.
 
         Returns:
-            (batch, tokens, hidden_size), and what `count` takes.
+            (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         real = None if padding is None else padding.flatten()
         if self.recompute and recomputes(self):
-            output, sums = run_again(self._run, self.recompute_draws, hidden, real, norm, limited)
-            return (output if onto is None else onto + output), sums
-        return self._run(hidden, real, norm, limited, again, onto)
+            output, sums = run_again(self._run, self.preserve_rng_state, hidden, real, norm, use_capacity)
+            return (output if residual is None else residual + output), sums
+        return self._run(hidden, real, norm, use_capacity, router_input, residual)
 
     def count(self, sums: Tensor) -> None:
-        """Add the sums of a run in training."""
+        """Accumulate the router statistics of one training forward."""
         with torch.no_grad():
             self.statistics.add_(sums)
             if self.step_counts is not None:
@@ -108,30 +112,34 @@ class MoE(nn.Module):
         hidden: Tensor,
         real: Tensor | None,
         norm: Callable[[Tensor], Tensor] | None,
-        limited: bool,
-        again: Tensor | None = None,
-        onto: Tensor | None = None,
+        use_capacity: bool,
+        router_input: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
-        seen = tokens if again is None else again.flatten(0, 1)
-        routed = self.router(seen, self.expert_bias, self.loss_share, real, limited=limited)
-        if onto is not None and self.shared is None:
-            return self.experts.added_to(onto.flatten(0, 1), tokens, routed).view_as(hidden), routed.sums
+        router_tokens = tokens if router_input is None else router_input.flatten(0, 1)
+        routed = self.router(router_tokens, self.expert_bias, self.loss_share, real, use_capacity=use_capacity)
+        if residual is not None and self.shared is None:
+            return self.experts.added_to(residual.flatten(0, 1), tokens, routed).view_as(hidden), routed.sums
         output = self.experts(tokens, routed)
         if self.shared is not None:
             output = output + self.shared(tokens)
         output = output.view_as(hidden)
-        return (output if onto is None else onto + output), routed.sums
+        return (output if residual is None else residual + output), routed.sums
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Counts begin anew: a cast loses some, and a move from the meta device leaves them empty. The bias is kept."""
+        """Move or cast the module, keeping its buffers in fp32.
+
+        Statistics are reset: a cast rounds them, and a move from the meta device leaves them uninitialized. The expert
+        bias keeps its value.
+        """
         bias = self.expert_bias
         super()._apply(fn, recurse)
         device, number = self.router.weight.device, len(self.router.weight)
         self.statistics = torch.zeros(number + len(SUMS), device=device)
         self.loss_share = torch.ones((), device=device)
         if bias is not None:
-            was_empty = bias.is_meta and device.type != "meta"
-            self.expert_bias = torch.zeros(number, device=device) if was_empty else bias.to(device)
+            leaves_meta = bias.is_meta and device.type != "meta"
+            self.expert_bias = torch.zeros(number, device=device) if leaves_meta else bias.to(device)
             self.step_counts = torch.zeros(number, device=device)
         return self

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, how much it takes of each, and the losses that keep the experts evenly loaded."""
+"""MoE router: top-k expert selection, gates, expert capacity, and auxiliary losses."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from ...kernels.moe.routing import (
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 
 SUMS = ("load_balancing_loss", "z_loss", "entropy", "dropped", "assignments", "calls")
-"""What `Routed.sums` holds behind the tokens of each expert."""
+"""Names of the entries of `Routed.sums` after the tokens per expert."""
 
 
 class Routed(NamedTuple):
-    """Where the tokens of a call go.
+    """Expert assignments of the tokens of one call.
 
     Attributes:
-        choice: experts (tokens, topk) and their gates.
-        kept: bool like the experts, False for what is above an expert's capacity; None keeps all.
-        capacity: tokens an expert takes, None for any number.
-        sums: fp32 (experts + 6): the tokens that chose each expert, then `SUMS`.
+        choice: expert indices (tokens, topk) and their gates.
+        kept: bool (tokens, topk), False for assignments dropped at capacity or of padding; None keeps all.
+        capacity: maximal tokens per expert, None for no limit.
+        sums: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `SUMS`.
     """
 
     choice: Choice
@@ -47,26 +47,26 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer over the experts, and the choice of `topk` of them for each token.
+    """Top-k router: a linear layer over the experts, and the choice of `topk` of them for each token.
 
-    Logits, probabilities and losses are in `dtype` whatever the model is in.
+    Logits, probabilities and losses are computed in `dtype` whatever the dtype of the model.
 
     Args:
         hidden_size: width of the residual stream.
-        experts: to choose from.
-        topk: experts of a token.
+        experts: number of experts.
+        topk: experts per token.
         balancing: `aux_loss` and `none` choose by score, `sinkhorn` by a balanced assignment.
         score: `softmax` over the experts, or `sigmoid` of each.
-        pre_softmax: gates are the scores over all experts, not a softmax over the chosen.
+        pre_softmax: gates are the scores over all experts instead of a softmax over the chosen ones.
         topk_scaling: factor of the gates, None for none.
-        num_groups: groups of experts, of which a token may only use `group_topk`; None for no groups.
-        group_topk: groups of a token.
+        num_groups: groups of experts, of which a token may use only `group_topk`; None for no groups.
+        group_topk: groups per token.
         aux_loss: coefficient of the load-balancing loss (Switch Transformer, arXiv 2101.03961), 0 for none.
         z_loss: coefficient of the mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906), 0 for none.
-        jitter: in training the router sees each number times a random one in [1 - jitter, 1 + jitter]; None for none.
-        capacity_factor: an expert takes at most ceil(tokens * topk / experts * factor) tokens; None takes all.
-        drop_policy: which tokens are above that: those of the smallest gates (`probs`), or the last (`position`).
-        dtype: of the arithmetic.
+        jitter: in training, multiply each router input by uniform noise in [1 - jitter, 1 + jitter]; None for none.
+        capacity_factor: limit each expert to ceil(tokens * topk / experts * factor) tokens; None for no limit.
+        drop_policy: which tokens are dropped above the limit: the smallest gates (`probs`) or the last (`position`).
+        dtype: dtype of the computation, at least that of the input.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Router(nn.Module):
         self.aux_loss = aux_loss
         self.z_loss = z_loss
         self.jitter = jitter
-        self.draws = jitter is not None
+        self.uses_rng = jitter is not None
         self.capacity_factor = capacity_factor
         self.drop_policy: DropPolicy = drop_policy
         self.dtype = dtype
@@ -112,44 +112,44 @@ class Router(nn.Module):
         loss_share: Tensor,
         real: Tensor | None = None,
         *,
-        limited: bool = True,
+        use_capacity: bool = True,
     ) -> Routed:
-        """Route (tokens, hidden_size).
+        """Route tokens to experts.
 
         Args:
-            tokens: of a call.
-            expert_bias: fp32 (experts,), added to the scores for the choice alone; None for none.
-            loss_share: scalar, factor of the gradients of both losses.
-            real: bool (tokens,), False for padding, which no expert takes and which counts nowhere; None where all are.
-            limited: an expert takes no more tokens than its capacity, where it has one.
+            tokens: (tokens, hidden_size).
+            expert_bias: fp32 (experts,), added to the scores for selection only; None for none.
+            loss_share: scalar, factor of the gradients of both auxiliary losses.
+            real: bool (tokens,), False for padding, which is not routed nor counted; None: all are real.
+            use_capacity: apply the capacity factor, if there is one.
         """
         number = len(self.weight)
         with torch.autocast(tokens.device.type, enabled=False):
             dtype = torch.promote_types(self.dtype, tokens.dtype)
-            seen = tokens
+            inputs = tokens
             if self.training and self.jitter is not None:
-                seen = seen.to(dtype)
-                seen = seen * (1.0 + self.jitter * (2.0 * torch.rand_like(seen) - 1.0))
-            logits = router_logits(seen, self.weight, dtype)
-            squares = z_loss(logits, real=real)
+                inputs = inputs.to(dtype)
+                inputs = inputs * (1.0 + self.jitter * (2.0 * torch.rand_like(inputs) - 1.0))
+            logits = router_logits(inputs, self.weight, dtype)
+            logits_loss = z_loss(logits, real=real)
             if self.training and self.z_loss:
-                logits = with_loss_gradient(logits, self.z_loss * squares, loss_share)
+                logits = with_loss_gradient(logits, self.z_loss * logits_loss, loss_share)
             choice = self._choose(logits, expert_bias, real)
             probabilities = router_probabilities(logits, self.score)
             counts = tokens_per_expert(choice.experts, number, real=real)
-            uneven = load_balancing_loss(probabilities, counts, self.topk, real=real)
+            balance = load_balancing_loss(probabilities, counts, self.topk, real=real)
             if self.training and self.aux_loss:
-                choice = Choice(choice.experts, with_loss_gradient(choice.gates, self.aux_loss * uneven, loss_share))
+                choice = Choice(choice.experts, with_loss_gradient(choice.gates, self.aux_loss * balance, loss_share))
             capacity, kept = None, None if real is None else real[:, None].expand_as(choice.experts)
-            if self.capacity_factor is not None and limited:
+            if self.capacity_factor is not None and use_capacity:
                 capacity = capacity_of(len(tokens), number, self.topk, self.capacity_factor)
                 kept = within_capacity(choice, number, capacity, self.drop_policy, real=real)
             with torch.no_grad():
                 entropy = router_entropy(probabilities, real=real)
                 assignments = counts.sum()
                 dropped = assignments - kept.sum() if kept is not None else torch.zeros_like(assignments)
-                numbers = (uneven, squares, entropy, dropped, assignments, torch.ones_like(assignments))
-                sums = torch.cat([counts, torch.stack([value.float() for value in numbers])])
+                values = (balance, logits_loss, entropy, dropped, assignments, torch.ones_like(assignments))
+                sums = torch.cat([counts, torch.stack([value.float() for value in values])])
         return Routed(choice, kept, capacity, sums)
 
     def _choose(self, logits: Tensor, expert_bias: Tensor | None, real: Tensor | None) -> Choice:

@@ -1,7 +1,7 @@
-"""Which tokens of a batch go to experts: those that a label depends on, as far as that is known.
+"""Masks of the tokens that are routed to experts: those that a label may depend on.
 
-Padding takes no room in an expert and counts in no loss or figure of a router. Data tell where their rows end; rows
-that only fill up a batch of evaluation, and the end of a last window, are known by their labels alone.
+Padding takes no expert capacity and is not counted in router losses or statistics. The data mark padding; the rows that
+fill up an evaluation batch, and the end of the last window, are recognized by their missing labels only.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 def up_to_last_label(labels: Tensor) -> Tensor:
-    """For a causal stack: True for every token with a label at it or behind it in its row, bool (batch, tokens)."""
-    places = torch.arange(labels.shape[1], device=labels.device)
-    return places <= places.where(labels >= 0, -1).amax(dim=1, keepdim=True)
+    """Return the mask of a causal stack, bool (batch, tokens): True up to the last label of each row."""
+    positions = torch.arange(labels.shape[1], device=labels.device)
+    return positions <= positions.where(labels >= 0, -1).amax(dim=1, keepdim=True)
 
 
 def in_rows_with_label(tokens: Tensor, labels: Tensor, padding: Tensor | None) -> Tensor:
-    """For a stack that sees both ways: True in rows that have a label, but for their padding.
+    """Return the mask of a bidirectional stack: True for the real tokens of rows that have a label.
 
     Args:
-        tokens: (batch, tokens), of the stack.
-        labels: (batch, any number), -100 where nothing counts.
-        padding: bool like `tokens`, True for real tokens; None where all are.
+        tokens: (batch, tokens), input of the stack.
+        labels: (batch, any number), -100 is ignored.
+        padding: bool like `tokens`, True for real tokens; None: all are real.
 
     Returns:
         bool like `tokens`.
@@ -32,12 +32,12 @@ def in_rows_with_label(tokens: Tensor, labels: Tensor, padding: Tensor | None) -
 
 
 def in_documents_with_label(documents: Tensor, labels: Tensor, labels_documents: Tensor) -> Tensor:
-    """For an encoder of packed rows: True up to the last document that has a label; behind it stands padding.
+    """Return the mask of an encoder of packed rows: True up to the last document with a label, then padding.
 
     Args:
-        documents: of the encoder's tokens, (batch, tokens), never falling in a row.
-        labels: (batch, labels), -100 where nothing counts.
-        labels_documents: like `labels`, what they belong to.
+        documents: document ids of the encoder tokens, (batch, tokens), non-decreasing in each row.
+        labels: (batch, labels), -100 is ignored.
+        labels_documents: document ids of the labels, like `labels`.
 
     Returns:
         bool like `documents`.

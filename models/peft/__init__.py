@@ -1,1 +1,1 @@
-"""What fine-tuning with few parameters adds to a model."""
+"""Parameter-efficient fine-tuning (PEFT) modules."""

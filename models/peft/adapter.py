@@ -1,4 +1,4 @@
-"""Adapters: a small MLP after a part of a layer (arXiv 1902.00751, with NeMo's activation and norm)."""
+"""Bottleneck adapters: a small MLP after attention or MLP (arXiv 1902.00751, with NeMo's activation and norm)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _EPSILON = 1e-5
 
 
 class Bottleneck(Added):
-    """y + dropout(up(silu(down(norm(y))))); `post` norms what `up` gives instead.
+    """Adapter y + dropout(up(silu(down(norm(y))))); with norm position `post`, the norm is on the output of `up`.
 
     Args:
         hidden_size: width of y.
-        adapter: what it is like.
+        adapter: bottleneck width, norm position, dropout and initialization.
     """
 
     def __init__(self, hidden_size: int, adapter: AdapterSlice) -> None:
         super().__init__()
         self.adapter = adapter
-        self.draws = adapter.dropout > 0
+        self.uses_rng = adapter.dropout > 0
         self.norm = LayerNorm(hidden_size, _EPSILON) if adapter.norm_position else None
         self.down = nn.Parameter(torch.empty(adapter.width, hidden_size))
         self.up = nn.Parameter(torch.empty(hidden_size, adapter.width))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden_size) to the same shape."""
+        """Map (..., hidden_size) to the same shape."""
         position = self.adapter.norm_position
-        read = self.norm(hidden) if self.norm is not None and position == "pre" else hidden
-        update = F.linear(F.silu(F.linear(read, self.down)), self.up)
+        inputs = self.norm(hidden) if self.norm is not None and position == "pre" else hidden
+        update = F.linear(F.silu(F.linear(inputs, self.down)), self.up)
         if self.norm is not None and position == "post":
             update = self.norm(update)
         if self.training and self.adapter.dropout:
@@ -41,7 +41,7 @@ class Bottleneck(Added):
         return hidden + update
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """Matrices as the keys say, a norm that changes nothing but the scale."""
+        """Initialize matrices by the configured methods, the norm to weight 1 and bias 0."""
         if name == "norm.weight":
             return torch.ones(shape)
         if name == "norm.bias":

@@ -1,4 +1,4 @@
-"""What marks parameters that fine-tuning has added to a model, and how they start."""
+"""Base class of PEFT modules, and the initialization of their parameters."""
 
 from __future__ import annotations
 
@@ -14,44 +14,45 @@ from ..config.peft import InitMethod
 
 
 class Added(nn.Module):
-    """A module with parameters that the model of the checkpoint does not have.
+    """Module with trainable parameters that the base model does not have.
 
     Attributes:
-        added: their names in the module; empty where all of it is new.
+        added: names of the PEFT parameters in the module; empty if all of its parameters are.
     """
 
     added: ClassVar[tuple[str, ...]] = ()
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """The initial value of one of them, by its name in the module: fp32 on the CPU."""
+        """Return the initial value of the PEFT parameter `name` of this module, in fp32 on the CPU."""
         raise NotImplementedError
 
     def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
-        """A frozen parameter of the module with what was added to it, so that the added part can go.
+        """Return a frozen parameter of the module with the PEFT parameters merged into it.
 
         Args:
-            name: of the parameter in the module.
-            weight: its value, in fp32 at least.
-            added: the added parameters by their names in the module.
+            name: name of the frozen parameter in the module.
+            weight: its value, in at least fp32.
+            added: PEFT parameters by their names in the module.
         """
         raise NotImplementedError
 
 
 def added_parameters(model: nn.Module) -> list[str]:
-    """The names of the parameters that were added to a model."""
-    return [f"{prefix}.{name}" for prefix, _, name in _added(model)]
+    """Return the names of the PEFT parameters of a model."""
+    return [f"{prefix}.{name}" for prefix, _, name in _named_peft_parameters(model)]
 
 
 def initial_values(model: nn.Module) -> dict[str, Callable[[str, torch.Size, torch.Generator], Tensor]]:
-    """How each of them starts, by name, as `init.InitRules.added` takes it."""
+    """Return the initializers of all PEFT parameters by name, for `init.InitRules.initializers`."""
 
-    def value(module: Added, short: str, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        return module.initial(short, shape, generator)
+    def value(module: Added, short_name: str, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        return module.initial(short_name, shape, generator)
 
-    return {f"{prefix}.{name}": partial(value, module, name) for prefix, module, name in _added(model)}
+    return {f"{prefix}.{name}": partial(value, module, name) for prefix, module, name in _named_peft_parameters(model)}
 
 
-def _added(model: nn.Module) -> Iterator[tuple[str, Added, str]]:
+def _named_peft_parameters(model: nn.Module) -> Iterator[tuple[str, Added, str]]:
+    """Yield module name, module, and parameter name in the module."""
     for prefix, module in model.named_modules():
         if isinstance(module, Added):
             for name, _ in module.named_parameters(recurse=not module.added):
@@ -60,14 +61,14 @@ def _added(model: nn.Module) -> Iterator[tuple[str, Added, str]]:
 
 
 def drawn(method: InitMethod, shape: torch.Size, generator: torch.Generator, parts: int = 1) -> Tensor:
-    """A matrix (..., rows, columns) that starts as NeMo's methods say.
+    """Initialize a matrix (..., rows, columns) with one of NeMo's methods.
 
     Args:
-        method: `xavier`: normal, variance 2 / (rows + columns) (Glorot and Bengio 2010); `normal`: deviation 0.2;
-            `kaiming`: uniform within 1 / sqrt(columns), as linear layers of torch's; `zero`.
+        method: `xavier`: normal with variance 2 / (rows + columns) (Glorot and Bengio 2010); `normal`: normal with
+            standard deviation 0.2; `kaiming`: uniform in +-1 / sqrt(columns), as in `nn.Linear`; `zero`.
         shape: of the matrix, or of one for each expert.
-        generator: where numbers come from.
-        parts: matrices that lie one below the other in it; each starts by itself.
+        generator: random generator.
+        parts: number of matrices concatenated along the rows, each initialized as a matrix of its own.
     """
     rows, columns = shape[-2] // parts, shape[-1]
     match method:

@@ -1,4 +1,4 @@
-"""Fine-tuning with few parameters: what is added to a model, and which of its parameters are trained."""
+"""Parameter-efficient fine-tuning: add adapters to a model and freeze its other parameters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .ptuning import Prompt
 
 
 def adapt(model: nn.Module, stacks: tuple[Stack, ...], described: FamilySlice, peft: PeftSlice) -> None:
-    """Add to a model on the meta device what fine-tuning trains, and freeze everything else, in place.
+    """Add the PEFT modules to a model on the meta device and freeze all other parameters, in place.
 
     Args:
-        model: as `described`.
-        stacks: those of the model, in the order of its slice.
-        described: its slice.
-        peft: what is trained.
+        model: built from `described`.
+        stacks: stacks of the model, in the order of its slice.
+        described: slice of the model.
+        peft: PEFT scheme.
 
     Raises:
-        ValueError: a layer that is chosen is not there, or nothing would be trained.
+        ValueError: a selected layer does not exist, or a name of `selective` matches no parameter.
     """
     _check_layers(stacks, peft)
     for stack, part in zip(stacks, described.stacks, strict=True):
@@ -40,36 +40,36 @@ def adapt(model: nn.Module, stacks: tuple[Stack, ...], described: FamilySlice, p
                     layer.attention_adapter = Bottleneck(part.hidden_size, peft)
                     layer.mlp_adapter = Bottleneck(part.hidden_size, peft)
                 case IA3Slice() if peft.layers.takes(index):
-                    _add_factors(layer)
+                    _add_ia3(layer)
                 case _:
                     pass
     if isinstance(peft, PromptSlice):
         model.prompt = Prompt(described.stacks[0].hidden_size, peft)
-    trained = set(added_parameters(model))
+    trainable = set(added_parameters(model))
     if isinstance(peft, SelectiveSlice):
-        trained = {name for name, _ in model.named_parameters() if any(text in name for text in peft.names)}
-        idle = [text for text in peft.names if not any(text in name for name in trained)]
-        if idle:
+        trainable = {name for name, _ in model.named_parameters() if any(part in name for part in peft.names)}
+        unmatched = [part for part in peft.names if not any(part in name for name in trainable)]
+        if unmatched:
             raise ValueError(
-                f"`tunable_base_param_names` ({idle[0]}) must be part of the name of a parameter, such as "
+                f"`tunable_base_param_names` ({unmatched[0]}) must be part of the name of a parameter, such as "
                 f"{next(iter(dict(model.named_parameters())))}."
             )
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
+        parameter.requires_grad_(name in trainable)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model that are trained, by name: all of them unless some are frozen."""
+    """Return the trainable parameters of a model by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _check_layers(stacks: tuple[Stack, ...], peft: PeftSlice) -> None:
     if isinstance(peft, PromptSlice | SelectiveSlice):
         return
-    most = max(len(stack.layers) for stack in stacks)
-    beyond = sorted(number for number in peft.layers.numbers or () if number > most)
-    if beyond:
-        raise ValueError(f"`layer_selection` ({beyond[0]}) must be from 1 to the number of layers ({most}).")
+    num_layers = max(len(stack.layers) for stack in stacks)
+    invalid = sorted(number for number in peft.layers.numbers or () if number > num_layers)
+    if invalid:
+        raise ValueError(f"`layer_selection` ({invalid[0]}) must be from 1 to the number of layers ({num_layers}).")
 
 
 def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None:
@@ -94,11 +94,11 @@ def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None
         layer.mlp = LoRAMLP(mlp, lora, is_one_operation=mlp_is_one_operation)
 
 
-def _add_factors(layer: Layer) -> None:
+def _add_ia3(layer: Layer) -> None:
     attention, cross = layer.attention, layer.cross_attention
     attention.qkv = ScaledOutputs(attention.qkv, 2 * attention.groups * attention.head_dim)
     if cross is not None:
         cross.kv = ScaledOutputs(cross.kv, cross.kv.out_features)
-    for mlp in (layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp,):
-        if isinstance(mlp, MLP):
-            mlp.down = ScaledInputs(mlp.down)
+    mlp = layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp
+    if isinstance(mlp, MLP):
+        mlp.down = ScaledInputs(mlp.down)

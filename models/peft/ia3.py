@@ -1,4 +1,4 @@
-"""Learned factors of what a frozen layer gives or reads (IA3, arXiv 2205.05638)."""
+"""IA3: learned scales of the outputs or inputs of frozen linear layers (arXiv 2205.05638)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .added_parameters import Added
 
 
 class ScaledOutputs(nn.Linear, Added):
-    """A frozen linear layer whose last rows have factors: keys and values of a fused projection.
+    """Frozen linear layer with learned scales of its last outputs: keys and values of a fused projection.
 
     Args:
-        base: the layer, on the meta device, whose weight and bias it takes over.
-        scaled: how many of its rows, the last ones, have factors.
+        base: layer on the meta device, whose weight and bias are reused.
+        scaled: number of scaled outputs, the last ones.
     """
 
     added: ClassVar[tuple[str, ...]] = ("ia3",)
@@ -28,27 +28,27 @@ class ScaledOutputs(nn.Linear, Added):
         self.ia3 = nn.Parameter(torch.empty(scaled))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """Map (..., in) to (..., out)."""
         output = super().forward(input)
-        plain, scaled = output.split((self.out_features - len(self.ia3), len(self.ia3)), dim=-1)
-        return torch.cat([plain, scaled * self.ia3.to(output.dtype)], dim=-1)
+        unscaled, scaled = output.split((self.out_features - len(self.ia3), len(self.ia3)), dim=-1)
+        return torch.cat([unscaled, scaled * self.ia3.to(output.dtype)], dim=-1)
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """Factors of 1."""
+        """Initialize the scales to 1."""
         return torch.ones(shape)
 
     def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
-        """Rows of weight and bias times their factors."""
-        factors = added["ia3"].to(weight)
-        whole = torch.cat([factors.new_ones(len(weight) - len(factors)), factors])
-        return weight * (whole if weight.ndim == 1 else whole[:, None])
+        """Multiply the rows of weight and bias by their scales."""
+        scales = added["ia3"].to(weight)
+        row_scales = torch.cat([scales.new_ones(len(weight) - len(scales)), scales])
+        return weight * (row_scales if weight.ndim == 1 else row_scales[:, None])
 
 
 class ScaledInputs(nn.Linear, Added):
-    """A frozen linear layer of which each input has a factor: the inner activations of an MLP.
+    """Frozen linear layer with a learned scale of each input: the inner activations of an MLP.
 
     Args:
-        base: the layer, on the meta device, whose weight and bias it takes over.
+        base: layer on the meta device, whose weight and bias are reused.
     """
 
     added: ClassVar[tuple[str, ...]] = ("ia3",)
@@ -59,13 +59,13 @@ class ScaledInputs(nn.Linear, Added):
         self.ia3 = nn.Parameter(torch.empty(base.in_features))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
+        """Map (..., in) to (..., out)."""
         return F.linear(input * self.ia3.to(input.dtype), self.weight, self.bias)
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """Factors of 1."""
+        """Initialize the scales to 1."""
         return torch.ones(shape)
 
     def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
-        """Columns of the weight times their factors."""
+        """Multiply the columns of the weight by their scales."""
         return weight * added["ia3"].to(weight) if name == "weight" else weight

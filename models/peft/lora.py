@@ -1,4 +1,4 @@
-"""Low-rank updates of linear layers and of experts (LoRA, arXiv 2106.09685)."""
+"""LoRA linear layers and experts (arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .added_parameters import Added, drawn
 
 
 class LoRALinear(NormedLinear, Added):
-    """A frozen linear layer with a low-rank update, x W^T + b + scale (x A^T) B^T.
+    """Frozen linear layer with a LoRA update, x W^T + b + scale (x A^T) B^T.
 
-    A fused weight has a pair of matrices for each of its projections: the rows of `lora_a`, (parts * rank, in), are
-    those of the first, then of the second; the rows of `lora_b`, (out, rank), lie as those of `weight`.
+    A fused weight has a LoRA pair for each of its projections: the rows of `lora_a`, (parts * rank, in), are those of
+    the first projection, then of the second, ...; the rows of `lora_b`, (out, rank), match those of `weight`.
 
     Args:
-        base: the layer, on the meta device, whose weight and bias it takes over.
-        lora: what is added.
+        base: layer on the meta device, whose weight and bias are reused.
+        lora: rank, scale, dropout and initialization.
         parts: rows of each projection in the weight.
     """
 
@@ -37,32 +37,33 @@ class LoRALinear(NormedLinear, Added):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
         self.lora = lora
-        self.draws = lora.dropout > 0
+        self.uses_rng = lora.dropout > 0
         self.parts = parts if lora.canonical else (base.out_features,)
         self.lora_a = nn.Parameter(torch.empty(len(self.parts) * lora.rank, base.in_features))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank))
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) to (..., out)."""
-        return self._product(input, None)
+        """Map (..., in) to (..., out)."""
+        return self._linear(input, None)
 
     def spares(self, norm: LayerNorm | RMSNorm) -> bool:
-        """That of RMS, which is a product, unless what the first matrix reads is dropped.
+        """Return True for RMSNorm in compiled layers without LoRA dropout.
 
-        In compiled layers: as written, the norm itself would keep copies in fp32.
+        The output of an RMSNorm can be recomputed from its input and a factor per row. With dropout, the masked input
+        of A is saved anyway; in eager mode, the norm itself would save fp32 copies.
         """
         return torch.compiler.is_compiling() and isinstance(norm, RMSNorm) and not self.lora.dropout
 
     def of_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
-        """As in `NormedLinear`."""
+        """See `NormedLinear`."""
         assert isinstance(norm, RMSNorm)
-        return self._product(norm(hidden), norm.parts(hidden))
+        return self._linear(norm(hidden), norm.parts(hidden))
 
     def onto(self, stream: Tensor, hidden: Tensor) -> Tensor:
-        """As in `NormedLinear`."""
-        return self._product(hidden, None, stream)
+        """See `NormedLinear`."""
+        return self._linear(hidden, None, stream)
 
-    def _product(self, inputs: Tensor, norm: NormParts | None, onto: Tensor | None = None) -> Tensor:
+    def _linear(self, inputs: Tensor, norm: NormParts | None, residual: Tensor | None = None) -> Tensor:
         return lora_linear(
             inputs,
             self.weight,
@@ -73,30 +74,30 @@ class LoRALinear(NormedLinear, Added):
             parts=self.parts,
             dropout=self.lora.dropout if self.training else 0.0,
             norm=norm,
-            onto=onto,
+            onto=residual,
         )
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """As the keys say."""
+        """Initialize A and B by the configured methods."""
         if name == "lora_a":
             return drawn(self.lora.column_init, shape, generator, len(self.parts))
         return drawn(self.lora.row_init, shape, generator)
 
     def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
-        """W + scale B A."""
+        """Return W + scale B A."""
         if name != "weight":
             return weight
         return weight + self.lora.scale * _update(added["lora_a"], added["lora_b"], self.parts).to(weight)
 
 
 class LoRAExperts(Experts, Added):
-    """Frozen experts, each with low-rank updates of its projections.
+    """Frozen experts, each with LoRA updates of its projections.
 
-    Shapes are as in `LoRALinear`, with the experts in front.
+    Shapes are as in `LoRALinear`, with a leading expert dimension.
 
     Args:
-        base: the experts, on the meta device, whose weights it takes over.
-        lora: what is added.
+        base: experts on the meta device, whose weights are reused.
+        lora: rank, scale, dropout, targets and initialization.
     """
 
     added: ClassVar[tuple[str, ...]] = ("up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
@@ -117,7 +118,7 @@ class LoRAExperts(Experts, Added):
         )
         self.up, self.down, self.up_bias, self.down_bias = base.up, base.down, base.up_bias, base.down_bias
         self.lora = lora
-        self.draws = self.dropout > 0 or lora.dropout > 0
+        self.uses_rng = self.dropout > 0 or lora.dropout > 0
         self.parts = (width, width) if base.gated and lora.canonical else (rows,)
         rank = lora.rank
         if "mlp_fc1" in lora.targets:
@@ -132,14 +133,14 @@ class LoRAExperts(Experts, Added):
             self.down_lora_a = self.down_lora_b = None
 
     def forward(self, tokens: Tensor, routed: Routed) -> Tensor:
-        """(tokens, hidden_size) to the same shape; a token that no expert takes gets 0."""
+        """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0."""
         training, lora = self.training, self.lora
-        low = lora.scale, lora.dropout if training else 0.0
+        scale_and_dropout = lora.scale, lora.dropout if training else 0.0
         up_lora = down_lora = None
         if self.up_lora_a is not None and self.up_lora_b is not None:
-            up_lora = LowRank(self.up_lora_a, self.up_lora_b, self.parts, *low)
+            up_lora = LowRank(self.up_lora_a, self.up_lora_b, self.parts, *scale_and_dropout)
         if self.down_lora_a is not None and self.down_lora_b is not None:
-            down_lora = LowRank(self.down_lora_a, self.down_lora_b, (self.down.shape[1],), *low)
+            down_lora = LowRank(self.down_lora_a, self.down_lora_b, (self.down.shape[1],), *scale_and_dropout)
         return lora_expert_mlp(
             tokens,
             routed.choice.experts,
@@ -159,13 +160,13 @@ class LoRAExperts(Experts, Added):
         )
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """As the keys say."""
+        """Initialize A and B by the configured methods."""
         if name.endswith("lora_a"):
             return drawn(self.lora.column_init, shape, generator, len(self.parts) if name.startswith("up") else 1)
         return drawn(self.lora.row_init, shape, generator)
 
     def merged(self, name: str, weight: Tensor, added: Mapping[str, Tensor]) -> Tensor:
-        """W + scale B A, of every expert."""
+        """Return W + scale B A of every expert."""
         if f"{name}_lora_a" not in added:
             return weight
         parts = self.parts if name == "up" else (weight.shape[1],)
@@ -173,8 +174,8 @@ class LoRAExperts(Experts, Added):
         return weight + self.lora.scale * update.to(weight)
 
 
-def _update(down: Tensor, up: Tensor, parts: Sequence[int]) -> Tensor:
-    """B A in fp32 at least, each projection of a fused weight by itself; with experts in front where there are some."""
-    wide = torch.promote_types(up.dtype, torch.float32)
-    lows, highs = down.to(wide).split(up.shape[-1], dim=-2), up.to(wide).split(list(parts), dim=-2)
-    return torch.cat([high @ low for high, low in zip(highs, lows, strict=True)], dim=-2)
+def _update(a: Tensor, b: Tensor, parts: Sequence[int]) -> Tensor:
+    """Return B A in at least fp32, separately for each projection of a fused weight, and batched over experts."""
+    dtype = torch.promote_types(b.dtype, torch.float32)
+    a_parts, b_parts = a.to(dtype).split(b.shape[-1], dim=-2), b.to(dtype).split(list(parts), dim=-2)
+    return torch.cat([b_part @ a_part for b_part, a_part in zip(b_parts, a_parts, strict=True)], dim=-2)

@@ -1,4 +1,4 @@
-"""A gated MLP whose projections both have low-rank updates, as one operation in training."""
+"""MLP with LoRA on its projections, fused into one operation in training."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from .lora import LoRALinear
 
 
 def is_one_operation(peft: PeftSlice | None, stack: StackSlice, device: str, dtype: str) -> bool:
-    """Whether the MLPs of all layers of a stack are one operation in training, which keeps no activated rows."""
+    """Return True if the MLPs of all layers are fused in training, so that they do not save the activation output."""
     if not isinstance(peft, LoRASlice) or peft.layers.numbers is not None or peft.rank > WIDEST_RANK:
         return False
     return device == "cuda" and dtype != "fp64" and peft.mlp_is_one_operation(stack)
 
 
 class LoRAMLP(MLP):
-    """An MLP with `LoRALinear` projections, which takes over the modules of the one it stands for.
+    """MLP with `LoRALinear` projections.
 
     Args:
-        base: on the meta device.
-        lora: what is added, to at least one of the projections.
-        is_one_operation: in training on a GPU, see `LoRASlice.mlp_is_one_operation`; elsewhere its parts run.
+        base: MLP on the meta device, whose modules are reused.
+        lora: LoRA settings, which target at least one of the projections.
+        is_one_operation: use the fused kernel in training on a GPU, see `LoRASlice.mlp_is_one_operation`; otherwise,
+            and elsewhere, run the projections separately.
     """
 
     def __init__(self, base: MLP, lora: LoRASlice, *, is_one_operation: bool) -> None:
         nn.Module.__init__(self)  # the modules of an MLP are those of `base`
         self.nonlinearity, self.gated, self.dropout = base.nonlinearity, base.gated, base.dropout
-        self.draws, self.recompute = base.draws, base.recompute
+        self.uses_rng, self.recompute = base.uses_rng, base.recompute
         self.up, self.inner_norm, self.down = base.up, base.inner_norm, base.down
         self.rank, self.is_one_operation = lora.rank, is_one_operation
         if "mlp_fc1" in lora.targets:
@@ -43,20 +44,22 @@ class LoRAMLP(MLP):
         if "mlp_fc2" in lora.targets:
             self.down = LoRALinear(base.down, lora, (base.down.out_features,))
 
-    def forward(self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
-        """As that of `MLP`."""
+    def forward(
+        self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """See `MLP.forward`."""
         if self.is_one_operation and recomputes(self) and lora_gated_mlp_runs_on(hidden, self.rank):
             if norm is None:
-                return self._run(hidden, None, onto)
+                return self._run_fused(hidden, None, residual)
             if isinstance(norm, RMSNorm) and spares(self.up, norm):
-                return self._run(norm(hidden), norm.parts(hidden), onto)
-            output = product_of(norm, self._run, False, hidden)
-            return output if onto is None else onto + output
-        return super().forward(hidden, norm, onto)
+                return self._run_fused(norm(hidden), norm.parts(hidden), residual)
+            output = product_of(norm, self._run_fused, False, hidden)
+            return output if residual is None else residual + output
+        return super().forward(hidden, norm, residual)
 
-    def _run(self, hidden: Tensor, norm: NormParts | None = None, onto: Tensor | None = None) -> Tensor:
+    def _run_fused(self, hidden: Tensor, norm: NormParts | None = None, residual: Tensor | None = None) -> Tensor:
         up, down = self.up, self.down
         assert isinstance(up, LoRALinear)
         assert isinstance(down, LoRALinear)
         matrices = up.weight, up.lora_a, up.lora_b, down.weight, down.lora_a, down.lora_b
-        return lora_gated_mlp(hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity, norm=norm, onto=onto)
+        return lora_gated_mlp(hidden, *matrices, scale=up.lora.scale, kind=self.nonlinearity, norm=norm, onto=residual)

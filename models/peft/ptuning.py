@@ -1,4 +1,4 @@
-"""Learned vectors in front of a text, made by a small MLP (p-tuning, arXiv 2103.10385)."""
+"""P-tuning: virtual tokens in front of the input, embedded by a small MLP (arXiv 2103.10385)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .added_parameters import Added
 
 
 class Prompt(Added):
-    """Vectors that stand in front of the embeddings of every text: second(gelu(first(embedding))).
+    """Prompt encoder: embeddings of virtual tokens, second(gelu(first(embedding))), prepended to every sequence.
 
     Args:
         hidden_size: width of the embeddings.
-        prompt: how many there are, and what makes them.
+        prompt: number of virtual tokens, sizes of the MLP and initialization.
     """
 
     added: ClassVar[tuple[str, ...]] = ("embedding", "first", "first_bias", "second", "second_bias")
@@ -32,24 +32,24 @@ class Prompt(Added):
         self.second_bias = nn.Parameter(torch.empty(hidden_size))
 
     def __len__(self) -> int:
-        """How many vectors."""
+        """Return the number of virtual tokens."""
         return len(self.embedding)
 
     def forward(self, embedded: Tensor) -> Tensor:
-        """Embeddings (batch, tokens, hidden_size) with the vectors in front."""
+        """Prepend the virtual tokens to embeddings (batch, tokens, hidden_size)."""
         vectors = prompt_vectors(self.embedding, self.first, self.first_bias, self.second, self.second_bias)
         return torch.cat([vectors.to(embedded.dtype).expand(len(embedded), -1, -1), embedded], dim=1)
 
     def pad(self, padding: Tensor | None) -> Tensor | None:
-        """Which tokens are real, bool (batch, tokens), with the vectors in front; None where all are."""
+        """Extend the mask of real tokens, bool (batch, tokens), by the virtual tokens; None stays None."""
         return None if padding is None else F.pad(padding, (len(self), 0), value=True)
 
     def route(self, routed: Tensor | None) -> Tensor | None:
-        """Which tokens go to experts, likewise: the vectors go where the text behind them begins."""
+        """Extend the mask of tokens routed to experts: virtual tokens are routed if the first real token is."""
         return None if routed is None else torch.cat([routed[:, :1].expand(-1, len(self)), routed], dim=1)
 
     def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """Normal embeddings and matrices, biases of 0."""
+        """Initialize embeddings and matrices from a normal distribution, biases to 0."""
         if name.endswith("bias"):
             return torch.zeros(shape)
         std = 1.0 if name == "embedding" else self.prompt.init_std
@@ -57,5 +57,5 @@ class Prompt(Added):
 
 
 def prompt_vectors(embedding: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
-    """The vectors, (virtual tokens, hidden_size), of the parameters of a `Prompt`."""
+    """Return the virtual token embeddings, (virtual tokens, hidden_size), from the parameters of a `Prompt`."""
     return F.linear(F.gelu(F.linear(embedding, first, first_bias)), second, second_bias)

@@ -1,4 +1,4 @@
-"""What recomputation comes to in a model before it is built: where it draws, which parts act, which save nothing."""
+"""Static analysis of activation checkpointing: which modules are recomputed, use RNG, or save no memory."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ _CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_att
 
 
 def training_labels(model: FamilySlice) -> tuple[tuple[str, ...], ...]:
-    """The attentions of each stack in training, self-attention first, as the decisions name them."""
+    """Return the labels of the training attention calls of each stack, self-attention first."""
     if isinstance(model, T5Slice):
         return ("encoder training",), ("decoder training", "cross training")
     return (("training",),)
 
 
 def has_dropout(stack: StackSlice) -> bool:
-    """Whether a layer draws random numbers in training."""
+    """Return True if the layers of a stack use the RNG in training: dropout or router jitter."""
     moe = stack.moe
-    of_experts = moe is not None and (moe.dropout or moe.jitter)
-    return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or of_experts)
+    in_moe = moe is not None and (moe.dropout or moe.jitter)
+    return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or in_moe)
 
 
 def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
-    """Whether random numbers are drawn in what the backward runs again: it then asks generators for their state.
+    """Return True if recomputed modules use the RNG, so that the generator state must be saved and restored.
 
     Args:
-        stack: what it recomputes, and where it has dropout.
-        peft: what fine-tuning adds: a projection with a low-rank update runs again with the part it reads.
+        stack: slice of the stack, with its recompute settings and dropouts.
+        peft: PEFT scheme; a projection with LoRA is recomputed together with the module before it.
     """
     recompute, moe = stack.recompute, stack.moe
     if recompute is None:
         return False
-    in_mlp = bool(stack.mlp.dropout)
-    in_experts = moe is not None and bool(moe.dropout or moe.jitter or (moe.shared_ffn_hidden_size and in_mlp))
-    of_modules: dict[RecomputeModule, bool] = {
+    mlp = bool(stack.mlp.dropout)
+    experts = moe is not None and bool(moe.dropout or moe.jitter or (moe.shared_ffn_hidden_size and mlp))
+    uses_rng: dict[RecomputeModule, bool] = {
         "norm": False,
-        "mlp_activation": in_mlp,
+        "mlp_activation": mlp,
         "core_attention": bool(stack.attention.dropout),
-        "moe": in_experts,
+        "moe": experts,
     }
-    drawn = (recompute.layers > 0 and has_dropout(stack)) or any(of_modules[name] for name in recompute.modules)
-    in_parts = isinstance(peft, LoRASlice) and bool(recompute.modules - {"core_attention"})
-    return drawn or (peft_dropout(peft) > 0 and (recompute.layers > 0 or in_parts))
+    base = (recompute.layers > 0 and has_dropout(stack)) or any(uses_rng[name] for name in recompute.modules)
+    with_lora = isinstance(peft, LoRASlice) and bool(recompute.modules - {"core_attention"})
+    return base or (peft_dropout(peft) > 0 and (recompute.layers > 0 or with_lora))
 
 
 def keeps_result_alone(mlp: MLPSlice) -> bool:
-    """Whether the backward of an activation reads its result, not what it was made from."""
-    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate reads both
+    """Return True if the backward of the activation needs its output instead of its input."""
+    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate needs both
 
 
 def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> tuple[RecomputeSlice | None, ...]:
-    """What the backward of each stack calculates again: core attention only where an attention of it keeps scores.
+    """Return the effective recompute settings of each stack: without core attention if its backend saves no scores.
 
     Args:
-        model: what the model is.
-        decisions: what the dispatcher chose for each attention and kind of call.
+        model: slice of the model.
+        decisions: attention backends by label.
     """
-    acting: list[RecomputeSlice | None] = []
+    effective: list[RecomputeSlice | None] = []
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         recompute = stack.recompute
-        made = [decisions[label] for label in labels if label in decisions]
-        if made and not any(decision.keeps_scores for decision in made):
+        chosen = [decisions[label] for label in labels if label in decisions]
+        if chosen and not any(decision.keeps_scores for decision in chosen):
             recompute = _without(recompute, frozenset({"core_attention"}))
-        acting.append(recompute)
-    return tuple(acting)
+        effective.append(recompute)
+    return tuple(effective)
 
 
 def saving_recompute(
     model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[RecomputeSlice | None, ...]:
-    """What each stack saves by recomputation: what acts, but for parts that would keep nothing in any case."""
+    """Return the recompute settings that save memory: the effective ones without modules that save nothing anyway."""
     return tuple(
         _without(recompute, _idle(stack, decisions[labels[0]].call, peft, compiled=compiled))
         for stack, labels, recompute in zip(
@@ -89,26 +89,27 @@ def saving_recompute(
     )
 
 
-def _without(recompute: RecomputeSlice | None, parts: frozenset[RecomputeModule]) -> RecomputeSlice | None:
+def _without(recompute: RecomputeSlice | None, modules: frozenset[RecomputeModule]) -> RecomputeSlice | None:
     if recompute is None:
         return None
-    modules = recompute.modules - parts
-    return replace(recompute, modules=modules) if recompute.layers or modules else None
+    others = recompute.modules - modules
+    return replace(recompute, modules=others) if recompute.layers or others else None
 
 
 def activation_saves_nothing(stack: StackSlice, peft: PeftSlice | None, *, compiled: bool) -> bool:
-    """Whether a layer without the result of its activation keeps as much instead: what that is made from.
+    """Return True if recomputing the MLP activation only saves its input instead of its output, which is as large.
 
-    Compiled, it keeps besides where the result is positive; dropout or a norm behind it have a result of their own.
+    Recompute does save memory in compiled layers, which otherwise save the mask of positive outputs too, and with
+    dropout or a norm after the activation, whose outputs are otherwise saved too.
     """
-    more = stack.mlp.dropout or stack.block == "normformer" or peft_dropout(peft)
-    return keeps_result_alone(stack.mlp) and not (compiled or more)
+    has_successor = stack.mlp.dropout or stack.block == "normformer" or peft_dropout(peft)
+    return keeps_result_alone(stack.mlp) and not (compiled or has_successor)
 
 
 def _idle(
     stack: StackSlice, call: AttentionCall, peft: PeftSlice | None, *, compiled: bool
 ) -> frozenset[RecomputeModule]:
-    """The parts of a layer that save nothing: since a low-rank update reads something else, or as much is kept."""
+    """Return modules whose recompute saves nothing: LoRA does not save their output, or as much is saved instead."""
     found: set[RecomputeModule] = set()
     if isinstance(peft, LoRASlice) and peft.spares_norms(stack):
         found.add("norm")
@@ -121,62 +122,62 @@ def _idle(
 def made_again_for_copies(
     model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[frozenset[RecomputeModule], ...]:
-    """What offloaded layers of each stack make again so that it need not be copied, of what they would keep.
+    """Return the modules that offloaded layers of each stack recompute, so that less is copied to the host.
 
     Args:
-        model: what the model is.
-        decisions: what the dispatcher chose for each attention and kind of call; on a GPU, for elsewhere it is nothing.
-        peft: what fine-tuning adds.
-        compiled: whether layers are.
+        model: slice of the model.
+        decisions: attention backends by label, on a GPU: nothing is offloaded on other devices.
+        peft: PEFT scheme.
+        compiled: layers are compiled.
     """
     found: list[frozenset[RecomputeModule]] = []
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
-        made = [decisions[label] for label in labels if label in decisions]
+        chosen = [decisions[label] for label in labels if label in decisions]
         layers = range(stack.offload.layers if stack.offload is not None else 0)
-        again = frozenset[RecomputeModule]().union(*(stack.made_again(number, offloads=True) for number in layers))
-        if not any(decision.keeps_scores for decision in made):
-            again -= {"core_attention"}
+        modules = frozenset[RecomputeModule]().union(*(stack.made_again(number, offloads=True) for number in layers))
+        if not any(decision.keeps_scores for decision in chosen):
+            modules -= {"core_attention"}
         if compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack) and peft.updates_all_readers:
-            again -= {"norm"}
-        if made and is_one_operation(peft, stack, made[0].call.device, made[0].call.dtype):
-            again -= {"mlp_activation"}
-        found.append(again)
+            modules -= {"norm"}
+        if chosen and is_one_operation(peft, stack, chosen[0].call.device, chosen[0].call.dtype):
+            modules -= {"mlp_activation"}
+        found.append(modules)
     return tuple(found)
 
 
 def idle_recompute(
     model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
 ) -> Iterator[str]:
-    """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what would.
+    """Yield a message for each module whose recompute saves no memory: the reason, and an alternative.
 
     Args:
-        model: what the model is.
-        decisions: what the dispatcher chose for each attention and kind of call.
-        peft: what fine-tuning adds.
-        compiled: whether layers are.
+        model: slice of the model.
+        decisions: attention backends by label.
+        peft: PEFT scheme.
+        compiled: layers are compiled.
     """
     saving = saving_recompute(model, decisions, peft, compiled=compiled)
-    places = [f"model.{labels[0].rpartition(' ')[0]}".rstrip(".") for labels in training_labels(model)]
-    for stack, labels, done, at in zip(model.stacks, training_labels(model), saving, places, strict=True):
+    blocks = [f"model.{labels[0].rpartition(' ')[0]}".rstrip(".") for labels in training_labels(model)]
+    for stack, labels, effective, block in zip(model.stacks, training_labels(model), saving, blocks, strict=True):
         if stack.recompute is None:
             continue
         idle = _idle(stack, decisions[labels[0]].call, peft, compiled=compiled)
-        others = _with_more(stack, frozenset() if done is None else done.modules, idle)
-        more = f"; {at}.activations_checkpoint_modules=[{','.join(others)}] saves memory" if others else ""
+        suggested = _suggested_modules(stack, frozenset() if effective is None else effective.modules, idle)
+        advice = f"; {block}.activations_checkpoint_modules=[{','.join(suggested)}] saves memory" if suggested else ""
         if "norm" in stack.recompute.modules & idle:
             yield (
-                "recomputing norm has no effect in compiled layers where LoRA updates what reads an RMS norm: they do "
-                f"not keep the norm{more}"
+                "recomputing norm has no effect in compiled layers where LoRA updates the projection after an RMSNorm: "
+                f"they do not save the norm output{advice}"
             )
         if "mlp_activation" in stack.recompute.modules & idle and keeps_result_alone(stack.mlp):
             yield (
                 "recomputing mlp_activation has no effect on memory in layers that are not compiled: the backward of "
-                f"{stack.mlp.nonlinearity} reads its result alone, and in place of that its input is kept{more}"
+                f"{stack.mlp.nonlinearity} needs only its output, and its input would be saved instead{advice}"
             )
         elif "mlp_activation" in stack.recompute.modules & idle:
             yield (
-                "recomputing mlp_activation has no effect where LoRA updates both projections of an MLP: it keeps no "
-                f"activated rows{more}"
+                "recomputing mlp_activation has no effect where LoRA updates both projections of an MLP: it does not "
+                f"save the activation output{advice}"
             )
         if "core_attention" not in stack.recompute.modules:
             continue
@@ -184,18 +185,18 @@ def idle_recompute(
             if label in decisions and not decisions[label].keeps_scores:
                 yield (
                     f"recomputing core attention has no effect on attention `{label}`: its backend "
-                    f"{decisions[label].backend} keeps no scores{more}"
+                    f"{decisions[label].backend} keeps no scores{advice}"
                 )
 
 
-def _with_more(
+def _suggested_modules(
     stack: StackSlice, modules: frozenset[RecomputeModule], idle: frozenset[RecomputeModule]
 ) -> list[RecomputeModule]:
-    """These parts and others that save in the stack: the cheap ones, or else the experts; [] where none is left."""
+    """Return `modules` and more that save memory: the cheap ones, or else the experts; [] if there are no more."""
     first = 0 if stack.recompute is None else stack.recompute.layers
-    acting = stack.acting_modules(range(first, stack.num_layers)) - idle
+    available = stack.acting_modules(range(first, stack.num_layers)) - idle
     steps: tuple[frozenset[RecomputeModule], ...] = (frozenset({"norm", "mlp_activation"}), frozenset({"moe"}))
     for step in steps:
-        if more := (step & acting) - modules:
-            return [name for name in _CHEAP_FIRST if name in modules | more]
+        if new := (step & available) - modules:
+            return [name for name in _CHEAP_FIRST if name in modules | new]
     return []

@@ -1,4 +1,4 @@
-"""What the backward pass of a stack runs again, as policies: one class for each, which `apply` sets up in a stack."""
+"""Recompute policies: one class per kind of activation checkpointing, applied to a stack."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ from ..stack import Layer, Stack
 
 
 class RecomputePolicy(Protocol):
-    """Something that a stack shall run again in the backward, in training alone."""
+    """Recomputation of some activations of a stack in the backward, in training only."""
 
     def apply(self, stack: Stack) -> None:
-        """Set it up in a stack that has not run yet."""
+        """Enable the policy in a stack that has not run yet."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WholeLayers:
-    """Of the first `number` layers only the input is kept, of `chunk` layers in a row only that of the first.
+    """Full recompute of the first `number` layers, saving one input per chunk of `chunk` layers.
 
-    The checkpoint of a single layer is inside its compiled graph: the compiler fuses the second run into the backward
-    and leaves out what nothing needs, the last matrix product above all.
+    With chunks of one layer, activation checkpointing is inside the compiled graph of the layer: the compiler fuses the
+    recomputation into the backward and drops what is not needed, above all the last matmul.
     """
 
     number: int
     chunk: int
 
     def apply(self, stack: Stack) -> None:
-        """Set it up in a stack; chunks are of all of its layers."""
+        """See `RecomputePolicy`; chunks cover all layers of the stack."""
         if self.chunk > 1:
-            stack.recompute_chunk, stack.recompute_draws = self.chunk, draws(stack)
+            stack.recompute_chunk, stack.preserve_rng_state = self.chunk, draws(stack)
             return
         for layer in _layers(stack, range(self.number)):
-            layer.recompute, layer.recompute_draws = True, draws(layer)
+            layer.recompute, layer.preserve_rng_state = True, draws(layer)
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """In these layers the norm before a projection is run again with it, up to its product."""
+    """Recompute the norm before a projection, in these layers."""
 
     numbers: Sequence[int]
 
     def apply(self, stack: Stack) -> None:
-        """Set it up in a stack."""
+        """See `RecomputePolicy`."""
         for layer in _layers(stack, self.numbers):
             layer.recompute_norms = True
 
 
 @dataclass(frozen=True, slots=True)
 class MLPActivations:
-    """In these layers, what lies between the projections of an MLP or of a shared expert is run again."""
+    """Recompute everything between the projections of an MLP or shared expert, in these layers."""
 
     numbers: Sequence[int]
 
     def apply(self, stack: Stack) -> None:
-        """Set it up in a stack."""
+        """See `RecomputePolicy`."""
         for layer in _layers(stack, self.numbers):
             mlp = layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp
             if isinstance(mlp, MLP):
@@ -78,25 +78,25 @@ class MLPActivations:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """In these layers router and experts are run again as a whole."""
+    """Recompute router and experts as a whole, in these layers."""
 
     numbers: Sequence[int]
 
     def apply(self, stack: Stack) -> None:
-        """Set it up in a stack."""
+        """See `RecomputePolicy`."""
         for layer in _layers(stack, self.numbers):
             if isinstance(layer.mlp, MoE):
-                layer.mlp.recompute, layer.mlp.recompute_draws = True, draws(layer.mlp)
+                layer.mlp.recompute, layer.mlp.preserve_rng_state = True, draws(layer.mlp)
 
 
 @dataclass(frozen=True, slots=True)
 class CoreAttention:
-    """In these layers the scores of attention and their softmax are made again (arXiv 2205.05198).
+    """Recompute attention scores and softmax, in these layers (selective recomputation, arXiv 2205.05198).
 
     Attributes:
-        numbers: of the layers.
-        own: of self-attention; False where its backend keeps no scores.
-        cross: likewise of cross-attention.
+        numbers: indices of the layers.
+        own: apply to self-attention; False if its backend saves no scores.
+        cross: apply to cross-attention, likewise.
     """
 
     numbers: Sequence[int]
@@ -104,7 +104,7 @@ class CoreAttention:
     cross: bool
 
     def apply(self, stack: Stack) -> None:
-        """Set it up in a stack."""
+        """See `RecomputePolicy`."""
         for layer in _layers(stack, self.numbers):
             for attention, wanted in ((layer.attention, self.own), (layer.cross_attention, self.cross)):
                 if attention is not None and wanted and "training" in attention.backends:
@@ -112,58 +112,58 @@ class CoreAttention:
 
 
 class RecomputedAttention:
-    """An attention function of which queries, keys and values are kept, and nothing else.
+    """Attention function that saves only queries, keys and values, and recomputes the scores in the backward.
 
-    The product with the values is not made again, but in compiled layers with another backend than `unfused`. Where its
-    kernels serve a call of `unfused`, the log-sum-exps are kept too, and the scores come again from them.
+    The matmul with the values is not recomputed, except in compiled layers with a backend other than `unfused`. For
+    calls of `unfused` that its kernels support, the log-sum-exps are saved too and the scores recomputed from them.
 
     Args:
-        function: what runs again.
+        function: attention function to wrap.
     """
 
     def __init__(self, function: AttentionFunction) -> None:
         self.function = function
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, **options: Any) -> Tensor:
-        """Attend, with the arguments of `AttentionFunction`."""
-        drops, function = dropout > 0, self.function
+        """Compute attention, with the arguments of `AttentionFunction`."""
+        uses_rng, function = dropout > 0, self.function
         if not torch.is_grad_enabled():
             return function(query, key, value, dropout=dropout, **options)
-        in_kernels = isinstance(function, UnfusedAttention) and function.masked_softmax_fusion
-        if in_kernels and serves(query, dropout=dropout, **options):
+        fused_softmax = isinstance(function, UnfusedAttention) and function.masked_softmax_fusion
+        if fused_softmax and serves(query, dropout=dropout, **options):
             return attention_with_scores_again(query, key, value, scale=options["scale"], causal=options["causal"])
         if torch.compiler.is_compiling() and isinstance(function, UnfusedAttention):
-            weights = run_again(function.weights, drops, query, key, dropout=dropout, **options)
+            weights = run_again(function.weights, uses_rng, query, key, dropout=dropout, **options)
             return function.product(weights, value)
-        # the second run ends where the last product has kept its arguments
-        return run_again(function, drops, query, key, value, dropout=dropout, **options)
+        # Early stop: the recomputation ends once the last matmul has saved its arguments.
+        return run_again(function, uses_rng, query, key, value, dropout=dropout, **options)
 
 
 def policies_of(
     described: StackSlice, decisions: Mapping[str, Decision], own: str, cross: str | None = None, *, offloads: bool
 ) -> Iterator[RecomputePolicy]:
-    """The policies of a stack.
+    """Yield the recompute policies of a stack.
 
     Args:
-        described: the stack.
-        decisions: what the dispatcher chose for each attention and kind of call of the model.
-        own: among them the self-attention of the stack in training.
-        cross: likewise its cross-attention; None without.
-        offloads: what it says of host memory has an effect: there is a GPU.
+        described: slice of the stack.
+        decisions: attention backends of the model by label.
+        own: label of the stack's self-attention in training.
+        cross: label of its cross-attention in training; None without.
+        offloads: CPU offloading is active, which requires a GPU.
     """
     recompute = described.recompute
     if recompute is not None and recompute.layers:
         yield WholeLayers(recompute.layers, recompute.chunk)
-    parts = [described.made_again(number, offloads=offloads) for number in range(described.num_layers)]
-    keeping = {label for label, decision in decisions.items() if decision.keeps_scores}
+    recomputed = [described.made_again(number, offloads=offloads) for number in range(described.num_layers)]
+    saves_scores = {label for label, decision in decisions.items() if decision.keeps_scores}
     policies: dict[RecomputeModule, Callable[[Sequence[int]], RecomputePolicy]] = {
         "norm": Norms,
         "mlp_activation": MLPActivations,
         "moe": ExpertLayers,
-        "core_attention": partial(CoreAttention, own=own in keeping, cross=cross in keeping),
+        "core_attention": partial(CoreAttention, own=own in saves_scores, cross=cross in saves_scores),
     }
     for name, policy in policies.items():
-        if numbers := [number for number, made_again in enumerate(parts) if name in made_again]:
+        if numbers := [number for number, modules in enumerate(recomputed) if name in modules]:
             yield policy(numbers)
 
 

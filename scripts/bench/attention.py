@@ -1,19 +1,19 @@
-"""Attention benchmark on one GPU: our kernels beside PyTorch's, FlexAttention and TransformerEngine.
+"""Attention benchmark on one GPU: our kernels, PyTorch's, FlexAttention and TransformerEngine.
 
     python scripts/bench/attention.py [--sections plain distance lse_first softmax host memory short] [--rounds 5]
         [--compile-ahead 12] [--minutes 9] [--results attention.jsonl] [--report attention.md]
         [--only D128 S4096 ...] [--skip FlexAttention]
 
-A shape is measured in one go: every contender once per round, in turns (there and back), with the L2 cache flushed
-before each call and the device held until the host has queued it, random data, CUDA events: the time is the device's,
-as in a compiled model, where the host runs ahead. A round's figure is the median of its calls, a ratio is the median
-over the rounds of the ratios within a round. Forward and backward are those of one training step. Each shape appends
-one JSON line, and a shape that the file has is skipped: a table may be made in several sittings. A contender that
-breaks the device is noted beside the results, left out, and the script starts again. FLOPs: 4 B H S^2 D forward, half
-of that when causal, 2.5 times it backward.
+All contenders of a shape alternate within each round (in reversed order every second round), with random data. Before
+each call the L2 cache is flushed and the device sleeps until the host has queued the call, so events measure device
+time, as in a compiled model where the host runs ahead. A round's figure is the median of its calls, a ratio the median
+over rounds of the ratios within a round. Forward and backward are those of one training step. Each shape appends one
+JSON line, and shapes in the file are skipped, so a table can be measured in several sessions. A contender that breaks
+the device is recorded in a file beside the results and left out, and the script restarts itself. FLOPs: 4 B H S^2 D
+forward, half of that if causal, 2.5 times as many backward.
 
-`--compile-ahead N` first runs what is compiled (our kernels, FlexAttention, torch.compile) in N processes at once,
-which leave it in the caches of Triton and Inductor: one at a time that takes longer than measuring.
+`--compile-ahead N` first compiles kernels (ours, FlexAttention, torch.compile) in N processes at once, which fills the
+caches of Triton and Inductor: compiling one after the other takes longer than measuring.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from torch import Tensor
 from stoker.kernels import lse_first_attention, scaled_masked_softmax
 
 ROUND_MS = 40.0
-HEAD_START_CYCLES = 4_000_000  # about 2 ms, in which the host queues a whole call: what is timed is the device's work
-LARGEST_WRITTEN_OUT = 16384
+HEAD_START_CYCLES = 4_000_000  # about 2 ms, in which the host queues a whole call, so that launches are not timed
+MAX_DENSE_BIAS_TOKENS = 16384
 SOFTMAX_ELEMENTS = 128 << 20
-SLOW_MS, SLOW_ROUNDS = 250.0, 2  # a contender that takes longer gets fewer rounds
+SLOW_MS, SLOW_ROUNDS = 250.0, 2  # contenders that take longer get fewer rounds
 COMPILED = ("ours", "ours, no bias", "lse_first", "lse_first stage 1", "FlexAttention")
 Call = Callable[[], list[torch.cuda.Event]]
 
@@ -61,15 +61,25 @@ def _event() -> torch.cuda.Event:
 def in_turns(
     calls: dict[str, Call], rounds: int, round_ms: float = ROUND_MS, *, head_start: bool = True
 ) -> dict[str, list[list[float]]]:
-    """Milliseconds between the events of each call, which has run before: contender -> per interval -> per round."""
+    """Time the calls in turns.
+
+    Args:
+        calls: by contender; each has run once before, and returns the events it recorded.
+        rounds: number of rounds.
+        round_ms: time per contender and round.
+        head_start: let the device sleep until the host has queued a call.
+
+    Returns:
+        Milliseconds between consecutive events: contender -> list per interval -> list per round.
+    """
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     counts, slow = {}, set()
     for name, call in calls.items():
         events = call()
         torch.cuda.synchronize()
-        took = events[0].elapsed_time(events[-1])
-        counts[name] = max(3 if took < SLOW_MS / 4 else 1, min(100, int(round_ms / max(took, 1e-3))))
-        slow |= {name} if took > SLOW_MS else set()
+        duration = events[0].elapsed_time(events[-1])
+        counts[name] = max(3 if duration < SLOW_MS / 4 else 1, min(100, int(round_ms / max(duration, 1e-3))))
+        slow |= {name} if duration > SLOW_MS else set()
     results: dict[str, list[list[float]]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
@@ -88,7 +98,7 @@ def in_turns(
 
 
 def _peak_mib(call: Call) -> float:
-    """Device memory that one call takes beyond what was there."""
+    """Return the device memory one call allocates at its peak, in MiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -98,7 +108,7 @@ def _peak_mib(call: Call) -> float:
 
 
 class BrokenDeviceError(Exception):
-    """A contender left the device unusable for this process: the name, and what it raised."""
+    """A contender left the device unusable for this process; args: its name, its error."""
 
 
 def _in_one_line(error: Exception) -> str:
@@ -107,15 +117,15 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _try(name: str, call: Callable[[], object]) -> str | None:
-    """Why a call does not run, None if it does.
+    """Return the reason why a call fails; None if it succeeds.
 
     Raises:
-        BrokenDeviceError: nothing runs any more.
+        BrokenDeviceError: the device is unusable after the failure.
     """
     try:
         call()
         torch.cuda.synchronize()
-    except Exception as error:  # whatever a peer raises is its reason, and goes into the table
+    except Exception as error:  # the table shows whatever a peer raises
         reason = _in_one_line(error)
         gc.collect()
         try:
@@ -138,7 +148,7 @@ def _sm_clock() -> int | None:
 
 
 def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds: int) -> Row:
-    """Forward and backward of a training step of every contender; without rounds, what is compiled runs once."""
+    """Measure forward and backward of every contender; with 0 rounds, run the compiled ones once."""
     q, k, v = shape.tensors()
     table = shape.table()
     leaves = [q, k, v] if table is None else [q, k, v, table]
@@ -151,27 +161,27 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
         if name in broken:
             refused[name] = broken[name]
             continue
-        if table is not None and name in WRITES_BIAS_OUT and shape.tokens > LARGEST_WRITTEN_OUT:
+        if table is not None and name in WRITES_BIAS_OUT and shape.tokens > MAX_DENSE_BIAS_TOKENS:
             gib = shape.heads * shape.tokens**2 * 2 / 2**30
-            refused[name] = f"not tried: the bias written out is {gib:.0f} GiB"
+            refused[name] = f"not tried: the dense bias takes {gib:.0f} GiB"
             continue
-        given = None if name in IGNORES_BIAS else table
-        wanted = leaves if given is not None else leaves[:3]
+        bias = None if name in IGNORES_BIAS else table
+        inputs = leaves if bias is not None else leaves[:3]
         try:
             attend = PEERS[name](shape)
-        except Exception as error:  # a peer that is not installed, or does not know the shape
+        except Exception as error:  # a peer that is not installed, or does not support the shape
             refused[name] = _in_one_line(error)
             continue
 
         def run(
-            attend: Any = attend, given: Tensor | None = given, wanted: list[Tensor] = wanted, name: str = name
+            attend: Any = attend, bias: Tensor | None = bias, inputs: list[Tensor] = inputs, name: str = name
         ) -> list[torch.cuda.Event]:
             start = _event()
-            out = attend(q, k, v, given)
+            out = attend(q, k, v, bias)
             middle = _event()
             if name in FORWARD_ONLY:
                 return [start, middle]
-            torch.autograd.grad(out, wanted, upstream)
+            torch.autograd.grad(out, inputs, upstream)
             return [start, middle, _event()]
 
         def measure_peak(run: Call = run, name: str = name) -> None:
@@ -182,8 +192,8 @@ def attention_row(shape: Shape, names: list[str], broken: dict[str, str], rounds
             refused |= {name: reason} if reason else {}
             continue
         reason = reason or _try(name, measure_peak)
-        if reason is None and name not in FORWARD_ONLY and given is table:  # all that compute the same must agree
-            out = attend(q, k, v, given).detach()
+        if reason is None and name not in FORWARD_ONLY and bias is table:  # contenders with the same inputs must agree
+            out = attend(q, k, v, bias).detach()
             expected = out if expected is None else expected
             difference = (out - expected).float().abs().max().item()
             if not difference < 0.1:
@@ -234,7 +244,7 @@ def distance_shapes() -> list[Shape]:
 
 
 def memory_shapes() -> list[Shape]:
-    """One sequence, longer and longer: the peak must grow as the length does."""
+    """One sequence of increasing length, to check that peak memory grows linearly."""
     return [
         Shape(head_dim=64, heads=12, groups=12, tokens=s, batch=1, causal=False, bias="t5")
         for s in (2048, 4096, 8192, 16384, 32768, 65536)
@@ -251,7 +261,7 @@ def lse_first_shapes() -> list[Shape]:
 
 
 def host_row(keys: int, rounds: int) -> Row:
-    """1024 queries over keys and values in pinned host memory, in chunks of 16384; and the same from the device."""
+    """Measure 1024 queries over keys and values in pinned host memory, in chunks of 16384, and in device memory."""
     if not rounds:
         return {}
     heads, head_dim, queries, chunk = 8, 128, 1024, 16384
@@ -274,33 +284,33 @@ def host_row(keys: int, rounds: int) -> Row:
             lse_first_attention(q, *on_device)
         return [start, _event()]
 
-    def copied() -> list[torch.cuda.Event]:
+    def copy() -> list[torch.cuda.Event]:
         start = _event()
-        for there, here in zip((k, v), on_device, strict=True):
-            here.copy_(there, non_blocking=True)
+        for host, device in zip((k, v), on_device, strict=True):
+            device.copy_(host, non_blocking=True)
         return [start, _event()]
 
-    calls = {"from the host": from_host, "on the device": from_device, "the copy alone": copied}
+    calls = {"from the host": from_host, "on the device": from_device, "the copy alone": copy}
     from_device()
     times = {name: {"forward": t[0]} for name, t in in_turns(calls, rounds, head_start=False).items()}
     return {"ms": times, "peak_mib": peak, "refused": {}, "forward_flops": 6 * heads * head_dim * queries * keys}
 
 
 def softmax_row(columns: int, kind: str, broken: dict[str, str], rounds: int) -> Row:
-    """(rows, columns) in bf16, 256 MiB of them; the measure is a copy of the same bytes."""
-    torch.compiler.reset()  # or after a few shapes torch.compile would no longer compile
+    """Measure softmax of (rows, columns) in bf16, 256 MiB, relative to a copy of the same bytes."""
+    torch.compiler.reset()  # otherwise torch.compile hits its recompile limit after a few shapes
     rows = max(1, SOFTMAX_ELEMENTS // columns)
     queries = min(rows, columns)
     x = torch.randn(rows // queries, queries, columns, device="cuda", dtype=torch.bfloat16).requires_grad_()
     mask = torch.rand(1, queries, columns, device="cuda") < 0.1 if kind == "mask" else None
     causal = kind == "causal"
     upstream = torch.randn_like(x)
-    above = torch.ones(queries, columns, dtype=torch.bool, device="cuda").triu(1 + columns - queries)
-    hidden = mask if mask is not None else (above if causal else None)
+    causal_mask = torch.ones(queries, columns, dtype=torch.bool, device="cuda").triu(1 + columns - queries)
+    masked = mask if mask is not None else (causal_mask if causal else None)
 
     def eager(x: Tensor) -> Tensor:
         scores = x.float() * 0.5
-        return (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))).softmax(-1).to(x.dtype)
+        return (scores if masked is None else scores.masked_fill(masked, float("-inf"))).softmax(-1).to(x.dtype)
 
     contenders: dict[str, Callable[[Tensor], Tensor]] = {
         "ours": lambda x: scaled_masked_softmax(x, mask, 0.5, causal),
@@ -326,32 +336,35 @@ def softmax_row(columns: int, kind: str, broken: dict[str, str], rounds: int) ->
         else:
             calls[name] = run
 
-    def copied() -> list[torch.cuda.Event]:
+    def copy() -> list[torch.cuda.Event]:
         start = _event()
         x.detach().clone()
         return [start, _event()]
 
     if not rounds:
         return {"refused": refused}
-    copied()
-    times = in_turns({**calls, "copy": copied}, rounds, ROUND_MS / 2)
+    copy()
+    times = in_turns({**calls, "copy": copy}, rounds, ROUND_MS / 2)
     milliseconds = {name: dict(zip(("forward", "backward"), t, strict=False)) for name, t in times.items()}
-    some = x[:1, :64].detach()
-    seen = None if hidden is None else hidden[..., :64, :]
-    truth = some.double() * 0.5
-    truth = (truth if seen is None else truth.masked_fill(seen, float("-inf"))).softmax(-1)
-    error = (scaled_masked_softmax(x, mask, 0.5, causal)[:1, :64].double() - truth).abs()
-    relative = (error / truth.clamp_min(1e-30)).masked_fill(truth == 0, 0.0).max().item()
-    # what has to be read and written, over what a copy reads and writes; a causal mask hides what need not be read
-    seen_part = 1 - (queries - 1) / (2 * columns) if causal else 1.0
-    mask_part = queries / rows / 4 if mask is not None else 0.0  # a byte for two bytes read and two written
-    moved = {"forward": (seen_part + 1) / 2 + mask_part, "backward": seen_part + 0.5}
-    found = {"peak_mib": {}, "largest_relative_error": relative, "moved": moved}
-    return {"ms": milliseconds, "refused": refused} | found
+    expected = x[:1, :64].detach().double() * 0.5
+    if masked is not None:
+        expected = expected.masked_fill(masked[..., :64, :], float("-inf"))
+    expected = expected.softmax(-1)
+    error = (scaled_masked_softmax(x, mask, 0.5, causal)[:1, :64].double() - expected).abs()
+    relative = (error / expected.clamp_min(1e-30)).masked_fill(expected == 0, 0.0).max().item()
+    # bytes that must be read and written, relative to a copy; elements above a causal diagonal need not be read
+    read = 1 - (queries - 1) / (2 * columns) if causal else 1.0
+    mask_bytes = queries / rows / 4 if mask is not None else 0.0  # one byte per two bytes read and two written
+    moved = {"forward": (read + 1) / 2 + mask_bytes, "backward": read + 0.5}
+    figures = {"peak_mib": {}, "largest_relative_error": relative, "moved": moved}
+    return {"ms": milliseconds, "refused": refused} | figures
 
 
 def jobs(section: str, skip: set[str]) -> Iterator[tuple[str, Callable[[dict[str, str], int], Row]]]:
-    """Name and measurement of every shape of a section; it takes contenders known to be broken, and the rounds."""
+    """Yield (name, measure) of every shape of a section.
+
+    `measure` takes the contenders known to break the device, with their reasons, and the number of rounds.
+    """
     plain = ["ours", "SDPA cuDNN", "SDPA FA2", "TransformerEngine", "FlexAttention", "SDPA efficient"]
     peers = {
         "plain": plain,
@@ -391,7 +404,7 @@ Job = tuple[str, str, Callable[[dict[str, str], int], Row]]
 
 
 def compile_ahead(processes: int) -> None:
-    """Run this command in several processes that only compile; what they leave in the caches is all that is wanted."""
+    """Run this command in several processes that only compile, to fill the caches."""
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     parts = [
         subprocess.Popen([sys.executable, *sys.argv, "--compile-part", f"{part}/{processes}"], env=environment)
@@ -406,35 +419,35 @@ def compile_ahead(processes: int) -> None:
 
 
 def compile_part(wanted: list[Job], part: str) -> None:
-    """Every n-th shape, once, without a measurement; `part` is the number of this process and how many there are."""
+    """Run every n-th shape once without measuring; `part` is "INDEX/COUNT" of this process."""
     number, processes = map(int, part.split("/"))
     for section, name, measure in wanted[number::processes]:
         try:
             for contender, reason in measure({}, 0).get("refused", {}).items():
                 print(f"compiling {section}: {name}: {contender}: {reason}", flush=True)
-        except Exception as error:  # the measurement will meet it again and tell
+        except Exception as error:  # the measurement will fail in the same way and record it
             print(f"compiling {section}: {name}: {_in_one_line(error)}", flush=True)
             return
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _again(minutes: float) -> None:
-    """Start this command anew, with the minutes that are left, in place of a process whose device is unusable."""
-    words = sys.argv[:]
+def _restart(minutes: float) -> None:
+    """Replace this process, whose device is unusable, with a new one that has the remaining minutes."""
+    arguments = sys.argv[:]
     for option in ("--minutes", "--compile-ahead"):
-        if option in words:
-            place = words.index(option)
-            del words[place : place + 2]
+        if option in arguments:
+            index = arguments.index(option)
+            del arguments[index : index + 2]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *words, "--minutes", f"{minutes:.2f}"])
+    os.execv(sys.executable, [sys.executable, *arguments, "--minutes", f"{minutes:.2f}"])
 
 
 def _device_name() -> str:
     return torch.cuda.get_device_name()
 
 
-def _lines_of(file: Path) -> list[dict[str, Any]]:
+def _read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
@@ -447,12 +460,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no shape after this long")
-    parser.add_argument("--results", type=Path, default=Path("attention.jsonl"))
-    parser.add_argument("--report", type=Path, help="write the tables of all results here, as markdown")
-    parser.add_argument("--only", nargs="+", default=[], help="shapes whose name holds all of these words")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit for starting shapes")
+    parser.add_argument("--results", type=Path, default=Path("attention.jsonl"), help="file to append to")
+    parser.add_argument("--report", type=Path, help="file for the tables of all results, as markdown")
+    parser.add_argument("--only", nargs="+", default=[], help="shapes whose name contains all of these words")
     parser.add_argument("--skip", nargs="+", default=[], choices=PEERS, help="contenders to leave out")
-    parser.add_argument("--list", action="store_true", help="print the shapes and stop")
+    parser.add_argument("--list", action="store_true", help="only print the shapes")
     parser.add_argument("--compile-ahead", type=int, default=0, metavar="N", help="compile in N processes first")
     parser.add_argument("--compile-part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -465,7 +478,7 @@ def main() -> None:
     if arguments.list:
         print("\n".join(f"{section}: {name}" for section, name, _ in wanted))
         return
-    measured = {(r["section"], r["shape"]) for r in _lines_of(arguments.results) if r["device"] == _device_name()}
+    measured = {(r["section"], r["shape"]) for r in _read_lines(arguments.results) if r["device"] == _device_name()}
     wanted = [job for job in wanted if job[:2] not in measured]
     if arguments.compile_part:
         compile_part(wanted, arguments.compile_part)
@@ -475,24 +488,24 @@ def main() -> None:
         compile_ahead(arguments.compile_ahead)
         print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     left = measure_all(wanted, arguments.results, arguments.rounds, begin + 60 * arguments.minutes)
-    text = report(_lines_of(arguments.results))
+    text = report(_read_lines(arguments.results))
     print(text)
     if arguments.report:
         arguments.report.write_text(text)
     if left:
-        print(f"{left} shapes are left; run the same command again.")
+        print(f"{left} shapes are not measured yet; run the same command again.")
 
 
 def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) -> int:
-    """Measure what is wanted and append it to `results`; returns how many shapes there was no time for."""
+    """Measure the jobs and append their rows to `results`; return the number of shapes left when time was up."""
     import triton
 
-    F.softmax(torch.zeros(1, device="cuda"), 0)  # the context, before the clock is read
+    F.softmax(torch.zeros(1, device="cuda"), 0)  # create the CUDA context before timing
     versions = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "triton": triton.__version__}
     device = {"device": _device_name(), **versions, "rounds": rounds}
-    breaking = results.with_suffix(".broken.jsonl")
+    broken_file = results.with_suffix(".broken.jsonl")
     broken: dict[tuple[str, str], dict[str, str]] = {}
-    for line in _lines_of(breaking):
+    for line in _read_lines(broken_file):
         broken.setdefault((line["section"], line["shape"]), {})[line["contender"]] = line["reason"]
     left = 0
     for section, name, measure in wanted:
@@ -510,12 +523,12 @@ def measure_all(wanted: list[Job], results: Path, rounds: int, deadline: float) 
         except Exception as error:
             contender, reason = error.args if isinstance(error, BrokenDeviceError) else ("all", _in_one_line(error))
             print(f"{section}: {name}: {contender} broke the device: {reason}", flush=True)
-            _append(breaking, {"section": section, "shape": name, "contender": contender, "reason": reason})
-            _again((deadline - time.monotonic()) / 60)
+            _append(broken_file, {"section": section, "shape": name, "contender": contender, "reason": reason})
+            _restart((deadline - time.monotonic()) / 60)
         _append(results, row)
         brief = {peer: round(statistics.median(t.get("both", t["forward"])), 3) for peer, t in row["ms"].items()}
-        took = time.monotonic() - begin
-        print(f"{section}: {name}: ms {brief} {row['refused'] or ''} in {took:.1f} s", flush=True)
+        elapsed = time.monotonic() - begin
+        print(f"{section}: {name}: ms {brief} {row['refused'] or ''} in {elapsed:.1f} s", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     return left

@@ -1,7 +1,7 @@
-"""The attention functions that scripts/bench/attention.py compares: ours, PyTorch's, FlexAttention, TransformerEngine.
+"""Attention functions compared by scripts/bench/attention.py: ours, PyTorch's, FlexAttention, TransformerEngine.
 
-Each takes (batch, tokens, heads, head_dim) tensors, as a training step has them, and returns that layout. A peer that
-cannot run raises; the table then shows why.
+Each takes and returns tensors (B, S, H, D), the layout of a training step. A peer that does not support a shape raises;
+the table then shows why.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One kind of call: self attention of `batch` sequences of `tokens`, in bf16.
+    """Shape of a call: self-attention of `batch` sequences of `tokens` tokens, in bf16.
 
     Attributes:
-        bias: how a per-head `table` becomes a bias of the scores: `t5` (2 R + 1 numbers over clipped distance), `alibi`
-            (one slope), or None.
-        reach: R of `t5`. The last of T5's 32 buckets with their largest distance of 128 begins at 91.
+        bias: kind of the per-head relative position bias: `t5` (2 R + 1 values over clipped distance), `alibi` (one
+            slope), or None.
+        reach: R of `t5`. The last of T5's 32 buckets with maximum distance 128 begins at 91.
     """
 
     head_dim: int
@@ -61,7 +61,7 @@ class Shape:
         return draw(self.heads), draw(self.groups), draw(self.groups)
 
     def table(self) -> Tensor | None:
-        """The trainable parameter of the bias, fp32: (heads, 2 R + 1), or slopes (heads,)."""
+        """Return the trainable parameter of the bias in fp32: (H, 2 R + 1), or slopes (H,)."""
         if self.bias is None:
             return None
         if self.bias == "t5":
@@ -69,37 +69,37 @@ class Shape:
         return torch.logspace(-8, -1, self.heads, 2.0, device="cuda").requires_grad_()
 
     def arguments(self, table: Tensor | None) -> dict[str, Tensor]:
-        """The bias as `flash_attention` takes it."""
+        """Return the bias as keyword arguments of `flash_attention`."""
         return {} if table is None else {"distance_bias" if self.bias == "t5" else "alibi_slopes": table}
 
     def matrix(self, table: Tensor) -> Tensor:
-        """The bias written out, (1, heads, tokens, tokens) in bf16, differentiable in the table."""
+        """Return the dense bias (1, H, S, S) in bf16, differentiable in the table."""
         distance = torch.arange(1 - self.tokens, self.tokens, device="cuda")
         if self.bias == "t5":
-            of_distance = table[:, distance.clamp(-self.reach, self.reach) + self.reach]
+            values = table[:, distance.clamp(-self.reach, self.reach) + self.reach]
         else:
-            of_distance = -table[:, None] * distance.abs()
-        return _WrittenOut.apply(of_distance.to(torch.bfloat16))[None]
+            values = -table[:, None] * distance.abs()
+        return _DenseBias.apply(values.to(torch.bfloat16))[None]
 
 
-class _WrittenOut(torch.autograd.Function):
-    """(heads, 2 S - 1), a number for each distance, to (heads, S, S).
+class _DenseBias(torch.autograd.Function):
+    """Expand bias values over distance (H, 2 S - 1) to a dense bias (H, S, S).
 
-    Backward, the sums along diagonals are those of columns, once every row is shifted by one: a few passes at the speed
-    of memory. The gradient of indexing adds to few places many times, which takes a hundred times as long.
+    The backward pass shifts every row by one, so that sums along diagonals become sums of columns: a few passes at
+    memory bandwidth. The gradient of indexing accumulates into few elements and takes a hundred times as long.
     """
 
     @staticmethod
-    def forward(ctx: Any, of_distance: Tensor) -> Tensor:
-        tokens = (of_distance.shape[1] + 1) // 2
-        return of_distance.unfold(1, tokens, 1).flip(1)
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        tokens = (values.shape[1] + 1) // 2
+        return values.unfold(1, tokens, 1).flip(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (gradient,) = gradients
         heads, tokens, _ = gradient.shape
-        wide = F.pad(gradient.flip(1), (0, tokens)).flatten(1)[:, :-tokens].view(heads, tokens, 2 * tokens - 1)
-        return wide.sum(1, dtype=torch.float32).to(gradient.dtype)
+        skewed = F.pad(gradient.flip(1), (0, tokens)).flatten(1)[:, :-tokens].view(heads, tokens, 2 * tokens - 1)
+        return skewed.sum(1, dtype=torch.float32).to(gradient.dtype)
 
 
 def ours(shape: Shape) -> Attend:
@@ -118,7 +118,7 @@ def lse_first(shape: Shape) -> Attend:
 
 
 def lse_only(shape: Shape) -> Attend:
-    """Stage 1; its log-sum-exp stands in for an output."""
+    """Stage 1 alone; its log-sum-exp takes the place of the output."""
     return lambda q, k, v, table: attention_lse(q, k, causal=shape.causal)
 
 
@@ -131,8 +131,8 @@ def _sdpa(backend: SDPBackend, *, with_bias: bool, repeat_groups: bool = False) 
             if with_bias and table is not None:
                 mask = shape.matrix(table)
                 if shape.causal:
-                    hidden = torch.ones(mask.shape[2:], dtype=torch.bool, device="cuda").triu(1)
-                    mask = mask.masked_fill(hidden, -math.inf)
+                    future = torch.ones(mask.shape[2:], dtype=torch.bool, device="cuda").triu(1)
+                    mask = mask.masked_fill(future, -math.inf)
                 mask = mask.expand(shape.batch, -1, -1, -1)
             with sdpa_kernel([backend]):
                 out = F.scaled_dot_product_attention(
@@ -150,19 +150,19 @@ def _sdpa(backend: SDPBackend, *, with_bias: bool, repeat_groups: bool = False) 
 def flex(shape: Shape) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # graphs of other shapes would be looked through at each call
+    torch.compiler.reset()  # otherwise each call checks the guards of the graphs of other shapes
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
-    def earlier(b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+    def causal(b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         return q_index >= k_index
 
     tokens = shape.tokens
-    # the tiles that torch chooses do not fit into shared memory beside the look-up
+    # torch's default tiles and the table lookup do not fit into shared memory together
     options = {"BLOCK_M": 64, "BLOCK_N": 32} if shape.bias == "t5" else None
-    mask = create_block_mask(earlier, None, None, tokens, tokens, "cuda") if shape.causal else None
+    mask = create_block_mask(causal, None, None, tokens, tokens, "cuda") if shape.causal else None
 
-    @cache  # one function object for one table: a new one each call would be compiled each call
-    def score_mod_of(table: Tensor | None) -> Any:
+    @cache  # one function object per table: a new one in each call would be compiled again
+    def build_score_mod(table: Tensor | None) -> Any:
         def t5(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
             assert table is not None
             return score + table[h, (k_index - q_index).clamp(-shape.reach, shape.reach) + shape.reach]
@@ -176,7 +176,7 @@ def flex(shape: Shape) -> Attend:
         return t5 if shape.bias == "t5" else alibi
 
     def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> Tensor:
-        score_mod = score_mod_of(table)
+        score_mod = build_score_mod(table)
         out = compiled(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), score_mod=score_mod, block_mask=mask,
             enable_gqa=shape.groups < shape.heads, kernel_options=options,
@@ -215,5 +215,5 @@ PEERS: dict[str, Callable[[Shape], Attend]] = {
     "TransformerEngine": transformer_engine,
 }
 FORWARD_ONLY = ("lse_first stage 1",)
-IGNORES_BIAS = ("ours, no bias", "SDPA FA2", "SDPA cuDNN")  # measured beside a bias as the price without one
-WRITES_BIAS_OUT = ("SDPA efficient", "TransformerEngine")
+IGNORES_BIAS = ("ours, no bias", "SDPA FA2", "SDPA cuDNN")  # measured without the bias, for comparison
+WRITES_BIAS_OUT = ("SDPA efficient", "TransformerEngine")  # need the bias as a dense tensor

@@ -1,4 +1,4 @@
-"""The tables of scripts/bench/attention.py, as markdown."""
+"""Markdown tables for scripts/bench/attention.py."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ SECTIONS = {
 
 
 def ratio(row: Row, ours: str, peer: str, what: str) -> float | None:
-    """How many times as fast as `peer` we are: the median over the rounds."""
-    mine, theirs = (row["ms"].get(name, {}).get(what) for name in (ours, peer))
-    if not mine or not theirs:
+    """Return the speed of `ours` relative to `peer`, the median over rounds; None if one was not measured."""
+    our_times, peer_times = (row["ms"].get(name, {}).get(what) for name in (ours, peer))
+    if not our_times or not peer_times:
         return None
-    return statistics.median(b / a for a, b in zip(mine, theirs, strict=False))  # slow ones had fewer rounds
+    return statistics.median(b / a for a, b in zip(our_times, peer_times, strict=False))  # slow ones have fewer rounds
 
 
 def _reason(text: str) -> str:
-    """Why a contender did not run, in a few words."""
-    return "needs more shared memory than there is" if "out of resource" in text else text[:70]
+    """Return a short reason why a contender did not run."""
+    return "needs more shared memory than available" if "out of resource" in text else text[:70]
 
 
 def _cell(row: Row, name: str, what: str, factor: float) -> str:
-    """TFLOP/s of a contender, or a dash."""
+    """Format the TFLOP/s of a contender, or a dash."""
     times = row["ms"].get(name, {}).get(what)
     return f"{factor * row['forward_flops'] / statistics.median(times) / 1e9:.0f}" if times else "-"
 
@@ -39,7 +39,10 @@ def _cell(row: Row, name: str, what: str, factor: float) -> str:
 def attention_table(rows: list[Row]) -> list[str]:
     names = list(dict.fromkeys(n for row in rows for n in [*row["ms"], *row["refused"]]))
     peers = [name for name in names if name != "ours"]
-    lines = ["TFLOP/s forward / backward / both; in brackets our speed over that peer's, peak MiB of a step last.", ""]
+    lines = [
+        "TFLOP/s forward / backward / both; in brackets our speed over the peer's; last the peak MiB of a step.",
+        "",
+    ]
     lines += ["| shape | ours | " + " | ".join(peers) + " |", "|---" * (len(peers) + 2) + "|"]
     kinds = (("forward", 1.0), ("backward", 2.5), ("both", 3.5))
     for row in rows:
@@ -82,10 +85,10 @@ def host_table(rows: list[Row]) -> list[str]:
 
 
 def softmax_table(rows: list[Row]) -> list[str]:
-    """Bandwidth over that of a copy of `x`: bytes that have to be read and written, by time."""
+    """Bandwidth relative to a copy of `x`: bytes that must be read and written over time."""
     names = ("ours", "torch", "torch.compile")
     lines = [
-        "Bytes to be read (not what is hidden) and written, by time, over those of a copy; forward / backward.",
+        "Bandwidth (unmasked bytes read, bytes written) relative to that of a copy; forward / backward.",
         "",
         "| rows of | " + " | ".join(names) + " | error |",
     ]
@@ -93,30 +96,30 @@ def softmax_table(rows: list[Row]) -> list[str]:
     for row in rows:
         cells = []
         for name in names:
-            times, copied = row["ms"].get(name), statistics.median(row["ms"]["copy"]["forward"])
+            times, copy = row["ms"].get(name), statistics.median(row["ms"]["copy"]["forward"])
             if times is None:
                 cells.append(row["refused"].get(name, "-"))
             else:
-                parts = [row["moved"][w] * copied / statistics.median(times[w]) for w in ("forward", "backward")]
+                parts = [row["moved"][w] * copy / statistics.median(times[w]) for w in ("forward", "backward")]
                 cells.append(" / ".join(f"{part:.2f}" for part in parts))
         lines.append(f"| {row['shape']} | " + " | ".join(cells) + f" | {row['largest_relative_error']:.1e} |")
     return lines
 
 
 def report(rows: list[Row]) -> str:
-    """Every section that has rows, as markdown."""
+    """Return the report of every section that has rows, as markdown."""
     lines = []
     for section, title in SECTIONS.items():
-        some = [row for row in rows if row["section"] == section]
-        if not some:
+        selected = [row for row in rows if row["section"] == section]
+        if not selected:
             continue
-        last = some[-1]
+        last = selected[-1]
         lines += [
             f"### {title}", "", f"{last['device']}; torch {last['torch']}, cuDNN {last['cudnn']}, triton "
             f"{last['triton']}; {last['date']}; {last['rounds']} rounds.", "",
         ]  # fmt: skip
         tables = {"host": host_table, "softmax": softmax_table}
-        lines += tables.get(section, attention_table)(some)
-        lines += lse_table(some) if section == "lse_first" else []
+        lines += tables.get(section, attention_table)(selected)
+        lines += lse_table(selected) if section == "lse_first" else []
         lines.append("")
     return "\n".join(lines)

@@ -1,12 +1,12 @@
-"""What several GPUs of one machine cost each other: `experiment=llama_1b_bench` in every data-parallel layout.
+"""Data-parallel scaling on one machine: `experiment=llama_1b_bench` in every data-parallel layout.
 
     python scripts/bench/data_parallel.py [--devices 2] [--rounds 3] [--only ddp ...] [--results FILE.jsonl]
 
-Every GPU trains a micro batch of 4 a step, so the work of a GPU is the same in every run. GPUs of one machine differ by
-a few percent, and a job runs at the pace of the slowest; so the yardstick, `alone`, is the same training on every GPU
-at once without any communication, and a layout is compared with the slowest GPU of that. Layouts take turns; the
-figure of a run is the median of its windows of 10 steps, that of a layout the median of its rounds. Peak memory is
-what a layout adds to what the process held before it.
+Every GPU trains one micro batch of 4 per step, so the work per GPU is the same in every run. GPUs of one machine differ
+by a few percent, and a job is as fast as the slowest one; so the baseline, `alone`, is the same training on every GPU
+at once without any communication, and a layout is compared with its slowest GPU. Layouts alternate; the figure of
+a run is the median of its windows of 10 steps, that of a layout the median of its rounds. Peak memory is what a layout
+adds to the memory allocated before it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ LAYOUTS: dict[str, tuple[str, list[str]]] = {
     "zero1": ("distributed optimizer", ["model.optim.name=distributed_fused_adam"]),
     "grad": ("fsdp grad", ["model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
     "full": ("fsdp full", ["model.fsdp=true"]),
-    "ddp_bf16": ("data parallel, sums in bf16", [BF16]),
-    "zero1_bf16": ("distributed optimizer, sums in bf16", [BF16, "model.optim.name=distributed_fused_adam"]),
-    "grad_bf16": ("fsdp grad, sums in bf16", [BF16, "model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
-    "full_bf16": ("fsdp full, sums in bf16", [BF16, "model.fsdp=true"]),
+    "ddp_bf16": ("data parallel, reduction in bf16", [BF16]),
+    "zero1_bf16": ("distributed optimizer, reduction in bf16", [BF16, "model.optim.name=distributed_fused_adam"]),
+    "grad_bf16": ("fsdp grad, reduction in bf16", [BF16, "model.fsdp=true", "model.fsdp_sharding_strategy=grad"]),
+    "full_bf16": ("fsdp full, reduction in bf16", [BF16, "model.fsdp=true"]),
 }
 
 
 class Windows(pl.Callback):
-    """Times windows of steps, with a device sync at each end.
+    """Time windows of steps, with a device sync at each end.
 
     Args:
-        ranks: wait for each other at the end of a window.
+        ranks: process group with a barrier at the end of each window.
     """
 
     def __init__(self, ranks: Any) -> None:
@@ -67,7 +67,7 @@ class Windows(pl.Callback):
 
 
 def train(name: str, ranks: Any) -> dict[str, Any]:
-    """Train with one layout; returns the row of this rank."""
+    """Train with one layout and return the figures of this rank."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.lr_schedule import build_schedule
     from stoker.trainer.core import factory
@@ -81,7 +81,7 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    allocated_before = torch.cuda.memory_allocated()
     world = ranks.world_size
     overrides = [f"trainer.devices={world}", f"model.global_batch_size={MICRO_BATCH * world}", *LAYOUTS[name][1]]
     root = load_run_config(None, None, ["experiment=llama_1b_bench", *overrides]).root
@@ -102,12 +102,12 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     feed.close()
     return {
         "seconds": statistics.median(windows.seconds),
-        "peak_gib": (torch.cuda.max_memory_allocated() - held) / 2**30,
+        "peak_gib": (torch.cuda.max_memory_allocated() - allocated_before) / 2**30,
     }
 
 
 def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
-    """All rounds, on one rank."""
+    """Run all rounds on one rank."""
     from stoker.trainer.distributed.process_group import Ranks, join, leave
 
     torch.cuda.set_device(rank)
@@ -146,7 +146,7 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The report, with ratios taken within each round: `alone` on the slowest GPU over the layout."""
+    """Return the report, with the ratio of `alone` on the slowest GPU to the layout taken within each round."""
     alone = {row["round"]: max(row["seconds"]) for row in rows if row["layout"] == "alone"}
     first = rows[0]
     lines = [

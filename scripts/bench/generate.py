@@ -1,13 +1,13 @@
-"""Generation benchmark: tokens per second beside transformers' `generate`; see `rounds.py` for how it measures.
+"""Generation benchmark: tokens per second of stoker and transformers' `generate`; see `rounds.py` for the method.
 
     python scripts/bench/generate.py [--rounds 3] [--batch 1 32] [--only stoker hf ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
-bf16, random weights, no end token. A prompt of 128 random tokens, then 256 tokens greedily, the reading included.
+bf16, random weights, no EOS token. A prompt of 128 random tokens, then 256 greedy tokens, prefill included.
 
-A step of a small batch must read all weights and all keys and values: `of the limit` is the time that takes at the
-speed at which this GPU copies memory, divided by the time of a step.
+A step of a small batch is bound by reading all weights and the KV cache: `of the limit` is the time of that at the
+measured copy bandwidth of this GPU, divided by the time of a step.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ LENGTH = Length(warm_up=2, windows=4, window=1)
 TITLES = {
     "stoker": "stoker: KV cache, split-KV kernel, CUDA graph of a step",
     "stoker_compiled": "the same, layers compiled (`stoker generate --compile`)",
-    "hf": "transformers' `generate`, SDPA, its growing cache",
-    "hf_static": "transformers' `generate`, static cache, forward compiled by it",
+    "hf": "transformers' `generate`, SDPA, dynamic cache",
+    "hf_static": "transformers' `generate`, static cache, compiled by transformers",
 }
 Generate = Callable[[torch.Tensor], int]
-"""Prompts to how many tokens followed each."""
+"""Function from prompts (B, S) to the number of generated tokens per prompt."""
 
 
 def stoker(batch: int, *, compiled: bool) -> Generate:
-    """stoker's decoder in the loop of `stoker generate`."""
+    """stoker's decoder in the decode loop of `stoker generate`."""
     from stoker.kernels.attention.flags import read_flags
     from stoker.models.build import build_gpt
     from stoker.models.config.gpt import GPTKeys
@@ -108,16 +108,16 @@ def hf(_: int, *, static: bool) -> Generate:
 
     def generate(prompts: torch.Tensor) -> int:
         mask = torch.ones_like(prompts)
-        texts = model.generate(
+        sequences = model.generate(
             prompts, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
         )
-        return texts.shape[1] - PROMPT
+        return sequences.shape[1] - PROMPT
 
     return generate
 
 
 def limit_seconds(batch: int) -> float:
-    """What a step must take: weights without the table of embeddings, and the keys and values of half of the text."""
+    """Return the minimum time of a step: reading the weights without the embedding, and an average KV cache."""
     shape = Shape()
     width = shape.hidden // shape.heads
     attention = shape.hidden * (2 * shape.heads + 2 * shape.groups) * width
@@ -127,10 +127,10 @@ def limit_seconds(batch: int) -> float:
 
 
 def copy_speed() -> float:
-    """Bytes per second that a copy of 4 GiB reads and writes."""
+    """Measure the bytes per second that a copy of 4 GiB reads and writes."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    target.copy_(source)  # the first takes longer
+    target.copy_(source)  # warm up
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(10):
@@ -155,26 +155,26 @@ def measure(name: str, batch: int) -> Row:
 
     @torch.no_grad()
     def run() -> None:
-        written = generate(torch.randint(0, Shape.vocab, (batch, PROMPT), device="cuda", generator=generator))
-        assert written == NEW, f"{written} tokens were written"
+        count = generate(torch.randint(0, Shape.vocab, (batch, PROMPT), device="cuda", generator=generator))
+        assert count == NEW, f"{count} tokens were generated"
 
     return result(name, time_windows(run, LENGTH), batch * NEW) | {"batch": batch, "limit": limit}
 
 
 def table(rows: list[Row]) -> str:
-    """The report: a part for each batch, contenders from fastest to slowest."""
+    """Return the report: one table for each batch size, contenders from fastest to slowest."""
     lines = [f"{ran_on([row for row in rows if 'refused' not in row])}.", ""]
     for batch in sorted({row["batch"] for row in rows}):
         refused = refusals(row for row in rows if row["batch"] == batch)
-        here = [row for row in rows if row["batch"] == batch and "refused" not in row]
+        succeeded = [row for row in rows if row["batch"] == batch and "refused" not in row]
         speed = {
-            name: statistics.median(row["tokens_per_second"] for row in here if row["peer"] == name)
-            for name in {row["peer"] for row in here}
+            name: statistics.median(row["tokens_per_second"] for row in succeeded if row["peer"] == name)
+            for name in {row["peer"] for row in succeeded}
         }
         lines += [f"| batch {batch} | tokens/s | ms/token | of the limit | peak GiB |", "|---|---|---|---|---|"]
         for name in sorted(speed, key=lambda one: -speed[one]):
-            peak = statistics.median(row["peak_gib"] for row in here if row["peer"] == name)
-            limit = statistics.median(row["limit"] for row in here if row["peer"] == name)
+            peak = statistics.median(row["peak_gib"] for row in succeeded if row["peer"] == name)
+            limit = statistics.median(row["limit"] for row in succeeded if row["peer"] == name)
             step = batch / speed[name]
             lines.append(
                 f"| {TITLES[name]} | {speed[name]:,.0f} | {1e3 * step:.2f} | {limit / step:.0%} | {peak:.1f} |"

@@ -1,16 +1,16 @@
-"""The longest sequence that trains on one GPU: as planned, and tried.
+"""Find the longest sequence that trains on one GPU, and compare it with the plan.
 
     python scripts/bench/longest_sequence.py [--only none full full_offload] [--memory 40] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
     python scripts/bench/longest_sequence.py --meta [--device h100:40GiB]
 
-`experiment=llama_1b_bench` with one sample in a step: as it is, with all layers recomputed, and with their inputs in
-host memory besides. Each mode begins with the longest sequence that the plan says fits, and goes up while it trains, or
-down until it does, by 4 % at a time; two steps in a process of its own train, or run out of memory. `--meta` prints
-what is planned; it needs no GPU.
+`experiment=llama_1b_bench` with one sample per step: unchanged, with full recomputation, and with full recomputation
+and offloaded layer inputs. Each mode starts with the longest sequence that fits according to the plan, and increases it
+while it trains, or decreases it until it does, by 4 % at a time; each try runs two steps in its own process. `--meta`
+prints the planned lengths and needs no GPU.
 
-Attention is most of the time: a step of 350,000 tokens, which a card of 80 GiB holds when all layers are recomputed,
-takes more than two minutes. `--memory` has the allocator give out no more than a card of so many GiB would.
+Attention takes most of the time: a step of 350,000 tokens, which fits on a GPU of 80 GiB with full recomputation, takes
+more than two minutes. `--memory` limits the allocator to the memory of a GPU of that many GiB.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rounds import Row, append_row, deadline, machine, print_row, ran_on, read_r
 
 GIB = 2**30
 GRAIN = 1024
-"""Tokens: every length is a multiple."""
+"""Every sequence length is a multiple of this."""
 FACTOR = 1.04
 STEPS = 2
-"""The optimizer has its state in the second."""
+"""Optimizer state exists from the second step on."""
 FULL = [
     "model.activations_checkpoint_granularity=full",
     "model.activations_checkpoint_method=uniform",
@@ -53,13 +53,13 @@ def overrides(mode: str, tokens: int) -> list[str]:
         "model.micro_batch_size=1",
         "model.global_batch_size=1",
         f"model.encoder_seq_length={tokens}",
-        "model.enable_cuda_graph=False",  # a recording keeps what it takes beside what the steps before it took
+        "model.enable_cuda_graph=False",  # a graph's memory pool adds to the memory of the steps before its capture
         *MODES[mode][1],
     ]
 
 
-def planned(mode: str, tokens: int, card: str | None, memory: int | None = None) -> Any:
-    """The plan of a length, on a named card, or on this machine's GPU as if it had so many bytes."""
+def planned(mode: str, tokens: int, gpu: str | None, memory: int | None = None) -> Any:
+    """Plan a run of `tokens` on a named GPU, or on this machine's GPU limited to `memory` bytes."""
     import torch
 
     from stoker.trainer.config.load import load_run_config
@@ -67,23 +67,23 @@ def planned(mode: str, tokens: int, card: str | None, memory: int | None = None)
     from stoker.trainer.plan.run_plan import make_plan, target_elsewhere, target_here
 
     root = load_run_config(None, None, overrides(mode, tokens)).root
-    target = target_elsewhere(root, card_named(card)) if card else target_here(root, torch.device("cuda", 0))
+    target = target_elsewhere(root, card_named(gpu)) if gpu else target_here(root, torch.device("cuda", 0))
     return make_plan(root, replace(target, memory=memory or target.memory))
 
 
-def longest_planned(mode: str, card: str | None, memory: int | None = None) -> int:
-    """The longest that the plan says fits, by halving."""
-    least, most = 1, 1
-    while planned(mode, most * GRAIN, card, memory).fits:
-        least, most = most, 2 * most
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if planned(mode, middle * GRAIN, card, memory).fits else (least, middle)
-    return least * GRAIN
+def longest_planned(mode: str, gpu: str | None, memory: int | None = None) -> int:
+    """Return the longest sequence that fits according to the plan, by bisection."""
+    low, high = 1, 1
+    while planned(mode, high * GRAIN, gpu, memory).fits:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if planned(mode, middle * GRAIN, gpu, memory).fits else (low, middle)
+    return low * GRAIN
 
 
 def measure(mode: str, tokens: int, memory: int | None) -> Row:
-    """Train two steps of a length in this process."""
+    """Train two steps of `tokens` tokens in this process."""
     import torch
 
     from stoker.trainer.config.load import load_run_config
@@ -92,8 +92,8 @@ def measure(mode: str, tokens: int, memory: int | None) -> Row:
 
     plan = planned(mode, tokens, None, memory)
     if memory:
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((memory - CONTEXT) / whole, 0)
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((memory - CONTEXT) / total, 0)
     with tempfile.TemporaryDirectory() as directory:
         keys = [*overrides(mode, tokens), f"exp_manager.explicit_log_dir={directory}/r"]
         run_training(load_run_config(None, None, keys))
@@ -110,9 +110,9 @@ def measure(mode: str, tokens: int, memory: int | None) -> Row:
 
 
 def search(mode: str, gib: float | None, results: Path, until: float | None) -> None:
-    """Try lengths until one trains and its neighbour does not; what is in the results is not tried again."""
-    mine = [row for row in read_rows(results) if (row["peer"], row["memory"]) == (mode, gib)]
-    trained = {row["tokens"]: "refused" not in row for row in mine}
+    """Try lengths until one trains and the next one does not; lengths in `results` are not repeated."""
+    measured = [row for row in read_rows(results) if (row["peer"], row["memory"]) == (mode, gib)]
+    trained = {row["tokens"]: "refused" not in row for row in measured}
     tokens = first = longest_planned(mode, None, _bytes(gib))
     while True:
         if tokens not in trained:
@@ -124,8 +124,8 @@ def search(mode: str, gib: float | None, results: Path, until: float | None) -> 
             row = {"peer": mode, **row, "tokens": tokens, "longest_planned": first, "memory": gib}
             append_row(results, row)
             trained[tokens] = "refused" not in row
-            said = row.get("refused") or f"trains, peak {row['allocated'] / GIB:.1f} GiB"
-            print(f"{mode}: {tokens:,} tokens: {said}; took {row['took']:.0f} s", flush=True)
+            text = row.get("refused") or f"trains, peak {row['allocated'] / GIB:.1f} GiB"
+            print(f"{mode}: {tokens:,} tokens: {text}; took {row['took']:.0f} s", flush=True)
         if trained[tokens] != trained[first]:
             return
         following = int(tokens * (FACTOR if trained[first] else 1 / FACTOR) / GRAIN) * GRAIN
@@ -139,27 +139,27 @@ def _bytes(gib: float | None) -> int | None:
 
 
 def table(rows: Iterable[Row], gib: float | None) -> str:
-    """The report: for each mode the longest that trained, beside the plan."""
+    """Return the report: the longest sequence of each mode that trained, and the planned one."""
     rows = [row for row in rows if row["memory"] == gib]
     ran = [row for row in rows if "refused" not in row]
     if not ran:
         return "nothing trained\n"
     lines = [
-        f"{ran_on(ran)}{f'; {gib:g} GiB of it' if gib else ''}.",
+        f"{ran_on(ran)}{f'; limited to {gib:g} GiB' if gib else ''}.",
         "",
         "| mode | longest as planned | trains | out of memory | peak GiB | planned GiB | reserved GiB | s/step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for mode, (title, _) in MODES.items():
         tried = [row for row in rows if row["peer"] == mode]
-        mine = [row for row in tried if "refused" not in row]
+        succeeded = [row for row in tried if "refused" not in row]
         if not tried:
             continue
-        if not mine:
+        if not succeeded:
             least = min(row["tokens"] for row in tried)
             lines.append(f"| {title} | {tried[0]['longest_planned']:,} | | {least:,} | | | | |")
             continue
-        best = max(mine, key=lambda row: row["tokens"])
+        best = max(succeeded, key=lambda row: row["tokens"])
         over = [row["tokens"] for row in tried if row["tokens"] > best["tokens"]]
         tokens = f"{best['longest_planned']:,} | {best['tokens']:,} | {f'{min(over):,}' if over else ''}"
         sizes = " | ".join(f"{best[key] / GIB:.1f}" for key in ("allocated", "planned", "reserved"))
@@ -170,12 +170,12 @@ def table(rows: Iterable[Row], gib: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="use no more of the GPU")
-    parser.add_argument("--seconds", type=float, help="leave out what would not be done by then")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="limit of GPU memory")
+    parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
     parser.add_argument("--results", type=Path, default=Path("longest_sequence.jsonl"))
     parser.add_argument("--report", type=Path)
-    parser.add_argument("--meta", action="store_true", help="print what is planned only")
-    parser.add_argument("--device", default="h100", help="the card of --meta")
+    parser.add_argument("--meta", action="store_true", help="only print the planned lengths")
+    parser.add_argument("--device", default="h100", help="GPU for --meta")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Fine-tuning benchmark: `experiment=llama_1b_lora` beside transformers with peft; see `rounds.py` for how it measures.
+"""LoRA fine-tuning benchmark: `experiment=llama_1b_lora` and transformers with peft; see `rounds.py` for the method.
 
     python scripts/bench/lora_step.py [--micro-batch 4] [--rounds 3] [--only stoker hf_layers ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
@@ -7,13 +7,13 @@ Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query gr
 LoRA of rank 16, alpha 32, without dropout, on the seven linear layers of each layer; the other weights are frozen in
 bf16. Rows of 4096 random tokens, every one a label, AdamW, clipping to 1.0.
 
-A row is one text, for which all have their fastest attention, or in `*_packed` several of 128 to 1024 tokens, whose
-tokens see their own text only: stoker through `data=sft`, transformers through `position_ids` that begin again, from
-which it makes a mask for SDPA, or one of blocks for FlexAttention.
+A row is one document, for which every contender uses its fastest attention; in `*_packed` it is several documents of
+128 to 1024 tokens with attention within each document only: stoker through `data=sft`, transformers through
+`position_ids` that restart, from which it builds a mask for SDPA or a block mask for FlexAttention.
 
-The peers have bf16 adapters too, without autocast, which is their fastest and smallest; `hf_autocast` is what peft does
-unless told otherwise: fp32 adapters, bf16 autocast. In `hf_liger` its kernels (norm, rotation, SwiGLU, head with loss)
-replace those of transformers, in `hf_layers_liger*` its head with loss alone: the compiler fuses what is in the layers.
+The peers have bf16 adapters too, without autocast, their fastest and smallest setting; `hf_autocast` is peft's default:
+fp32 adapters, bf16 autocast. In `hf_liger` Liger's kernels (norm, rotary embedding, SwiGLU, head with loss) replace
+those of transformers, in `hf_layers_liger*` only its head with loss, as the compiler fuses operations within layers.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from rounds import (
 from torch import nn
 
 RANK, ALPHA = 16, 32
-TEXTS = (128, 1024)
-"""Shortest and longest of a packed row."""
+DOCUMENT_TOKENS = (128, 1024)
+"""Shortest and longest document in a packed row."""
 LENGTH = Length(warm_up=12, windows=4, window=5)
 Step = Callable[[], object]
 
@@ -62,20 +62,20 @@ def hf_lora(
     packed: bool = False,
     attention: str = "sdpa",
 ) -> Step:
-    """transformers' LlamaForCausalLM in bf16 with peft's LoRA.
+    """Train step of transformers' LlamaForCausalLM in bf16 with peft's LoRA.
 
     Args:
         shape: of the model and the batch.
-        compiled: nothing, each layer, or the whole model.
-        liger: with Liger's kernels; where layers are compiled, with its head and loss alone.
+        compiled: compile nothing, each layer, or the whole model.
+        liger: use Liger's kernels; if layers are compiled, only its head with loss.
         autocast: fp32 adapters under bf16 autocast.
-        packed: several texts in a row.
-        attention: as transformers names it.
+        packed: several documents per row.
+        attention: transformers' name of the attention implementation.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    facts: dict[str, Any] = {
+    config_values: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,
@@ -88,7 +88,7 @@ def hf_lora(
         "attn_implementation": attention,
     }
     with torch.device("cuda"):
-        base: Any = LlamaForCausalLM(LlamaConfig(**facts))
+        base: Any = LlamaForCausalLM(LlamaConfig(**config_values))
     base.to(torch.bfloat16)
     if liger:
         from liger_kernel.transformers import apply_liger_kernel_to_llama  # pyright: ignore[reportMissingImports]
@@ -100,18 +100,18 @@ def hf_lora(
     model.train()
     run = model
     if compiled == "layers":
-        # the mask is then built outside the compiled code, where transformers sees that it is causal and drops it
+        # so the mask is built outside of compiled code, where transformers detects that it is causal and omits it
         for layer in base.model.layers:
             layer.compile()
     elif compiled == "whole":
         run = torch.compile(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
-    generator, chance = torch.Generator(device="cuda").manual_seed(0), random.Random(0)
+    generator, rng = torch.Generator(device="cuda").manual_seed(0), random.Random(0)
 
     def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        more: dict[str, Any] = {"position_ids": positions(shape, chance).cuda()} if packed else {}
-        if liger:  # the head and the loss in one; transformers shifts labels unless they come shifted
+        more: dict[str, Any] = {"position_ids": position_ids(shape, rng).cuda()} if packed else {}
+        if liger:  # fused head and loss; transformers shifts `labels` itself unless `shift_labels` is given
             return run(input_ids=tokens, labels=labels, shift_labels=labels, **more).loss
         logits = run(input_ids=tokens, **more).logits
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
@@ -130,27 +130,27 @@ def hf_lora(
     return step
 
 
-def length_of_text(chance: random.Random) -> int:
-    return chance.randint(*TEXTS)
+def document_length(rng: random.Random) -> int:
+    return rng.randint(*DOCUMENT_TOKENS)
 
 
-def positions(shape: Shape, chance: random.Random) -> torch.Tensor:
-    """The place of each token within its text, int64 (micro_batch, sequence); texts of random lengths fill a row."""
+def position_ids(shape: Shape, rng: random.Random) -> torch.Tensor:
+    """Positions within each document, (B, S) int64; documents of random lengths fill each row."""
     rows = []
     for _ in range(shape.micro_batch):
         row: list[int] = []
         while len(row) < shape.sequence:
-            row += range(min(length_of_text(chance), shape.sequence - len(row)))
+            row += range(min(document_length(rng), shape.sequence - len(row)))
         rows.append(row)
     return torch.tensor(rows)
 
 
 def write_pairs(file: Path) -> None:
-    """Random texts as prompts with answers, a token a byte, enough for all steps."""
-    chance = random.Random(0)
+    """Write random prompts with answers, one token per byte, enough for all steps."""
+    rng = random.Random(0)
     with file.open("w") as out:
         for _ in range(4000):
-            text = "".join(chance.choices(string.ascii_lowercase, k=length_of_text(chance) - 2))
+            text = "".join(rng.choices(string.ascii_lowercase, k=document_length(rng) - 2))
             half = len(text) // 2
             out.write(json.dumps({"input": text[:half], "output": text[half:]}) + "\n")
 
@@ -217,11 +217,11 @@ def main() -> None:
         shape, more = Shape(micro_batch=size), ["--micro-batch", str(size)]
         rows = run_rounds(__file__, more, arguments.only, arguments.results, arguments.rounds, until, micro_batch=size)
         for packed in (False, True):
-            of_kind = [row for row in rows if row["peer"].endswith("_packed") == packed]
-            if of_kind:
+            selected = [row for row in rows if row["peer"].endswith("_packed") == packed]
+            if selected:
                 base = "stoker_packed" if packed else "stoker"
                 title = f"Micro batch {size}{', packed' * packed}"
-                report += f"{title}. {table(of_kind, TITLES, size * shape.sequence, base)}\n"
+                report += f"{title}. {table(selected, TITLES, size * shape.sequence, base)}\n"
     print(report)
     if arguments.report:
         arguments.report.write_text(report)

@@ -1,16 +1,18 @@
-"""What each way to save memory saves and costs, beside checkpointed plain torch; see `rounds.py` for how it measures.
+"""Memory saved and time lost by each memory-saving mode, and by plain torch with activation checkpointing.
+
+See `rounds.py` for the method.
 
     python scripts/bench/memory_modes.py [--shape 1b wide] [--rounds 3] [--only none full offload_12 ...]
         [--seconds 500] [--results FILE.jsonl] [--report FILE.md]
 
 `1b`: `experiment=llama_1b_bench`, 24 layers of width 2048. `wide`: 8 layers of width 4096. Sequence 4096, micro batch
-4, random tokens, AdamW, clipping to 1.0; attention that stores its scores (`unfused`) has a micro batch of 1, where the
-scores of all layers fit. A mode is compared with its base within each round. Peers are plain torch with cuDNN's
-attention and bf16 autocast, compiled, whose blocks are all checkpointed, or keep all they save in pinned host memory.
+4, random tokens, AdamW, clipping to 1.0; attention that saves its scores (`unfused`) has a micro batch of 1, with which
+the scores of all layers fit. A mode is compared with its base within each round. Peers are compiled plain torch with
+cuDNN attention and bf16 autocast, with all blocks checkpointed, or with all saved tensors in pinned host memory.
 
-Micro batches run as CUDA graphs where they can, as `recorded` says, which is where nothing is offloaded but the state
-of the optimizer. The memory of a graph is given out when it is recorded and is nobody else's from then on: what a run
-keeps from others is `reserved`.
+Micro batches run as CUDA graphs (column `recorded`) unless something other than the optimizer state is offloaded. The
+memory pool of a graph is allocated at capture and not available to other tensors afterwards, so the memory taken from
+the device is `reserved`.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ class Mode(NamedTuple):
     """One way to train the benchmark model.
 
     Attributes:
-        title: for the table.
+        title: in the table.
         overrides: of the experiment.
-        base: the mode that it is compared with.
+        base: name of the mode it is compared with.
     """
 
     title: str
@@ -72,9 +74,9 @@ def offload(layers: int, *, weights: bool = False, activations: bool = True) -> 
 
 
 def modes_of(shape: Shape) -> dict[str, Mode]:
-    """What is measured of a shape, by name."""
+    """Return the modes measured for a shape, by name."""
     last = shape.layers - 1
-    some = sorted({shape.layers // 6, shape.layers // 4, shape.layers // 2, last - 1, last} - {0})
+    offloaded = sorted({shape.layers // 6, shape.layers // 4, shape.layers // 2, last - 1, last} - {0})
     return {
         "none": Mode("nothing saved", []),
         "norm": Mode("recompute: norm", [f"{CHECKPOINT}modules=[norm]"]),
@@ -88,7 +90,7 @@ def modes_of(shape: Shape) -> dict[str, Mode]:
             [*UNFUSED, f"{CHECKPOINT}granularity=selective"],
             "unfused",
         ),
-        **{f"offload_{number}": Mode(f"offload: {number} layers", offload(number)) for number in some},
+        **{f"offload_{number}": Mode(f"offload: {number} layers", offload(number)) for number in offloaded},
         "cheap_offload": Mode(f"cheap recompute, offload: {last - 1} layers", CHEAP + offload(last - 1)),
         "full_offload": Mode(f"full recompute, offload: {last - 1} layers", full("uniform", 1) + offload(last - 1)),
         "weights": Mode(f"offload: weights of {last} layers", offload(last, weights=True, activations=False)),
@@ -101,7 +103,7 @@ def modes_of(shape: Shape) -> dict[str, Mode]:
 
 
 def in_blocks(model: PlainGPT, run: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of a model whose blocks run one by one, what follows them compiled as one."""
+    """Return a loss function that calls `run` on each block; final norm, head and loss are compiled together."""
 
     @torch.compile
     def tail(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ def in_blocks(model: PlainGPT, run: Callable[..., Tensor]) -> Callable[[Tensor, 
 
 
 def plain_checkpointed(shape: Shape, *, inside: bool) -> Step:
-    """Every block checkpointed: within one compiled model, or around blocks that are compiled one by one."""
+    """Checkpoint every block: inside of one compiled model, or around separately compiled blocks."""
     with torch.device("cuda"):
         model = PlainGPT(shape)
     if inside:
@@ -130,10 +132,9 @@ def plain_checkpointed(shape: Shape, *, inside: bool) -> Step:
 
 
 def plain_save_on_cpu(shape: Shape, *, compiled: bool) -> Step:
-    """All that the blocks save goes to pinned host memory and comes back when it is asked for.
+    """Keep all tensors that the blocks save for backward in pinned host memory.
 
-    Compiled blocks want their tensors back with the strides they had, which `save_on_cpu` does not keep: they have
-    hooks of their own that do, and are otherwise the same.
+    Compiled blocks need the original strides, which `save_on_cpu` does not preserve; they use equivalent hooks that do.
     """
     with torch.device("cuda"):
         model = PlainGPT(shape)
@@ -149,21 +150,21 @@ def plain_save_on_cpu(shape: Shape, *, compiled: bool) -> Step:
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], torch.device]:
-    """A copy in pinned host memory, and how and where the tensor lay."""
+    """Return a copy in pinned host memory, the original strides and the original device."""
     host = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor), tensor.stride(), tensor.device
 
 
 def from_host(saved: tuple[Tensor, tuple[int, ...], torch.device]) -> Tensor:
     host, stride, device = saved
-    here = host.to(device, non_blocking=True)
-    if here.stride() == stride:
-        return here
-    return torch.empty_strided(here.size(), stride, dtype=here.dtype, device=device).copy_(here)
+    restored = host.to(device, non_blocking=True)
+    if restored.stride() == stride:
+        return restored
+    return torch.empty_strided(restored.size(), stride, dtype=restored.dtype, device=device).copy_(restored)
 
 
 def plain(shape: Shape) -> Step:
-    """The whole model compiled, nothing saved."""
+    """Compile the whole model, without any memory saving."""
     with torch.device("cuda"):
         model = PlainGPT(shape)
     return autocast_step(torch.compile(model), model)
@@ -198,14 +199,14 @@ PEERS: Mapping[str, tuple[str, Callable[[Shape], Step], str]] = {
 
 
 def overrides_of(shape: Shape) -> list[str]:
-    """The experiment in a shape."""
+    """Return the overrides that train the benchmark experiment with this shape."""
     keys = {"num_layers": shape.layers, "hidden_size": shape.hidden, "ffn_hidden_size": shape.ffn}
     keys |= {"num_attention_heads": shape.heads, "num_query_groups": shape.groups}
     return ["experiment=llama_1b_bench", *(f"model.{key}={value}" for key, value in keys.items())]
 
 
 def peer_windows(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
-    """Seconds per step on fresh random tokens every step."""
+    """Return seconds per step, with new random tokens in every step."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     step = build(shape)
 
@@ -218,7 +219,7 @@ def peer_windows(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
 
 
 def measure(name: str, shape: Shape) -> Row:
-    """Run one mode, or one peer, in this process."""
+    """Run one mode or one peer in this process."""
     tokens = shape.micro_batch * shape.sequence
     if name in PEERS:
         return result(name, peer_windows(PEERS[name][1], shape), tokens)
@@ -229,7 +230,7 @@ def measure(name: str, shape: Shape) -> Row:
 
 
 def planned(overrides: list[str]) -> int:
-    """Bytes that `stoker plan` expects at the peak, on this machine's GPU."""
+    """Return the peak bytes that `stoker plan` estimates for this machine's GPU."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.plan.run_plan import make_plan, target_here
 
@@ -239,7 +240,7 @@ def planned(overrides: list[str]) -> int:
 
 
 def table(rows: list[Row], shape: Shape) -> str:
-    """Modes with their memory and speed beside their base, the ratios taken within each round."""
+    """Return the report: memory and speed of each mode and of its base, with ratios taken within each round."""
     modes = modes_of(shape)
     titles = {name: mode.title for name, mode in modes.items()} | {name: peer[0] for name, peer in PEERS.items()}
     refused = refusals(rows)
@@ -258,15 +259,17 @@ def table(rows: list[Row], shape: Shape) -> str:
              if any(row["peer"] == name for row in rows)}  # fmt: skip
     for name, peak in peaks.items():
         base = bases[name]
-        mine = [row for row in rows if row["peer"] == name]
-        own, held = (statistics.median(row[key] for row in mine) for key in ("tokens_per_second", "reserved_gib"))
+        own = [row for row in rows if row["peer"] == name]
+        throughput, reserved = (
+            statistics.median(row[key] for row in own) for key in ("tokens_per_second", "reserved_gib")
+        )
         ratios = [speed[r, name] / speed[r, base] for r in rounds if {(r, name), (r, base)} <= set(speed)]
         compared = f"{statistics.median(ratios):.3f} x" if ratios and name != base else ""
-        less = f"{peaks[base] - peak:.1f}" if base in peaks and name != base else ""
-        plan = next((f"{row['planned_gib']:.1f}" for row in mine if "planned_gib" in row), "")
-        recorded = next(("yes" if row["recorded"] else "no" for row in mine if "recorded" in row), "")
-        figures = [f"{own:,.0f}", f"{peak:.1f}", plan, f"{held:.1f}", recorded]
-        lines.append(f"| {' | '.join([titles[name], *figures, titles[base], compared, less])} |")
+        saved = f"{peaks[base] - peak:.1f}" if base in peaks and name != base else ""
+        plan = next((f"{row['planned_gib']:.1f}" for row in own if "planned_gib" in row), "")
+        recorded = next(("yes" if row["recorded"] else "no" for row in own if "recorded" in row), "")
+        figures = [f"{throughput:,.0f}", f"{peak:.1f}", plan, f"{reserved:.1f}", recorded]
+        lines.append(f"| {' | '.join([titles[name], *figures, titles[base], compared, saved])} |")
     lines += [f"| {titles[name]} | {reason} | | | | | {titles[bases[name]]} | | |" for name, reason in refused.items()]
     return "\n".join(lines) + "\n"
 

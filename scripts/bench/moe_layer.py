@@ -1,23 +1,23 @@
-"""Experts of one MoE layer on one GPU: ours, by each of its matmuls, beside Liger's fused_moe and a dense MLP.
+"""MoE layer benchmark on one GPU: our experts and grouped matmuls, Liger's fused_moe, and a dense MLP.
 
     python scripts/bench/moe_layer.py [--sections layer matmul] [--rounds 5] [--only E128 balanced ...]
         [--skip "Liger fused_moe"] [--compile-ahead 12] [--seconds 500] [--results moe_layer.jsonl]
         [--report moe_layer.md] [--tile rows=128,256,64,8,4 ...] [--check]
 
-`layer`: forward and backward of the experts from routed tokens (the router is not in it), random bf16 data; the dense
-MLP computes the same FLOPs on as many rows with one matrix: what the experts could reach at best. `matmul`: the grouped
-matmuls one by one, forward, gradient of the rows, gradient of the matrices, beside torch's and a dense one. Routing is
-`balanced`, every token choosing at random, `skewed`, half of all tokens on one expert besides their other choices, or
-`crowded`, all of them.
+`layer`: forward and backward of the experts from routed tokens (without the router), random bf16 data; the dense MLP
+computes the same FLOPs on as many rows with one matrix, an upper bound for the experts. `matmul`: the grouped matmuls
+one by one (forward, gradient of the rows, gradient of the matrices), torch's, and a dense one. Routing is `balanced`
+(every token chooses at random), `skewed` (one expert among the choices of half of all tokens) or `crowded` (one expert
+among the choices of all tokens).
 
-Measured as in attention.py: every contender once per round, in turns, L2 flushed, the device's time; a ratio is the
-median over the rounds of the ratios within a round. Each shape appends one JSON line, and one that the file has is
-skipped. `--tile KIND=rows,columns,depth,warps,stages[,together[,resident]]` replaces the tile of a kernel, to find a
-better table; use a results file of its own. `--check` runs every contender once on small shapes, on a GPU or without,
-compares the results and measures nothing.
+Measured as in attention.py: contenders alternate within each round, the L2 cache is flushed, device time is measured; a
+ratio is the median over rounds of the ratios within a round. Each shape appends one JSON line, and shapes in the file
+are skipped. `--tile KIND=rows,columns,depth,warps,stages[,together[,resident]]` replaces the tile of a kernel for
+tuning; use a separate results file. `--check` runs every contender once on small shapes, with or without a GPU, and
+compares the results without measuring.
 
-Liger's kernels try 240 tiles for each pair of widths. `--compile-ahead N` has N processes compile them at once and
-leave them in Triton's cache; one after the other takes minutes.
+Liger's kernels autotune over 240 tiles for each pair of widths. `--compile-ahead N` compiles them in N processes at
+once to fill Triton's cache; one after the other takes minutes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Call = Callable[[], list[torch.cuda.Event]]
 
 
 class Shape(NamedTuple):
-    """A layer: experts, experts of a token, widths, tokens, and how the tokens spread."""
+    """Shape of an MoE layer: number of experts, top-k, widths, tokens, and routing load."""
 
     experts: int
     topk: int
@@ -90,7 +90,16 @@ SMALL = [Shape(8, 2, 64, 32, 40, load) for load in LOADS]
 
 
 class Tensors(NamedTuple):
-    """Routed tokens and weights, and the gradient of the output."""
+    """Inputs of a layer and the gradient of its output.
+
+    Attributes:
+        hidden: (N, hidden).
+        gates: routing weights (N, K).
+        up: (E, 2 * ffn, hidden).
+        down: (E, hidden, ffn).
+        experts: expert indices (N, K).
+        upstream: gradient of the output (N, hidden).
+    """
 
     hidden: Tensor
     gates: Tensor
@@ -104,13 +113,13 @@ class Tensors(NamedTuple):
         return self.hidden, self.gates, self.up, self.down
 
     def of_one_expert(self) -> Tensors:
-        """The same with the weights of the first expert alone."""
+        """Return the same tensors with the weights of the first expert only."""
         up, down = (weight[:1].detach().clone().requires_grad_() for weight in (self.up, self.down))
         return self._replace(up=up, down=down)
 
 
 def draw(shape: Shape) -> Tensors:
-    """Random tokens and weights in bf16, fp32 without a GPU."""
+    """Return random tokens and weights in bf16, or in fp32 without a GPU."""
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     generator = torch.Generator(device=DEVICE).manual_seed(0)
 
@@ -119,7 +128,7 @@ def draw(shape: Shape) -> Tensors:
 
     scores = torch.rand(shape.tokens, shape.experts, device=DEVICE, generator=generator)
     if shape.load != "balanced":
-        # the others choose among the rest, so that the expert has half of the tokens exactly
+        # the other tokens never choose expert 0, so that it has exactly half of the tokens
         scores[:, 0] = 2.0
         if shape.load == "skewed":
             scores[shape.tokens // 2 :, 0] = -1.0
@@ -156,7 +165,7 @@ def liger(tensors: Tensors) -> Function:
 
 
 def dense(tensors: Tensors) -> Function:
-    """One matrix for all rows: the FLOPs of the experts without what makes them experts."""
+    """Dense MLP with one matrix for all rows: the FLOPs of the experts without routing."""
     topk = tensors.experts.shape[1]
 
     def run(hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -180,14 +189,14 @@ LAYER_PEERS: dict[str, Callable[[Tensors], Function]] = {
 
 
 class Product(NamedTuple):
-    """One grouped matmul: its contenders, each a call without arguments, and its FLOPs."""
+    """One grouped matmul: its contenders, as functions without arguments, and its FLOPs."""
 
     calls: dict[str, Callable[[], Tensor]]
     flops: int
 
 
 def products(shape: Shape) -> dict[str, Product]:
-    """The grouped matmuls of a layer's step on sorted rows, with those that gather besides."""
+    """Return the grouped matmuls of a layer's forward and backward on sorted rows, and variants that gather rows."""
     tensors = draw(shape)
     hidden, up, down = (x.detach() for x in (tensors.hidden, tensors.up, tensors.down))
     order, ends, _ = sorted_assignments(tensors.experts, shape.experts)
@@ -237,8 +246,8 @@ def event() -> torch.cuda.Event:
     return mark
 
 
-def step_of(function: Function, tensors: Tensors) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward once: the output and the gradients."""
+def build_step(function: Function, tensors: Tensors) -> Callable[[], tuple[Tensor, ...]]:
+    """Return a function that runs forward and backward once and returns the output and the gradients."""
 
     def step() -> tuple[Tensor, ...]:
         out = function(*tensors.leaves)
@@ -248,18 +257,18 @@ def step_of(function: Function, tensors: Tensors) -> Callable[[], tuple[Tensor, 
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest relative error of the output and the gradients, by norm."""
+    """Return the largest relative error, by norm, of the output and the gradients."""
     pairs = zip(got, expected, strict=True)
     return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
 
 
-def usable(name: str, run: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What a contender gives, or why it does not run."""
+def try_run(name: str, run: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Run a contender and return (result, None), or (None, reason) if it fails."""
     try:
         result = run()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-    except Exception as error:  # whatever a peer raises is its reason, and goes into the table
+    except Exception as error:  # the table shows whatever a peer raises
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:140] if str(error) else ''}"
     else:
         return result, None
@@ -267,14 +276,14 @@ def usable(name: str, run: Callable[[], Any]) -> tuple[Any, str | None]:
         try:
             torch.cuda.synchronize()
         except RuntimeError:
-            raise SystemExit(f"{name} has broken the device ({reason}): go on with --skip '{name}'") from None
+            raise SystemExit(f"{name} has broken the device ({reason}); continue with --skip '{name}'") from None
         gc.collect()
         torch.cuda.empty_cache()
     return None, reason
 
 
 def peak_mib(run: Callable[[], Any]) -> float:
-    """Device memory that a step takes beyond what was there."""
+    """Return the device memory a step allocates at its peak, in MiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -284,41 +293,41 @@ def peak_mib(run: Callable[[], Any]) -> float:
 
 
 def layer_row(shape: Shape, rounds: int) -> Row:
-    """Forward and backward of every contender; 0 rounds: their results are compared only."""
+    """Measure forward and backward of every contender; with 0 rounds, only compare their results."""
     tensors = draw(shape)
     row: Row = {"ms": {}, "refused": {}, "peak_mib": {}, "forward_flops": shape.forward_flops}
     functions: dict[str, tuple[Function, Tensors]] = {}
     expected = None
     for name, build in LAYER_PEERS.items():
-        function, reason = usable(name, lambda build=build: build(tensors))
-        seen = tensors.of_one_expert() if name == DENSE else tensors
+        function, reason = try_run(name, lambda build=build: build(tensors))
+        inputs = tensors.of_one_expert() if name == DENSE else tensors
         if reason is None:
-            got, reason = usable(name, step_of(function, seen))
+            actual, reason = try_run(name, build_step(function, inputs))
             if reason is None and name != DENSE:
-                expected = got if expected is None else expected
-                error = difference(got, expected)
+                expected = actual if expected is None else expected
+                error = difference(actual, expected)
                 reason = None if error < 0.03 else f"differs by {error:.3g}"
-            del got
+            del actual
         if reason is None:
-            functions[name] = function, seen
+            functions[name] = function, inputs
         else:
             row["refused"][name] = reason
     if OURS in functions:
-        step = step_of(*functions[OURS])
+        step = build_step(*functions[OURS])
         row["bitwise"] = all(torch.equal(a, b) for a, b in zip(step(), step(), strict=True))
     if not rounds:
         return row
     calls: dict[str, Call] = {}
-    for name, (function, seen) in functions.items():
+    for name, (function, inputs) in functions.items():
 
-        def run(function: Function = function, seen: Tensors = seen) -> list[torch.cuda.Event]:
+        def run(function: Function = function, inputs: Tensors = inputs) -> list[torch.cuda.Event]:
             start = event()
-            out = function(*seen.leaves)
+            out = function(*inputs.leaves)
             middle = event()
-            torch.autograd.grad(out, seen.leaves, seen.upstream)
+            torch.autograd.grad(out, inputs.leaves, inputs.upstream)
             return [start, middle, event()]
 
-        peak, reason = usable(name, lambda run=run: peak_mib(run))
+        peak, reason = try_run(name, lambda run=run: peak_mib(run))
         if reason is not None:
             row["refused"][name] = reason
             continue
@@ -331,20 +340,20 @@ def layer_row(shape: Shape, rounds: int) -> Row:
 
 
 def matmul_row(shape: Shape, what: str, rounds: int) -> Row:
-    """One grouped matmul by every contender; 0 rounds: their results are compared only."""
+    """Measure one grouped matmul of every contender; with 0 rounds, only compare their results."""
     product = products(shape)[what]
     row: Row = {"ms": {}, "refused": {}, "forward_flops": product.flops}
     calls: dict[str, Call] = {}
     expected = None
     for name, function in product.calls.items():
-        got, reason = usable(name, function)
+        actual, reason = try_run(name, function)
         if name == "torch" and DEVICE.type == "cuda":
             reason = why_not("torch", torch.empty(0, device=DEVICE, dtype=torch.bfloat16)) or reason
         if reason is None and name != "dense":
-            expected = got if expected is None else expected
-            error = difference((got,), (expected,))
+            expected = actual if expected is None else expected
+            error = difference((actual,), (expected,))
             reason = None if error < 0.01 else f"differs by {error:.3g}"
-        del got
+        del actual
         if reason is not None:
             row["refused"][name] = reason
             continue
@@ -372,7 +381,7 @@ def _speed(row: Row, name: str, what: str, factor: float) -> str:
 
 
 def layer_table(rows: list[Row]) -> list[str]:
-    lines = ["ms (TFLOP/s); the last two columns: our speed over theirs, forward and backward; peak MiB of a step.", ""]
+    lines = ["ms (TFLOP/s); last two columns: our speed over theirs, forward and backward; peak MiB of a step.", ""]
     lines += ["| layer | contender | forward | backward | both | ratio | peak |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         for name in LAYER_PEERS:
@@ -383,8 +392,8 @@ def layer_table(rows: list[Row]) -> list[str]:
                 continue
             kinds = (("forward", 1.0), ("backward", 2.0), ("both", 3.0))
             cells = [_speed(row, name, what, factor) for what, factor in kinds]
-            found = None if name == OURS else ratio(row, OURS, name, "both")
-            cells.append("" if found is None else f"{found:.2f}")
+            speedup = None if name == OURS else ratio(row, OURS, name, "both")
+            cells.append("" if speedup is None else f"{speedup:.2f}")
             cells.append(f"{row['peak_mib'].get(name, math.nan):.0f}")
             note = ", NOT bitwise repeatable" if name == OURS and not row.get("bitwise", True) else ""
             lines.append(f"| {row['shape']} | {name}{note} | " + " | ".join(cells) + " |")
@@ -392,7 +401,7 @@ def layer_table(rows: list[Row]) -> list[str]:
 
 
 def _skew(rows: list[Row]) -> list[str]:
-    """How much longer a step takes with many tokens on one expert."""
+    """Return lines that compare steps with uneven load to the balanced step."""
     lines = []
     for row in rows:
         words = row["shape"].split()
@@ -401,8 +410,8 @@ def _skew(rows: list[Row]) -> list[str]:
             continue
         for name in row["ms"]:
             if name in other["ms"]:
-                mine, balanced = (statistics.median(r["ms"][name]["both"]) for r in (row, other))
-                lines.append(f"- {row['shape']}, {name}: {mine / balanced:.3f} times the balanced step")
+                uneven, balanced = (statistics.median(r["ms"][name]["both"]) for r in (row, other))
+                lines.append(f"- {row['shape']}, {name}: {uneven / balanced:.3f} times the balanced step")
     return lines
 
 
@@ -431,7 +440,7 @@ def report(rows: list[Row]) -> str:
 
 
 def jobs(section: str, shapes: list[Shape]) -> list[tuple[str, Callable[[int], Row]]]:
-    """Names of the measurements of a section, and what measures them in so many rounds."""
+    """Return (name, measure) of each measurement of a section; `measure` takes the number of rounds."""
     if section == "layer":
         return [(str(shape), lambda rounds, shape=shape: layer_row(shape, rounds)) for shape in shapes]
     names = ("up", "down", *(f"gradient of {what}" for what in ("the rows of up", "the rows of down", "up", "down")))
@@ -443,30 +452,30 @@ def jobs(section: str, shapes: list[Shape]) -> list[tuple[str, Callable[[int], R
 
 
 def set_tiles(texts: list[str]) -> None:
-    """Replace the tiles of kinds in the table of the device."""
+    """Replace tiles in the device's table by `KIND=rows,columns,...`."""
     table = tile_configs._HOPPER if torch.cuda.get_device_capability()[0] >= 9 else tile_configs._AMPERE
     for text in texts:
         kind, _, numbers = text.partition("=")
         if kind not in table:
-            raise ValueError(f"`--tile` ({text}) must name one of {', '.join(table)}.")
+            raise ValueError(f"`--tile` ({text}) must begin with one of {', '.join(table)}.")
         table[kind] = tile_configs.TileConfig(*map(int, numbers.split(",")))
-    if len({tile.rows for kind, tile in table.items() if kind != "outer"}) > 1:
-        raise ValueError("`--tile`: all kinds but `outer` need tiles of the same height.")
+    if len({tile.block_m for kind, tile in table.items() if kind != "outer"}) > 1:
+        raise ValueError("`--tile`: all kinds except `outer` must have the same number of rows.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", default=[], help="measurements whose name holds all of these words")
-    parser.add_argument("--skip", nargs="+", default=[], choices=list(LAYER_PEERS)[1:], help="contenders of `layer`")
-    parser.add_argument("--compile-ahead", type=int, default=0, metavar="N", help="in so many processes, 16 at most")
+    parser.add_argument("--only", nargs="+", default=[], help="measurements whose name contains all of these words")
+    parser.add_argument("--skip", nargs="+", default=[], choices=list(LAYER_PEERS)[1:], help="contenders to leave out")
+    parser.add_argument("--compile-ahead", type=int, default=0, metavar="N", help="compile in N processes, at most 16")
     parser.add_argument("--compile-part", help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help="begin no measurement after that")
-    parser.add_argument("--results", type=Path, default=Path("moe_layer.jsonl"))
-    parser.add_argument("--report", type=Path, help="write the tables of all results here, as markdown")
+    parser.add_argument("--seconds", type=float, help="time limit for starting measurements")
+    parser.add_argument("--results", type=Path, default=Path("moe_layer.jsonl"), help="file to append to")
+    parser.add_argument("--report", type=Path, help="file for the tables of all results, as markdown")
     parser.add_argument("--tile", nargs="+", default=[], help="KIND=rows,columns,depth,warps,stages[,together[,...]]")
-    parser.add_argument("--check", action="store_true", help="small shapes, results compared, nothing measured")
+    parser.add_argument("--check", action="store_true", help="only compare the results, on small shapes")
     arguments = parser.parse_args()
     if arguments.tile:
         set_tiles(arguments.tile)
@@ -491,7 +500,7 @@ def main() -> None:
     if arguments.compile_ahead:
         compile_ahead(arguments.compile_ahead, arguments.only)
     measure_all(wanted, arguments.results, arguments.rounds, until)
-    text = report(_rows_of(arguments.results))
+    text = report(_read_rows(arguments.results))
     print(text)
     if arguments.report:
         arguments.report.write_text(text)
@@ -511,7 +520,7 @@ def compile_ahead(processes: int, only: list[str]) -> None:
 
 
 def compile_part(part: int, parts: int, only: list[str]) -> None:
-    """Run a part of the tiles that Liger's kernels choose from, on fewer experts and tokens: it is the same code."""
+    """Compile a part of the tiles of Liger's autotuners; fewer experts and tokens give the same code."""
     from liger_kernel.ops import fused_moe_kernels  # pyright: ignore[reportMissingImports]
     from triton.runtime.autotuner import Autotuner
 
@@ -522,26 +531,26 @@ def compile_part(part: int, parts: int, only: list[str]) -> None:
     for shape in LAYERS:
         if shape.load == LOADS[0] and f"E{shape.experts}" in (sizes.intersection(only) or sizes):
             tensors = draw(shape._replace(experts=8, tokens=1024))
-            _, reason = usable("compiling", step_of(liger(tensors), tensors))
-            if reason is not None:  # a tile that does not fit, perhaps; the measurement tells if nothing runs
+            _, reason = try_run("compiling", build_step(liger(tensors), tensors))
+            if reason is not None:  # probably a tile that does not fit; the measurement shows if nothing runs
                 print(f"compiling {shape}, part {part}: {reason}", flush=True)
 
 
-def _rows_of(results: Path) -> list[Row]:
+def _read_rows(results: Path) -> list[Row]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def measure_all(
     wanted: list[tuple[str, str, Callable[[int], Row]]], results: Path, rounds: int, until: float | None
 ) -> None:
-    """Measure what `results` does not have yet and append it; begin nothing after `until`, by `time.monotonic`."""
+    """Measure jobs that are not in `results` and append their rows; start none after `until` (`time.monotonic`)."""
     import triton
 
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     with suppress(metadata.PackageNotFoundError):
         versions["liger_kernel"] = metadata.version("liger_kernel")
     device = {"device": torch.cuda.get_device_name(), **versions, "rounds": rounds}
-    done = {(row["section"], row["shape"], row["device"]) for row in _rows_of(results)}
+    done = {(row["section"], row["shape"], row["device"]) for row in _read_rows(results)}
     for section, name, measure in wanted:
         if (section, name, device["device"]) in done:
             continue

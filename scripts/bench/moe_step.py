@@ -1,4 +1,4 @@
-"""Training-step benchmark with experts: `experiment=moe_bench` beside transformers' Mixtral; see `rounds.py` for how.
+"""Training-step benchmark of MoE: `experiment=moe_bench` and transformers' Mixtral; see `rounds.py` for the method.
 
     python scripts/bench/moe_step.py [--rounds 3] [--only stoker hf_grouped_compiled ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
@@ -6,9 +6,9 @@
 Shape (`conf/model/gpt_moe_8x.yaml`): 16 layers, hidden 1024, 16 heads / 8 groups, 8 experts top-2 of width 3584,
 vocabulary 32000, sequence 4096, micro batch 4: 1.5 B parameters. Random tokens, AdamW, clipping to 1.0.
 
-Mixtral is in pure bf16, moments included, which is its fastest and smallest: its grouped matmul knows no autocast. It
-routes in bf16, without auxiliary losses or counts. stoker routes in fp32, has both losses and counts, and keeps fp32
-main weights and moments, as `stoker_bf16` none.
+Mixtral runs in pure bf16, optimizer moments included, its fastest and smallest setting: its grouped matmul does not
+support autocast. It routes in bf16, without auxiliary losses or load counts. stoker routes in fp32 with both losses and
+counts, and keeps main weights and moments in fp32; `stoker_bf16` keeps neither in fp32.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Step = Callable[[], object]
 
 
 def hf_mixtral(*, experts: str, compiled: bool) -> Step:
-    """transformers' MixtralForCausalLM in bf16, its experts by one loop (`eager`) or `grouped_mm`."""
+    """Train step of transformers' MixtralForCausalLM in bf16, with experts in a loop (`eager`) or `grouped_mm`."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    facts: dict[str, Any] = {
+    config_values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 1024,
         "intermediate_size": 3584,
@@ -49,7 +49,7 @@ def hf_mixtral(*, experts: str, compiled: bool) -> Step:
         "experts_implementation": experts,
     }
     with torch.device("cuda"):
-        model: Any = MixtralForCausalLM(MixtralConfig(**facts))
+        model: Any = MixtralForCausalLM(MixtralConfig(**config_values))
     model.to(torch.bfloat16).train()
     if compiled:
         for layer in model.model.layers:

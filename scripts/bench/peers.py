@@ -1,7 +1,7 @@
-"""The peers of the training-step benchmark, each as its users would set it up for speed. Same shape, same data.
+"""Peers of the training-step benchmark, each set up as its users would for speed, with the same shape and data.
 
 Shape (`conf/model/llama_1b.yaml`): 24 layers, hidden 2048, 16 heads, 4 query groups, SwiGLU 5632, vocabulary 32000.
-Every builder returns `step(tokens, labels)`: forward, backward, clip to 1.0, AdamW; tokens and labels (b, s) int64.
+Every builder returns `step(tokens, labels)`: forward, backward, clip to 1.0, AdamW; tokens and labels (B, S) int64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module) -> Step:
-    """fp32 weights under bf16 autocast: what Hugging Face's and Lightning's users run."""
+    """Train step with fp32 weights under bf16 autocast, the common setup with Hugging Face and Lightning."""
     optimizer = optimizer_of(model)
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def autocast_step(loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module)
 
 
 def hf_llama(shape: Shape, *, whole: bool = False) -> Step:
-    """transformers' LlamaForCausalLM with SDPA, each layer (or the whole model) compiled, bf16 autocast."""
+    """Train step of transformers' LlamaForCausalLM with SDPA, layers (or the whole model) compiled, bf16 autocast."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -76,7 +76,7 @@ def hf_llama(shape: Shape, *, whole: bool = False) -> Step:
     if whole:
         run = torch.compile(model)
     else:
-        # the mask is then built outside the compiled code, where transformers sees that it is causal and drops it
+        # so the mask is built outside of compiled code, where transformers detects that it is causal and omits it
         for layer in model.model.layers:
             layer.compile()
         run = model
@@ -89,7 +89,7 @@ def hf_llama(shape: Shape, *, whole: bool = False) -> Step:
 
 
 class PlainBlock(nn.Module):
-    """A Llama layer in a screen of torch, attention forced to cuDNN."""
+    """Llama layer in plain torch, with cuDNN attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class PlainBlock(nn.Module):
 
     def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         first, second = x.float().chunk(2, dim=-1)
-        turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-        return turned.to(x.dtype)
+        rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+        return rotated.to(x.dtype)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -120,7 +120,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """The whole model: embedding, blocks, norm, untied head."""
+    """Llama model in plain torch: embedding, blocks, norm, untied head, loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class PlainGPT(nn.Module):
 
 
 def plain_torch(shape: Shape) -> Step:
-    """Plain torch, the whole model compiled, attention forced to cuDNN's kernel, bf16 autocast."""
+    """Train step of plain torch: the whole model compiled, cuDNN attention, bf16 autocast."""
     with torch.device("cuda"):
         model = PlainGPT(shape)
     return autocast_step(torch.compile(model), model)

@@ -1,9 +1,9 @@
-"""Benchmarks of training steps: every contender in a process of its own, in turns, some rounds of them.
+"""Shared harness of the step benchmarks: each contender runs in its own process, alternating over several rounds.
 
-A run warms up, then times windows of steps with one device sync at each end. The figure of a run is the median window,
-the figure of a contender the median of its runs. Rows are appended to a results file, so that a table may be made in
-several sittings; contenders are compared within a round only. A contender that fails has a row with the reason, and the
-others go on; one that is not done when `--seconds` are over has none.
+A run warms up, then times windows of steps with one device sync at each end. The figure of a run is its median window,
+the figure of a contender the median of its runs. Rows are appended to a results file, so a table can be measured in
+several sessions; contenders are compared only within a round. A contender that fails gets a row with the reason, and
+the others continue; one that is not done within `--seconds` gets none.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch
 
 STOKER = "stoker"
 PACKAGES = ("transformers", "peft", "liger_kernel")
-"""Whose versions a row has, where they were used."""
+"""Packages whose versions are recorded in a row if the run imported them."""
 Row = dict[str, Any]
 
 
 class Length(NamedTuple):
-    """Steps of a run: to warm up, then so many windows of so many steps."""
+    """Number of warm-up steps of a run, of timed windows, and of steps in a window."""
 
     warm_up: int = 20
     windows: int = 5
@@ -39,14 +39,14 @@ class Length(NamedTuple):
 
 
 def time_windows(step: Callable[[], object], length: Length) -> list[float]:
-    """Seconds per step of each timed window."""
+    """Return the seconds per step of each timed window."""
 
     def run(count: int) -> None:
         for _ in range(count):
             step()
         torch.cuda.synchronize()
 
-    torch.cuda.reset_peak_memory_stats()  # a model that is made in fp32 may take more than its steps in bf16
+    torch.cuda.reset_peak_memory_stats()  # initializing a model in fp32 may take more memory than its steps in bf16
     run(length.warm_up)
     seconds = []
     for _ in range(length.windows):
@@ -57,7 +57,7 @@ def time_windows(step: Callable[[], object], length: Length) -> list[float]:
 
 
 def stoker_result(name: str, overrides: list[str], length: Length, tokens: int) -> Row:
-    """The row of `stoker train`: seconds per step as it measures and logs them, one value per log interval."""
+    """Run `stoker train` and return its row, with the seconds per step that it logs at every log interval."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.train import run_training
 
@@ -75,14 +75,15 @@ def stoker_result(name: str, overrides: list[str], length: Length, tokens: int) 
 
 
 def was_recorded(run: Path) -> bool:
-    """Whether the micro batches of a run, more than warm up, became a CUDA graph, by what the run says of itself."""
-    said = (run / "run.log").read_text()
-    given_up = "continuing without CUDA graphs" in said
-    return "micro batches run as a CUDA graph" in said and not given_up
+    """Return True if the run's log says that micro batches ran as a CUDA graph, captured without failure."""
+    # fragments of the messages in trainer/core/run_summary.py and trainer/lightning/cuda_graph.py
+    log = (run / "run.log").read_text()
+    failed = "continuing without CUDA graphs" in log
+    return "micro batches run as a CUDA graph" in log and not failed
 
 
 def result(name: str, seconds: list[float], tokens: int) -> Row:
-    """What a run gives: `tokens` per step."""
+    """Return the row of a run with `tokens` tokens per step."""
     return {
         "peer": name,
         "seconds": seconds,
@@ -94,7 +95,7 @@ def result(name: str, seconds: list[float], tokens: int) -> Row:
 
 
 def machine() -> Row:
-    """What a run ran on, and when."""
+    """Return GPU, package versions and date of a run."""
     import triton
 
     return {
@@ -108,43 +109,43 @@ def machine() -> Row:
 
 
 def print_row(name: str, measure: Callable[[], Row]) -> None:
-    """Run one contender in this process and print its row, which is what `run_alone` reads; a failure is a row too."""
+    """Run one contender in this process and print its row, or a row with the failure, for `run_alone` to read."""
     try:
         row = measure()
-    except Exception as error:  # whatever a peer raises is its reason, and goes into the table
+    except Exception as error:  # the table shows whatever a peer raises
         traceback.print_exc()
         row = {"peer": name, "refused": _reason(error), **machine()}
     print(json.dumps(row), flush=True)
 
 
 def _reason(error: BaseException) -> str:
-    """Why a contender does not run, in a few words."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    return "out of memory" if "out of memory" in said.lower() else said[:200].replace("|", "/")
+    """Return a short reason for a failure."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "out of memory" if "out of memory" in text.lower() else text[:200].replace("|", "/")
 
 
 def run_alone(command: list[str], until: float | None) -> Row | None:
-    """Run a command to its end and return the row that it prints; None where it is not done `until` then.
+    """Run a command in its own process and return the row it prints; None if it is not done by `until`.
 
     Args:
-        command: of this Python.
-        until: by `time.monotonic`; None gives it all the time it takes.
+        command: arguments of the Python interpreter.
+        until: deadline by `time.monotonic`; None for no limit.
     """
     started = time.monotonic()
-    left = None if until is None else until - started
-    if left is not None and left <= 0:
+    timeout = None if until is None else until - started
+    if timeout is not None and timeout <= 0:
         return None
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
-        try:  # into files: what outlives a process that is ended may keep a pipe open
-            ran = subprocess.run([sys.executable, *command], stdout=said, stderr=complained, timeout=left)
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        try:  # files, not pipes: a child that outlives a killed process could keep a pipe open
+            done = subprocess.run([sys.executable, *command], stdout=stdout, stderr=stderr, timeout=timeout)
         except subprocess.TimeoutExpired:
             return None
-        said.seek(0)
-        complained.seek(0)
-        lines, errors = said.read().splitlines(), complained.read()
+        stdout.seek(0)
+        stderr.seek(0)
+        lines, errors = stdout.read().splitlines(), stderr.read()
     rows = [line for line in lines if line.startswith("{")]
-    ended = " ".join(f"ended with {ran.returncode} {errors[-200:]}".split())
-    row: Row = json.loads(rows[-1]) if rows else {"refused": ended}
+    failure = " ".join(f"exit code {done.returncode} {errors[-200:]}".split())
+    row: Row = json.loads(rows[-1]) if rows else {"refused": failure}
     if "refused" in row:
         print(errors[-2000:], file=sys.stderr, flush=True)
     return row | {"took": round(time.monotonic() - started, 1)}
@@ -162,17 +163,27 @@ def append_row(results: Path, row: Row) -> None:
 def run_rounds(
     script: str, more: list[str], names: list[str], results: Path, rounds: int, until: float | None = None, **marks: Any
 ) -> list[Row]:
-    """Run `script --one NAME` for each name, `rounds` times in turns, and append the rows, marked with `marks`.
+    """Run `script --one NAME` for each name, `rounds` times in turns, and append the rows to `results`.
 
-    Where that would take longer than `until`, by `time.monotonic`, the rest is left out.
+    Args:
+        script: file of the benchmark.
+        more: further arguments of the script.
+        names: contenders.
+        results: file of rows.
+        rounds: number of rounds, in addition to those in `results`.
+        until: deadline by `time.monotonic`; runs that would exceed it are left out. None for no limit.
+        **marks: columns added to each row; only rows with the same values count as measured before.
+
+    Returns:
+        All rows with these marks.
     """
     done = [row for row in read_rows(results) if all(row.get(key) == value for key, value in marks.items())]
     first = 1 + max((row["round"] for row in done), default=0)
     for number in range(first, first + rounds):
         for name in names:
-            least = min((row.get("took", 0.0) for row in done if row["peer"] == name), default=0.0)
+            shortest = min((row.get("took", 0.0) for row in done if row["peer"] == name), default=0.0)
             row = None
-            if until is None or time.monotonic() + least < until:
+            if until is None or time.monotonic() + shortest < until:
                 row = run_alone([script, "--one", name, *more], until)
             if row is None:
                 print(f"round {number}: {name}: no time left", flush=True)
@@ -180,20 +191,20 @@ def run_rounds(
             row = {"peer": name, **row, "round": number, **marks}
             done.append(row)
             append_row(results, row)
-            said = row.get("refused") or f"{row['tokens_per_second']:,.0f} tokens/s, peak {row['peak_gib']:.1f} GiB"
-            print(f"round {number}: {name}: {said}; took {row['took']:.0f} s", flush=True)
+            text = row.get("refused") or f"{row['tokens_per_second']:,.0f} tokens/s, peak {row['peak_gib']:.1f} GiB"
+            print(f"round {number}: {name}: {text}; took {row['took']:.0f} s", flush=True)
     return done
 
 
 def refusals(rows: Iterable[Row]) -> dict[str, str]:
-    """Why contenders have no figures, of those that have none."""
+    """Return the failure of each contender that has no successful run."""
     rows = list(rows)
     ran = {row["peer"] for row in rows if "refused" not in row}
     return {row["peer"]: row["refused"] for row in rows if row["peer"] not in ran}
 
 
 def table(rows: list[Row], titles: Mapping[str, str], tokens: int, base: str = STOKER) -> str:
-    """The report: contenders from fastest to slowest, with the ratio to `base`, ours, taken within each round."""
+    """Return the report: contenders from fastest to slowest, with speed ratios to `base` taken within each round."""
     refused = refusals(rows)
     rows = [row for row in rows if "refused" not in row]
     rounds = sorted({row["round"] for row in rows})
@@ -217,43 +228,43 @@ def table(rows: list[Row], titles: Mapping[str, str], tokens: int, base: str = S
 
 
 def ran_on(rows: list[Row]) -> str:
-    """The line above a table."""
+    """Return the line above a table: GPU, versions and date."""
     if not rows:
         return "Nothing ran"
     newest = rows[-1]
     versions = {name: newest[key] for name, key in (("torch", "torch"), ("cuDNN", "cudnn"), ("triton", "triton"))}
     versions |= {package: row[package] for row in rows for package in PACKAGES if package in row}
-    said = ", ".join(f"{name.replace('_kernel', '')} {version}" for name, version in versions.items())
-    return f"Device: {newest['device']}; {said}; {newest['date']}"
+    text = ", ".join(f"{name.replace('_kernel', '')} {version}" for name, version in versions.items())
+    return f"Device: {newest['device']}; {text}; {newest['date']}"
 
 
 def add_arguments(parser: argparse.ArgumentParser, script: str, names: Iterable[str]) -> None:
-    """What each of these command lines takes."""
+    """Add the arguments that all these benchmarks share."""
     names = list(names)
-    parser.add_argument("--rounds", type=int, default=3, help="besides those that are there; 0 prints the tables only")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds to add to the results; 0 prints the tables only")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--seconds", type=float, help="leave out what would not be done by then")
-    parser.add_argument("--results", type=Path, default=Path(f"{Path(script).stem}.jsonl"), help="rows are appended")
-    parser.add_argument("--report", type=Path, help="write the tables of these results here, as markdown")
+    parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
+    parser.add_argument("--results", type=Path, default=Path(f"{Path(script).stem}.jsonl"), help="file to append to")
+    parser.add_argument("--report", type=Path, help="file for the tables, as markdown")
     parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
 
 
 def deadline(seconds: float | None) -> float | None:
-    """When so many seconds are over, by `time.monotonic`."""
+    """Return the time, by `time.monotonic`, that is `seconds` from now; None for no limit."""
     return None if seconds is None else time.monotonic() + seconds
 
 
 def main_of_one_shape(
     script: str, description: str | None, titles: Mapping[str, str], measure: Callable[[str], Row], tokens: int
 ) -> None:
-    """The command line of a benchmark of one shape: run the rounds, print the table.
+    """Command line of a benchmark of one shape: run the rounds and print the table.
 
     Args:
-        script: its file, which is run again for each contender.
-        description: for `--help`.
-        titles: of the contenders, by name.
-        measure: runs one contender in this process.
-        tokens: of a step.
+        script: file of the benchmark, started again for each contender.
+        description: text of `--help`.
+        titles: title of each contender by name.
+        measure: function that runs one contender in this process.
+        tokens: per step.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, script, titles)

@@ -1,8 +1,8 @@
-"""Start-up benchmark: `stoker --help`, `config` and a refused configuration beside `python -c "import hydra"`.
+"""Start-up time of `stoker --help`, `config` and an invalid configuration, compared with `python -c "import hydra"`.
 
     python scripts/bench/startup.py [--runs 15]
 
-Commands take turns, so that a change in the machine's speed meets all of them; medians of wall time, whole processes.
+Commands alternate, so that changes in the machine's speed affect all of them; medians of wall time of whole processes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ COMMANDS = {
     'python -c "import hydra"': (["-c", "import hydra"], 0),
     "stoker --help": (["-m", "stoker", "--help"], 0),
     "stoker config model=gpt_125m": (["-m", "stoker", "config", "model=gpt_125m"], 0),
-    "stoker train model.num_query_group=2 (refused)": (["-m", "stoker", "train", "model.num_query_group=2"], 2),
+    "stoker train model.num_query_group=2 (invalid)": (["-m", "stoker", "train", "model.num_query_group=2"], 2),
     'python -c "import torch"': (["-c", "import torch"], 0),
 }
-"""What the table calls it: arguments of the interpreter, and the exit code it must end with."""
+"""Title to (arguments of the interpreter, expected exit code)."""
 
 
 def main() -> None:
@@ -35,13 +35,13 @@ def main() -> None:
             done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
             elapsed = time.perf_counter() - start
             if done.returncode != code:
-                sys.exit(f"`{name}` ended with {done.returncode} instead of {code}:\n{done.stderr}")
+                sys.exit(f"`{name}` exited with {done.returncode} instead of {code}:\n{done.stderr}")
             if number:  # the first round fills the file cache
                 seconds[name].append(elapsed)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     base = next(iter(medians.values()))
     print(f"Python {platform.python_version()}, {platform.machine()}, {runs} runs each, median wall time\n")
-    print("| command | ms | beside `import hydra` |\n|---|---|---|")
+    print("| command | ms | relative to `import hydra` |\n|---|---|---|")
     for name, median in medians.items():
         print(f"| `{name}` | {median * 1e3:.0f} | {median / base:.2f} x |")
 

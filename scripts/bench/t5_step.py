@@ -1,10 +1,10 @@
-"""Training-step benchmark of T5: `experiment=t5_bench` (v1.1 base) beside transformers; see `rounds.py` for how.
+"""Training-step benchmark of T5: `experiment=t5_bench` (v1.1 base) and transformers; see `rounds.py` for the method.
 
     python scripts/bench/t5_step.py [--shape short long] [--rounds 3] [--only stoker hf_eager ...] [--seconds 500]
         [--results FILE.jsonl] [--report FILE.md]
 
 `short`: 512 tokens for the encoder and 114 for the decoder, micro batch 64; `long`: 2048 and 512, micro batch 16.
-Tokens are those of encoder and decoder together. No padding, no dropout, AdamW, clipping to 1.0.
+Tokens are counted for encoder and decoder together. No padding, no dropout, AdamW, clipping to 1.0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 
 
 class Shape(NamedTuple):
-    """Tokens of a sample and samples of a micro batch."""
+    """Encoder and decoder tokens per sample, and samples per micro batch."""
 
     encoder: int
     decoder: int
@@ -60,10 +60,10 @@ Step = Callable[[], object]
 
 
 def hf_t5(shape: Shape, *, attention: str, compiled: bool) -> Step:
-    """transformers' T5ForConditionalGeneration: fp32 weights, bf16 autocast, fused AdamW."""
+    """Train step of transformers' T5ForConditionalGeneration: fp32 weights, bf16 autocast, fused AdamW."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    facts: dict[str, Any] = {
+    config_values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "d_model": 768,
         "d_ff": 2048,
@@ -75,7 +75,7 @@ def hf_t5(shape: Shape, *, attention: str, compiled: bool) -> Step:
         "use_cache": False,
         "attn_implementation": attention,
     }
-    config = T5Config(**facts)
+    config = T5Config(**config_values)
     with torch.device("cuda"):
         model = T5ForConditionalGeneration(config).train()
     run = torch.compile(model) if compiled else model

@@ -1,4 +1,4 @@
-"""Training-step benchmark: `experiment=llama_1b_bench` beside its peers; see `rounds.py` for how it measures.
+"""Training-step benchmark of `experiment=llama_1b_bench` and its peers; see `rounds.py` for the method.
 
 python scripts/bench/training_step.py [--rounds 3] [--only stoker hf ...] [--seconds 500]
     [--results FILE.jsonl] [--report FILE.md]
@@ -22,7 +22,7 @@ TOKENS = Shape.micro_batch * Shape.sequence
 
 
 def stoker_loop(_: Shape) -> Step:
-    """The parts of `stoker train` without Lightning, data feed and logs."""
+    """Train step of stoker's model and optimizer without Lightning, dataloader and logging."""
     from stoker.kernels.attention.flags import read_flags
     from stoker.models.build import build_gpt
     from stoker.models.config.gpt import GPTKeys
@@ -58,7 +58,7 @@ def stoker_loop(_: Shape) -> Step:
 
 
 def windows_of(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
-    """Seconds per step on fresh random tokens every step."""
+    """Return seconds per step, with new random tokens in every step."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     step = build(shape)
 

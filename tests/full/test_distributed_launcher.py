@@ -19,7 +19,7 @@ import pytest
 from distributed_runs import RankRuns, records
 from tiny_run import tiny_document
 
-from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
 from stoker.trainer.distributed import launcher
 from stoker.trainer.distributed.placement import Placement, place
@@ -317,7 +317,7 @@ def test_a_signal_before_the_first_process_is_heard(tmp_path, monkeypatch):
         return popen(*command, **settings)
 
     monkeypatch.setattr(launcher.subprocess, "Popen", interrupted)
-    config = RunConfig.from_document(tiny_document(tmp_path, trainer__devices=2))
+    config = config_from_document(tiny_document(tmp_path, trainer__devices=2))
     assert launcher.launch(config, Placement(world_size=2, per_node=2)) == 143
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 

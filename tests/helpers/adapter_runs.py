@@ -1,4 +1,4 @@
-"""Runs of fine-tuning on tiny models as transformers writes them: the folder of the base, and a run of few steps."""
+"""Fine-tuning runs of a few steps on tiny models saved by transformers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stoker.models.t5 import T5
-from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.conversion.finetune_defaults import load_finetune_config
 from stoker.trainer.conversion.load_model import Restored
 from stoker.trainer.train import TrainingResult, run_training
 
@@ -20,14 +20,14 @@ TEXT = "to be or not to be that is the question whether tis nobler in the mind t
 
 
 def base_folder(name: str, folder: Path) -> Path:
-    """A folder with a random model of an architecture and a tokenizer of letters."""
+    """Write a random model of an architecture and a letter tokenizer to `folder`."""
     save(random_model(name), folder)
     letter_tokenizer(folder)
     return folder
 
 
 def finetune_config(base: Path, directory: Path, *overrides: str, peft: str | None = "lora") -> RunConfig:
-    """`stoker finetune` on a text, one step of four samples."""
+    """Configuration of `stoker finetune` on a text file, one step of four samples."""
     text = directory.parent / "text.txt"
     text.write_text(TEXT)
     is_t5 = "t5" in base.name
@@ -48,22 +48,22 @@ def finetune_config(base: Path, directory: Path, *overrides: str, peft: str | No
         *([] if is_t5 else ["model.encoder_seq_length=16"]),
     ]
     choice = [f"peft={peft}"] if peft else []
-    given = {one.partition("=")[0].lstrip("~"): one for one in (*common, *choice, *overrides)}
-    return load_run_config(None, None, list(given.values()), {}, finetune=True)
+    by_key = {override.partition("=")[0].lstrip("~"): override for override in (*common, *choice, *overrides)}
+    return load_finetune_config(None, None, list(by_key.values()), {})
 
 
 def finetune(base: Path, directory: Path, *overrides: str, peft: str | None = "lora") -> TrainingResult:
-    """Train as `finetune_config` says."""
+    """Train with `finetune_config`."""
     return run_training(finetune_config(base, directory, *overrides, peft=peft))
 
 
 def some_tokens(samples: int = 2, length: int = TOKENS - 4) -> Tensor:
-    """Token ids of the random models."""
+    """Return random token ids, (samples, length) int64."""
     return torch.randint(0, VOCAB, (samples, length), generator=torch.Generator().manual_seed(3))
 
 
 def our_logits(restored: Restored, tokens: Tensor) -> Tensor:
-    """Logits of a restored model: of a T5 for an answer that is the text."""
+    """Return the logits of a restored model; for T5 with the shifted input as decoder input."""
     model: Any = restored.model
     with torch.no_grad():
         logits = model(tokens, _shifted(tokens)) if isinstance(model, T5) else model(tokens)
@@ -71,7 +71,7 @@ def our_logits(restored: Restored, tokens: Tensor) -> Tensor:
 
 
 def their_logits(model: PreTrainedModel | Any, tokens: Tensor, *, is_t5: bool = False) -> Tensor:
-    """The same of a model of transformers', with or without peft around it."""
+    """Return the same logits of a transformers model, with or without a peft wrapper."""
     with torch.no_grad():
         more = {"decoder_input_ids": _shifted(tokens)} if is_t5 else {}
         return model(input_ids=tokens, **more).logits[..., :VOCAB]

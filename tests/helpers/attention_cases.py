@@ -1,7 +1,7 @@
-"""Attention problems for the tests: cases, their tensors, a plain 16-bit attention to be measured against, the bar.
+"""Attention test cases: shapes and features, their tensors, a plain torch implementation, and error bounds.
 
-The bar: of the same rounded inputs, the error against the fp64 reference is compared with the error that plain torch
-makes in the same dtype, in two norms.
+Error bounds: for the same rounded inputs, the error against the fp64 reference is compared with the error of plain
+torch in the same dtype, in two norms.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention problem, without its numbers.
+    """Shape and features of one attention problem.
 
     Attributes:
-        bias: the dimensions of `bias` that are not 1, of "bhqk"; None for no bias. `bias_fp32`: in fp32, not as q.
-        reach: R of `distance_bias`, 0 for none.
-        slopes: with `alibi_slopes`.
-        lengths: (queries, keys) of packed sequences; `batch`, `queries` and `keys` do not matter then.
-        padding: a random end of each sequence's keys takes no part.
+        bias: dimensions of `bias` that are not 1, out of "bhqk"; None for no bias. `bias_fp32`: in fp32 instead of q's
+            dtype.
+        reach: R of `distance_bias`; 0 for none.
+        slopes: use `alibi_slopes`.
+        lengths: (queries, keys) of packed sequences; `batch`, `queries` and `keys` are ignored then.
+        padding: mask a random number of keys at the end of each sequence.
         spread: standard deviation of q and k.
     """
 
@@ -59,7 +60,7 @@ class Case:
     spread: float = 1.0
 
     def __str__(self) -> str:
-        """Only what differs from the default: the name of the test."""
+        """List the fields that differ from the defaults; used as test id."""
         default = Case()
         parts = [f"{n}={v}" for n, v in vars(self).items() if v != getattr(default, n)]
         return ",".join(parts).replace(" ", "") or "default"
@@ -67,13 +68,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors that may want gradients, by argument name, and the other arguments."""
+    """Arguments of an attention call: differentiable tensors by name, and all other arguments."""
 
     tensors: dict[str, Tensor]
     options: dict[str, Any] = field(default_factory=dict)
 
     def detached(self, dtype: torch.dtype | None = None) -> Problem:
-        """Fresh leaves with the same numbers, in another dtype if given."""
+        """Return new leaf tensors with the same values, in another dtype if given."""
         return Problem(
             {n: t.detach().clone().to(dtype or t.dtype).requires_grad_() for n, t in self.tensors.items()},
             dict(self.options),
@@ -87,7 +88,7 @@ class Problem:
 
 
 def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Problem:
-    """Draw the tensors of a case; the numbers do not depend on dtype (before rounding) or device."""
+    """Return random tensors for a case; before rounding, values do not depend on dtype or device."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, spread: float = 1.0, to: torch.dtype = dtype) -> Tensor:
@@ -128,7 +129,14 @@ def build(case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0) ->
 
 
 def run(attention: Attention, problem: Problem, *, lse_gradient: bool = True, wanted: tuple[str, ...] = ()) -> Results:
-    """Output, log-sum-exp, and the gradients (all, or those `wanted`) of a fixed random projection of both."""
+    """Return output, log-sum-exp, and the gradients of a fixed random projection of both.
+
+    Args:
+        attention: function under test.
+        problem: its arguments.
+        lse_gradient: project the log-sum-exp too.
+        wanted: tensors to differentiate by; empty for all.
+    """
     leaves = {name: problem.tensors[name] for name in wanted or problem.tensors}
     out, lse = attention(**problem.tensors, **problem.options, return_lse=True)
     generator = torch.Generator().manual_seed(99)
@@ -162,7 +170,7 @@ def plain_attention(
     return_lse: bool = True,
     sequence: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """What a careful user writes in torch: products in the dtype of the inputs, scores and softmax in fp32."""
+    """Attention in plain torch: matmuls in the dtype of the inputs, scores and softmax in fp32."""
     assert return_lse
     options: dict[str, Any] = {
         "causal": causal, "window_size": window_size, "softmax_scale": softmax_scale, "softcap": softcap,
@@ -172,11 +180,11 @@ def plain_attention(
         rows, columns = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
         parts = zip(q.split(rows), k.split(columns), v.split(columns), strict=True)
         bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-        done = [
+        results = [
             plain_attention(*(t[None] for t in part), **options, **bounds, sequence=number)
             for number, part in enumerate(parts)
         ]
-        return torch.cat([out[0] for out, _ in done]), torch.cat([lse[0] for _, lse in done], dim=1)
+        return torch.cat([out[0] for out, _ in results]), torch.cat([lse[0] for _, lse in results], dim=1)
     queries, keys, heads = q.shape[1], k.shape[1], q.shape[2]
     wide_k, wide_v = (t.repeat_interleave(heads // t.shape[2], dim=2).transpose(1, 2) for t in (k, v))
     scores = q.transpose(1, 2) @ wide_k.transpose(2, 3)
@@ -206,7 +214,7 @@ def plain_attention(
     return (weights.to(q.dtype) @ wide_v).transpose(1, 2), lse
 
 
-# ---------------------------------------------------------------- the bar
+# ---------------------------------------------------------------- error bounds
 
 
 def _rms(tensor: Tensor) -> float:
@@ -217,7 +225,7 @@ def _largest(tensor: Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-RELATIVE = {  # root mean square of the error over that of the truth: output, gradients
+RELATIVE = {  # RMS of the error over RMS of the exact result: (output, gradients)
     torch.bfloat16: (3e-3, 6e-3),
     torch.float16: (8e-4, 2e-3),
     torch.float32: (2e-6, 4e-6),
@@ -226,12 +234,12 @@ RELATIVE = {  # root mean square of the error over that of the truth: output, gr
 
 
 def delta_error(problem: Problem, ours: Tensor) -> dict[str, Tensor]:
-    """What the gradients lose because delta = sum(out * dO) is taken from the output `ours`.
+    """Return the error of the gradients that results from computing delta = sum(out * dO) from the output `ours`.
 
-    An error e of a row's delta changes the gradients of its scores by -e times their weights: just as a gradient -e of
-    the row's log-sum-exp would. It shows where the sums of a bias's gradient cancel, or a softcap leaves little else.
-    In 16 bits e is what the rounded output makes of it; in fp32 the sum's own rounding, which differs from that of
-    dO @ v: where a row sees one key the two should cancel, as they do in plain torch.
+    An error e of a row's delta changes the gradients of its scores by -e times their weights, like a gradient -e of the
+    row's log-sum-exp. It matters where the sums of a bias gradient cancel, or where a softcap leaves little else. In 16
+    bits e comes from rounding the output; in fp32 from rounding the sum, which differs from the rounding of dO @ v: in
+    a row with one visible key the two should cancel, as they do in plain torch.
     """
     if ours.dtype == torch.float64:
         return {}
@@ -258,58 +266,64 @@ def delta_error(problem: Problem, ours: Tensor) -> dict[str, Tensor]:
 def assert_accurate(
     attention: Attention, case: Case, dtype: torch.dtype, device: str = "cpu", seed: int = 0, *, relative: bool = True
 ) -> None:
-    """Hold `attention` to the bar on one case: output, log-sum-exp and every gradient.
+    """Check output, log-sum-exp and all gradients of `attention` on one case against the error bounds.
 
-    `relative`: also bound the error relative to the truth, which plain torch in 16 bits need not meet.
+    Args:
+        attention: function under test.
+        case: problem to build.
+        dtype: of the inputs.
+        device: of the inputs.
+        seed: of the inputs.
+        relative: also bound the error relative to the exact result, which plain torch in 16 bits need not meet.
     """
     problem = build(case, dtype, device, seed)
-    truth = run(reference_attention, problem.detached(torch.float64))
+    exact = run(reference_attention, problem.detached(torch.float64))
     plain = run(plain_attention, problem)
     ours = run(attention, problem)
     assert ours["out"].dtype == dtype
     assert ours["lse"].dtype == torch.promote_types(dtype, torch.float32)
     lenient = case.dropout > 0 or case.head_dim > 192
     of_delta = delta_error(problem, ours["out"])
-    largest_score = max(1.0, _largest(truth["lse"].masked_fill(truth["lse"] == float("-inf"), 0.0)) / 8)
-    for name, gold in truth.items():
-        mine = ours[name].double()
-        assert mine.shape == gold.shape, name
+    largest_score = max(1.0, _largest(exact["lse"].masked_fill(exact["lse"] == float("-inf"), 0.0)) / 8)
+    for name, gold in exact.items():
+        actual = ours[name].double()
+        assert actual.shape == gold.shape, name
         if name == "lse":
-            hidden = gold == float("-inf")
-            assert torch.equal(hidden, mine == float("-inf")), "lse of rows without keys"
-            error = (mine - gold).masked_fill(hidden, 0.0)
+            empty = gold == float("-inf")
+            assert torch.equal(empty, actual == float("-inf")), "lse of rows without keys"
+            error = (actual - gold).masked_fill(empty, 0.0)
             allowed = 1e-5 if relative else 8 * torch.finfo(dtype).eps
-            assert _largest(error / (1 + gold.masked_fill(hidden, 0.0).abs())) <= allowed, name
+            assert _largest(error / (1 + gold.masked_fill(empty, 0.0).abs())) <= allowed, name
             continue
         assert name == "out" or ours[name].dtype == problem.tensors[name[1:]].dtype, name
-        assert mine.isfinite().all(), f"{name} is not finite"
-        error, allowed = mine - gold, plain[name].double() - gold
-        told = f"{name}: max {_largest(error):.3g} rms {_rms(error):.3g}, plain {_largest(allowed):.3g} " + (
-            f"{_rms(allowed):.3g}, truth {_largest(gold):.3g} {_rms(gold):.3g}"
+        assert actual.isfinite().all(), f"{name} is not finite"
+        error, allowed = actual - gold, plain[name].double() - gold
+        message = f"{name}: max {_largest(error):.3g} rms {_rms(error):.3g}, plain {_largest(allowed):.3g} " + (
+            f"{_rms(allowed):.3g}, exact {_largest(gold):.3g} {_rms(gold):.3g}"
         )
         largest, slack = (size(of_delta[name]) if name in of_delta else 0.0 for size in (_largest, _rms))
         if dtype in (torch.bfloat16, torch.float16):
             by_max, by_rms = (1.25, 1.05) if name == "out" else (2.0, 1.25)
             by_max, by_rms = (max(by_max, 2.0), max(by_rms, 1.25)) if lenient else (by_max, by_rms)
-            if gold.numel() < 2048:  # of few numbers, the ratio of two errors is mostly chance
+            if gold.numel() < 2048:  # with few elements, the ratio of two errors is mostly random
                 by_max, by_rms = 3.0, 2.0
             unit = torch.finfo(dtype).eps
-            assert _largest(error) <= by_max * _largest(allowed) + unit * _largest(gold) + 2.0 * largest, told
-            assert _rms(error) <= by_rms * _rms(allowed) + 0.02 * unit * _rms(gold) + 1.25 * slack, told
-        # a gradient that cancels to nearly nothing has no relative error worth a bar; and a weight is exp(score - lse),
-        # so its relative error is that of fp32 times the score
+            assert _largest(error) <= by_max * _largest(allowed) + unit * _largest(gold) + 2.0 * largest, message
+            assert _rms(error) <= by_rms * _rms(allowed) + 0.02 * unit * _rms(gold) + 1.25 * slack, message
+        # a gradient that cancels to nearly zero has no meaningful relative error; a weight is exp(score - lse), so its
+        # relative error is that of fp32 times the score
         if relative:
             bar = RELATIVE[dtype][0 if name == "out" else 1] * (largest_score if dtype == torch.float32 else 1.0)
-            # a handful, such as the gradient of the slopes, may by chance lose twice what plain torch does
+            # with few elements, such as the gradient of the slopes, the error may randomly be twice that of plain torch
             chance = 2.0 if gold.numel() < 64 and dtype in (torch.bfloat16, torch.float16) else 1.0
-            assert _rms(error) <= max(bar * max(_rms(gold), 0.1) + 1.25 * slack, chance * _rms(allowed)), told
+            assert _rms(error) <= max(bar * max(_rms(gold), 0.1) + 1.25 * slack, chance * _rms(allowed)), message
 
 
 # ---------------------------------------------------------------- random cases
 
 
 def random_case(draw: random.Random, *, largest: int, widest: int) -> Case:
-    """A case with a random set of features; sequences up to `largest`, heads up to `widest`."""
+    """Return a case with random features, sequences up to `largest` and head widths up to `widest`."""
     groups = draw.choice((1, 2, 3))
     heads = groups * draw.choice((1, 1, 2, 3, 6))
     lengths = [length for length in LENGTHS if length <= largest]
@@ -338,7 +352,7 @@ def random_case(draw: random.Random, *, largest: int, widest: int) -> Case:
     return replace(case, padding=draw.random() < 0.25)
 
 
-# ---------------------------------------------------------------- for every file of tests
+# ---------------------------------------------------------------- shared marks and helpers
 
 ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 
@@ -346,9 +360,13 @@ ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
 def mostly_full(
     argument: str, cases: dict[str, Any], fast: Sequence[str], *, gpu: bool = False
 ) -> pytest.MarkDecorator:
-    """Parametrize by `argument` (and "device"): on a CPU the `fast` names in the fast tier, all others in the full one.
+    """Parametrize by `argument` and "device": on a CPU the `fast` names in the fast tier, all others in the full one.
 
-    `gpu`: all of them on a GPU too.
+    Args:
+        argument: name of the test's parameter.
+        cases: by name.
+        fast: names of the cases in the fast tier.
+        gpu: run all cases on a GPU too.
     """
     params = [pytest.param(case, "cpu", id=name) for name, case in cases.items() if name in fast or extra(name)]
     if gpu and TIER == "gpu":
@@ -373,7 +391,7 @@ EVERY_PATH = {
 
 
 def assert_equal(ours: Results, theirs: Results, *, but: tuple[str, ...] = ()) -> None:
-    """The same bits."""
+    """Check that results are bitwise equal, except those named in `but`."""
     assert ours.keys() == theirs.keys()
     for name in ours.keys() - set(but):
         assert torch.equal(ours[name], theirs[name]), name
@@ -384,7 +402,7 @@ def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> bool:
 
 
 def per_sequence(problem: Problem) -> list[Problem]:
-    """The sequences of a packed problem as dense problems of one sequence each."""
+    """Split a packed problem into dense problems of one sequence each."""
     options = {n: v for n, v in problem.options.items() if "seqlen" not in n}
     q_sizes, k_sizes = (problem.options[f"cu_seqlens_{side}"].diff().tolist() for side in "qk")
     shared = {n: t for n, t in problem.tensors.items() if n not in ("q", "k", "v")}
@@ -396,14 +414,14 @@ def per_sequence(problem: Problem) -> list[Problem]:
 
 
 def outputs(attention: Callable[..., Any], problem: Problem) -> list[Tensor]:
-    """Output, log-sum-exp and the gradients of the sum of squares of the output, which have no random part."""
+    """Return output, log-sum-exp and the gradients of the output's sum of squares, without random projections."""
     out, lse = attention(**problem.tensors, **problem.options, return_lse=True)
     gradients = torch.autograd.grad(out.float().square().sum(), list(problem.tensors.values()))
     return [out.detach(), lse.detach(), *gradients]
 
 
 def check_gradients(attention: Callable[..., Any], case: Case) -> None:
-    """Numerical differentiation in fp64 of output and log-sum-exp by every tensor."""
+    """Check the gradients of output and log-sum-exp by finite differences in fp64."""
     problem = build(case, torch.float64)
     names = list(problem.tensors)
 
@@ -415,7 +433,7 @@ def check_gradients(attention: Callable[..., Any], case: Case) -> None:
 
 
 class told:  # noqa: N801 - reads as a word
-    """Adds case and seed to a failure inside a loop."""
+    """Context manager that adds case and seed to a failure inside a loop."""
 
     def __init__(self, case: object, seed: int) -> None:
         self.note = f"case {case}, seed {seed}"

@@ -1,4 +1,4 @@
-"""What a process does to the world around it while a test runs: files it writes, programs it starts, code it makes."""
+"""Audit hook that records the side effects of a test: files written, programs started, code loaded, network access."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FILES = {"os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.rename": 1, "os.link
 
 @dataclass
 class Seen:
-    """What was seen.
+    """Recorded side effects.
 
     Attributes:
-        written: paths that were written, made or removed, absolute.
-        started: command lines of programs.
-        forbidden: names of events that no reader of files causes.
+        written: absolute paths that were written, created or removed.
+        started: command lines of started programs.
+        forbidden: audit events that reading a file must not cause: code execution and network access.
     """
 
     written: list[Path] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Seen:
     forbidden: list[str] = field(default_factory=list)
 
     def written_outside(self, *folders: Path) -> list[Path]:
-        """What was written elsewhere than below these folders; devices and the interpreter's own caches are none."""
+        """Return the written paths outside of these folders, except devices and `__pycache__`."""
         allowed = [folder.absolute() for folder in (*folders, Path("/dev"))]
         outside = [path for path in self.written if not any(path.is_relative_to(folder) for folder in allowed)]
         return [path for path in outside if "__pycache__" not in path.parts and ".pyc" not in path.suffixes]
@@ -43,7 +43,7 @@ _is_installed = False
 
 @contextmanager
 def watched() -> Iterator[Seen]:
-    """Watch this process; Python's audit hooks cannot be taken away, so there is one, which sleeps in between."""
+    """Record the side effects of this process; audit hooks cannot be removed, so one hook is installed once."""
     global _is_installed
     if not _is_installed:
         sys.addaudithook(_hook)

@@ -1,4 +1,4 @@
-"""Builds and runs tiny configurations for the tests that show what keys do, and names blocks and common changes."""
+"""Build and run tiny configurations for the tests of keys, and define common changes of keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BASE = {
     "model.encoder_seq_length": 8,
     "model.hidden_dropout": 0.0,
     "model.attention_dropout": 0.0,
-    "model.init_method_std": 0.3,  # so that everything in the model counts
+    "model.init_method_std": 0.3,  # large enough that every part of the model affects the output
     "trainer.max_steps": 4,
     "trainer.log_every_n_steps": 1,
     "trainer.limit_val_batches": 0,
@@ -46,7 +46,13 @@ def fingerprint(value: torch.Tensor) -> str:
 
 
 class Lab:
-    """Builds and runs tiny configurations."""
+    """Build and run tiny configurations.
+
+    Args:
+        folder: for run directories and data.
+        capsys: captures the output of runs.
+        monkeypatch: for observables that patch modules.
+    """
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Short forms for tests of the configuration."""
+"""Helpers for tests of the configuration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,18 +17,19 @@ DATA = Path(__file__).parents[1] / "data"
 def load(
     *overrides: str, name: str | None = None, directory: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> RunConfig:
-    """Compose and validate with an environment of its own; of a key that is given more than once, the last counts."""
+    """Compose and validate with its own environment variables; the last override of a key takes effect."""
     return load_run_config(name, directory, last_of_each(overrides), environ or {})
 
 
 def last_of_each(overrides: Sequence[str]) -> list[str]:
-    """Overrides over others: a command line must not give a key twice."""
-    last = {word.lstrip("+").partition("=")[0]: at for at, word in enumerate(overrides)}
-    return [word for at, word in enumerate(overrides) if last[word.lstrip("+").partition("=")[0]] == at]
+    """Keep only the last override of each key, as a command line must not set a key twice."""
+    keys = [override.lstrip("+").partition("=")[0] for override in overrides]
+    last = {key: index for index, key in enumerate(keys)}
+    return [override for index, override in enumerate(overrides) if last[keys[index]] == index]
 
 
 def gpt(root: RootBlock) -> ModelBlock:
-    """The keys of a model that must be a GPT."""
+    """Return the model's keys, asserting that it is a GPT."""
     assert isinstance(root.model, ModelBlock)
     return root.model
 
@@ -36,7 +37,7 @@ def gpt(root: RootBlock) -> ModelBlock:
 def problems(
     *overrides: str, name: str | None = None, directory: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> dict[str, Problem]:
-    """The problems of a configuration that must be refused, by key."""
+    """Return the problems of an invalid configuration by key, asserting that it raises."""
     with pytest.raises(ConfigError) as caught:
         load_run_config(name, directory, overrides, environ or {})
     assert caught.value.exit_code == EXIT_BAD_INPUT
@@ -44,7 +45,7 @@ def problems(
 
 
 def write(folder: Path, name: str, text: str) -> Path:
-    """A YAML file below `folder`."""
+    """Write a YAML file below `folder` and return its path."""
     path = folder / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -1,4 +1,4 @@
-"""`waits_forbidden`: what waits for the CUDA device inside is an error."""
+"""Context manager that makes synchronization with the CUDA device an error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 @contextmanager
 def waits_forbidden() -> Iterator[None]:
+    """Raise on any operation inside that synchronizes with the CUDA device."""
     try:
         with warnings.catch_warnings():
-            # said the first time, after the mode is set: as an error it would leave the mode on for all later tests
+            # torch warns once, after setting the mode; as an error that would leave the mode on for later tests
             warnings.filterwarnings("ignore", "Synchronization debug mode")
             torch.cuda.set_sync_debug_mode("error")
         yield

@@ -1,7 +1,7 @@
-"""Compile the decode kernels for GPUs that are not here; prints JSON lines, one per variant.
+"""Compile the decode kernels for GPUs that are not installed; prints JSON lines, one per variant.
 
-`python tests/helpers/decode_compile.py few` takes a few variants, `all` every width on every architecture. Runs in a
-process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+`python tests/helpers/decode_compile.py few` takes a few variants, `all` every width on every architecture. Must run in
+its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPTIONAL = {"distance_pointer": "HAS_DISTANCE", "slopes_pointer": "HAS_SLOPE", "
 
 
 class Variant(NamedTuple):
-    """A kernel, the width of a head, the dtype ("bf16" or "fp32"), the parts of a sequence and the architecture."""
+    """A kernel, its head width, dtype ("bf16" or "fp32"), number of KV splits and compute capability."""
 
     kind: str
     width: int
@@ -34,7 +34,7 @@ class Variant(NamedTuple):
 
 
 def variants(which: str) -> Iterator[Variant]:
-    """The variants that are compiled: a `few`, or `all`."""
+    """Yield the variants to compile: a `few`, or `all`."""
     yield Variant("split", 128, "bf16", 8, 90)
     yield Variant("split", 64, "bf16", 1, 80, ("HAS_LENGTHS", "HAS_DISTANCE"))
     yield Variant("sum", 128, "bf16", 64, 90)
@@ -52,7 +52,7 @@ def variants(which: str) -> Iterator[Variant]:
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
-    """Compile, and count what the program needs."""
+    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
     import torch
     import triton
     import triton.language as tl
@@ -88,10 +88,10 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         else TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32")
         for name in kernel.arg_names
     }
-    # as the launcher finds it: addresses, strides and numbers of slots are multiples of 16
+    # divisible by 16 as in usual launches: addresses, strides and numbers of slots
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if types[name].startswith("*") or name.startswith("stride_")
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=chosen, attrs=aligned)
@@ -104,7 +104,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
 
 
 def compiled(which: str) -> list[dict[str, Any]]:
-    """All of them."""
+    """Compile all variants and return their rows."""
     return [compile_variant(variant) for variant in variants(which)]
 
 

@@ -1,4 +1,4 @@
-"""Copies between a pretended device and the host that are as late as they may be, for tests of offloading."""
+"""Fake device-host copies that happen as late as possible, for tests of offloading."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stoker.models.memory.host_copies import HostPool, bytes_of
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.memory.offload_weights import WeightOffload
 
-RUBBISH = 0x7F  # as bf16 or fp32 a large number, as an index one that is out of range
+GARBAGE = 0x7F  # a large number in bf16 and fp32, an index out of range as an integer
 
 
 @dataclass
 class Copy:
-    """One that has begun."""
+    """A copy in progress."""
 
     source: weakref.ref[Tensor]
     target: weakref.ref[Tensor]
@@ -30,13 +30,13 @@ class Copy:
 
 
 class LateCopies:
-    """A copy happens when it is waited for, and until then its target holds rubbish.
+    """Copies that are done when waited for; until then their target holds garbage.
 
-    So whoever reads without waiting reads rubbish, and whoever gives up memory or a buffer without waiting is caught.
+    So reading without waiting reads garbage, and freeing memory or a buffer without waiting fails an assertion.
 
     Attributes:
-        events: what was done, in order: (`send`, bytes), (`fetch`, bytes), (`wait`, bytes).
-        held: memory of the device that copies were made from or to, and is still alive.
+        events: in order: (`send`, bytes), (`fetch`, bytes), (`wait`, bytes).
+        given: bytes of each host buffer in use, by address.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class LateCopies:
         self.pool = HostPool(pinned=False)
         self.events: list[tuple[str, int]] = []
         self.given: dict[int, int] = {}
-        self._begun: list[Copy] = []
+        self._started: list[Copy] = []
         self._memory: list[weakref.ref[Tensor]] = []
 
     @property
@@ -53,7 +53,7 @@ class LateCopies:
 
     @property
     def held(self) -> int:
-        """Bytes of the device's memory that offloaded tensors take."""
+        """Bytes of device memory that was copied from or to and is still alive."""
         return sum(memory.untyped_storage().nbytes() and memory.numel() for memory in self._alive())
 
     def _alive(self) -> Iterator[Tensor]:
@@ -69,34 +69,36 @@ class LateCopies:
         return buffer
 
     def give_back(self, host: Tensor) -> None:
-        assert all(copy.done or copy.buffer != host.data_ptr() for copy in self._begun), "given back during a copy"
+        assert all(copy.done or copy.buffer != host.data_ptr() for copy in self._started), (
+            "buffer was returned during a copy"
+        )
         del self.given[host.data_ptr()]
         self.pool.give_back(host)
 
     def new(self, size: int) -> Tensor:
-        return torch.full((size,), RUBBISH, dtype=torch.uint8)
+        return torch.full((size,), GARBAGE, dtype=torch.uint8)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         if storage.resizable():
             storage.resize_(size)
-        bytes_of(storage, 0, storage.nbytes()).fill_(RUBBISH)  # whom numpy has seen stays as large as it is
+        bytes_of(storage, 0, storage.nbytes()).fill_(GARBAGE)  # storages shared with numpy cannot be resized
 
     def send(self, memory: Tensor, host: Tensor) -> Copy:
-        host.fill_(RUBBISH)
+        host.fill_(GARBAGE)
         self._memory.append(weakref.ref(memory))
-        return self._begin("send", memory, host, host)
+        return self._start("send", memory, host, host)
 
     def fetch(self, host: Tensor, memory: Tensor) -> Copy:
         self._memory.append(weakref.ref(memory))
-        return self._begin("fetch", host, memory, host)
+        return self._start("fetch", host, memory, host)
 
-    def _begin(self, name: str, source: Tensor, target: Tensor, buffer: Tensor) -> Copy:
+    def _start(self, name: str, source: Tensor, target: Tensor, buffer: Tensor) -> Copy:
         self.events.append((name, source.numel()))
-        self._begun.append(Copy(weakref.ref(source), weakref.ref(target), buffer.data_ptr()))
-        return self._begun[-1]
+        self._started.append(Copy(weakref.ref(source), weakref.ref(target), buffer.data_ptr()))
+        return self._started[-1]
 
     def wait(self, mark: Copy) -> None:
-        for copy in self._begun:  # those before it are done too: they share a stream
+        for copy in self._started:  # earlier copies are done first, as on one stream
             if not copy.done:
                 self._finish(copy)
             if copy is mark:
@@ -104,25 +106,25 @@ class LateCopies:
 
     def _finish(self, copy: Copy) -> None:
         source, target = copy.source(), copy.target()
-        assert source is not None, "memory was given up during its copy"
-        assert target is not None, "memory was given up during its copy"
-        assert source.untyped_storage().nbytes(), "memory was given up during its copy"
+        assert source is not None, "memory was freed during its copy"
+        assert target is not None, "memory was freed during its copy"
+        assert source.untyped_storage().nbytes(), "memory was freed during its copy"
         target.copy_(source)
         copy.done = True
         self.events.append(("wait", source.numel()))
 
     def check_nothing_is_left(self) -> None:
-        """After a backward: no copy under way, no memory, no buffer that somebody has."""
-        assert all(copy.done for copy in self._begun)
+        """Check after a backward pass that no copy is in progress and no memory or buffer is in use."""
+        assert all(copy.done for copy in self._started)
         assert not self.held
         assert not self.given
 
 
 def install(patch: Any = None) -> None:
-    """Pretend that the CPU is a device with memory of its own, and offload small tensors too.
+    """Treat the CPU as a device with its own memory, and offload small tensors too.
 
     Args:
-        patch: a `pytest.MonkeyPatch` that undoes it; None: for the rest of the process.
+        patch: `pytest.MonkeyPatch` that undoes it; None to keep it for the rest of the process.
     """
     least_size = 512
     replace, change = (setattr, operator.setitem) if patch is None else (patch.setattr, patch.setitem)

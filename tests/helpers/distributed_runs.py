@@ -1,6 +1,6 @@
-"""Runs of several ranks on gloo, for tests: the ranks of every run are forked from a process that has imported torch.
+"""Multi-rank training runs on gloo; the ranks are forked from a process that has imported torch.
 
-`RankRuns` is the side of the tests; what is below it trains. Every rank leaves a record of the samples it took.
+Tests use `RankRuns`; the functions below it run in the ranks. Every rank writes a record of its samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiny_run import tiny_config
 from torch import Tensor
 
 SECONDS = 1800
-"""After which the ranks of a run are given up."""
+"""Timeout of a run."""
 EXACT: dict[str, Any] = {
     "trainer__precision": "64",
     "trainer__max_steps": 3,
@@ -33,17 +33,17 @@ EXACT: dict[str, Any] = {
     "model__global_batch_size": 24,
     "exp_manager__checkpoint_callback_params": {"save_top_k": -1},
 }
-"""fp64, with dropout, accumulation, and a clip below every gradient norm: 12 micro batches for 1, 2, 3, 4 or 6 ranks.
+"""fp64 with dropout, accumulation, and clipping below every gradient norm; 12 micro batches for 1, 2, 3, 4 or 6 ranks.
 
-A validation takes 7 micro batches, which no number of ranks shares evenly."""
+Validation has 7 micro batches, which do not divide evenly over several ranks."""
 
 
 class RankRuns:
-    """Starts runs of any number of ranks, one after the other.
+    """Start runs of any number of ranks, one after the other.
 
     Args:
-        folder: each run gets a directory of its own in it.
-        forks: starts the processes.
+        folder: parent of the run directories.
+        forks: fork server.
     """
 
     def __init__(self, folder: Path, forks: Forks) -> None:
@@ -51,13 +51,14 @@ class RankRuns:
         self._forks = forks
 
     def run(self, name: str, ranks: int = 1, **changes: Any) -> Path:
-        """Train, and give the run directory.
+        """Train and return the run directory.
 
         Args:
-            name: of the run; the second of a name is the first.
-            ranks: how many.
-            changes: of `EXACT`, as `tiny_run.tiny_document` takes them; `offloads` pretends that a CPU can offload,
-                `late` that it runs behind the host, and `told` is a rank and a step in which that gets a SIGTERM.
+            name: of the run; a run of the same name is reused.
+            ranks: number of ranks.
+            changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `offloads` lets a CPU offload
+                to fake host memory, `late` treats it as asynchronous to the host, and `told` is a (rank, step) that
+                receives SIGTERM.
         """
         directory = self.folder / name
         if not directory.exists():
@@ -67,12 +68,12 @@ class RankRuns:
 
 
 def records(directory: Path) -> list[dict[str, Any]]:
-    """What each rank of a run wrote down, by rank."""
+    """Return the record of each rank."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
 
 
 def samples_by_step(directory: Path) -> list[list[list[int]]]:
-    """Check sums of the samples of every step: micro batches in their order, whichever rank took them."""
+    """Return the checksums of the samples of every step, in the order of micro batches over all ranks."""
     steps: list[dict[str, list[int]]] = [{} for _ in records(directory)[0]["steps"]]
     for record in records(directory):
         for step, parts in zip(steps, record["steps"], strict=True):
@@ -82,8 +83,8 @@ def samples_by_step(directory: Path) -> list[list[list[int]]]:
 
 
 def tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
-    """The whole tensors of one kind of file of a checkpoint, put together from the rows each file says it holds."""
-    whole: dict[str, Tensor] = {}
+    """Return the full tensors of one kind of checkpoint file, assembled from the shards in all files."""
+    full: dict[str, Tensor] = {}
     filled: dict[str, int] = {}
     paths = sorted(checkpoint.glob(f"{kind}[-.]*safetensors"))
     assert paths, f"no {kind} in {checkpoint}"
@@ -91,34 +92,34 @@ def tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             rows = json.loads((file.metadata() or {}).get("rows", "{}"))
             for name in file.keys():  # noqa: SIM118
-                part = file.get_tensor(name)
-                if part.ndim == 0:
-                    part = part[None]
-                start, count = rows.get(name, (0, len(part)))
-                whole.setdefault(name, part.new_full((count, *part.shape[1:]), float("nan")))
-                whole[name][start : start + len(part)] = part
-                filled[name] = filled.get(name, 0) + len(part)
-    assert {name: len(tensor) for name, tensor in whole.items()} == filled
-    return whole
+                shard = file.get_tensor(name)
+                if shard.ndim == 0:
+                    shard = shard[None]
+                start, count = rows.get(name, (0, len(shard)))
+                full.setdefault(name, shard.new_full((count, *shard.shape[1:]), float("nan")))
+                full[name][start : start + len(shard)] = shard
+                filled[name] = filled.get(name, 0) + len(shard)
+    assert {name: len(tensor) for name, tensor in full.items()} == filled
+    return full
 
 
 def difference(checkpoint: Path, other: Path, kind: str) -> float:
-    """The largest difference between two checkpoints: norm of the difference over the norm, of any tensor."""
-    mine, theirs = tensors(checkpoint, kind), tensors(other, kind)
-    assert mine.keys() == theirs.keys()
+    """Return the largest relative difference, by norm, of any tensor in two checkpoints."""
+    first, second = tensors(checkpoint, kind), tensors(other, kind)
+    assert first.keys() == second.keys()
     return max(
-        ((theirs[name] - tensor).norm() / tensor.norm().clamp(min=1e-30)).item() for name, tensor in mine.items()
+        ((second[name] - tensor).norm() / tensor.norm().clamp(min=1e-30)).item() for name, tensor in first.items()
     )
 
 
-# ---------------------------------------------------------------- fork, meet, train
+# ---------------------------------------------------------------- run in the ranks
 
 
 class Uneven:
-    """Samples of which few labels count, so that ranks have very different numbers of targets, in one step even none.
+    """Samples with many ignored labels, so that ranks have very different numbers of targets, in one step even none.
 
-    Of sample i the labels from (i * i) % (s + 1) on do not count; of samples 24 to 47, the second step of `EXACT`, only
-    every other pair has any.
+    In sample i, labels from index (i * i) % (S + 1) on are ignored; in samples 24 to 47, the second step of `EXACT`,
+    every other pair of samples has none.
     """
 
     def __init__(self, samples: Any) -> None:
@@ -153,10 +154,10 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         data = build_data(*arguments, **named)
         return replace(data, train=Uneven(data.train))
 
-    told = changes.pop("told", None)
+    sigterm_at = changes.pop("told", None)
 
     def record(module: Any, batch: Any, batch_idx: int) -> None:
-        if told == [ranks.rank, len(steps) + 1]:
+        if sigterm_at == [ranks.rank, len(steps) + 1]:
             signal.raise_signal(signal.SIGTERM)
         sums: dict[int, list[int]] = {}
         for number, fields in batch.micro_batches():
@@ -172,14 +173,14 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         deferred_copies.install()
     if changes.pop("late", False):
         train_loop.runs_behind = lambda device: True
-    expert_load.can_draw = lambda: False  # a picture at the end takes longer than the run
+    expert_load.can_draw = lambda: False  # drawing a figure takes longer than the run
     run.build_data = build_uneven
     module_class.training_step = record
     result = run.run_training(tiny_config(directory, **changes), ranks)
-    assert result.exit_code == (143 if told else 0)
+    assert result.exit_code == (143 if sigterm_at else 0)
     validation = result.validation
-    found = [validation.loss, validation.tokens, validation.bytes] if validation else None
-    return {"steps": steps, "targets": targets, "validation": found}
+    values = [validation.loss, validation.tokens, validation.bytes] if validation else None
+    return {"steps": steps, "targets": targets, "validation": values}
 
 
 def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:
@@ -210,21 +211,21 @@ def _fork(*job: Any) -> int:
 
 
 def _wait(pids: list[int]) -> list[int]:
-    """The exit codes; once a rank fails or time is up the others are killed."""
+    """Return the exit codes; if a rank fails or the timeout expires, kill the others."""
     codes: dict[int, int] = {}
-    ends = time.monotonic() + SECONDS
+    deadline = time.monotonic() + SECONDS
     while len(codes) < len(pids):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[pid] = os.waitstatus_to_exitcode(status)
         else:
             time.sleep(0.01)
-        if time.monotonic() > ends or (pid and codes[pid] > 0):
+        if time.monotonic() > deadline or (pid and codes[pid] > 0):
             for left in set(pids) - codes.keys():
                 os.kill(left, signal.SIGKILL)
     return [codes[pid] for pid in pids]
 
 
 def train(directory: str, size: int, changes: dict[str, Any]) -> list[int]:
-    """Train on so many ranks, in a process that has no threads; returns their exit codes."""
+    """Train on `size` ranks, in a process without threads; return their exit codes."""
     return _wait([_fork(Path(directory), size, rank, changes) for rank in range(size)])

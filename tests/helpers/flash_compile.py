@@ -1,7 +1,7 @@
-"""Compile the flash attention kernels for GPUs that are not here; prints JSON lines, one per variant.
+"""Compile the flash attention kernels for GPUs that are not installed; prints JSON lines, one per variant.
 
 `python tests/helpers/flash_compile.py few` takes a kernel of each kind, `all` every family of variants on every
-architecture. Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+architecture. Must run in its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FLAGS = (
     "HAS_LEFT", "HAS_RIGHT", "HAS_SOFTCAP", "HAS_BIAS", "HAS_DISTANCE", "HAS_SLOPE", "HAS_PADDING", "HAS_DROPOUT",
     "PACKED",
 )  # fmt: skip
-# families of variants: name -> flags that are on
+# families of variants: name -> flags that are set
 FAMILIES = {
     "causal": {"HAS_RIGHT"},
     "full": set(),
@@ -29,7 +29,7 @@ FAMILIES = {
     "causal_dropout": {"HAS_RIGHT", "HAS_DROPOUT"},
     "packed": {"HAS_RIGHT", "PACKED"},
 }
-# a pointer that is None unless its flag is on
+# pointers that are None unless their flag is set
 OPTIONAL = {
     "bias_pointer": "HAS_BIAS",
     "distance_pointer": "HAS_DISTANCE",
@@ -62,7 +62,7 @@ TYPES = dict.fromkeys(FP32, "*fp32") | {
 
 
 class Variant(NamedTuple):
-    """A kernel for a family of flags, a head width, a dtype ("bf16" or "fp32") and an architecture."""
+    """A kernel, its family of flags, head width, dtype ("bf16" or "fp32") and compute capability."""
 
     kind: str
     family: str
@@ -72,7 +72,7 @@ class Variant(NamedTuple):
 
 
 def variants(which: str) -> Iterator[Variant]:
-    """The variants that are compiled: a `few`, or `all`."""
+    """Yield the variants to compile: a `few`, or `all`."""
     if which == "few":
         yield Variant("forward", "causal", 64, "bf16", 90)
         yield Variant("dq", "causal", 64, "bf16", 80)
@@ -100,7 +100,7 @@ def variants(which: str) -> Iterator[Variant]:
 
 
 def constants(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The kernel of a variant, its constants, and its launch options."""
+    """Return the kernel of a variant, its constexprs and its launch options."""
     import torch
     import triton.language as tl
 
@@ -141,7 +141,7 @@ def constants(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
-    """Compile, and count what the program needs and which instructions it got."""
+    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -151,10 +151,10 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     for name in kernel.arg_names:
         tensor = f"*{variant.dtype}" if name.endswith("_pointer") else "i32"
         types[name] = "constexpr" if name in chosen else TYPES.get(name, tensor)
-    # as the launcher finds it: addresses and strides are multiples of 16
+    # divisible by 16 as in usual launches: addresses and strides
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if name not in chosen and (types[name].startswith("*") or name.startswith("stride_"))
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=chosen, attrs=aligned)
@@ -164,7 +164,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
 
 
 def compiled(which: str) -> list[dict[str, Any]]:
-    """All of them."""
+    """Compile all variants and return their rows."""
     return [compile_variant(variant) for variant in variants(which)]
 
 

@@ -1,7 +1,7 @@
-"""A process that has imported what a run needs, and forks from itself whatever tests have to run in other processes.
+"""Fork server for tests: a process that has imported torch and Lightning and forks a child for each call.
 
-To import torch and Lightning takes longer than most of what is run there. `Forks` is the side of the tests, which share
-the fixtures `forks` and `compilers`.
+Importing torch and Lightning takes longer than most of these calls. Tests use `Forks` through the fixtures `forks` and
+`compilers`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 1800
-"""After which a call is given up."""
+"""Timeout of a call."""
 
 
 class Forks:
-    """Starts the process when the first call comes.
+    """Client of a fork server, which is started at the first call.
 
     Args:
-        imported: the module that it has imported.
-        environment: variables of its own.
+        imported: module the server imports at its start.
+        environment: additional environment variables of the server.
     """
 
     def __init__(self, imported: str = "stoker.trainer.train", **environment: str) -> None:
@@ -36,12 +36,12 @@ class Forks:
         self._process: subprocess.Popen[str] | None = None
 
     def call(self, module: str, function: str, *arguments: Any) -> Any:
-        """What a function of a module of tests returns, in a child process of its own.
+        """Call a function in a new child process and return its result.
 
         Args:
-            module: of this folder, or the path of a file elsewhere.
-            function: its name.
-            arguments: what JSON can hold, as what it returns.
+            module: name of a module in this folder, or the path of another file.
+            function: name of the function.
+            arguments: JSON-serializable; so is the result.
         """
         if self._process is None:
             self._process = subprocess.Popen(
@@ -60,7 +60,7 @@ class Forks:
         return answer["result"]
 
     def close(self) -> None:
-        """End the process, which has nothing to bring in order."""
+        """Kill the server, which has no state to clean up."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -70,7 +70,7 @@ class Forks:
 
 
 def _call(module: str, function: str, arguments: list[Any], answer: int) -> None:
-    """In the child."""
+    """Run a call in the child and write its result to the file descriptor `answer`."""
     code = 1
     try:
         os.setsid()
@@ -88,7 +88,7 @@ def _call(module: str, function: str, arguments: list[Any], answer: int) -> None
 
 
 def main() -> None:
-    """Read calls, one a line, and answer each with what it returned, or with the exit code of its process."""
+    """Read calls, one per line, and answer each with its result or with the exit code of its process."""
     importlib.import_module(sys.argv[1])  # once, before any fork
     for line in sys.stdin:
         module, function, arguments = json.loads(line)
@@ -98,7 +98,7 @@ def main() -> None:
                 _call(module, function, arguments, file.fileno())
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it has left
+                os.killpg(pid, signal.SIGKILL)  # processes that the call left behind
             file.seek(0)
             answer = {"failed": f"exit code {code}"} if code else {"result": json.loads(file.read())}
         print(json.dumps(answer), flush=True)

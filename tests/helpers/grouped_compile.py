@@ -1,7 +1,7 @@
-"""Compile the kernels of the experts for GPUs that are not here; prints JSON lines, one per variant.
+"""Compile the MoE kernels for GPUs that are not installed; prints JSON lines, one per variant.
 
-`python tests/helpers/grouped_compile.py few` takes a few variants, `all` every kernel on every architecture. Runs in a
-process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+`python tests/helpers/grouped_compile.py few` takes a few variants, `all` every kernel on every architecture. Must run
+in its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP32 = ("gates", "gate_gradient")
 
 
 class Variant(NamedTuple):
-    """A kernel, what it does, the dtype ("bf16" or "fp32") and the architecture."""
+    """A kernel, its variant, dtype ("bf16" or "fp32") and compute capability."""
 
     kind: str
     family: str
@@ -27,12 +27,12 @@ class Variant(NamedTuple):
     capability: int
 
 
-# forward: the depth is contiguous in the matrices; backward: the width is
+# weights are contiguous along the depth (K) in forward kernels, along the width (N) in `rows_backward`
 MATMULS = ("gated", "activated", "rows", "rows_backward", "outer")
 
 
 def variants(which: str) -> Iterator[Variant]:
-    """The variants that are compiled: a `few`, or `all`."""
+    """Yield the variants to compile: a `few`, or `all`."""
     if which == "few":
         yield Variant("gated", "silu", "bf16", 90)
         yield Variant("rows_backward", "gather", "bf16", 80)
@@ -60,7 +60,7 @@ def variants(which: str) -> Iterator[Variant]:
 
 
 def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Kernel, constants and launch options of a grouped matmul."""
+    """Return kernel, constexprs and launch options of a grouped matmul."""
     import torch
 
     from stoker.kernels.activations import NONLINEARITIES
@@ -85,12 +85,12 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     constants: dict[str, Any] = {
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
         "EVEN_WIDTH": even,
-        "TOGETHER": config.together,
-        "BLOCK_M": config.rows,
-        "BLOCK_N": config.columns,
-        "BLOCK_K": config.depth,
+        "GROUP_M": config.group_m,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
     }
-    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if kind == "outer":
         constants |= {"GATHER_LEFT": family == "left", "GATHER_RIGHT": family != "left", "EVEN_HEIGHT": even}
         return grouped_kernels.outer_kernel, constants, options
@@ -107,7 +107,7 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 
 def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Kernel, constants and launch options of an operation on rows, and of the search for tiles."""
+    """Return kernel, constexprs and launch options of a row-wise operation, or of the tile search."""
     from stoker.kernels.moe import permute, tile_map
 
     constants: dict[str, Any] = {"BLOCK": 2048}
@@ -116,7 +116,7 @@ def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     elif variant.kind == "gather":
         constants |= {"WEIGHTED": True}
     elif variant.kind == "combine":
-        constants |= {"WEIGHTED": True, "ADDED": True, "TOPK": 8}
+        constants |= {"WEIGHTED": True, "HAS_RESIDUAL": True, "TOPK": 8}
     elif variant.kind == "gate_gradient":
         constants |= {"TOPK": 8}
     else:
@@ -126,7 +126,7 @@ def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 
 def type_of(name: str, variant: Variant) -> str:
-    """The type of an argument."""
+    """Return the Triton type of an argument."""
     stem = name.removesuffix("_pointer")
     if stem == name:
         return "i32"
@@ -136,7 +136,7 @@ def type_of(name: str, variant: Variant) -> str:
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
-    """Compile, and count what the program needs."""
+    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -148,10 +148,10 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         if variant.family != "unaligned"
         else ()
     )
-    # as the launcher finds it: addresses, strides and lengths are multiples of 16
+    # divisible by 16 as in usual launches: addresses, strides and lengths
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if types[name].startswith("*") or (types[name] == "i32" and name in lengths)
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
@@ -165,7 +165,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
 
 
 def compiled(which: str) -> list[dict[str, Any]]:
-    """All of them."""
+    """Compile all variants and return their rows."""
     return [compile_variant(variant) for variant in variants(which)]
 
 

@@ -1,4 +1,4 @@
-"""Folders as transformers writes them: tiny models of every architecture with random weights."""
+"""Tiny random transformers models of every architecture, and helpers to save and change their folders."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _t5(
             eos_token_id=1, decoder_start_token_id=0, **more,
         )
     )  # fmt: skip
-    if not tied:  # transformers 5 ties them all the same, although v1.1 and ByT5 have heads of their own
+    if not tied:  # transformers 5 ties the head anyway, although v1.1 and ByT5 have untied heads
         model.lm_head = nn.Linear(24, VOCAB, bias=False)
     return model
 
@@ -134,7 +134,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def random_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model in evaluation mode whose every parameter is drawn, biases and norms too."""
+    """Return a model in eval mode with all parameters random, including biases and norms."""
     model = MODELS[name]()
     generator = torch.Generator().manual_seed(7)
     for parameter in model.parameters():
@@ -143,32 +143,32 @@ def random_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
-    """A folder as `save_pretrained` writes it."""
+    """Save a model with `save_pretrained` and return the folder."""
     model.save_pretrained(folder, **options)
     return folder
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the safetensors files of a folder."""
+    """Return all tensors of the safetensors files in a folder."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Write `model.safetensors` again after a change to its tensors."""
+    """Rewrite `model.safetensors` after `change` has modified its tensors."""
     tensors = tensors_of(folder)
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
 def change_config(folder: Path, **fields: Any) -> None:
-    """Set fields of a config.json; `None` is null, and `...` takes a field away."""
+    """Set fields of a config.json; `None` is null, `...` removes a field."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
 
 def letter_tokenizer(folder: Path) -> None:
-    """A tokenizer.json of single letters, with what comes beside it."""
+    """Write a tokenizer.json of single letters, its tokenizer_config.json and a chat template."""
     import tokenizers
 
     letters = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz ")}

@@ -1,4 +1,4 @@
-"""Hugging Face's models as fp64 references, and the way their weights map to ours."""
+"""Hugging Face models as fp64 references, and the mapping of their weights to ours."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _top_k_router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Ten
 
 @contextmanager
 def upcasts_lifted() -> Iterator[None]:
-    """Norms, rotary embedding and routers compute in fp32; inside, they keep the dtype of the input."""
+    """Keep norms, rotary embeddings and routers in the dtype of their input, where transformers upcasts to fp32."""
     norms = (
         *(modeling_llama.LlamaRMSNorm, modeling_mistral.MistralRMSNorm, modeling_mixtral.MixtralRMSNorm),
         *(modeling_qwen2.Qwen2RMSNorm, modeling_qwen3.Qwen3RMSNorm, modeling_t5.T5LayerNorm, modeling_mt5.MT5LayerNorm),
@@ -67,16 +67,16 @@ def upcasts_lifted() -> Iterator[None]:
 
 
 def our_values(kind: Architecture, ours: LanguageModel, reference: nn.Module, of: str = "data") -> dict[str, Tensor]:
-    """Our parameter names to their values (`of="data"`) or gradients (`of="grad"`), by the tables of `stoker convert`.
+    """Map our parameter names to the reference's values or gradients, by the tables of `stoker convert`.
 
     Args:
-        kind: what the reference is.
-        ours: our model of the same shape; its vocabulary may be padded, with zeros here.
-        reference: theirs.
-        of: the attribute of their parameters.
+        kind: architecture of the reference.
+        ours: our model of the same shape; a padded vocabulary gets zeros.
+        reference: the transformers model.
+        of: attribute of the reference's parameters: `data` or `grad`.
     """
     theirs = {name: getattr(parameter, of) for name, parameter in reference.named_parameters()}
-    for name in [name for name in theirs if ".mlp.experts." in name]:  # on disk, each expert has its own
+    for name in [name for name in theirs if ".mlp.experts." in name]:  # stored per expert on disk
         layer, part = name.split(".mlp.experts.")
         theirs[f"{layer}.block_sparse_moe.gate.weight"] = theirs[f"{layer}.mlp.gate.weight"]
         for number, expert in enumerate(theirs[name]):
@@ -86,6 +86,6 @@ def our_values(kind: Architecture, ours: LanguageModel, reference: nn.Module, of
     attention = next(module for module in ours.modules() if isinstance(module, SelfAttention))
     geometry = Geometry(heads=attention.heads, groups=attention.groups, vocab_size=ours.vocab_size)
     shapes = {name: tuple(parameter.shape) for name, parameter in ours.named_parameters()}
-    placed, homeless = kind.weights.place(shapes, geometry)
-    assert homeless == []
+    placed, unmatched = kind.weights.place(shapes, geometry)
+    assert unmatched == []
     return {entry.ours: entry.join([theirs[name] for name, _ in entry.theirs], geometry) for entry in placed}

@@ -1,6 +1,6 @@
 """Compile the Hopper kernels of flash attention for sm_90 without a GPU; prints JSON lines, one per variant.
 
-Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+Must run in its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from offline_compile import resources
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name of a kernel, the kernel, its constants: as `hopper/launch.py` launches it."""
+    """Yield (name, kernel, constexprs) of each kernel as launched by `hopper/launch.py`."""
     from stoker.kernels.attention.flash.hopper import launchers
 
     for head_dim in (64, 128, 256):
@@ -23,7 +23,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
             for bias in ("none", "distance", "slopes") if head_dim <= 128 else ("none",):
                 distance, slopes = bias == "distance", bias == "slopes"
                 shared = {"HEAD_DIM": head_dim, "CAUSAL": causal, "HAS_DISTANCE": distance, "HAS_SLOPE": slopes}
-                apart = {"OUT_APART": head_dim <= 128}
+                apart = {"SEPARATE_OUT": head_dim <= 128}
                 blocks = (launchers._FORWARD if causal or slopes else launchers._FORWARD_FULL)[head_dim]
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
                 yield "forward", launchers.hopper_forward, shared | apart | constants
@@ -38,7 +38,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
-    """Compile, and count what the program needs."""
+    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -47,29 +47,29 @@ def compile_variant(name: str, kernel: Any, constants: dict[str, Any]) -> dict[s
 
     block = {"k": constants["BLOCK_N"], "v": constants["BLOCK_N"]}
     types, aligned = {}, {}
-    for place, argument in enumerate(kernel.arg_names):
-        what, _, kind = argument.rpartition("_")
+    for index, argument in enumerate(kernel.arg_names):
+        name_stem, _, kind = argument.rpartition("_")
         if argument in constants:
             types[argument] = "constexpr"
-        elif kind == "descriptor" and what in ("lse", "delta"):
+        elif kind == "descriptor" and name_stem in ("lse", "delta"):
             types[argument] = f"tensordesc<fp32[1, {constants['BLOCK_M']}],{launchers._ROW!r}>"
         elif kind == "descriptor":
-            rows = block.get(what, constants["BLOCK_M"])
+            rows = block.get(name_stem, constants["BLOCK_M"])
             types[argument] = f"tensordesc<bf16[1, {rows}, 1, {constants['HEAD_DIM']}],{launchers._TILE!r}>"
         elif kind == "pointer":
-            types[argument] = {"dk": "*bf16", "dv": "*bf16", "order": "*i32"}.get(what, "*fp32")
-            aligned[(place,)] = [["tt.divisibility", 16]]
+            types[argument] = {"dk": "*bf16", "dv": "*bf16", "order": "*i32"}.get(name_stem, "*fp32")
+            aligned[(index,)] = [["tt.divisibility", 16]]
         else:
             types[argument] = "fp32" if argument.startswith("scale") else "i32"
-    places = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
-    source = GluonASTSource(kernel, types, places, aligned)
+    constexprs = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
+    source = GluonASTSource(kernel, types, constexprs, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     row = {"kernel": name, **constants} | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
     return row | {"wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "triton": triton.__version__}
 
 
 def compiled() -> list[dict[str, Any]]:
-    """All of them."""
+    """Compile all variants and return their rows."""
     return [compile_variant(*variant) for variant in variants()]
 
 

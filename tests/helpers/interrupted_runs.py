@@ -1,4 +1,4 @@
-"""Runs of the command line that tests interrupt: the arguments of a tiny one, its processes, and how two compare."""
+"""Helpers for tests that interrupt runs of the command line: tiny arguments, process control, metrics to compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ model.data.data_impl=mock model.optim.lr=1e-2 model.optim.sched.max_steps=200
 
 
 def arguments(directory: Path, steps: int, *changes: str, micro_batch: int = 2) -> list[str]:
-    """`train` with dropout, four samples a step, and a checkpoint every five steps."""
+    """Return the arguments of a `train` with dropout, four samples per step, and a checkpoint every five steps."""
     return [
         *_TINY.split(),
         f"model.micro_batch_size={micro_batch}",
@@ -38,9 +38,14 @@ def arguments(directory: Path, steps: int, *changes: str, micro_batch: int = 2) 
 
 
 class Command:
-    """`stoker` with arguments, in a session of its own; all its processes carry a mark in their environment.
+    """Context manager that runs `stoker` in its own session and kills all its remaining processes at exit.
 
-    A context: leaving it ends whatever is left of them.
+    The processes are found by a mark in their environment.
+
+    Args:
+        words: arguments of the command.
+        cwd: working directory.
+        environ: additional environment variables.
     """
 
     def __init__(self, *words: str, cwd: Path, environ: dict[str, str] | None = None) -> None:
@@ -65,7 +70,7 @@ class Command:
         self.process.communicate()
 
     def processes(self) -> list[int]:
-        """Ids of all living processes of this command."""
+        """Return the ids of all living processes of this command."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -76,7 +81,7 @@ class Command:
         return found
 
     def handles(self, number: signal.Signals) -> bool:
-        """Whether the process has set a handler for a signal."""
+        """Return True if the process has installed a handler for a signal."""
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text()
         except OSError:
@@ -85,7 +90,7 @@ class Command:
         return bool(caught >> (number - 1) & 1)
 
     def wait_until(self, is_true: Callable[[], bool], seconds: float = 1800) -> bool:
-        """Wait for a condition; False when the process ended before."""
+        """Wait for a condition; return False if the process ends first."""
         end = time.monotonic() + seconds
         while not is_true():
             assert time.monotonic() < end, "waited too long"
@@ -95,36 +100,36 @@ class Command:
         return True
 
     def wait_for_no_process(self, seconds: float = 600) -> list[int]:
-        """Wait until all of them are gone; returns those that are not. Loader workers look every five seconds."""
+        """Wait until all processes have ended; return those left. DataLoader workers poll only every five seconds."""
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.05)
         return left
 
     def ended(self, seconds: float = 1800) -> tuple[int, str]:
-        """Wait for the end; returns the exit code and what it wrote to stderr."""
+        """Wait for the end; return the exit code and stderr."""
         error = self.process.communicate(timeout=seconds)[1]
         return self.process.returncode, error
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl."""
+    """Return the complete lines of a metrics.jsonl."""
     path = directory / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def last_step(directory: Path) -> int:
-    """The last step that was logged."""
+    """Return the last logged step."""
     return max((line["step"] for line in lines(directory)), default=0)
 
 
 def figures(directory: Path) -> dict[tuple[int, str], float]:
-    """(step, name) to value of every figure that must repeat; each step has one line of each kind."""
-    found: dict[tuple[int, str], float] = {}
+    """Map (step, name) to each metric that must be reproduced, checking that it is logged once per step."""
+    values: dict[tuple[int, str], float] = {}
     for line in lines(directory):
         for name in FIGURES:
             if name in line:
-                assert (line["step"], name) not in found, f"step {line['step']} has two lines with {name}"
-                found[line["step"], name] = line[name]
-    return found
+                assert (line["step"], name) not in values, f"step {line['step']} has two lines with {name}"
+                values[line["step"], name] = line[name]
+    return values

@@ -1,6 +1,6 @@
-"""Observables: functions from a configuration to something comparable, which a key that acts changes.
+"""Observables: functions from a configuration to a comparable value that changes if a key has an effect.
 
-Shapes, initial weights, logits, the loss, learning rates, which samples are drawn, what a run writes and prints.
+Shapes, initial weights, logits, loss, learning rates, sampled data, files and output of a run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shapes(lab: Lab, changes: Changes) -> Any:
 
 
 def shapes_of_family(lab: Lab, changes: Changes) -> Any:
-    """With the keys of a stack where the family has them."""
+    """Parameter shapes, with the stack's keys placed where the family expects them."""
     document = lab.document(changes)
     model = document["model"]
     if changes[MODEL + "family"] == "t5":
@@ -76,7 +76,7 @@ def logits(lab: Lab, changes: Changes) -> Any:
 
 
 def training_loss(lab: Lab, changes: Changes) -> Any:
-    """Of one micro batch, seeded as in training."""
+    """Loss of one micro batch, seeded as in training."""
     model = lab.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
     lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
@@ -84,7 +84,7 @@ def training_loss(lab: Lab, changes: Changes) -> Any:
 
 
 def gradients(lab: Lab, changes: Changes) -> Any:
-    """Of one micro batch, seeded as in training."""
+    """Gradients of one micro batch, seeded as in training."""
     model = lab.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
     lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
@@ -93,7 +93,7 @@ def gradients(lab: Lab, changes: Changes) -> Any:
 
 
 def flops(lab: Lab, changes: Changes) -> Any:
-    """Of matrices, in a forward pass."""
+    """Matmul FLOPs of a forward pass."""
     model = lab.model(changes).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(8).repeat(2, 1))
@@ -101,7 +101,7 @@ def flops(lab: Lab, changes: Changes) -> Any:
 
 
 def routings(lab: Lab, changes: Changes) -> Any:
-    """How often the router of the first layer runs in a training step, and in which dtype."""
+    """Dtype of each call of the first layer's router in a training step."""
     model = lab.model(changes)
     (router, *_) = (layer.router for layer in moe_layers(model).values())
     seen: list[torch.dtype] = []
@@ -111,7 +111,7 @@ def routings(lab: Lab, changes: Changes) -> Any:
 
 
 def kept(lab: Lab, changes: Changes) -> Any:
-    """Bytes that a training step keeps for its backward pass."""
+    """Bytes that a training step saves for its backward pass."""
     model, storages = lab.model(changes), dict[int, int]()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,16 +125,16 @@ def kept(lab: Lab, changes: Changes) -> Any:
 
 
 def expert_implementation(lab: Lab, changes: Changes) -> Any:
-    """What the experts are calculated with."""
+    """Implementation of each call of the experts."""
     seen: list[str] = []
-    calculate = experts_module.expert_mlp
+    expert_mlp = experts_module.expert_mlp
 
-    def note(*arguments: Any, implementation: Any, **more: Any) -> torch.Tensor:
+    def record(*arguments: Any, implementation: Any, **more: Any) -> torch.Tensor:
         seen.append(implementation)
-        return calculate(*arguments, implementation=implementation, **more)
+        return expert_mlp(*arguments, implementation=implementation, **more)
 
     with lab.monkeypatch.context() as patch:
-        patch.setattr(experts_module, "expert_mlp", note)
+        patch.setattr(experts_module, "expert_mlp", record)
         training_loss(lab, changes)
     return seen
 
@@ -148,7 +148,7 @@ def attention_backends(lab: Lab, changes: Changes) -> Any:
 
 
 def hopper_backend(lab: Lab, changes: Changes) -> Any:
-    """What the dispatcher takes on a card that can run every backend."""
+    """Backend that the dispatcher chooses on a GPU that supports every backend."""
     call = AttentionCall(
         device="cuda",
         capability=(9, 0),
@@ -177,7 +177,7 @@ def hopper_backend(lab: Lab, changes: Changes) -> Any:
 
 
 def softmax_fusion(lab: Lab, changes: Changes) -> Any:
-    """Whether the explicit attention of a layer may take the fused softmax."""
+    """Whether unfused attention of a layer may use the fused softmax."""
     layer = lab.model(changes).decoder.layers[0]
     assert isinstance(layer, Layer)
     function = layer.attention.backends["training"]
@@ -186,7 +186,7 @@ def softmax_fusion(lab: Lab, changes: Changes) -> Any:
 
 
 def attention_masks(lab: Lab, changes: Changes) -> Any:
-    """Bytes of the masks that the dispatcher knows of."""
+    """Bytes of the attention masks recorded by the dispatcher."""
     return {kind: decision.mask_bytes for kind, decision in lab.model(changes).attention_decisions.items()}
 
 
@@ -206,7 +206,7 @@ def first_batch(lab: Lab, changes: Changes, samples: int = 2) -> Any:
 
 
 def of_task(lab: Lab, changes: Changes) -> RootBlock:
-    """A configuration of T5, or of the family that the task is for, with what its data need."""
+    """Configuration of the family a task is for (T5 by default), with the data it needs."""
     name = changes.get(DATA + "dataset_type", "t5")
     pairs = lab.folder / "pairs.jsonl"
     texts = (json.dumps({"input": f"read {n}", "output": f"write {n}", "other": f"{n}"}) + "\n" for n in range(40))
@@ -237,7 +237,7 @@ def data(lab: Lab, changes: Changes) -> Any:
 
 
 def documents(lab: Lab) -> Changes:
-    """The files of a folder, each of which is a document."""
+    """Write a folder of files, each one document, and return the keys that read it."""
     folder = lab.folder / "documents"
     folder.mkdir(exist_ok=True)
     for number in range(20):
@@ -246,7 +246,7 @@ def documents(lab: Lab) -> Changes:
 
 
 def counted_labels(lab: Lab, changes: Changes) -> Any:
-    """How many labels count in the files of a folder."""
+    """Number of labels that count towards the loss, in a folder of files."""
     built = build_data(lab.root({**documents(lab), **changes}))
     return int((built.train.batch(0, 20).labels != IGNORED_LABEL).sum())
 
@@ -260,7 +260,7 @@ def trained(lab: Lab, changes: Changes) -> Any:
 
 
 def stepped(lab: Lab, changes: Changes) -> Any:
-    """Weights after some steps of optimizer and schedule, without the run around them."""
+    """Weights after three steps of optimizer and schedule, without a run."""
     root, model = lab.root(changes), lab.model(changes)
     optimizer = build_optimizer(root, model, plan_precision(root.trainer, root.model.megatron_amp_O2, CPU))
     rate = build_schedule(root.model.optim, root.trainer.max_steps)
@@ -277,7 +277,7 @@ def learning_rates(lab: Lab, changes: Changes) -> Any:
 
 
 def rates(lab: Lab, changes: Changes) -> Any:
-    """Learning rates as the schedule has them, of which a run reads them."""
+    """Learning rates of the schedule itself."""
     root = lab.root(changes)
     return [build_schedule(root.model.optim, root.trainer.max_steps)(step) for step in range(4)]
 
@@ -309,20 +309,20 @@ def checkpoints(lab: Lab, changes: Changes) -> Any:
 
 
 def place(lab: Lab, changes: Changes) -> Any:
-    """The run directory of a run that is not told it, as seen from where the run was started."""
+    """Default run directory, relative to the working directory."""
     lab.runs += 1
-    here = lab.folder / f"here-{lab.runs}"
-    here.mkdir()
-    lab.monkeypatch.chdir(here)
+    cwd = lab.folder / f"cwd-{lab.runs}"
+    cwd.mkdir()
+    lab.monkeypatch.chdir(cwd)
     lab.monkeypatch.setattr("time.strftime", lambda *_: "now")
-    untold = {MANAGER + "explicit_log_dir": None, MANAGER + "resume_if_exists": False, TRAINER + "max_steps": 1}
-    document = lab.document({**untold, **changes})
+    defaults = {MANAGER + "explicit_log_dir": None, MANAGER + "resume_if_exists": False, TRAINER + "max_steps": 1}
+    document = lab.document({**defaults, **changes})
     result = run_training(RunConfig(RootBlock.model_validate(document), document=document))
-    return result.directory.relative_to(here).parts
+    return result.directory.relative_to(cwd).parts
 
 
 def panel(lab: Lab, changes: Changes) -> Any:
-    lab.monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    lab.monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the output as a terminal
     return "╭" in lab.printed(changes)
 
 
@@ -347,18 +347,18 @@ def validation_losses(lab: Lab, changes: Changes) -> Any:
 
 
 def algorithms(lab: Lab, changes: Changes) -> Any:
-    """What is in force while the data are read, that is within a run."""
+    """Deterministic-algorithm settings in force within a run, observed when data is built."""
     seen: list[tuple[bool, bool]] = []
-    real = train.build_data
+    original = train.build_data
 
     def build(root: RootBlock) -> Any:
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        seen.append((torch.are_deterministic_algorithms_enabled(), warns))
-        return real(root)
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        seen.append((torch.are_deterministic_algorithms_enabled(), warn_only))
+        return original(root)
 
     lab.monkeypatch.setattr(train, "build_data", build)
     lab.run(changes)
-    lab.monkeypatch.setattr(train, "build_data", real)
+    lab.monkeypatch.setattr(train, "build_data", original)
     assert not torch.are_deterministic_algorithms_enabled()
     return seen
 
@@ -370,25 +370,25 @@ def profiles(lab: Lab, changes: Changes) -> Any:
 def accumulation(lab: Lab, changes: Changes) -> Any:
     """Samples in each forward pass of a step."""
     sizes: list[int] = []
-    real = GPT.loss
+    original = GPT.loss
 
     def loss(self: GPT, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(len(tokens))
-        return real(self, tokens, *rest)
+        return original(self, tokens, *rest)
 
     lab.monkeypatch.setattr(GPT, "loss", loss)
     lab.run({"trainer.max_steps": 1, **changes})
-    lab.monkeypatch.setattr(GPT, "loss", real)
+    lab.monkeypatch.setattr(GPT, "loss", original)
     return sizes
 
 
 def workers(lab: Lab, changes: Changes) -> Any:
-    """How many processes torch's loader is asked for; none: a thread prepares the batches."""
-    asked: list[int] = []
+    """Value of `num_workers` passed to torch's DataLoader; empty if a thread prepares the batches."""
+    passed: list[int] = []
 
     class Loader:
         def __init__(self, dataset: Any, *, sampler: range, num_workers: int, **_: Any) -> None:
-            asked.append(num_workers)
+            passed.append(num_workers)
             self.batches = (dataset[position] for position in sampler)
 
         def __iter__(self) -> Iterator[Any]:
@@ -396,7 +396,7 @@ def workers(lab: Lab, changes: Changes) -> Any:
 
     lab.monkeypatch.setattr(dataloader, "DataLoader", Loader)
     lab.run(changes)
-    return asked
+    return passed
 
 
 def compiled(lab: Lab, changes: Changes) -> Any:
@@ -431,7 +431,7 @@ def warnings(lab: Lab, changes: Changes) -> Any:
 
 
 def device(lab: Lab, changes: Changes) -> Any:
-    """On a machine that has everything."""
+    """Device chosen on a machine with CUDA and MPS."""
     lab.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lab.monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     return choose_device(lab.root(changes)).type
@@ -455,7 +455,7 @@ def tokens_of_text(lab: Lab, changes: Changes) -> Any:
 
 
 def tokenizer_files(lab: Lab) -> Changes:
-    """GPT-2's two files with few tokens, a tokenizer.json with fewer, and keys that point at them."""
+    """Write small GPT-2 vocabulary and merge files and a smaller tokenizer.json, and return keys that use them."""
     folder = lab.folder / "tokenizer"
     folder.mkdir(exist_ok=True)
     vocabulary = {character: number for number, character in enumerate(byte_alphabet())}
@@ -472,11 +472,11 @@ def tokenizer_files(lab: Lab) -> Changes:
 
 
 def tokens_of_file(lab: Lab, changes: Changes) -> Any:
-    """Each library with its own file; what the sentencepiece extra gives is stood in for."""
+    """Tokens with each tokenizer library and its own file; sentencepiece is replaced by a stub."""
     model = lab.folder / "tokenizer.model"
     model.write_bytes(b"a model")
-    stand_in = CharTokenizer.of_texts([lab.text.read_text() + "\0"])
-    lab.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stand_in)
+    stub = CharTokenizer.of_texts([lab.text.read_text() + "\0"])
+    lab.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stub)
     files = tokenizer_files(lab)
     if changes[TOKENIZER + "library"] == "sentencepiece":
         files = {TOKENIZER + "model": str(model)}
@@ -488,7 +488,7 @@ def optimizer(lab: Lab, changes: Changes) -> Any:
 
 
 def monitored(lab: Lab, changes: Changes) -> Any:
-    """By what checkpoints are ranked."""
+    """Metric by which checkpoints are ranked, and its mode."""
     params = lab.root(changes).exp_manager.checkpoint_callback_params
     return logged_name(params.monitor), params.mode
 

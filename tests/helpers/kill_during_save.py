@@ -1,8 +1,8 @@
-"""For tests: children that die by SIGKILL, each at another call to the system inside a save (`killed`).
+"""Crash tests of checkpoint saving: kill a child process by SIGKILL at every system call of a save (`killed`).
 
-For every number of a call a child process saves step 3 beside a complete step 2, and kills itself instead of that call,
-or in the middle of it where it is a write. Several ranks are threads here that meet at a barrier. What is left is
-opened, cleared and saved again.
+For each call, a child process saves step 3 next to a complete step 2 and kills itself instead of that call, or halfway
+through it if it is a write. Ranks are threads that synchronize at a barrier. The remaining directory is then loaded,
+cleaned up and saved again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from stoker.trainer.distributed.process_group import Ranks
 from stoker.trainer.utils.local_shard import Piece
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink")
-"""The functions of `os` that change a disk."""
+"""Functions of `os` that modify the file system."""
 ROWS = 6
 
 
 class Gathered:
-    """A barrier at which threads exchange texts."""
+    """Barrier at which threads exchange strings."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count, timeout=600)
@@ -36,7 +36,7 @@ class Gathered:
 
 
 class ThreadRanks(Ranks):
-    """A rank that is a thread of this process."""
+    """Process group of threads in this process."""
 
     def __init__(self, rank: int, world_size: int, gathered: Gathered) -> None:
         super().__init__(rank, world_size)
@@ -54,7 +54,7 @@ class ThreadRanks(Ranks):
 
 
 def content(step: int, rank: int, world_size: int) -> Content:
-    """A checkpoint whose numbers are those of its step; a rank has some of the rows."""
+    """Return a checkpoint filled with its step number; each rank holds a shard of the rows."""
     rows = ROWS // world_size
     piece = Piece(torch.full((rows, 4), float(step)), rank * rows, ROWS)
     state = RunState(
@@ -65,10 +65,10 @@ def content(step: int, rank: int, world_size: int) -> Content:
 
 
 def save(directory: Path, step: int, *, is_async: bool, world_size: int) -> list[BaseException]:
-    """Save, then delete all but the newest; returns what the ranks raised."""
+    """Save, then delete all but the newest; return the exceptions of the ranks."""
     gathered, raised = Gathered(world_size), []
 
-    def act(rank: int) -> None:
+    def save_rank(rank: int) -> None:
         ranks = ThreadRanks(rank, world_size, gathered) if world_size > 1 else Ranks()
 
         def clean() -> None:
@@ -81,7 +81,7 @@ def save(directory: Path, step: int, *, is_async: bool, world_size: int) -> list
         except Exception as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(world_size)]
+    threads = [threading.Thread(target=save_rank, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -90,67 +90,67 @@ def save(directory: Path, step: int, *, is_async: bool, world_size: int) -> list
 
 
 def replace_calls(act: Callable[[int, str, Callable[..., Any], tuple[Any, ...]], Any]) -> Callable[[], None]:
-    """Have `act(number, name, function, arguments)` run before every call that changes a disk; returns the way back."""
+    """Run `act(number, name, function, arguments)` before each of `CALLS`; return a function that undoes the patch."""
     lock, count = threading.Lock(), 0
-    real = {name: getattr(os, name) for name in CALLS}
+    original = {name: getattr(os, name) for name in CALLS}
 
-    def counted(name: str) -> Callable[..., Any]:
+    def patched(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             with lock:
                 count += 1
                 number = count
-            act(number, name, real[name], args)
-            return real[name](*args, **kwargs)
+            act(number, name, original[name], args)
+            return original[name](*args, **kwargs)
 
         return call
 
     for name in CALLS:
-        setattr(os, name, counted(name))
+        setattr(os, name, patched(name))
 
     def restore() -> None:
-        for name, function in real.items():
+        for name, function in original.items():
             setattr(os, name, function)
 
     return restore
 
 
-def die_at(wanted: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]:
-    """Kill this process at a call."""
+def die_at(target: int) -> Callable[[int, str, Callable[..., Any], tuple[Any, ...]], None]:
+    """Return an action for `replace_calls` that kills this process at call number `target`."""
 
-    def act(number: int, name: str, real: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if number == wanted:
+    def act(number: int, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if number == target:
             if name == "write":
-                real(args[0], bytes(args[1])[: len(args[1]) // 2])
+                function(args[0], bytes(args[1])[: len(args[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
     return act
 
 
 def count_calls(directory: Path, *, is_async: bool, world_size: int) -> int:
-    """How many calls there are in a save beside an older checkpoint."""
+    """Return the number of calls in a save next to an older checkpoint."""
     numbers: list[int] = []
     save(directory, 2, is_async=is_async, world_size=world_size)
-    restore = replace_calls(lambda number, name, real, args: numbers.append(number))
+    restore = replace_calls(lambda number, name, function, args: numbers.append(number))
     save(directory, 3, is_async=is_async, world_size=world_size)
     restore()
     return len(numbers)
 
 
 def problems_after(directory: Path, *, is_async: bool, world_size: int) -> list[str]:
-    """What is wrong with a directory in which a save of step 3 was interrupted."""
+    """Return everything that is wrong with a directory in which a save of step 3 was interrupted."""
     checkpoint, complaints = newest_checkpoint(directory)
     if checkpoint is None or complaints:
-        return [f"no whole checkpoint: {complaints}"]
+        return [f"no complete checkpoint: {complaints}"]
     found: list[str] = []
     pieces = {"w": Piece(torch.zeros(ROWS, 4), 0, ROWS)}
     checkpoint._fill(WEIGHTS, pieces)
     step = checkpoint.state.step
     if step not in (2, 3) or not bool((pieces["w"].local == step).all()):
-        found.append(f"step {step} holds other numbers")
+        found.append(f"step {step} holds wrong values")
     remove_leftovers(directory)
     if sorted(directory.iterdir()) != sorted(checkpoint_paths(directory)):
-        found.append("something was left behind")
+        found.append("files were left behind")
     raised = save(directory, 3, is_async=is_async, world_size=world_size)
     if raised or [path.name for path in directory.iterdir()] != ["step-3"]:
         found.append(f"cannot save again: {raised}")
@@ -158,7 +158,7 @@ def problems_after(directory: Path, *, is_async: bool, world_size: int) -> list[
 
 
 def killed(folder: str, is_async: bool, world_size: int) -> dict[str, Any]:
-    """Die at every call, in a process that has no threads; returns how many there are and what went wrong."""
+    """Kill a save at every call, in a process without threads; return the number of calls, deaths, and problems."""
     root = Path(folder)
     calls = count_calls(root / "counted", is_async=is_async, world_size=world_size)
     problems: dict[int, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Compile the LSE-first kernels, those that make scores again and the masked softmax for GPUs that are not here.
+"""Compile the kernels of LSE-first attention, score recomputation and masked softmax for GPUs that are not installed.
 
 `python tests/helpers/lse_first_compile.py few` takes a few variants, `all` every width on every architecture; it prints
-JSON lines, one per variant. Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be
+JSON lines, one per variant. Must run in its own process, because kernels imported under TRITON_INTERPRET=1 cannot be
 compiled.
 """
 
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from offline_compile import CAPABILITIES, resources
 
-WRITTEN = ("weights", "score_gradient")
-"""Stages that write a number for each query and key."""
+DENSE_OUTPUT = ("weights", "score_gradient")
+"""Stages that write one element per query and key."""
 TYPES = {"lse_pointer": "*fp32", "delta_pointer": "*fp32", "mask_pointer": "*u8", "scale": "fp32"}
 ALIGNED = ("columns", "queries", "keys", "mask_query_stride")
 
 
 class Variant(NamedTuple):
-    """A kernel, the width of a head or the columns of a row, the dtype ("bf16" or "fp32") and the architecture."""
+    """A kernel, its head width or number of columns, dtype ("bf16" or "fp32") and compute capability."""
 
     kind: str
     width: int
@@ -31,7 +31,7 @@ class Variant(NamedTuple):
 
 
 def variants(which: str) -> Iterator[Variant]:
-    """The variants that are compiled: a `few`, or `all`."""
+    """Yield the variants to compile: a `few`, or `all`."""
     if which == "few":
         yield Variant("lse", 128, "bf16", 90)
         yield Variant("output", 64, "bf16", 120)
@@ -51,7 +51,7 @@ def variants(which: str) -> Iterator[Variant]:
 
 
 def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Kernel, constants and launch options of a stage."""
+    """Return kernel, constexprs and launch options of a stage."""
     import torch
     import triton.language as tl
 
@@ -67,22 +67,22 @@ def attention(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         "BLOCK_M": config.queries,
         "BLOCK_N": config.keys,
         "CAUSAL": True,
-        **({"TILES": recompute_scores_kernels.TILES} if variant.kind in WRITTEN else {"MERGE": True}),
+        **({"TILES": recompute_scores_kernels.TILES} if variant.kind in DENSE_OUTPUT else {"MERGE": True}),
         **({"NEGATIVE": False} if variant.kind == "lse" else {}),
         "ACCUMULATE": tl.float32,
         "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
     }
-    found = {
+    stage_kernels = {
         "lse": triton_stages.lse_kernel,
         "output": triton_stages.output_kernel,
         "weights": recompute_scores_kernels.weights_kernel,
         "score_gradient": recompute_scores_kernels.score_gradient_kernel,
     }
-    return found[variant.kind], constants, {"num_warps": config.warps, "num_stages": config.stages}
+    return stage_kernels[variant.kind], constants, {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def softmax(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Kernel, constants and launch options of a masked softmax."""
+    """Return kernel, constexprs and launch options of a masked softmax."""
     import triton.language as tl
 
     from stoker.kernels import masked_softmax
@@ -99,7 +99,7 @@ def softmax(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
-    """Compile, and count what the program needs."""
+    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,10 +109,10 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     for name in kernel.arg_names:
         default = f"*{variant.dtype}" if name.endswith("_pointer") else "i32"
         types[name] = "constexpr" if name in constants else TYPES.get(name, default)
-    # as the launcher finds it: addresses, strides and lengths are multiples of 16
+    # divisible by 16 as in usual launches: addresses, strides and lengths
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(kernel.arg_names)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
         if types[name].startswith("*") or name.startswith("stride_") or name in ALIGNED
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
@@ -127,7 +127,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
 
 
 def compiled(which: str) -> list[dict[str, Any]]:
-    """All of them."""
+    """Compile all variants and return their rows."""
     return [compile_variant(variant) for variant in variants(which)]
 
 

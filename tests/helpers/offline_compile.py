@@ -1,6 +1,6 @@
-"""Compile every Triton kernel for GPUs that are not here; `python tests/helpers/offline_compile.py` prints JSON lines.
+"""Compile every Triton kernel for GPUs that are not installed; `python tests/helpers/offline_compile.py` prints JSON lines.
 
-Runs in a process of its own, because a kernel imported under TRITON_INTERPRET=1 cannot be compiled.
+Must run in its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CAPABILITIES = (80, 90, 100, 120)
 
 
 def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """For a GPU: name, kernel, types of its arguments, constants, launch options."""
+    """Return (name, kernel, argument types, constexprs, launch options) of all kernels for a compute capability."""
     import torch
 
     from stoker.kernels import rms_norm_residual
@@ -32,7 +32,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.optim.adamw_kernel import _adamw_kernel
     from stoker.kernels.scale_in_place import scale_kernel
 
-    table = {"table_pointer": "*i64", "tensors": "i32", "halvings": "i32"}
+    table = {"table_pointer": "*i64", "tensors": "i32", "search_steps": "i32"}
     scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
     on_device = dict.fromkeys(("grad_scale_pointer", "step_size_pointer", "correction2_root_pointer"), "*fp32")
     adamw = table | on_device | scalars
@@ -69,50 +69,52 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         "BLOCK_HALF": 32,
         "BLOCK_REST": 64,
     }
-    narrow = {f"{name}_pointer": "*bf16" for name in ("gradient", "up", "low")}
-    narrow |= {f"{name}_pointer": "*fp32" for name in ("of_low", "of_up")}
-    narrow |= dict.fromkeys(("rows", "columns", "piece", "gradient_stride", "low_stride"), "i32")
+    narrow = {f"{name}_pointer": "*bf16" for name in ("gradient", "lora_b", "low")}
+    narrow |= {f"{name}_pointer": "*fp32" for name in ("low_gradient", "lora_b_gradient")}
+    narrow |= dict.fromkeys(("rows", "columns", "chunk_rows", "gradient_stride", "low_stride"), "i32")
     narrow |= {f"{place}_{of}": "i32" for place in ("second", "third") for of in ("column", "block")}
     lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b")}
     sizes = {"rows": "i32", "width": "i32"}
     lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("down_a", "product", "down_low")}
     lora_forward |= sizes | {"scale": "fp32"}
-    lora_backward = lora | {f"{name}_pointer": "*bf16" for name in ("of_product", "of_down_low", "of_gate_up")}
-    lora_backward |= {"of_down_a_pointer": "*fp32"} | sizes | {"piece": "i32", "scale": "fp32"}
+    lora_backward = lora | {
+        f"{name}_pointer": "*bf16" for name in ("product_gradient", "down_low_gradient", "gate_up_gradient")
+    }
+    lora_backward |= {"down_a_gradient_pointer": "*fp32"} | sizes | {"chunk_rows": "i32", "scale": "fp32"}
 
-    forked = ("inputs", "weight", "stream_gradient", "first_gradient", "second_gradient", "gradient", "normed")
+    forked = ("inputs", "weight", "residual_gradient", "first_gradient", "second_gradient", "gradient", "normed")
     forked_norm_types = {f"{name}_pointer": "*bf16" for name in forked} | {"partial_pointer": "*fp32"}
-    forked_norm_types |= dict.fromkeys(("rows", "width", "piece"), "i32") | {"epsilon": "fp32"}
+    forked_norm_types |= dict.fromkeys(("rows", "width", "chunk_rows"), "i32") | {"epsilon": "fp32"}
 
     def forked_norm_of(width: int, again: bool) -> Any:
         absent = "second_gradient_pointer" if again else "normed_pointer"
-        flags: dict[str, Any] = {"SECOND": not again, "AGAIN": again, "ZERO_CENTERED": True, absent: None}
+        flags: dict[str, Any] = {"SECOND": not again, "WRITE_NORMED": again, "ZERO_CENTERED": True, absent: None}
         constants = flags | rms_norm_residual.tile_options(width)
         launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
         types = {name: kind for name, kind in forked_norm_types.items() if name != absent}
         name = f"forked_norm_{width}" + "_again" * again
         return name, rms_norm_residual.forked_norm_backward_kernel, types, constants, launch
 
-    def launched(tile: lora_grad.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        given = tile.options(rank)
-        launch = {name: given.pop(name) for name in ("num_warps", "num_stages")}
-        return given, launch
+    def split_options(tile: lora_grad.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        constants = tile.options(rank)
+        launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        return constants, launch
 
     def lora_mlp(name: str, kernel: Any, signature: dict[str, str], tile: lora_grad.Tile, rank: int) -> Any:
-        constants, launch = launched(tile, rank)
+        constants, launch = split_options(tile, rank)
         return f"lora_mlp_{name}_{rank}", kernel, signature, constants | {"KIND": "gelu_tanh", "PARTS": 2}, launch
 
     def narrow_of(rank: int, columns: int = 2048) -> Any:
-        constants, launch = launched(lora_grad.tile_of(rank, columns), rank)
+        constants, launch = split_options(lora_grad.tile_of(rank, columns), rank)
         name = f"narrow_products_{rank}" + ("_wide" if columns > 2048 else "")
         return name, lora_grad.narrow_products_kernel, narrow, constants, launch
 
     def update_of(rank: int) -> Any:
-        constants, launch = launched(narrow_updates.TILE, rank)
+        constants, launch = split_options(narrow_updates.TILE, rank)
         kernel = narrow_updates.narrow_update_kernel
-        return f"narrow_update_{rank}", kernel, update, constants | {"STARTS": True}, launch
+        return f"narrow_update_{rank}", kernel, update, constants | {"HAS_START": True}, launch
 
-    update = {f"{name}_pointer": "*bf16" for name in ("low", "up", "start", "out")} | {"scale": "fp32"}
+    update = {f"{name}_pointer": "*bf16" for name in ("low", "lora_b", "start", "out")} | {"scale": "fp32"}
     sizes = "rows columns blocks low_stride start_stride second_column third_column second_block third_block"
     update |= dict.fromkeys(sizes.split(), "i32")
     tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
@@ -201,7 +203,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers and spilled bytes of a compiled kernel, as cuobjdump reports them."""
+    """Return registers, stack and spilled bytes of a compiled kernel, as reported by cuobjdump."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -209,12 +211,12 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return {"registers": found["REG"], "stack": found["STACK"], "local": found["LOCAL"]}
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": usage["REG"], "stack": usage["STACK"], "local": usage["LOCAL"]}
 
 
 def compiled(capabilities: Sequence[int] = CAPABILITIES) -> list[dict[str, Any]]:
-    """All of them."""
+    """Compile all variants and return their rows."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -223,7 +225,7 @@ def compiled(capabilities: Sequence[int] = CAPABILITIES) -> list[dict[str, Any]]
     for capability in capabilities:
         for name, kernel, signature, constants, options in cases(capability):
             order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
-            # as at a launch with usual widths; the other kernels keep their budgets for any
+            # divisible by 16 as in launches with usual widths; other kernels meet their budgets for any width
             multiples = [n for n, p in enumerate(order) if signature.get(p, "fp32") != "fp32"]
             attributes = {
                 (n,): [["tt.divisibility", 16]] for n in multiples if name.startswith(("forked", "lora", "narrow"))

@@ -1,6 +1,6 @@
-"""A small net with the names of a real model, and every optimizer of `stoker.trainer.optim`, for tests.
+"""Small nets with the parameter names of a real model, and every optimizer of `stoker.trainer.optim`.
 
-Light enough to be imported by the processes of a test.
+Has few imports, since child processes of tests import it.
 """
 
 import torch
@@ -15,7 +15,7 @@ WIDTH = 12
 
 
 class Net(nn.Module):
-    """With the names of a real model: an embedding, a tall and a wide matrix, a norm, a head."""
+    """Net with the parameter names of a real model: embedding, tall and wide matrix, norm, head."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 class WideNet(Net):
-    """With weights of several thousand numbers: a table of embeddings and a hidden matrix."""
+    """Net with weights of several thousand elements: an embedding and a hidden matrix."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ def backward(model, step):
 
 
 def makers():
-    """Each optimizer with all the state it can have."""
+    """Yield (name, factory) of each optimizer with all the state it can have."""
     yield "adamw", lambda p, **k: AdamW(p, lr=1e-2, weight_decay=0.1, **k)
     yield "scaled", lambda p, **k: AdamW(p, lr=1e-1, scale_parameter=True, fused={"up.weight": (8, 12)}, **k)
     yield "sgd", lambda p, **k: SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, **k)

@@ -1,4 +1,4 @@
-"""Plans of a run, for the tests of them."""
+"""Build plans for tests."""
 
 from config_helpers import load
 

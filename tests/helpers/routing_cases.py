@@ -1,11 +1,11 @@
-"""Router logits for the tests of routing."""
+"""Router logits for tests of MoE routing."""
 
 import torch
 from torch import Tensor
 
 from stoker.kernels.moe.routing import Choice
 
-# Worked out from the formulas in numpy, with six tokens, four experts, two of them for a token.
+# Computed from the formulas in numpy: six tokens, four experts, top-2.
 GOLDEN = torch.tensor(
     [
         [2.0, 1.0, 0.0, -1.0],

@@ -1,8 +1,8 @@
-"""What a model saves for its backward pass on CUDA, found out without a GPU: nothing is computed.
+"""Measure what a model saves for its backward pass on CUDA, without a GPU and without computing anything.
 
-As written, the model runs with fake tensors under hooks on what autograd saves. Compiled, a layer is traced up to the
-partitioner of torch.compile, whose choice is read. Both believe that Triton serves them, so that the operations are
-those of a GPU; attention is PyTorch's flash kernel where a GPU would take cuDNN's, which saves the same.
+Eager models run with fake tensors under saved-tensor hooks. Compiled layers are traced up to the partitioner of
+torch.compile, whose choice is read. Both are patched to use Triton, so that the operations are those of a GPU;
+attention is PyTorch's flash kernel where a GPU would use cuDNN's, which saves the same.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _BY_TRITON = (
 
 @contextlib.contextmanager
 def as_on_cuda(monkeypatch: Any) -> Iterator[None]:
-    """Within it operations take the form they have on a GPU."""
+    """Make operations take their GPU code paths."""
     with monkeypatch.context() as patch:
         for module in _BY_TRITON:
             patch.setattr(module, "triton_runs_on", lambda tensor: True)
         for module in (permute, expert_mlps):
             patch.setattr(module, "by_triton", lambda tensor: True)
         patch.setattr(ops, "_check_triton_serves", lambda q: None)
-        # on a GPU dropout keeps its mask as bool
+        # on a GPU dropout saves its mask as bool
         patch.setattr(torch.nn.functional, "dropout", lambda x, p, *_: torch.native_dropout(x, p, True)[0])
         yield
 
 
 def facts_for(overrides: list[str], *, compiled: bool) -> RunFacts:
-    """The facts of a run on an H100 without cuDNN."""
+    """Return the plan's inputs for a run on an H100 without cuDNN."""
     root = load(*overrides, f"model.compile={compiled}").root
     target = target_elsewhere(root, card_named("h100"))
     target = replace(target, software=replace(target.software, cudnn=None, torch=(2, 11)))
@@ -68,7 +68,7 @@ def facts_for(overrides: list[str], *, compiled: bool) -> RunFacts:
 
 
 def model_of(facts: RunFacts) -> Any:
-    """The model on the CPU, uninitialised, in training; its attention is what the plan counts on."""
+    """Return the uninitialized model on the CPU in training mode, with the attention backends of the plan."""
     stacks = facts.stacks
     decisions = {stack.name: stack.attention for stack in stacks}
     if stacks[-1].cross_attention is not None:
@@ -99,30 +99,34 @@ def model_of(facts: RunFacts) -> Any:
 
 
 class Saved:
-    """Storages that were saved, each once, without parameters, buffers, and whatever has the shape of one."""
+    """Saved storages, each counted once, except parameters, buffers, and tensors with the shape of one.
+
+    Args:
+        model: whose parameters and buffers are ignored.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         own = (*model.parameters(), *model.buffers())
         shapes = [tuple(tensor.shape) for tensor in own]
         self._shapes = {*shapes, *((*shape[:-2], *shape[-2:][::-1]) for shape in shapes)}
-        self._seen: dict[int, int] = {}
-        self._held: list[Tensor] = []
+        self._sizes: dict[int, int] = {}
+        self._alive: list[Tensor] = []
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """What the hook is called with."""
+        """Pack hook of `saved_tensors_hooks`."""
         if tuple(tensor.shape) not in self._shapes:
-            self._held.append(tensor)  # an address must not come again
-            self._seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            self._alive.append(tensor)  # so that its address is not reused
+            self._sizes[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     @property
     def total(self) -> int:
-        """Bytes."""
-        return sum(self._seen.values())
+        """Total bytes."""
+        return sum(self._sizes.values())
 
 
 def saved_as_written(facts: RunFacts, monkeypatch: Any) -> int:
-    """Bytes that forward through the whole model, but for the loss, saves."""
+    """Bytes saved by the forward pass of the whole eager model, without the loss."""
     model = model_of(facts)
     saved = Saved(model)
     form, batch = facts.form, facts.stacks[0].batch
@@ -136,68 +140,69 @@ def saved_as_written(facts: RunFacts, monkeypatch: Any) -> int:
     return saved.total
 
 
-class _EnoughError(Exception):
-    """The partitioner has answered."""
+class _PartitionedError(Exception):
+    """Stops compilation after the partitioner."""
 
 
 def saved_compiled(facts: RunFacts, monkeypatch: Any, *, stack: int = 0) -> int:
-    """Bytes that the last layer of a stack saves when it is compiled, its input included."""
+    """Bytes saved by the last layer of a stack if compiled, including its input."""
     inductor: Any = import_module("torch._inductor.compile_fx")
 
-    partition, found = inductor.min_cut_rematerialization_partition, []
+    partition, graphs = inductor.min_cut_rematerialization_partition, []
 
-    def listen(*arguments: Any, **options: Any) -> Any:
+    def record(*arguments: Any, **options: Any) -> Any:
         forward, _ = partition(*arguments, **options)
-        found.append((forward, options["num_fwd_outputs"]))
-        raise _EnoughError
+        graphs.append((forward, options["num_fwd_outputs"]))
+        raise _PartitionedError
 
-    model, of = model_of(facts), facts.stacks[stack]
-    stack_of_model = stacks_of(model)[stack]
-    widths, dtype = of.stack.hidden_size, facts.precision.weights
-    hidden = torch.zeros(of.batch, of.length, widths, dtype=dtype, requires_grad=True)
-    rotary = None if stack_of_model.rotary is None else stack_of_model.rotary(of.length)
-    positions = stack_of_model.score_positions
-    terms = None if positions is None else positions(of.length, of.length)
+    model, inputs = model_of(facts), facts.stacks[stack]
+    module = stacks_of(model)[stack]
+    width, dtype = inputs.stack.hidden_size, facts.precision.weights
+    hidden = torch.zeros(inputs.batch, inputs.length, width, dtype=dtype, requires_grad=True)
+    rotary = None if module.rotary is None else module.rotary(inputs.length)
+    positions = module.score_positions
+    terms = None if positions is None else positions(inputs.length, inputs.length)
     memory = None
-    if of.cross is not None:
-        memory = Memory(torch.zeros(of.batch, of.memory_length, widths, dtype=dtype, requires_grad=True))
-    layer = stack_of_model.layers[-1]
+    if inputs.cross is not None:
+        memory = Memory(torch.zeros(inputs.batch, inputs.memory_length, width, dtype=dtype, requires_grad=True))
+    layer = module.layers[-1]
 
-    def run(given: Tensor) -> Any:
+    def run(hidden: Tensor) -> Any:
         autocast = facts.precision.autocast
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            return layer(given, rotary, "training", None, memory, terms, None)
+            return layer(hidden, rotary, "training", None, memory, terms, None)
 
     torch._dynamo.reset()
     with as_on_cuda(monkeypatch), monkeypatch.context() as patch:
-        patch.setattr(inductor, "min_cut_rematerialization_partition", listen)
+        patch.setattr(inductor, "min_cut_rematerialization_partition", record)
         try:
             torch.compile(run, dynamic=False, fullgraph=True)(hidden)
         except Exception:
-            if not found:
+            if not graphs:
                 raise
-    forward, outputs = found[0]
-    kept = next(iter(forward.graph.find_nodes(op="output"))).args[0][outputs:]
+    forward, outputs = graphs[0]
+    saved = next(iter(forward.graph.find_nodes(op="output"))).args[0][outputs:]
     storages: dict[int, int] = {}
-    for node in kept:
+    for node in saved:
         value = node.meta["val"] if hasattr(node, "meta") else None
-        if isinstance(value, Tensor) and _is_activation(value, of.tokens, of.memory_tokens, node.op == "placeholder"):
+        is_input = node.op == "placeholder"
+        if isinstance(value, Tensor) and _is_activation(value, inputs.tokens, inputs.memory_tokens, is_input):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-    return sum(size for size in storages.values() if isinstance(size, int))  # but for generators of random numbers
+    return sum(size for size in storages.values() if isinstance(size, int))  # RNG states have no size
 
 
-def _is_activation(value: Tensor, tokens: int, memory_tokens: int, given: bool) -> bool:
-    """Of what a graph is given the layer's input alone counts: weights, angles, the encoder's output are others'."""
-    if not given:
+def _is_activation(value: Tensor, tokens: int, memory_tokens: int, is_input: bool) -> bool:
+    """Of the graph's inputs count only the layer's input, not weights, rotary tables and the encoder's output."""
+    if not is_input:
         return memory_tokens == 0 or tuple(value.shape) != (memory_tokens, value.shape[-1])
     return value.ndim == 3 and value.shape[0] * value.shape[1] == tokens and value.is_floating_point()
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors made within it that live at the same time, with fake tensors too.
+    """Track the bytes of live tensors created inside, including fake tensors.
 
     Attributes:
-        peak: the most there were.
+        peak: maximum so far.
     """
 
     def __init__(self) -> None:
@@ -207,11 +212,11 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        inputs = {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if StorageWeakRef(storage) not in given:
+                if StorageWeakRef(storage) not in inputs:
                     self._storages[StorageWeakRef(storage)] = storage.nbytes()
         self._storages = {ref: size for ref, size in self._storages.items() if not ref.expired()}
         self.peak = max(self.peak, sum(self._storages.values()))
@@ -219,14 +224,14 @@ class Live(TorchDispatchMode):
 
 
 def peak_of_backward(facts: RunFacts, monkeypatch: Any) -> int:
-    """Bytes that there are at most in the backward pass of the whole model as written, gradients included.
+    """Peak bytes in the backward pass of the whole eager model, gradients included.
 
-    What an operation of a GPU makes and gives back within itself is not among them.
+    Memory that GPU operations allocate and free internally is not counted.
     """
     model, live = model_of(facts), Live()
     form, batch = facts.form, facts.stacks[0].batch
     with as_on_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        for module in model.modules():  # else each use of a weight would count as a tensor
+        for module in model.modules():  # otherwise each use of a weight would count as a new tensor
             for name, weight in list(module._parameters.items()):
                 fake = None if weight is None else mode.from_tensor(weight.detach())
                 module._parameters[name] = None if fake is None else torch.nn.Parameter(fake)
@@ -242,7 +247,7 @@ def peak_of_backward(facts: RunFacts, monkeypatch: Any) -> int:
 
 
 def peak_of_loss(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, monkeypatch: Any) -> int:
-    """Bytes that the loss makes at most on a GPU, beside what it is given."""
+    """Peak bytes that the loss allocates on a GPU, besides its inputs."""
     chunk = cross_entropy.default_chunk_tokens(vocab, cuda=True)
 
     def losses(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
@@ -251,9 +256,9 @@ def peak_of_loss(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, monke
     live = Live()
     with as_on_cuda(monkeypatch), monkeypatch.context() as patch, FakeTensorMode():
         patch.setattr(cross_entropy, "triton_loss_and_gradient_", losses)
-        patch.setattr(cross_entropy, "_add_product_", lambda *_: None)  # not for fake tensors in torch 2.11
-        given = [torch.empty(shape, dtype=dtype) for shape in ((tokens, hidden), (vocab, hidden))]
+        patch.setattr(cross_entropy, "_add_product_", lambda *_: None)  # does not support fake tensors in torch 2.11
+        inputs = [torch.empty(shape, dtype=dtype) for shape in ((tokens, hidden), (vocab, hidden))]
         labels = torch.empty(tokens, dtype=torch.int64)
         with live:
-            cross_entropy._linear_cross_entropy._init_fn(*given, labels, vocab, -100, chunk, True)
+            cross_entropy._linear_cross_entropy._init_fn(*inputs, labels, vocab, -100, chunk, True)
     return live.peak

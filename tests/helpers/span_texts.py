@@ -1,4 +1,4 @@
-"""The inverse of span corruption."""
+"""Inverse of T5 span corruption."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from numpy.typing import NDArray
 
 
 def restore(encoder: NDArray[Any], decoder: NDArray[Any], sentinels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The text that `corrupt` took apart: what the decoder wrote, put back where the sentinels are.
+    """Restore the sequence before `corrupt`: replace each sentinel in the encoder input by its decoder span.
 
-    A sentinel that the decoder did not write leaves nothing; what it wrote under another one is left out.
+    Sentinels without a decoder span are removed; spans of sentinels that are not in the encoder input are ignored.
 
     Args:
-        encoder: [n], without end token.
-        decoder: [m], without end token.
+        encoder: [n], without EOS token.
+        decoder: [m], without EOS token.
         sentinels: as in `corrupt`.
     """
-    written: dict[int, list[int]] = {}
+    spans: dict[int, list[int]] = {}
     known = set(sentinels.tolist())
     span: list[int] = []
     for token in decoder.tolist():
         if token in known:
-            span = written.setdefault(token, [])
+            span = spans.setdefault(token, [])
         else:
             span.append(token)
-    text = (written.get(token, []) if token in known else [token] for token in encoder.tolist())
-    return np.array([token for part in text for token in part], np.int64)
+    parts = (spans.get(token, []) if token in known else [token] for token in encoder.tolist())
+    return np.array([token for part in parts for token in part], np.int64)

@@ -1,4 +1,4 @@
-"""A tiny training run with dropout, for tests: its configuration, and a function that kills it in the middle."""
+"""Tiny training run with dropout: its configuration, and a function that interrupts and resumes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ STEPS = 40
 
 
 def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
-    """A document of about 20,000 parameters and 12 ms a step; `changes` are `block__key=value`."""
+    """Return the configuration of a model with about 20,000 parameters and 12 ms per step.
+
+    Args:
+        directory: run directory.
+        changes: as `block__key=value`.
+    """
     document: dict[str, Any] = {
         "name": "tiny",
         "trainer": {
@@ -43,7 +48,7 @@ def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
             "encoder_seq_length": 16,
             "hidden_dropout": 0.1,
             "attention_dropout": 0.1,
-            "enable_cuda_graph": False,  # what a step does is to be seen; recordings have tests of their own
+            "enable_cuda_graph": False,  # tests observe single operations; CUDA graphs have separate tests
             "micro_batch_size": 2,
             "global_batch_size": 4,
             "data": {"data_impl": "mock"},
@@ -60,13 +65,13 @@ def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:
 
 
 def tiny_config(directory: Path, **changes: Any) -> RunConfig:
-    """The document, validated."""
+    """Return the validated configuration of `tiny_document`."""
     document = tiny_document(directory, **changes)
     return RunConfig(RootBlock.model_validate(document), document=document)
 
 
 def final_hashes(directory: Path, step: int) -> dict[str, str]:
-    """Hashes of weights and optimizer state of a checkpoint."""
+    """Return the SHA-256 hashes of weights and optimizer state of a checkpoint."""
     manifest = json.loads((directory / "checkpoints" / f"step-{step}" / "manifest.json").read_text())
     return {name: manifest["files"][name]["sha256"] for name in ("model.safetensors", "optimizer.safetensors")}
 
@@ -88,7 +93,7 @@ def _train(directory: Path, save_every: int) -> int:
 
 
 def _forked(directory: Path, save_every: int = 5) -> int:
-    """Train in a child process, which has torch imported already; returns its id."""
+    """Train in a forked child process; return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -112,21 +117,29 @@ def _after_some_steps(directory: Path, act: Callable[[], None]) -> None:
 
 
 def interrupted(directory: str, kills: int, seed: int) -> dict[str, Any]:
-    """Train once in peace, once with `kills` SIGKILLs, and once each stopped by SIGTERM and SIGINT; then go on.
+    """Train uninterrupted, with `kills` SIGKILLs, and stopped by SIGTERM and by SIGINT, resuming each time.
 
-    In a process that has no threads.
+    Must run in a process without threads.
+
+    Args:
+        directory: parent of the run directories.
+        kills: number of SIGKILLs.
+        seed: of the times of the kills.
+
+    Returns:
+        Exit codes, checkpoints and final hashes of all runs.
     """
-    root, chance = Path(directory), random.Random(seed)
+    root, rng = Path(directory), random.Random(seed)
     peace = root / "peace"
     started = time.monotonic()
     assert _wait(_forked(peace)) == 0
-    whole = time.monotonic() - started
+    duration = time.monotonic() - started
     result: dict[str, Any] = {"kills": 0, "killed": [], "peace": final_hashes(peace, STEPS)}
     while result["kills"] < kills:
         killed = root / f"killed-{len(result['killed'])}"
         while result["kills"] < kills and not (killed / "checkpoints" / f"step-{STEPS}").exists():
             pid = _forked(killed)
-            time.sleep(chance.uniform(0.05, 0.6) * whole)
+            time.sleep(rng.uniform(0.05, 0.6) * duration)
             os.kill(pid, signal.SIGKILL)
             result["kills"] += _wait(pid) == -signal.SIGKILL
         assert _wait(_forked(killed)) == 0

@@ -177,7 +177,7 @@ def test_sdpa_refuses_what_it_would_get_wrong() -> None:
     query, key, value = inputs(queries=2, keys=5)
     with pytest.raises(ValueError, match="use `unfused`"):
         FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=True)
-    with pytest.raises(ValueError, match="knows no window"):
+    with pytest.raises(ValueError, match="not supported by SDPA"):
         FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=False, window=(1, 0))
 
 
@@ -415,14 +415,14 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
         return tensors[0].flatten(-2)
 
     monkeypatch.setattr(PretendedAttention, "__call__", elsewhere)
-    with pytest.raises(RuntimeError, match=r"held to fused attention and took \['unfused'\]"):
+    with pytest.raises(RuntimeError, match=r"restricted to fused attention but used \['unfused'\]"):
         transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
 
     def refuse(*_: Any, **__: Any) -> Tensor:
         raise ValueError("No dot product attention backend is available")
 
     monkeypatch.setattr(PretendedAttention, "__call__", refuse)
-    with pytest.raises(RuntimeError, match=r"refuses this call in te_fused: No dot.*NVTE_DEBUG_LEVEL=2"):
+    with pytest.raises(RuntimeError, match=r"does not support this call in te_fused: No dot.*NVTE_DEBUG_LEVEL=2"):
         transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
 

@@ -94,30 +94,30 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
     (("sdpa_flash", "sdpa_cudnn", "te_fused", "te_flash", "flash_attn"), {"capability": (7, 5), "dtype": "fp16"},
      {"capability": (8, 0)}, "sm_80 to sm_121, not sm_75"),
     (("triton", "lse_first"), {"capability": (7, 5), "dtype": "fp16"}, {"capability": (8, 0)}, "sm_80 or later"),
-    (("sdpa_efficient", "te_unfused"), {"capability": (7, 5)}, {"dtype": "fp16"}, "does not take bf16 on sm_75"),
+    (("sdpa_efficient", "te_unfused"), {"capability": (7, 5)}, {"dtype": "fp16"}, "does not support bf16 on sm_75"),
     (("sdpa_flash", "sdpa_cudnn", "te_fused", "te_flash", "flash_attn"), {"dtype": "fp32"}, {"dtype": "fp16"},
-     "takes bf16 and fp16, not fp32"),
+     "supports bf16 and fp16, not fp32"),
     (("triton",), {"dtype": "fp64"}, {"dtype": "fp32"}, "not fp64"),
-    (("sdpa_efficient", "te_unfused"), {"dtype": "fp64"}, {"dtype": "fp32"}, "does not take fp64"),
+    (("sdpa_efficient", "te_unfused"), {"dtype": "fp64"}, {"dtype": "fp32"}, "does not support fp64"),
     (("sdpa_efficient",), {"capability": (13, 0)}, {"capability": (12, 0)}, "sm_50 to sm_121"),
     # head widths
     (("sdpa_cudnn", "te_fused"), {"head_dim": 192, "capability": (8, 0)}, {"capability": (9, 0)}, "up to 128"),
     (("sdpa_cudnn", "te_fused"), {"head_dim": 264}, {"head_dim": 256}, "up to 256"),
     (("sdpa_cudnn", "te_fused", "triton", "te_flash", "flash_attn", "lse_first"), {"head_dim": 100},
      {"head_dim": 96}, "multiples of 8"),
-    (("triton", "lse_first"), {"head_dim": 8}, {"head_dim": 16}, "16 to 256 wide"),
-    (("triton", "lse_first"), {"head_dim": 264}, {"head_dim": 256}, "16 to 256 wide"),
+    (("triton", "lse_first"), {"head_dim": 8}, {"head_dim": 16}, "head widths 16 to 256"),
+    (("triton", "lse_first"), {"head_dim": 264}, {"head_dim": 256}, "head widths 16 to 256"),
     (("sdpa_flash", "flash_attn"), {"head_dim": 320}, {"head_dim": 256}, "up to 256"),
-    (("sdpa_flash", "flash_attn"), {"capability": (8, 9), "head_dim": 224}, {"head_dim": 192}, "cannot train heads"),
+    (("sdpa_flash", "flash_attn"), {"capability": (8, 9), "head_dim": 224}, {"head_dim": 192}, "no backward pass"),
     (("sdpa_flash", "flash_attn"), {"capability": (8, 6), "head_dim": 256, "dropout": 0.1}, {"dropout": 0.0},
-     "cannot train heads 256 wide on sm_86"),
-    (("te_flash",), {"capability": (8, 9), "head_dim": 224}, {"head_dim": 192}, "up to 192 wide on sm_89"),
-    (("te_flash",), {"head_dim": 320}, {"head_dim": 256}, "no heads 320 wide here; takes heads up to 256"),
+     "no backward pass for head width 256 on sm_86"),
+    (("te_flash",), {"capability": (8, 9), "head_dim": 224}, {"head_dim": 192}, "up to 192 on sm_89"),
+    (("te_flash",), {"head_dim": 320}, {"head_dim": 256}, "width 320 here; supports head widths up to 256"),
     (("sdpa_efficient",), {"head_dim": 100}, {"head_dim": 104}, "multiple of 8"),
     (("sdpa_efficient",), {"dtype": "fp32", "head_dim": 6}, {"head_dim": 4}, "multiple of 4"),
     # masks
-    (SDPA, {"window": (127, 0)}, {"window": None}, "no window"),
-    (("lse_first",), {"window": (127, 0)}, {"window": None}, "takes no window"),
+    (SDPA, {"window": (127, 0)}, {"window": None}, "not support a window"),
+    (("lse_first",), {"window": (127, 0)}, {"window": None}, "not support a window"),
     (("te_fused",), {"window": (127, 0), "dropout": 0.1}, {"dropout": 0.0}, "a window only without dropout"),
     (("te_fused",), {"window": (127, 0), "bias": "dense"}, {"bias": "none"}, "a window only without dropout"),
     (SDPA, {"queries": 128}, {"causal": False}, "top-left"),
@@ -127,30 +127,30 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
     (("te_fused",), {"queries": 2048, "dropout": 0.1}, {"queries": 4096}, "unequal lengths only without dropout"),
     (("sdpa_flash",), {"packed": True}, {"packed": False}, "which packed documents need"),
     (("sdpa_flash", "flash_attn"), {"padding": True}, {"padding": False}, "which padding needs"),
-    (TE, {"padding": True}, {"padding": False}, "not as a mask that may have holes"),
+    (TE, {"padding": True}, {"padding": False}, "not as an arbitrary mask"),
     (("te_fused",), {"packed": True, "capability": (8, 0)}, {"capability": (9, 0)}, "from sm_90"),
-    (("te_fused",), {"packed": True, "bias": "dense"}, {"packed": False}, "no bias with packed documents"),
-    (("triton",), {"packed": True, "bias": "dense"}, {"bias": "distance"}, "no common matrix"),
+    (("te_fused",), {"packed": True, "bias": "dense"}, {"packed": False}, "a bias with packed documents"),
+    (("triton",), {"packed": True, "bias": "dense"}, {"bias": "distance"}, "a dense bias with packed documents"),
     (("lse_first",), {"packed": True, "dropout": 0.1}, {"packed": False, "dropout": 0.0},
-     "no packed documents and no dropout"),
+     "packed documents or dropout"),
     # biases and scores
-    (("sdpa_flash", "te_flash", "flash_attn"), {"bias": "dense"}, {"bias": "none"}, "takes no bias"),
-    (("sdpa_flash", "te_flash"), {"bias": "slopes"}, {"bias": "none"}, "takes no bias"),
-    (("flash_attn",), {"bias": "distance"}, {"bias": "slopes"}, "takes no bias but ALiBi slopes"),
-    (("flash_attn",), {"bias": "slopes_with_gradient"}, {"bias": "slopes"}, "no gradient for ALiBi slopes"),
-    (("lse_first",), {"bias": "slopes"}, {"bias": "none"}, "takes no bias"),
+    (("sdpa_flash", "te_flash", "flash_attn"), {"bias": "dense"}, {"bias": "none"}, "does not support a bias"),
+    (("sdpa_flash", "te_flash"), {"bias": "slopes"}, {"bias": "none"}, "does not support a bias"),
+    (("flash_attn",), {"bias": "distance"}, {"bias": "slopes"}, "does not support a bias other than ALiBi slopes"),
+    (("flash_attn",), {"bias": "slopes_with_gradient"}, {"bias": "slopes"}, "a gradient for ALiBi slopes"),
+    (("lse_first",), {"bias": "slopes"}, {"bias": "none"}, "does not support a bias"),
     (("sdpa_cudnn",), {"bias": "slopes_with_gradient"}, {"bias": "slopes"}, "no gradient for a bias"),
-    (("te_fused",), {"packed": True, "bias": "slopes"}, {"packed": False}, "no bias with packed documents"),
+    (("te_fused",), {"packed": True, "bias": "slopes"}, {"packed": False}, "a bias with packed documents"),
     (("te_fused",), {"deterministic": True, "bias": "slopes_with_gradient"}, {"bias": "slopes"}, "gradient of a bias"),
     (("sdpa_cudnn",), {"bias": "dense_with_gradient"}, {"bias": "dense"}, "no gradient for a bias"),
     (("sdpa_cudnn",), {"bias": "distance_with_gradient"}, {"bias": "distance"}, "no gradient for a bias"),
-    (SDPA, {"softcap": 30.0}, {"softcap": 0.0}, "no softcap"),
+    (SDPA, {"softcap": 30.0}, {"softcap": 0.0}, "not support a softcap"),
     (TE, {"softcap": 30.0}, {"softcap": 0.0}, "in some versions only"),
-    (("flash_attn",), {"softcap": 30.0, "dropout": 0.1}, {"dropout": 0.0}, "no dropout with a softcap"),
+    (("flash_attn",), {"softcap": 30.0, "dropout": 0.1}, {"dropout": 0.0}, "dropout with a softcap"),
     # dropout
-    (("sdpa_cudnn",), {"dropout": 0.1}, {"dropout": 0.125}, "sixteenths"),
-    (("sdpa_flash",), {**ON_CPU, "dropout": 0.1}, {"dropout": 0.0}, "no dropout (0.1)"),
-    (("sdpa_flash",), {**ON_CPU, "bias": "distance_with_gradient"}, {"bias": "distance"}, "no bias with gradient"),
+    (("sdpa_cudnn",), {"dropout": 0.1}, {"dropout": 0.125}, "multiples of 1/16"),
+    (("sdpa_flash",), {**ON_CPU, "dropout": 0.1}, {"dropout": 0.0}, "not support dropout (0.1)"),
+    (("sdpa_flash",), {**ON_CPU, "bias": "distance_with_gradient"}, {"bias": "distance"}, "a bias with gradient"),
     # determinism
     (("sdpa_cudnn",), {"deterministic": True}, {"training": False}, "not deterministic"),
     (("sdpa_flash", "sdpa_efficient"), {"deterministic": True}, {"training": False}, "use_deterministic_algorithms"),
@@ -191,10 +191,10 @@ def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: A
         ("sdpa_cudnn", {"torch": (2, 10)}, {"torch": (2, 11)}, {"head_dim": 256}, "up to 128"),
         ("sdpa_flash", {}, {"deterministic_algorithms": True}, {"deterministic": True}, "only under torch."),
         ("sdpa_cudnn", {"deterministic_algorithms": True}, {"deterministic_algorithms": False},
-         {"deterministic": True, "training": False}, "PyTorch refuses it"),
+         {"deterministic": True, "training": False}, "PyTorch rejects it"),
         ("triton", {"triton": None}, {}, {}, "not installed"),
         ("triton", {"triton": (3, 5)}, {}, {}, "Triton 3.6 or later, found 3.5"),
-        ("triton", {"interpreted": True}, {}, {}, "a GPU has no part in"),
+        ("triton", {"interpreted": True}, {}, {}, "does not use the GPU"),
         ("triton", {}, {"interpreted": True}, ON_CPU, "TRITON_INTERPRET=1"),
         ("te_fused", {"te": None}, {}, {}, "pip install 'stoker[te]'"),
         ("te_unfused", {"te": (2, 17)}, {"te": (2, 18)}, {}, "from 2.18 up to 3.0, found 2.17"),
@@ -212,10 +212,10 @@ def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: A
         ("te_flash", {"flash_attn": None, "flash_attn_3": False, "flash_attn_4": False}, {"flash_attn_3": True}, {},
          "flash-attn is not installed"),
         ("te_flash", {"flash_attn": None}, {"flash_attn": (2, 8, 3)}, {"dropout": 0.1},
-         "3 and 4 take no dropout; flash-attn is not installed"),
+         "3 and 4 do not support dropout; flash-attn is not installed"),
         ("te_flash", {"flash_attn": (2, 8, 4)}, {"flash_attn": (2, 7, 3)}, {"capability": (8, 0)}, "2.7.3 to 2.8.3"),
         ("te_flash", {"flash_attn": None}, {"flash_attn": (2, 8, 3)},
-         {"head_dim": 256, "deterministic": True}, "no heads 256 wide here"),
+         {"head_dim": 256, "deterministic": True}, "not support head width 256 here"),
         ("flash_attn", {"flash_attn": None}, {}, {}, "pip install 'stoker[flash]'"),
         ("flash_attn", {"flash_attn": (2, 7, 2)}, {"flash_attn": (2, 7, 3)}, {}, "found 2.7.2"),
         ("flash_attn", {"flash_attn": (2, 9, 0)}, {"flash_attn": (2, 8, 9)}, {}, "up to 2.9.0, found 2.9.0"),
@@ -404,12 +404,12 @@ def test_what_grows_with_the_square_is_told() -> None:
     assert free.notes == ("triton runs its portable kernels here.",)
     biased = dataclasses.replace(HOPPER, **TRAINED_BIAS)
     assert choose(biased, flags=ON, installed=NEW).notes == (
-        "sdpa_efficient takes the distance bias written out: 0.50 GiB per layer and copy.",
+        "sdpa_efficient expands the distance bias to a dense bias: 0.50 GiB per layer and copy.",
     )
     assert choose(biased, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
     sloped = dataclasses.replace(HOPPER, bias="slopes")
     assert choose(sloped, flags=ON, installed=NEW).notes == (
-        "sdpa_cudnn takes the ALiBi slopes written out: 0.50 GiB per layer and copy.",
+        "sdpa_cudnn expands the ALiBi slopes to a dense bias: 0.50 GiB per layer and copy.",
     )
     assert choose(sloped, flags=ON, installed=OWN).notes == ("triton runs its Hopper kernels here.",)
     assert not choose(sloped, attention_backend="flash_attn", flags=ON, installed=FULL).notes
@@ -439,7 +439,7 @@ def test_nothing_left_prints_every_row() -> None:
         choose(dataclasses.replace(CPU, dropout=0.1), use_flash_attention=True, flags=ON, installed=NEW)
     text = str(caught.value)
     assert all(backend.name in text for backend in BACKENDS)
-    assert "no dropout (0.1)" in text
+    assert "not support dropout (0.1)" in text
     assert "removed by `use_flash_attention: True`" in text
 
 
@@ -466,7 +466,7 @@ def test_table_and_memory_note() -> None:
     assert lines[0].startswith("cpu, fp32, batch 4, 16 heads in 4 groups, head width 128, 4096 x 4096 tokens, causal")
     assert lines[0].endswith(": unfused")
     assert [line.split()[1] for line in lines[1 : 1 + len(BACKENDS)]] == [row.backend for row in decision.rows]
-    assert lines[-1] == "  note: unfused holds the whole score matrix: 4.0 GiB per layer and copy."
+    assert lines[-1] == "  note: unfused stores the whole score matrix: 4.0 GiB per layer and copy."
     assert not choose(CPU, flags=ON, installed=NEW).notes
 
 

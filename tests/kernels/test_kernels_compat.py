@@ -131,7 +131,7 @@ def test_refused() -> None:
         flash_attn_func(q, q, q, alibi_slopes=torch.zeros(3))
     with pytest.raises(ValueError, match=r"`alibi_slopes` \(torch.float64\)"):
         flash_attn_func(q, q, q, alibi_slopes=torch.zeros(4).double())
-    with pytest.raises(ValueError, match=r"`alibi_slopes` \(2, 4\) must be \(heads,\) = \(4,\); packed"):
+    with pytest.raises(ValueError, match=r"`alibi_slopes` \(2, 4\) must be \(heads,\) = \(4,\); slopes per sequence"):
         flash_attn_varlen_func(
             packed, packed, packed, lengths, lengths, 5, 5, alibi_slopes=torch.zeros(2, 4)
         )  # fmt: skip

@@ -229,9 +229,9 @@ def test_a_table_has_one_height_of_rows(capability):
     for dtype in (torch.bfloat16, torch.float32):
         for low in (False, True):
             for aligned in (False, True):
-                heights = {tile_config(k, dtype, capability, low=low, aligned=aligned).rows for k in kinds}
+                heights = {tile_config(k, dtype, capability, low=low, aligned=aligned).block_m for k in kinds}
                 assert len(heights) == 1
-    assert capability is None or tile_config("rows", torch.bfloat16, capability, low=True).rows == LOW_ROWS
+    assert capability is None or tile_config("rows", torch.bfloat16, capability, low=True).block_m == LOW_ROWS
 
 
 def test_low_and_aligned():

@@ -37,8 +37,8 @@ from stoker.models.recompute.policies import RecomputedAttention
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels serve the CPU too, in the interpreter, and find NaN where they shall write."""
-    room = recompute_scores_kernels._written_out
-    monkeypatch.setattr(recompute_scores_kernels, "_written_out", lambda q, k: room(q, k).fill_(float("nan")))
+    room = recompute_scores_kernels._empty_scores
+    monkeypatch.setattr(recompute_scores_kernels, "_empty_scores", lambda q, k: room(q, k).fill_(float("nan")))
     monkeypatch.setattr(recompute_scores, "triton_runs_on", lambda _: True)
 
 

@@ -108,7 +108,7 @@ def test_defaults_are_silent() -> None:
         ({"scale_positional_embedding": True, "seq_len_interpolation_factor": 2.0, "position_embedding_type": "rope"},
          "error", "seq_len_interpolation_factor", "scale_positional_embedding=False"),
         ({"window_size": [10, 3]}, "warning", "window_size", "the 3 tokens to the right"),
-        ({"window_size": [511, 0]}, "warning", "window_size", "no text of this model is longer than 512"),
+        ({"window_size": [511, 0]}, "warning", "window_size", "no sequence of this model is longer than 512"),
     ],
 )  # fmt: skip
 def test_rule(changes: dict[str, Any], level: str, path: str, words: str) -> None:

@@ -482,18 +482,18 @@ def test_what_a_model_was_not_built_for_is_refused() -> None:
     documents = {"encoder_documents": READ_DOCUMENTS, "decoder_documents": WRITTEN_DOCUMENTS}
     short = documents | {"encoder_documents": READ_DOCUMENTS[:, :5]}
     for call, says in (
-        (lambda: model(read[:, :5], written), "as the model was built to train"),
-        (lambda: model(read, written, encoder_padding=real), "as the model was built to train"),
+        (lambda: model(read[:, :5], written), "shape that the model was built for"),
+        (lambda: model(read, written, encoder_padding=real), "shape that the model was built for"),
         (lambda: model(read, written, **documents), "not built for packed"),
-        (lambda: packed(read, written), "as the model was built to train"),
+        (lambda: packed(read, written), "shape that the model was built for"),
         (lambda: packed(read, written, encoder_documents=READ_DOCUMENTS), "given together"),
         (lambda: packed(read, written, encoder_padding=real, **documents), "a document of its own"),
-        (lambda: packed.eval()(read[:, :5], written, **short), "as the model was built"),
+        (lambda: packed.eval()(read[:, :5], written, **short), "shape that the model was built for"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             call()
     learned = t5(encoder={"position_embedding_type": "learned_absolute"}).eval()
     with pytest.raises(ValueError, match="max_position_embeddings"):
         learned(drawn(1, READ + 1), written[:1])
-    with pytest.raises(ValueError, match="as the model was built"):
+    with pytest.raises(ValueError, match="shape that the model was built for"):
         bert(SampleForm(length=READ))(read[:, :5])

@@ -262,7 +262,7 @@ def test_decisions() -> None:
     model = gpt(attention_dropout=0.1)
     made = {kind: decision.backend for kind, decision in model.attention_decisions.items()}
     assert made == {"training": "unfused", "evaluation": "sdpa_flash", "generation": "sdpa_flash"}
-    assert "no dropout (0.1)" in model.attention_decisions["training"].table()
+    assert "not support dropout (0.1)" in model.attention_decisions["training"].table()
     flags = AttentionFlags(flash=False)
     assert {decision.backend for decision in gpt(flags=flags).attention_decisions.values()} == {"unfused"}
     with pytest.raises(NoBackendError, match=r"dropout \(0.1\)"):
@@ -304,7 +304,7 @@ def test_generation_of_any_length(length: int) -> None:
 
 def test_lengths_outside_the_kinds_are_errors() -> None:
     tokens, _ = tokens_and_labels(TOKENS + 1)
-    with pytest.raises(ValueError, match=r"`tokens` \(5 per sample\) must be as long"):
+    with pytest.raises(ValueError, match=r"`tokens` \(5 per sample\) must have the sequence length"):
         gpt()(tokens[:, :5])
     with pytest.raises(ValueError, match=r"`tokens` \(13 per sample\) must be from 1 to 12"):
         gpt().eval()(tokens)
@@ -402,7 +402,7 @@ def test_compile_true_compiles() -> None:
     assert model.compiled
     assert all(layer._compiled_call_impl is not None for layer in layers_of(model))
     assert not gpt().compiled
-    assert gpt().compile_reason.startswith("not worth its time on cpu")
+    assert gpt().compile_reason.startswith("off by default on cpu")
 
 
 def test_many_models_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

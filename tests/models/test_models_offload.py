@@ -426,7 +426,7 @@ def test_memory_that_the_system_does_not_pin_names_the_keys(monkeypatch: pytest.
     monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(HostMemoryError) as error:
         pool.take(3 << 30)
-    assert "has 0.0 GiB of host memory, and the system does not give 4.0 GiB more" in str(error.value)
+    assert "has 0.0 GiB of host memory and cannot allocate 4.0 GiB more" in str(error.value)
     assert "cpu_offloading_num_layers" in str(error.value)
     assert not is_out_of_memory(error.value)
     assert pool.size == 0

@@ -88,7 +88,7 @@ def test_slice(changes: dict[str, Any], expected: OffloadSlice | None) -> None:
         (
             CHUNKS_OF_4,
             "info",
-            "(null, which is 5) offloads the first 4 layers: the others are recomputed",
+            "(null, which is 5) offloads the first 4 layers: the others are one recompute chunk",
             "_layers=4",
         ),
         (CHUNKS_OF_4 | {"cpu_offloading_num_layers": 4}, None, "", ""),
@@ -205,7 +205,7 @@ def test_what_a_run_says_in_the_end() -> None:
     assert part.weight_offload is not None
     part.activation_offload.sent_bytes, part.weight_offload.sent_bytes = 1 << 30, 1 << 29
     (line,) = describe_moved(model)
-    assert "moved 1.50 GiB to host memory and back in a micro batch, and took 3.00 GiB" in line
+    assert "moved 1.50 GiB to host memory and back per micro batch, and used 3.00 GiB" in line
 
 
 FULL = ("granularity=full", "method=uniform", "num_layers=2")
@@ -224,7 +224,7 @@ FULL = ("granularity=full", "method=uniform", "num_layers=2")
             "gpt_tiny",
             "",
             ("modules=[norm]",),
-            "`activations_checkpoint_modules`, which Megatron does not allow: what is",
+            "`activations_checkpoint_modules`, which Megatron does not allow: the remaining",
         ),
         ("t5_tiny", "encoder.", ("modules=[norm]",), "`activations_checkpoint_modules`, which Megatron does not allow"),
     ],
@@ -235,8 +235,8 @@ def test_recomputation_may_stay(model: str, at: str, recomputed: tuple[str, ...]
     on = [f"model.{at}cpu_offloading=true", f"model.{at}num_layers=4", f"model.{at}cpu_offloading_num_layers=2"]
     given = (f"model={model}", "data=mock", *on, *lines)
     found = load(*given, "trainer.accelerator=gpu").findings
-    (finding,) = (finding for finding in found if "acts beside" in finding.message)
-    assert f"acts beside {says}" in finding.message
+    (finding,) = (finding for finding in found if "is combined with" in finding.message)
+    assert f"is combined with {says}" in finding.message
     assert finding.level == "info"
     assert finding.keys[0] == f"model.{at}cpu_offloading"
     for without in (
@@ -244,7 +244,7 @@ def test_recomputation_may_stay(model: str, at: str, recomputed: tuple[str, ...]
         load(*given, "trainer.accelerator=gpu", f"model.{at}cpu_offloading_activations=false"),
         load(*given, "trainer.accelerator=gpu", f"model.{at}cpu_offloading_num_layers=0"),
     ):
-        assert not any("acts beside" in finding.message for finding in without.findings)
+        assert not any("is combined with" in finding.message for finding in without.findings)
 
 
 def test_weights_are_not_cut_by_fsdp() -> None:
@@ -284,7 +284,7 @@ def test_weights_that_are_cut_are_refused() -> None:
 
     layer = nn.Linear(4, 4)
     layer.weight = Cut(layer.weight.data)
-    with pytest.raises(ValueError, match="`cpu_offloading_weights` \\(True\\) needs whole weights"):
+    with pytest.raises(ValueError, match="`cpu_offloading_weights` \\(True\\) is not supported with sharded weights"):
         WeightOffload(LateCopies(), [layer], 1)
 
 
@@ -304,8 +304,8 @@ def test_what_a_run_says() -> None:
     assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
     offload(model, described, LateCopies)
     (line,) = describe_offload(root, described, model, CUDA)
-    assert line.startswith("host memory keeps of the first 3 layers what they save for the backward and their weights")
-    assert line.endswith("; made again, not moved: core attention, mlp activation, norm")
+    assert line.startswith("CPU offloading of the first 3 layers: activations and weights (")
+    assert line.endswith("; recomputed instead of offloaded: core attention, mlp activation, norm")
     keys = config().root.model
     nothing = family_slice(keys, vocab_size=50, form=SampleForm(length=16))
     assert list(describe_offload(config().root, nothing, model, CUDA)) == []

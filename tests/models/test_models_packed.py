@@ -319,7 +319,7 @@ def test_calls_outside_the_kinds_are_errors() -> None:
         gpt(positions=False, mask=False)(tokens, documents)
     only_one: list[dict[str, Any]] = [{"positions": False}, {"mask": False}]
     for options in only_one:
-        with pytest.raises(ValueError, match="`documents` must not be None in training"):
+        with pytest.raises(ValueError, match="`documents` is required in training"):
             gpt(**options)(tokens)
         with pytest.raises(ValueError, match="`documents` must come with samples of 12 tokens"):
             gpt(**options).eval()(tokens[:, :5], documents[:, :5])

@@ -125,10 +125,14 @@ def test_dropout_is_of_the_update_alone() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"parts": (4, 4)}, "`parts`"), ({"up": torch.zeros(6, 2)}, "`up`"), ({"down": torch.zeros(3, 5)}, "`down`")],
+    [
+        ({"parts": (4, 4)}, "`parts`"),
+        ({"lora_b": torch.zeros(6, 2)}, "`lora_b`"),
+        ({"lora_a": torch.zeros(3, 5)}, "`lora_a`"),
+    ],
 )
 def test_shapes_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
-    arguments: dict[str, Any] = {"down": torch.zeros(2, 5), "up": torch.zeros(7, 2), "parts": (7,), "scale": 1.0}
+    arguments: dict[str, Any] = {"lora_a": torch.zeros(2, 5), "lora_b": torch.zeros(7, 2), "parts": (7,), "scale": 1.0}
     with pytest.raises(ValueError, match=said):
         lora_linear(torch.zeros(3, 5), torch.zeros(7, 5), None, **{**arguments, **changes})
 

@@ -95,10 +95,10 @@ def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | No
 @looped(
     ("given", "level", "first", "says"),
     [
-        ({f"{AT}granularity": "full"}, "error", f"{AT}method", "which layers"),
-        (UNIFORM, "error", f"{AT}num_layers", "which layers"),
-        (BLOCK, "error", f"{AT}num_layers", "which layers"),
-        ({f"{AT}granularity": "full", f"{AT}num_layers": 1}, "error", f"{AT}method", "which layers"),
+        ({f"{AT}granularity": "full"}, "error", f"{AT}method", "to select the layers"),
+        (UNIFORM, "error", f"{AT}num_layers", "to select the layers"),
+        (BLOCK, "error", f"{AT}num_layers", "to select the layers"),
+        ({f"{AT}granularity": "full", f"{AT}num_layers": 1}, "error", f"{AT}method", "to select the layers"),
         ({f"{AT}method": "block"}, "warning", f"{AT}method", "nothing is recomputed"),
         ({f"{AT}method": "block", f"{AT}num_layers": 0}, "warning", f"{AT}method", "have no effect without"),
         ({f"{AT}num_layers": 1}, "info", f"{AT}num_layers", "has no effect without"),
@@ -116,27 +116,27 @@ def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | No
             EXPERTS | UNIFORM | {f"{AT}num_layers": 1, "moe_layer_recompute": True},
             "error",
             "moe_layer_recompute",
-            "must not meet",
+            "cannot be combined",
         ),
-        ({f"{AT}modules": ["moe"]}, "warning", f"{AT}modules", "no layers have experts"),
+        ({f"{AT}modules": ["moe"]}, "warning", f"{AT}modules", "no layer has experts"),
         (
             EXPERTS | BLOCK | {f"{AT}num_layers": 2, "moe_layer_recompute": True, "moe_layer_freq": [1, 1, 0, 0]},
             "warning",
             "moe_layer_recompute",
-            "no layers that are not recomputed as a whole have experts",
+            "no layer that is not recomputed as a whole has experts",
         ),
-        (EXPERTS | {f"{AT}modules": ["mlp_activation"]}, "warning", f"{AT}modules", "all layers have experts"),
+        (EXPERTS | {f"{AT}modules": ["mlp_activation"]}, "warning", f"{AT}modules", "every layer has experts"),
         (
             {f"{AT}modules": ["norm"], "transformer_block_type": "post_ln"},
             "warning",
             f"{AT}modules",
-            "the stream itself",
+            "the residual stream",
         ),
         (
             {f"{AT}granularity": "selective", f"{AT}modules": ["norm"]},
             "info",
             f"{AT}modules",
-            "`core_attention` is not among it",
+            "not `core_attention`",
         ),
     ],
 )
@@ -318,7 +318,7 @@ def test_a_relu_that_is_recomputed_saves_nothing_as_written(
         None if idle else sliced(1, 0, "mlp_activation"),
     )
     assert len(notes) == idle
-    assert all("relu reads its result alone" in note and "=[norm] saves memory" in note for note in notes)
+    assert all("relu needs only its output" in note and "=[norm] saves memory" in note for note in notes)
     overrides = [f"model.{key}={value}" for key, value in changes.items()]
     root = load(
         "model=gpt3_1b", "model.activation=relu", "model.openai_gelu=False", *overrides, f"model.compile={compiled}"
@@ -350,7 +350,7 @@ def test_what_fine_tuning_draws_again_cannot_be_recorded(
     changes = {f"model__{name}": value for name, value in model.items()}
     root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
     reason = why_not_recorded(root, torch.device("cuda"), 1)
-    assert (reason is not None and "random generators" in reason) == draws
+    assert (reason is not None and "RNG state" in reason) == draws
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -381,8 +381,8 @@ def test_each_part_says_that_it_draws(source: str) -> None:
     given = keys(**quiet | changes | UNIFORM | {f"{AT}num_layers": 1})
     model = build_model(given, vocab_size=10, form=SampleForm(length=8), **facts)
     layer: Any = model.get_submodule("decoder.layers.0")
-    assert layer.recompute_draws
-    assert [name for name, part in layer.named_modules() if getattr(part, "draws", False)] == [at]
+    assert layer.preserve_rng_state
+    assert [name for name, part in layer.named_modules() if getattr(part, "uses_rng", False)] == [at]
 
 
 @pytest.mark.parametrize(
@@ -408,5 +408,5 @@ def test_what_draws_again_cannot_be_recorded(tmp_path: Any, given: dict[str, Any
     cuda = torch.device("cuda")
     assert uses_cuda_graph(perhaps, cuda, 1) != draws
     if draws:
-        with pytest.raises(UserError, match=r"state of random generators, which `activations_checkpoint_.*` \("):
+        with pytest.raises(UserError, match=r"RNG state, which `activations_checkpoint_.*` \("):
             uses_cuda_graph(wish, cuda, 1)

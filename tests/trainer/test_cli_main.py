@@ -101,7 +101,7 @@ def test_config_prints_values_with_origins(capsys: Captured, tmp_path: Path, mon
     assert re.search(r"^  hidden_size: 768 +# default$", out, re.MULTILINE)
     assert re.search(r"^  family: gpt +# default; own key$", out, re.MULTILINE)
     assert re.search(r"^#   model.mcore_gpt: true +historical +conf/model/mine.yaml:2", out, re.MULTILINE)
-    assert "1 key of NeMo without meaning here" in err
+    assert "1 key of NeMo without effect here" in err
 
 
 def test_config_prints_a_file_that_can_be_used(
@@ -342,20 +342,20 @@ def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("typed", "what", "fix"),
     [
-        (["convert", "a"], "must be given: TARGET", "write stoker convert SOURCE TARGET"),
-        (["preprocess", "a"], "must be given: --output-prefix", "write stoker preprocess INPUT --output-prefix P"),
-        (["generate", "--chekpoint", "x"], "not known here: --chekpoint", "did you mean --checkpoint?"),
-        (["evaluate", "--what", "a b"], "not known here: --what", "`stoker evaluate --help` lists what it takes"),
-        (["plan", "--device"], "argument --device: expected one argument", "`stoker plan --help` lists what it takes"),
-        (["plan", "--trainer.max_steps=9"], "not known here: --trainer.max_steps=9", "write trainer.max_steps=9"),
-        (["plan", "--trainer.max_steps", "9"], "not known here: --trainer.max_steps", "write trainer.max_steps=9"),
-        (["train", "--num_layers=3"], "not known here: --num_layers=3", "write model.num_layers=3"),
-        (["train", "--config-path=x"], "not known here: --config-path=x", "write --config-dir x"),
-        (["config", "-cp", "x"], "not known here: -cp", "write --config-dir x"),
-        (["train", "-cn", "x"], "not known here: -cn", "write --config-name x"),
-        (["train", "--cfg", "job"], "not known here: --cfg", "`stoker config` shows the configuration"),
-        (["plan", "--info"], "not known here: --info", "`stoker config --all` shows every key"),
-        (["doctor", "--my.password=hush"], "not known here: --my.password=***", "`stoker doctor --help` lists"),
+        (["convert", "a"], "missing: TARGET", "write stoker convert SOURCE TARGET"),
+        (["preprocess", "a"], "missing: --output-prefix", "write stoker preprocess INPUT --output-prefix P"),
+        (["generate", "--chekpoint", "x"], "unknown: --chekpoint", "did you mean --checkpoint?"),
+        (["evaluate", "--what", "a b"], "unknown: --what", "`stoker evaluate --help` lists the options"),
+        (["plan", "--device"], "argument --device: expected one argument", "`stoker plan --help` lists the options"),
+        (["plan", "--trainer.max_steps=9"], "unknown: --trainer.max_steps=9", "write trainer.max_steps=9"),
+        (["plan", "--trainer.max_steps", "9"], "unknown: --trainer.max_steps", "write trainer.max_steps=9"),
+        (["train", "--num_layers=3"], "unknown: --num_layers=3", "write model.num_layers=3"),
+        (["train", "--config-path=x"], "unknown: --config-path=x", "write --config-dir x"),
+        (["config", "-cp", "x"], "unknown: -cp", "write --config-dir x"),
+        (["train", "-cn", "x"], "unknown: -cn", "write --config-name x"),
+        (["train", "--cfg", "job"], "unknown: --cfg", "`stoker config` shows the configuration"),
+        (["plan", "--info"], "unknown: --info", "`stoker config --all` shows every key"),
+        (["doctor", "--my.password=hush"], "unknown: --my.password=***", "`stoker doctor --help` lists the options"),
         (["config", "--json", "--all"], "argument --all: not allowed with argument --json", "`stoker config --help`"),
     ],
 )
@@ -377,7 +377,7 @@ def test_a_current_directory_that_is_gone(capsys: Captured, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main.main(["config"]) == 2
-    assert capsys.readouterr().err == "the current directory is gone; change to one that exists\n"
+    assert capsys.readouterr().err == "the current directory no longer exists; change to one that does\n"
 
 
 def test_a_home_that_does_not_exist(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

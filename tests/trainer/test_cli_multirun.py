@@ -222,11 +222,11 @@ def test_warnings_are_told_once(here):
     ("overrides", "says"),
     [
         (["exp_manager.exp_dir=a,b"], "`exp_manager.exp_dir` differs between the jobs"),
-        (["model.seed=1,2", "exp_manager.checkpoint_callback_params.dirpath=c"], "would be that of several jobs"),
+        (["model.seed=1,2", "exp_manager.checkpoint_callback_params.dirpath=c"], "would be shared by several jobs"),
         (["model.seed=1,2", "hydra.sweep.subdir=x"], "gives several jobs one directory"),
         (["model.seed=1,2", "hydra.sweep.subdir=../${hydra.job.num}"], "must name a directory below"),
         (["model.seed=1,2", "hydra.sweep.subdir=${hydra.job.id}"], "must name a directory below"),
-        (["hydra.sweep.dir=a", "exp_manager.explicit_log_dir=b"], "both name the directory"),
+        (["hydra.sweep.dir=a", "exp_manager.explicit_log_dir=b"], "both set the directory"),
         (["hydra.sweep.dir="], "is empty"),
         (["hydra.sweep.dir=a", "+hydra.sweep.dir=b"], "hydra.sweep.dir is given as a and as b; keep one"),
         (["model.seed=1,2", "trainer.num_nodes=2", "trainer.devices=1"], "NODE_RANK"),
@@ -273,7 +273,7 @@ def test_a_sweep_goes_on_with_the_jobs_that_are_not_done(here, capsys):
         os.rename(here / f"runs/tiny/multirun/{number}", here / f"old-{number}")
     assert again.sweep("model.seed=range(4)", resume) == 0
     assert [config.root.model.seed for config in again.configs] == [1, 2, 3]
-    assert "job 0 (1 of 4): model.seed=0: was done before" in capsys.readouterr().out
+    assert "job 0 (1 of 4): model.seed=0: already finished" in capsys.readouterr().out
     assert [row["exit_code"] for row in record(here / "runs/tiny/multirun")] == [0, 0, 0, 0]
     longer = Starts()
     longer.ends = [143]
@@ -284,7 +284,7 @@ def test_a_sweep_goes_on_with_the_jobs_that_are_not_done(here, capsys):
 
 def test_other_jobs_are_not_mixed_into_a_sweep(here):
     assert Starts().sweep("model.seed=1,2") == 0
-    with pytest.raises(UserError, match="already holds a sweep; go on"):
+    with pytest.raises(UserError, match="already holds a sweep; resume it"):
         Starts().sweep("model.seed=1,2")
     resume = "exp_manager.resume_if_exists=true"
     assert Starts().sweep("model.seed=1,2", resume) == 0

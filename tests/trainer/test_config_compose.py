@@ -283,7 +283,7 @@ def test_t5_file_composes_and_says_what_it_is(tmp_path: Path) -> None:
     model = config.root.model
     assert isinstance(model, T5ModelBlock)
     assert (model.encoder.num_layers, model.decoder.num_layers, model.decoder.hidden_size) == (3, 2, 64)
-    assert config.origins["model.family"].text == "model.encoder and model.decoder are there"
+    assert config.origins["model.family"].text == "model.encoder and model.decoder are set"
 
 
 def test_a_reset_names_the_value_there_is_or_none() -> None:
@@ -291,7 +291,7 @@ def test_a_reset_names_the_value_there_is_or_none() -> None:
     found = problems("~model.seed=5")
     assert found["model.seed"].lines() == [
         "~model.seed=5 (command line): model.seed = 1234",
-        "    is reset only where it is 5; its value is from default",
+        "    is reset only if it is 5; its value is from default",
         "    fix: ~model.seed, or model.seed=5",
     ]
     assert "no such key" in problems("~model.sede=5")["model.sede"].rule
@@ -356,7 +356,7 @@ def test_unknown_primary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "rename old.yml" in refusal(name="old", directory=tmp_path)
     assert "no such folder" in refusal(directory=tmp_path / "nowhere")
     monkeypatch.chdir(tmp_path)
-    assert "mine.yaml is there: --config-dir . --config-name mine" in refusal(name="mine.yaml")
+    assert "mine.yaml exists: --config-dir . --config-name mine" in refusal(name="mine.yaml")
     write(tmp_path, "runs/small", "name: x\n")
     assert "--config-dir runs --config-name small" in refusal(name="runs/small.yaml")
 
@@ -435,7 +435,7 @@ def test_words_beside_a_broken_one_keep_their_meaning() -> None:
         ("", "such as trainer.max_steps=100000"),
         ("10k", "write trainer.max_steps=10000"),
         ("'1,000'", "write trainer.max_steps=1000"),
-        ("-1", "NeMo's -1 has no counterpart"),
+        ("-1", "NeMo's -1 is not supported"),
     ],
 )
 def test_a_count_that_is_none_gets_the_word_to_write(value: str, fix: str) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from config_helpers import load, write
 
+from stoker.trainer.config.load import config_from_document, load_saved_config
 from stoker.trainer.config.problems import ConfigError
-from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils.errors import UserError
 
@@ -15,7 +15,7 @@ from stoker.trainer.utils.errors import UserError
 def test_round_trip(tmp_path: Path) -> None:
     config = load("model=llama_1b", "data=mock", "trainer.max_time=00:01:00:00", "env_vars.A=1")
     config.save(tmp_path / "config.resolved.json")
-    again = RunConfig.load(tmp_path / "config.resolved.json")
+    again = load_saved_config(tmp_path / "config.resolved.json")
     assert (again.root, again.digest, again.document) == (config.root, config.digest, config.document)
     assert again.origins["model.hidden_size"].text == str(tmp_path / "config.resolved.json")
 
@@ -56,7 +56,7 @@ def test_the_environment_never_reaches_the_disk(tmp_path: Path) -> None:
 def test_a_secret_that_is_only_referred_to_can_be_read_again_from_a_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, "env", "defaults: [train, _self_]\nenv_vars:\n  HF_TOKEN: ${oc.env:SECRET}\n")
     config = load(name="env", directory=tmp_path, environ={"SECRET": "hunter2"})
-    again = RunConfig.from_document(config.document, trusted=False)
+    again = config_from_document(config.document, trusted=False)
     assert again.root.env_vars == {"HF_TOKEN": "${oc.env:SECRET}"}
 
 
@@ -64,10 +64,10 @@ def test_environment_is_read_only_where_it_is_trusted(tmp_path: Path, monkeypatc
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"name": "${oc.env:SECRET}", "exp_manager": {"exp_dir": "${name}"}}))
     monkeypatch.setenv("SECRET", "hunter2")
-    trusted = RunConfig.load(path, trusted=True)
+    trusted = load_saved_config(path, trusted=True)
     assert (trusted.root.name, trusted.root.exp_manager.exp_dir) == ("hunter2", "hunter2")
     assert trusted.document["name"] == "${oc.env:SECRET}"
-    literal = RunConfig.load(path)
+    literal = load_saved_config(path)
     assert (literal.root.name, literal.root.exp_manager.exp_dir) == ("${oc.env:SECRET}", "${name}")
 
 
@@ -75,13 +75,13 @@ def test_plain_dollars_survive(tmp_path: Path) -> None:
     write(tmp_path, "d", "name: 'a \\${b}'\n")
     config = load(name="d", directory=tmp_path)
     assert config.root.name == "a ${b}"
-    assert RunConfig.from_document(config.document, trusted=True).root.name == "a ${b}"
+    assert config_from_document(config.document, trusted=True).root.name == "a ${b}"
 
 
 def test_documents_are_validated() -> None:
     bad = {"model": {"num_layers": "3", "nope": 1, "seed": "${oc.env:SEED}"}, "trainer": {"_target_": "os.system"}}
     with pytest.raises(ConfigError) as caught:
-        RunConfig.from_document(bad, origin="step-7/config.json")
+        config_from_document(bad, origin="step-7/config.json")
     found = {problem.key: problem for problem in caught.value.problems}
     assert set(found) == {"model.num_layers", "model.nope", "model.seed", "trainer._target_"}
     assert {problem.origin for problem in found.values()} == {"step-7/config.json"}
@@ -93,7 +93,7 @@ def test_damaged_documents(tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.json"
     path.write_text(text)
     with pytest.raises(UserError, match=r"c\.json"):
-        RunConfig.load(path)
+        load_saved_config(path)
 
 
 def test_unreadable_documents(tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_unreadable_documents(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     for name, says in (("large", "larger than"), ("none", "cannot be read"), ("binary", "is not JSON")):
         with pytest.raises(UserError, match=says):
-            RunConfig.load(tmp_path / f"{name}.json")
+            load_saved_config(tmp_path / f"{name}.json")

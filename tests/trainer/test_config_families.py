@@ -12,8 +12,8 @@ from stoker.models.config.model_keys import FAMILIES, Family
 from stoker.models.config.stack import StackKeys
 from stoker.trainer.cli import main
 from stoker.trainer.config import render
+from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
-from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.key_index import schema_blocks, schema_keys
 from stoker.trainer.config.schema.root import BertModelBlock, ModelBlock, RootBlock, T5ModelBlock
 
@@ -88,7 +88,7 @@ def nemo_t5(folder: Path, more: str = "") -> None:
 def test_a_document_is_of_the_family_it_names(family: Family, block: type) -> None:
     config = load(f"model={PRESETS[family]}")
     assert type(config.root.model) is block
-    assert RunConfig.from_document(config.document).root == config.root
+    assert config_from_document(config.document).root == config.root
     assert {path for path in config.origins if path.startswith("model.")} >= {
         path for path in schema_keys(family) if path.startswith("model.") and path != "model.data.dataset_kwargs"
     }
@@ -120,10 +120,10 @@ model:
 @pytest.mark.parametrize(
     ("model", "data", "family", "told_by"),
     [
-        ("bert_binary_head: false", "", "bert", "model.bert_binary_head is there"),
-        ("mcore_bert: true", "", "bert", "model.mcore_bert is there"),
-        ("add_lm_head: true", "", "bert", "model.add_lm_head is there"),
-        ("add_pooler: false", "seq_length_dec: 64", "t5", "model.data.seq_length_dec is there"),
+        ("bert_binary_head: false", "", "bert", "model.bert_binary_head is set"),
+        ("mcore_bert: true", "", "bert", "model.mcore_bert is set"),
+        ("add_lm_head: true", "", "bert", "model.add_lm_head is set"),
+        ("add_pooler: false", "seq_length_dec: 64", "t5", "model.data.seq_length_dec is set"),
         ("", "dataset_type: t5", "t5", "model.data.dataset_type is t5"),
         ("bert_binary_head: false\n  mcore_gpt: true", "", "gpt", ""),
         ("bert_binary_head: false\n  family: gpt", "", "gpt", ""),
@@ -229,7 +229,7 @@ def test_a_key_of_the_decoder_at_model_is_read_for_the_decoder() -> None:
     assert not config.historical
     (warned,) = [finding for finding in config.findings if finding.level == "warning"]
     assert warned.keys == (f"model.decoder.{key}",)
-    assert "for the decoder" in warned.message
+    assert "applied to the decoder" in warned.message
     assert "decoder" in problems("model=t5_tiny", f"model.{key}=false", f"model.decoder.{key}=true").popitem()[1].rule
 
 

@@ -9,9 +9,9 @@ import torch
 from adapter_runs import base_folder, finetune, finetune_config
 from hf_folders import change_tensors, letter_tokenizer
 
-from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError, Problem
 from stoker.trainer.conversion.convert_adapters import convert_adapter
+from stoker.trainer.conversion.finetune_defaults import load_finetune_config
 from stoker.trainer.conversion.from_hf import convert_to_stoker
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
@@ -41,7 +41,7 @@ def test_a_tokenizer_key_of_the_user_leaves_the_others_to_the_base(folder: Path)
 
 def test_another_tokenizer_than_that_of_the_base_is_refused(folder: Path, tmp_path: Path) -> None:
     for number, words in enumerate((["tokenizer=byte"], ["tokenizer=char"])):
-        with pytest.raises(UserError, match="has another tokenizer than this run"):
+        with pytest.raises(UserError, match="was trained with a different tokenizer"):
             run_training(finetune_config(folder / "llama", tmp_path / f"run{number}", *words))
     (tmp_path / "same").mkdir()
     letter_tokenizer(tmp_path / "same")
@@ -67,7 +67,7 @@ def test_typed_keys_of_an_adapter_are_its_shape_or_refused(folder: Path) -> None
 
 def test_what_to_learn_must_be_said(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_run_config(None, None, [f"model.restore_from_path={folder / 'llama'}"], {}, finetune=True)
+        load_finetune_config(None, None, [f"model.restore_from_path={folder / 'llama'}"], {})
     (problem,) = caught.value.problems
     assert problem.key == "model.data.data_impl"
     assert "data=sft" in problem.fix
@@ -76,8 +76,8 @@ def test_what_to_learn_must_be_said(folder: Path) -> None:
 @pytest.mark.parametrize(("peft", "rate"), [(None, 2e-5), ("lora", 2e-4), ("adapter", 2e-4), ("ia3", 3e-3)])
 def test_each_scheme_has_its_learning_rate(folder: Path, peft: str | None, rate: float) -> None:
     given = [f"model.restore_from_path={folder / 'llama'}", "data=mock", *([f"peft={peft}"] if peft else [])]
-    assert load_run_config(None, None, given, {}, finetune=True).root.model.optim.lr == rate
-    typed = load_run_config(None, None, [*given, "model.optim.lr=1e-3"], {}, finetune=True)
+    assert load_finetune_config(None, None, given, {}).root.model.optim.lr == rate
+    typed = load_finetune_config(None, None, [*given, "model.optim.lr=1e-3"], {})
     assert typed.root.model.optim.lr == 1e-3
 
 
@@ -97,20 +97,19 @@ def test_an_adapter_of_another_base_is_refused_where_that_is_certain(folder: Pat
         run(other, folder / "lora", "two")
     (told,) = caught.value.lines
     assert told.startswith(f"`model.peft.restore_from_path`: {folder / 'lora'}")
-    assert f"was trained on {base}, and this run begins with {other}, whose weights are others" in told
-    assert f" (decoder.final_norm.weight is the first); set model.restore_from_path={base}; to move it to" in told
+    assert f"was trained on {base}, but this run starts from {other}, whose weights differ" in told
+    assert f" (first in decoder.final_norm.weight); set model.restore_from_path={base}; to use it with" in told
     convert_adapter(
         folder / "lora", tmp_path / "peft", merge=False, to=None, base=None, dtype=None, tokenizer=None, model_type=None
     )
     assert "warning" not in run(other, tmp_path / "peft", "three")  # a name proves nothing, and this one is the same
     other.rename(moved)
-    doubt = f"names {base} as the model it was trained on, and this run begins with {moved}"
+    doubt = f"names {base} as its base model, but this run starts from {moved}"
     assert doubt in run(moved, tmp_path / "peft", "four")
     base.rename(folder / "gone")
     try:
-        assert "the former are no longer there, so whether weights differ is unknown" in run(
-            moved, folder / "lora", "five"
-        )
+        warning = "the original ones are gone, so the weights cannot be compared"
+        assert warning in run(moved, folder / "lora", "five")
     finally:
         (folder / "gone").rename(base)
 
@@ -120,13 +119,13 @@ def test_virtual_tokens_stand_in_front_of_one_example(folder: Path, data: str) -
     given = [f"model.restore_from_path={folder / 'llama'}", f"data={data}", "model.data.path=x", "peft=ptuning"]
     given += ["model.encoder_seq_length=8", "model.peft.p_tuning.virtual_tokens=2"]
     packed = "model.data.packed_sequence"
-    config = load_run_config(None, None, given, {}, finetune=True)
+    config = load_finetune_config(None, None, given, {})
     assert not config.root.model.data.packed_sequence
     (note,) = [finding for finding in config.findings if packed in finding.keys]
     assert note.level == "info"
-    assert not load_run_config(None, None, [*given, f"{packed}=false"], {}, finetune=True).findings
+    assert not load_finetune_config(None, None, [*given, f"{packed}=false"], {}).findings
     with pytest.raises(ConfigError) as caught:
-        load_run_config(None, None, [*given, f"{packed}=true"], {}, finetune=True)
+        load_finetune_config(None, None, [*given, f"{packed}=true"], {})
     assert [(problem.key, problem.fix) for problem in caught.value.problems] == [(packed, f"{packed}=false")]
 
 
@@ -151,10 +150,10 @@ def test_nemos_list_of_files_says_what_is_learnt(folder: Path, tmp_path: Path) -
     text = "model:\n  restore_from_path: {}\n  data:\n    {}\ntrainer: {{limit_val_batches: 0}}\n"
     base = folder / "llama"
     (tmp_path / "nemo.yaml").write_text(text.format(base, "train_ds: {file_names: [a.jsonl]}"))
-    config = load_run_config("nemo", tmp_path, [], {}, finetune=True)
+    config = load_finetune_config("nemo", tmp_path, [], {})
     assert config.root.model.data.data_impl == "jsonl"
     (tmp_path / "none.yaml").write_text(text.format(base, "seq_length: null"))
     with pytest.raises(ConfigError) as caught:
-        load_run_config("none", tmp_path, [], {}, finetune=True)
+        load_finetune_config("none", tmp_path, [], {})
     (problem,) = [problem for problem in caught.value.problems if problem.key == "model.data.data_impl"]
-    assert (problem.rule, problem.origin) == ("must be named: what the model is to learn", "default")
+    assert (problem.rule, problem.origin) == ("must be set: the fine-tuning data", "default")

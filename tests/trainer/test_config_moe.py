@@ -158,21 +158,21 @@ def test_t5_keys_reach_their_own_stack() -> None:
         # how many, and where
         ({**BALANCED, "moe_router_topk": 9}, "error moe_router_topk", "(9) must not be above `num_moe_experts` (8)"),
         ({**BALANCED, "num_moe_experts": 1}, "error moe_router_topk", "(2, the default)"),
-        ({**BALANCED, "moe_layer_freq": 2, "moe_frequency": 2}, "error moe_frequency", "both say which layers"),
+        ({**BALANCED, "moe_layer_freq": 2, "moe_frequency": 2}, "error moe_frequency", "both select the layers"),
         ({**BALANCED, "moe_frequency": 5}, "error moe_frequency", "above `num_layers` (4)"),
         ({**BALANCED, "moe_layer_freq": [0, 1, 0]}, "error moe_layer_freq", "each of the 4 layers"),
         ({**BALANCED, "moe_layer_freq": [0, 0, 0, 0]}, "error moe_layer_freq", "leaves no layer"),
-        ({**BALANCED, "transformer_block_type": "normformer"}, "error transformer_block_type", "no norm inside"),
+        ({**BALANCED, "transformer_block_type": "normformer"}, "error transformer_block_type", "no inner norm"),
         ({**BALANCED, "ffn_dropout": 0.1}, "warning ffn_dropout", "moe_dropout=0.1"),
         ({**BALANCED, "ffn_dropout": 0.1, "moe_frequency": 2}, "", ""),
         ({**BALANCED, "ffn_dropout": 0.1, "moe_shared_expert_intermediate_size": 8}, "", ""),
         # balance
         (BALANCED, "", ""),
-        (EXPERTS, "warning moe_aux_loss_coeff", "(aux_loss, the default) balances nothing"),
+        (EXPERTS, "warning moe_aux_loss_coeff", "(aux_loss, the default) has no effect"),
         (
             {**EXPERTS, "moe_router_load_balancing_type": "aux_loss"},
             "warning moe_aux_loss_coeff",
-            "(aux_loss) balances",
+            "(aux_loss) has no effect",
         ),
         ({**EXPERTS, "moe_router_load_balancing_type": "none"}, "", ""),
         ({**BALANCED, "moe_router_load_balancing_type": "none"}, "warning moe_aux_loss_coeff", "no effect"),
@@ -180,26 +180,30 @@ def test_t5_keys_reach_their_own_stack() -> None:
         ({**EXPERTS, "moe_router_topk": 8}, "", ""),
         # sinkhorn
         (SINKHORN, "", ""),
-        ({**SINKHORN, "moe_aux_loss_coeff": 0.01}, "error moe_aux_loss_coeff", "must not meet"),
-        ({**SINKHORN, "moe_expert_capacity_factor": 1.0}, "error moe_expert_capacity_factor", "knows no capacity"),
-        ({**SINKHORN, "moe_expert_capacity_factor": 0.0}, "error moe_expert_capacity_factor", "knows no capacity"),
-        ({**SINKHORN, "moe_expert_capacity_factor": -1.0}, "warning moe_expert_capacity_factor", "read as null"),
-        ({**SINKHORN, "moe_token_drop_policy": "position"}, "warning moe_token_drop_policy", "knows no capacity"),
+        ({**SINKHORN, "moe_aux_loss_coeff": 0.01}, "error moe_aux_loss_coeff", "cannot be combined"),
+        ({**SINKHORN, "moe_expert_capacity_factor": 1.0}, "error moe_expert_capacity_factor", "has no capacity"),
+        ({**SINKHORN, "moe_expert_capacity_factor": 0.0}, "error moe_expert_capacity_factor", "has no capacity"),
+        ({**SINKHORN, "moe_expert_capacity_factor": -1.0}, "warning moe_expert_capacity_factor", "treated as null"),
+        ({**SINKHORN, "moe_token_drop_policy": "position"}, "warning moe_token_drop_policy", "has no capacity"),
         ({**SINKHORN, "moe_pad_expert_input_to_capacity": True}, "error moe_pad_expert_input_to_capacity", "=false"),
-        ({**SINKHORN, "moe_token_dropping": True}, "error moe_token_dropping", "knows no capacity"),
-        ({**SINKHORN, "moe_router_enable_expert_bias": True}, "error moe_router_enable_expert_bias", "of its own"),
+        ({**SINKHORN, "moe_token_dropping": True}, "error moe_token_dropping", "has no capacity"),
+        (
+            {**SINKHORN, "moe_router_enable_expert_bias": True},
+            "error moe_router_enable_expert_bias",
+            "balances the load itself",
+        ),
         ({**SINKHORN, "moe_router_pre_softmax": True}, "warning moe_router_pre_softmax", "no effect"),
         ({**SINKHORN, "moe_router_score_function": "sigmoid"}, "warning moe_router_score_function", "no effect"),
         ({**SINKHORN, "moe_router_topk_scaling_factor": 2.0}, "warning moe_router_topk_scaling_factor", "no effect"),
         ({**SINKHORN, "moe_router_num_groups": 2}, "warning moe_router_num_groups", "no effect"),
         ({**SINKHORN, "moe_router_group_topk": 2}, "warning moe_router_group_topk", "no effect"),
         # scores
-        ({**BALANCED, "moe_router_topk": 1}, "warning moe_router_pre_softmax", "would learn nothing"),
+        ({**BALANCED, "moe_router_topk": 1}, "warning moe_router_pre_softmax", "would get no gradient"),
         ({**BALANCED, "moe_router_topk": 1, "moe_router_pre_softmax": True}, "", ""),
         (
             {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
             "warning num_moe_experts",
-            "with `moe_router_pre_softmax` too",
+            "also with `moe_router_pre_softmax`",
         ),
         ({**SIGMOID, "moe_router_topk": 1}, "", ""),
         ({**SIGMOID, "moe_router_pre_softmax": True}, "warning moe_router_pre_softmax", "no effect"),
@@ -222,15 +226,19 @@ def test_t5_keys_reach_their_own_stack() -> None:
         ({**BALANCED, "moe_router_num_groups": 3, "moe_router_group_topk": 2}, "error moe_router_num_groups", "2, 4"),
         ({**BALANCED, "moe_router_num_groups": 2, "moe_router_group_topk": 3}, "error moe_router_group_topk", "above"),
         ({**BALANCED, "moe_router_num_groups": 8, "moe_router_group_topk": 1}, "error moe_router_group_topk", "fewer"),
-        ({**BALANCED, "moe_router_num_groups": 2, "moe_router_group_topk": 2}, "warning moe_router_group_topk", "many"),
+        (
+            {**BALANCED, "moe_router_num_groups": 2, "moe_router_group_topk": 2},
+            "warning moe_router_group_topk",
+            "if it equals",
+        ),
         ({**BALANCED, "moe_router_num_groups": 4, "moe_router_group_topk": 2}, "", ""),
         # capacity
         (CAPACITY, "", ""),
         ({**CAPACITY, "moe_pad_expert_input_to_capacity": True}, "", ""),
         ({**CAPACITY, "moe_token_drop_policy": "position"}, "", ""),
         ({**BALANCED, "moe_expert_capacity_factor": 0.0}, "error moe_expert_capacity_factor", "drop every token"),
-        ({**BALANCED, "moe_expert_capacity_factor": -1.0}, "warning moe_expert_capacity_factor", "read as null"),
-        ({**BALANCED, "moe_expert_capacity_factor": 4.0}, "warning moe_expert_capacity_factor", "take every token"),
+        ({**BALANCED, "moe_expert_capacity_factor": -1.0}, "warning moe_expert_capacity_factor", "treated as null"),
+        ({**BALANCED, "moe_expert_capacity_factor": 4.0}, "warning moe_expert_capacity_factor", "at least all tokens"),
         ({**BALANCED, "moe_expert_capacity_factor": 3.9}, "", ""),
         (
             {**BALANCED, "moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 4.0},
@@ -242,7 +250,7 @@ def test_t5_keys_reach_their_own_stack() -> None:
         ({**CAPACITY, "moe_token_dropping": True}, "warning moe_token_dropping", "is read as"),
         ({**BALANCED, "moe_token_drop_policy": "position"}, "warning moe_token_drop_policy", "no effect"),
         # how they are calculated
-        ({**BALANCED, "moe_token_dispatcher_type": "alltoall"}, "info moe_token_dispatcher_type", "changes nothing"),
+        ({**BALANCED, "moe_token_dispatcher_type": "alltoall"}, "info moe_token_dispatcher_type", "has no effect"),
         ({**BALANCED, "moe_grouped_gemm": True}, "", ""),
         ({**BALANCED, "moe_grouped_gemm": False}, "info moe_grouped_gemm", "slow"),
         (
@@ -314,7 +322,7 @@ def test_rules_are_asked_for_each_stack_of_each_family() -> None:
         ("moe_extended_tp=true", "expert parallelism"),
         ("expert_tensor_parallel_size=2", "expert parallelism"),
         ("expert_model_parallel_size=2", "expert parallelism"),
-        ("moe_router_force_load_balancing=true", "at random"),
+        ("moe_router_force_load_balancing=true", "random routing"),
     ],
 )
 def test_values_that_are_refused(override: str, rule: str) -> None:
@@ -560,7 +568,7 @@ def test_experts_keep_at_least_what_the_bound_says(changes: dict[str, Any]) -> N
     described = gpt_slice(keys, vocab_size=128).stack
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = model.train().loss(torch.arange(8).repeat(2, 1), torch.arange(8).repeat(2, 1), 1.0)
-    bound = memory_check._kept_in_experts(described, 16) * 4
+    bound = memory_check._saved_in_experts(described, 16) * 4
     assert 0 < bound <= sum(size for where, size in kept.items() if where not in weights)
     loss.backward()
 

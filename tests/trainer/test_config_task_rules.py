@@ -17,16 +17,16 @@ T5_PIECES = (*T5, "data=mmap", "model.data.data_prefix=x", "model.data.respect_d
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
-        (["model.data.dataset_type=t5"], TYPE, "`family: gpt` learns gpt"),
-        ([*T5, "model.data.dataset_type=bert"], TYPE, "learns t5, t5_prefix_lm, seq2seq"),
-        ([*BERT, "model.data.dataset_type=gpt"], TYPE, "learns bert"),
-        ([*T5, "model.data.dataset_type=seq2seq"], TYPE, "`data_impl: pystd` has none"),
+        (["model.data.dataset_type=t5"], TYPE, "`family: gpt` supports gpt"),
+        ([*T5, "model.data.dataset_type=bert"], TYPE, "supports t5, t5_prefix_lm, seq2seq"),
+        ([*BERT, "model.data.dataset_type=gpt"], TYPE, "supports bert"),
+        ([*T5, "model.data.dataset_type=seq2seq"], TYPE, "`data_impl: pystd` does not have"),
         (
             [*T5, "model.data.data_impl=pystd_docstring", f"{TYPE}=t5"],
             DATA + "data_impl",
-            "`dataset_type: t5` cannot learn",
+            "`dataset_type: t5` does not support",
         ),
-        (["model.data.dataset_type=sft"], TYPE, "`data_impl: pystd` has none"),
+        (["model.data.dataset_type=sft"], TYPE, "`data_impl: pystd` does not have"),
         ([*T5, "data=jsonl", "model.data.path=null"], DATA + "path", "`data_impl: jsonl` needs a file"),
         ([*T5, "model.data.seq_length_dec=100"], DATA + "seq_length_dec", "must be at least 114"),
         ([*T5, "model.data.masked_lm_prob=0.4", "model.data.seq_length_dec=128"], DATA + "seq_length_dec", "at least"),
@@ -36,16 +36,16 @@ T5_PIECES = (*T5, "data=mmap", "model.data.data_prefix=x", "model.data.respect_d
             "at least 79",
         ),
         ([*T5, "model.data.dataset_type=ul2"], TYPE, "use t5, or t5_prefix_lm"),
-        ([*T5, "model.data.permutation=true"], DATA + "permutation", "nothing asks back"),
+        ([*T5, "model.data.permutation=true"], DATA + "permutation", "not a supported objective"),
         ([*T5, "model.data.masked_lm_prob=1.5"], DATA + "masked_lm_prob", "< 1"),
-        ([*T5, "tokenizer=char"], "model.tokenizer.library", "no token that ends a text"),
-        ([*T5, "model.tokenizer.num_sentinel_tokens=20"], "model.tokenizer.num_sentinel_tokens", "28 hidden spans"),
+        ([*T5, "tokenizer=char"], "model.tokenizer.library", "no eos token"),
+        ([*T5, "model.tokenizer.num_sentinel_tokens=20"], "model.tokenizer.num_sentinel_tokens", "28 masked spans"),
         (
             ["model=t5_tiny", "model.seq_length=4096"],
             "model.tokenizer.num_sentinel_tokens",
             "125 sentinels are too few",
         ),
-        (["model=t5_tiny", "model.seq_length=3"], TYPE, "samples of 4 tokens, not 3"),
+        (["model=t5_tiny", "model.seq_length=3"], TYPE, "samples of at least 4 tokens, not 3"),
         ([*T5, "model.data.seq_length=256"], DATA + "seq_length", "must equal `seq_length` (512)"),
     ],
 )
@@ -129,10 +129,10 @@ def test_what_acts_is_not_warned_of(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("family", "mean", "longest", "level", "left"),
     [
-        (T5, 20, 10, "warning", "8.03 is left of it (model.data.max_ngram_size=45 leaves nine tenths)"),
-        (BERT, 4, 3, "warning", "2.31 is left of it"),
-        (T5, 1000, 50, "warning", "48.8 is left of it (model.data.max_ngram_size=1000)"),
-        (T5, 8, 10, "info", "5.9 is left of it"),
+        (T5, 20, 10, "warning", "reduces it to 8.03 (model.data.max_ngram_size=45 keeps 90 % of it)"),
+        (BERT, 4, 3, "warning", "reduces it to 2.31"),
+        (T5, 1000, 50, "warning", "reduces it to 48.8 (model.data.max_ngram_size=1000)"),
+        (T5, 8, 10, "info", "reduces it to 5.9"),
         (T5, 4, 10, "", ""),
         (T5, 1, 1, "", ""),
         ([*T5, "data=mock"], 20, 10, "", ""),  # which has T5's spans
@@ -151,7 +151,7 @@ def test_a_mean_that_is_cut_is_told(family: list[str], mean: int, longest: int, 
 
 def test_places_that_stay_empty_are_told() -> None:
     (finding,) = load(*T5, "model.data.seq_length_dec=128").findings
-    assert "leaves 14 places" in finding.message
+    assert "adds 14 padding tokens" in finding.message
 
 
 def task(*overrides: str) -> Task:

@@ -113,7 +113,7 @@ def test_what_a_folder_leaves_out_is_described(file: Path) -> None:
     root = _root({"limit_val_batches": 0}, data=_text(file.parent))
     assert "left out" not in build_data(root).description
     file.with_name("more.jsonl").write_text("{}")
-    assert "1 file (1 file left out, no plain text by name: more.jsonl); train" in build_data(root).description
+    assert "1 file (1 file skipped, not plain text by name: more.jsonl); train" in build_data(root).description
 
 
 def test_override_vocab_size(file: Path) -> None:

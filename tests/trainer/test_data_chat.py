@@ -125,7 +125,7 @@ HOSTILE = {
     "environment": ("{{ self._TemplateReference__context.environment }}", "unsafe"),
     "date": ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
     "refuses": ("{{ raise_exception('no\nsuch role') }}", "it says: no such role"),
-    "syntax": ("{% for m in messages %}", "it is no template: .*endfor"),
+    "syntax": ("{% for m in messages %}", "it is not a valid template: .*endfor"),
     "memory": (
         "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "needs more than 1,024 MiB",
@@ -156,7 +156,7 @@ def test_a_hostile_template_ends_in_one_line(name: str) -> None:
 def test_a_template_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     with (
-        pytest.raises(UserError, match=r"stopped: it takes more than 1 seconds|needs more than"),
+        pytest.raises(UserError, match=r"stopped: it exceeded the limit of 1 seconds|needs more than"),
         ChatTemplate(source).renderer() as renderer,
     ):
         renderer.prompt(CHAT)
@@ -193,7 +193,7 @@ def test_marks_are_found_where_the_text_is_moved() -> None:
     text, spans = renderer.conversation(CHAT, None)
     assert text == "head Grüße! How?;Well, été.;And\nnow?; 7 ;"
     assert [text[a:b] for a, b in spans] == ["Well, été.", " 7 "]
-    with pytest.raises(TemplateError, match="no template"):
+    with pytest.raises(TemplateError, match="not a valid template"):
         ChatRenderer("{% endgeneration %}", {})
 
 
@@ -238,7 +238,7 @@ def test_a_conversation_that_a_template_refuses_is_named(tmp_path: Path) -> None
 
 
 def test_characters_have_no_default_template() -> None:
-    with pytest.raises(UserError, match="token that ends an answer"):
+    with pytest.raises(UserError, match="EOS token to end answers"):
         chat_of(CharTokenizer("ab"))
 
 

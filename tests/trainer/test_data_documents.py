@@ -134,5 +134,5 @@ def test_characters_do_not_end_documents(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be " * 20)
     data = {"data_impl": "text", "path": str(tmp_path / "text.txt"), "splits_string": "8,1,1"}
     for key in ("reset_attention_mask", "reset_position_ids"):
-        with pytest.raises(UserError, match=f"`model.data.{key}`.*end-of-document token, which the char tokenizer"):
+        with pytest.raises(UserError, match=f"`model.data.{key}`.*end-of-document token; the char tokenizer"):
             build_data(_root(data=data | {key: True}, tokenizer={"library": "char"}))

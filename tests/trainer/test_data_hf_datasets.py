@@ -84,7 +84,7 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ({"train": ROWS}, {"nme": "x"}, r"dataset_kwargs` \(nme\) must be of name, revision"),
         ({"validation": ROWS}, {}, "no split `train`; it has validation"),
-        ({"train": ROWS}, {"test": "held"}, r"no split `held`; it has train; .*kwargs\.test names it"),
+        ({"train": ROWS}, {"test": "held"}, r"no split `held`; it has train; set .*kwargs\.test"),
         (
             ConnectionError("no\nnetwork"),
             {},
@@ -133,7 +133,7 @@ def test_splits_string_that_divides_nothing_is_told(monkeypatch: pytest.MonkeyPa
 
 def test_keys() -> None:
     of = ["data=sft", "model.data.data_impl=huggingface"]
-    assert "a name of the hub" in problems(*of)[PATH].rule
+    assert "a name on the hub" in problems(*of)[PATH].rule
     assert not load(*of, f"{PATH}=org/name", "model.data.dataset_kwargs.validation=dev").findings
     assert not load(*of, f"{PATH}=org/name", "model.data.chat=true").findings
 

@@ -340,7 +340,7 @@ def test_too_few_sentinels_and_too_little_text_are_told(texts: Path, tmp_path: P
     document["model"]["tokenizer"]["num_sentinel_tokens"] = 3
     with pytest.raises(UserError, match=r"14 spans, and the tokenizer 3 sentinels"):
         build_data(RootBlock.model_validate(document))
-    with pytest.raises(UserError, match=r"`model\.seq_length` \(40000\) takes .* tokens of text"):
+    with pytest.raises(UserError, match=r"`model\.seq_length` \(40000\) needs .* tokens of text"):
         build_data(root(length=40000, **text_data(texts)))
     short = tmp_path / "short.txt"
     short.write_text("abcd")

@@ -194,7 +194,7 @@ def test_folder_tells_of_what_it_leaves_out(tmp_path: Path) -> None:
     for name in ("a.jsonl", "part0/b.bin", "part0/b.idx", "z.gz"):
         (folder / name).write_text("{}")
     corpus = read_text(folder, THIRDS)
-    assert corpus.left_out == "4 files left out, no plain text by name: a.jsonl, part0/b.bin, part0/b.idx, ..."
+    assert corpus.left_out == "4 files skipped, not plain text by name: a.jsonl, part0/b.bin, part0/b.idx, ..."
     assert (corpus.files, corpus.fingerprint) == (5, before)
 
 

@@ -76,7 +76,7 @@ def test_every_encoder_length_is_filled_to_the_token(encoder, corruption):
 def test_a_decoder_side_that_is_too_short_is_refused():
     with pytest.raises(ValueError, match="at least 114"):
         window_length(512, T5, 100)
-    with pytest.raises(ValueError, match="filled by no text; 3 is"):
+    with pytest.raises(ValueError, match="cannot be filled exactly; use 3"):
         window_length(4, Corruption(0.5, 1.0))  # 3 tokens give 3, 4 give 5
     with pytest.raises(ValueError, match="at least 3"):
         window_length(2, T5)

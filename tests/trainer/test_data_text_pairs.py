@@ -76,8 +76,8 @@ def test_the_fingerprint_is_that_of_the_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("[1]", "line 2 of .* must be an object; one object a line is wanted"),
-        ("[", r"line 2 of .* is not JSON \(Expecting value at column 3\); one object a line is wanted"),
+        ("[1]", "line 2 of .* must be a JSON object; each line must be one"),
+        ("[", r"line 2 of .* is not JSON \(Expecting value at column 3\); each line must be one object"),
         ('{"input": "x"', "line 2 of .* is not JSON"),
         ('{"input": "x", "label": "y"}', "must have a text `output`; it has `input`, `label`.*label_key=label"),
         (

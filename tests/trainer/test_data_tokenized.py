@@ -76,8 +76,8 @@ def test_forms_of_a_prefix(value: Any, paths: tuple[str, ...], weights: tuple[fl
     ("value", "words"),
     [
         ([], "empty"),
-        ([0.5, "a", "b"], "in turn"),
-        (["a", 0.5], "in turn"),
+        ([0.5, "a", "b"], "alternating weights"),
+        (["a", 0.5], "alternating weights"),
         ([0.5, "a", 0, "b"], "gives b the weight 0"),
         ([-1.0, "a"], "must be positive"),
         ({"validation": "a"}, "no `train`"),
@@ -144,7 +144,7 @@ def test_the_tokenizer_beside_the_data(tmp_path: Path) -> None:
     assert build_data(root(prefix), chars).tokenizer is chars
     with pytest.raises(UserError, match="tokenizer of the checkpoint is not the tokenizer that made the data"):
         build_data(root(prefix), ByteTokenizer())
-    with pytest.raises(UserError, match=r"library.*char.*made from text"):
+    with pytest.raises(UserError, match=r"library.*char.*built from text"):
         build_data(root(prefix, model={"tokenizer": {"library": "char"}}))
     with pytest.raises(UserError, match="needs a tokenizer with an end-of-document token"):
         build_data(root(prefix, eod_mask_loss=True))
@@ -158,10 +158,10 @@ def test_the_tokenizer_beside_the_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, "is not what `stoker preprocess` writes"),
-        ({"tokenizer": "byte-level"}, "is not what `stoker preprocess` writes"),
-        ({"documents": 41}, "tells of 41 documents"),
-        ({"tokens": None}, "tells of None tokens"),
+        ({"format": 2}, "was not written by `stoker preprocess`"),
+        ({"tokenizer": "byte-level"}, "was not written by `stoker preprocess`"),
+        ({"documents": 41}, "lists 41 documents"),
+        ({"tokens": None}, "lists None tokens"),
         ({"tokenizer": {"tokenizer": "char", "characters": "ba"}}, "sorted"),
     ],
 )
@@ -224,13 +224,14 @@ def test_the_configuration_names_what_is_wrong() -> None:
     at = "model.data.data_prefix"
     assert "needs the path" in problems("model.data.data_impl=mmap")[at].rule
     assert "`data_impl: mmap` only" in problems(f"{at}=x")[at].rule
-    assert "in turn" in problems("data=mmap", f"{at}=[0.5,a,b]")[at].rule
+    assert "alternating weights" in problems("data=mmap", f"{at}=[0.5,a,b]")[at].rule
     assert "'valid'" in problems("data=mmap", f"{at}.train=a", f"{at}.valid=b")[at].rule
     assert "no `validation`" in problems("data=mmap", f"{at}.train=a")[at].rule
     assert problems("data=mmap", f"{at}={{train: {{a: b}}}}")
     assert problems("data=mmap", f"{at}=true")
     assert (
-        "ends documents" in problems("tokenizer=char", "model.data.eod_mask_loss=true")["model.data.eod_mask_loss"].rule
+        "end-of-document token"
+        in problems("tokenizer=char", "model.data.eod_mask_loss=true")["model.data.eod_mask_loss"].rule
     )
     loaded = load("data=mmap", f"{at}={{train: [0.5, a, 0.5, b], validation: c}}").root.model.data.data_prefix
     assert loaded == {"train": [0.5, "a", 0.5, "b"], "validation": "c"}
@@ -269,7 +270,7 @@ def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) 
     assert "model.data.data_impl=mine?" in problems("model.data.data_impl=mien")["model.data.data_impl"].fix
     with pytest.raises(UserError, match=r"\(mine\), train: no such corpus"):
         mine(wrong="value")
-    with pytest.raises(UserError, match=r"made object for train"):
+    with pytest.raises(UserError, match=r"returned object for train"):
         mine(wrong="samples")
     with pytest.raises(UserError, match=r"no_such_package_anywhere:samples cannot be imported"):
         build_data(root(None, data_impl="gone"))
@@ -299,7 +300,7 @@ def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path)
     made = {}
     for number in (0, 1):
         folder = tmp_path / str(number)
-        train._data_of_all(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
+        train._build_data(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
         made[number] = folder.is_dir()
     assert made == {0: True, 1: False}
 
@@ -332,12 +333,12 @@ def test_documents_that_describe_no_tokenizer_are_refused_in_a_line(tmp_path: Pa
         if definition is not None:
             document["definition"] = definition
         path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": document}))
-    with pytest.raises(UserError, match=r"the tokenizer in the \.json file beside the data"):
+    with pytest.raises(UserError, match=r"the tokenizer in the \.json file of the data"):
         build_data(root(sets))
 
 
 def test_a_tokenizer_that_nobody_vouches_for_is_told(tmp_path: Path) -> None:
     prefix = token_set(tmp_path, "a")
-    assert "taken for that of the data, which do not say" in build_data(root(prefix)).description
+    assert "assumed; the data do not record theirs" in build_data(root(prefix)).description
     record(prefix, ByteTokenizer())
     assert "do not say" not in build_data(root(prefix)).description

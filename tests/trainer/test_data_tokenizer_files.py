@@ -345,12 +345,12 @@ def test_cutting_and_padding_of_the_file_are_left_out() -> None:
         ("", "not JSON"),
         ("[]", "no object `model`"),
         ('{"model": 1}', "no object `model`"),
-        ('{"model": {}}', "refuses"),
+        ('{"model": {}}', "rejects"),
         ("[" * 100_000, "not JSON"),
         (lambda: changed(model={**byte_level()["model"], "dropout": 0.1}), "random"),
         (lambda: changed(model={**byte_level()["model"], "vocab": {"a": 4_000_000_000}, "merges": []}), "below"),
         (lambda: changed(model={**byte_level()["model"], "vocab": {}, "merges": []}, added_tokens=[]), "below"),
-        (lambda: changed(pre_tokenizer={**SPLIT, "pattern": {"Regex": "("}, "behavior": "Isolated"}), "refuses"),
+        (lambda: changed(pre_tokenizer={**SPLIT, "pattern": {"Regex": "("}, "behavior": "Isolated"}), "rejects"),
         (lambda: changed(decoder={"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True}), "CTC"),
         (lambda: changed(padding={"type": "x"}) + " " * (60 << 20), "larger"),
     ],
@@ -409,7 +409,7 @@ def test_characters_are_cut_as_the_library_cuts_them() -> None:
     for kind in (r"\p{L}", r"\p{N}", r"\s"):
         bounds |= {
             ord(end)
-            for end in re.findall(r"[^-]", gpt2_pretokenizer._characters(kind).encode().decode("unicode_escape"))
+            for end in re.findall(r"[^-]", gpt2_pretokenizer._character_class(kind).encode().decode("unicode_escape"))
         }
     codes = (
         {code + step for code in bounds for step in (-1, 0, 1)} | set(range(0x300)) | set(range(0, 0x110000, 0x1357))
@@ -433,8 +433,8 @@ def test_long_texts_are_cut_in_slices_without_a_trace(text: str, size: int) -> N
 
 
 def test_a_full_memory_of_words_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt2_pretokenizer, "_REMEMBERED_WORDS", 3)
-    monkeypatch.setattr(gpt2_pretokenizer, "_LONGEST_REMEMBERED", 5)
+    monkeypatch.setattr(gpt2_pretokenizer, "_MAX_CACHED_WORDS", 3)
+    monkeypatch.setattr(gpt2_pretokenizer, "_MAX_CACHED_WORD_LENGTH", 5)
     tokenizer = define(changed(), {})
     assert [tokenizer.encode(text).tolist() for text in CORPUS] == [by_the_library(tokenizer, text) for text in CORPUS]
     assert tokenizer._words is not None

@@ -116,7 +116,7 @@ def test_each_kind_of_bad_line_is_counted(tmp_path: Path, capsys: pytest.Capture
     assert skipped == {kind: kinds.count(kind) for kind in kinds}
     printed = capsys.readouterr().out
     for kind in kinds:
-        there = "; --json-key is one of 'other'" if kind == "no key 'text'" else ""
+        there = "; set --json-key to one of 'other'" if kind == "no key 'text'" else ""
         assert f"{kind}: {kinds.count(kind)}, first at {tmp_path}/a.jsonl:{kinds.index(kind) + 2}{there}\n" in printed
 
 
@@ -136,7 +136,7 @@ def test_the_first_bad_line_can_end_it(
     assert not (tmp_path / "p.bin").exists()
     assert main(command) == 0
     captured = capsys.readouterr()
-    assert "going on from" in captured.err
+    assert "resuming from" in captured.err
     assert f"not JSON: 1, first at {path}:251" in captured.out
 
 
@@ -146,15 +146,15 @@ def test_a_file_without_any_good_line_is_an_error(tmp_path: Path, capsys: pytest
     command = ["preprocess", str(tmp_path), "--output-prefix", str(tmp_path / "p"), "--workers", "1"]
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path}/b.jsonl: none of 4 gives a document" in error
-    assert f"no key 'text': 4, first at {tmp_path}/b.jsonl:1; --json-key is one of 'content'" in error
+    assert f"{tmp_path}/b.jsonl: none of 4 is a usable document" in error
+    assert f"no key 'text': 4, first at {tmp_path}/b.jsonl:1; set --json-key to one of 'content'" in error
     assert not (tmp_path / "p.bin").exists()
     (tmp_path / "a.jsonl").unlink()
     command.append("--overwrite")
     assert main([*command, "--on-error", "stop"]) == 2
-    assert f"{tmp_path}/b.jsonl:1: no key 'text'; --json-key is one of 'content'" in capsys.readouterr().err
+    assert f"{tmp_path}/b.jsonl:1: no key 'text'; set --json-key to one of 'content'" in capsys.readouterr().err
     assert main([*command, "--train-tokenizer", "300"]) == 2
-    assert "holds no document; no key 'text'; --json-key is one of 'content'" in capsys.readouterr().err
+    assert "holds no document; no key 'text'; set --json-key to one of 'content'" in capsys.readouterr().err
 
 
 def test_damaged_compression_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,14 +297,14 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
             assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number], printed
             assert not (tmp_path / "p.bin").exists()
             if number != signal.SIGKILL:
-                assert "the same command goes on" in printed
+                assert "the same command resumes" in printed
     assert killed >= 2
     with journal.open("ab") as file:
         file.write(b'{"part": [1')  # torn
     (tmp_path / "p.parts" / ".0000001.bin.1-x.tmp").write_text("left over")
     last = subprocess.run([*command, "--output-prefix", str(tmp_path / "p"), "--workers", "1"], **quiet)
     assert last.returncode == 0, last.stderr
-    assert "going on from" in last.stderr
+    assert "resuming from" in last.stderr
     assert digest(tmp_path / "p") == digest(tmp_path / "whole")
     assert not (tmp_path / "p.parts").exists()
 
@@ -319,7 +319,7 @@ def test_parts_of_another_command_are_refused(
     assert main([*command, "--on-error", "stop"]) == 2
     capsys.readouterr()
     assert main([*command, "--no-append-eod"]) == 2
-    assert "append_eod was True, is False" in capsys.readouterr().err
+    assert "append_eod was True, now False" in capsys.readouterr().err
     os.utime(tmp_path / "a.jsonl", (1, 1))
     assert main(command) == 2
     assert "was changed" in capsys.readouterr().err

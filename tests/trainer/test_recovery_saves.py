@@ -177,11 +177,11 @@ def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path,
     def refuse(self, text):
         raise UserError("cannot write the run's logs", EXIT_IO)
 
-    def fail(self, step):
+    def fail(self):
         monkeypatch.setattr(Journal, "note", refuse)
         raise UserError("cannot write checkpoint", EXIT_IO)
 
-    monkeypatch.setattr("stoker.trainer.callbacks.train_loop.RunLoop._ask", fail)
+    monkeypatch.setattr("stoker.trainer.callbacks.train_loop.RunLoop._reduce_flags", fail)
     assert train(tmp_path / "run") == EXIT_IO
     assert capsys.readouterr().err.splitlines() == ["cannot write checkpoint"]
 

@@ -329,5 +329,5 @@ def test_a_time_limit_that_is_over_before_the_first_step_is_explained(tmp_path):
     config = tiny_config(tmp_path, exp_manager__max_time_per_run="00:00:00:00")
     result = run_training(config)
     assert (result.step, result.exit_code) == (0, 0)
-    told = "warning: exp_manager.max_time_per_run=00:00:00:00 was over before the first step, and would be again"
+    told = "warning: exp_manager.max_time_per_run=00:00:00:00 elapsed before the first step, and would again"
     assert told in (tmp_path / "run.log").read_text()

@@ -202,7 +202,7 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
         "unknown: ../../evil",
     ),
     "index_leads_out": (lambda place: _as_index(place, "../outside.safetensors"), "is not the plain name of a file"),
-    "code_beside": (_code_beside, "code that comes with it, which is never run"),
+    "code_beside": (_code_beside, "remote code, which is never run"),
     "a_million_layers": (
         lambda place: change_config(place.folder, num_hidden_layers=10**6),
         "there are 1,000,000 layers, but only 21 tensors",
@@ -251,8 +251,8 @@ def test_wicked_adapters(place: Place, refused: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("_target_: os.system", "a configuration never names code to run"),
-        ("seed: !!python/object/apply:os.mkdir [MARKER]", "a file cannot make objects"),
+        ("_target_: os.system", "a configuration must not name code to run"),
+        ("seed: !!python/object/apply:os.mkdir [MARKER]", "only plain values are supported, not objects"),
         ("a: &a [1, 1]\nb: &b [*a, *a]\nc: &c [*b, *b]\n" + "d: [" + ", ".join(["*c"] * 120) + "]", "alias"),
     ],
     ids=["target", "tag", "aliases"],
@@ -289,11 +289,11 @@ def _resealed(saved: Path, folder: Path, change: Callable[[dict[str, Any]], obje
 CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "target": (
         lambda documents: documents["config"]["model"].update({"_target_": "os.system"}),
-        "a configuration never names code to run",
+        "a configuration must not name code to run",
     ),
     "environment": (
         lambda documents: documents["config"]["model"].update({"encoder_seq_length": "${oc.env:HOME}"}),
-        "values that come from the environment are not read from here",
+        "environment variables are not resolved here",
     ),
     "a_million_layers": (
         lambda documents: documents["config"]["model"].update({"num_layers": 10**6}),
@@ -322,7 +322,7 @@ def test_a_tokenizer_with_an_id_of_2_to_the_48(saved: Path, place: Place, refuse
 
     checkpoint = _resealed(saved, place.folder.parent / "wicked", change)
     told = refused("generate", "--checkpoint", checkpoint, "--prompt", "a", "--device", "cpu")
-    assert "the tokenizers library refuses it" in told
+    assert "the tokenizers library rejects it" in told
 
 
 def test_a_tokenizer_that_leads_out(place: Place, refused: Callable[..., str]) -> None:
@@ -355,8 +355,8 @@ TEMPLATES = {
     "file": ("{% include '/etc/passwd' %}", "no loader for this environment"),
     "memory": ("{{ 'a' * 10**11 }}", "of memory"),
     "output": ("{% for i in range(9999) %}{{ 'aaaaaaaaaa' * 9999 }}{% endfor %}", "characters"),
-    "time": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than"),
-    "no_template": ("{% for %}", "it is no template"),
+    "time": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it exceeded the limit"),
+    "no_template": ("{% for %}", "it is not a valid template"),
 }
 
 

@@ -200,7 +200,7 @@ def test_other_geometry_is_an_error_that_lists_what_differs(tmp_path):
         checkpoint.load_weights(nn.Sequential(nn.Linear(4, 5), nn.Identity()).to(torch.bfloat16))
     text = str(error.value)
     assert "0.weight is bf16 [3, 4], the model needs bf16 [5, 4]" in text
-    assert "1.weight has no place in this model" in text
+    assert "1.weight does not exist in this model" in text
     with pytest.raises(UserError, match="the model needs f32"):
         checkpoint.load_weights(net().float())
     model = net().float()

@@ -30,7 +30,7 @@ from stoker.models.t5 import T5
 from stoker.trainer.checkpoint.reader import find_checkpoint, open_checkpoint
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.batch_spec import sample_form
-from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.load import config_from_document
 from stoker.trainer.conversion.load_model import restore
 from stoker.trainer.conversion.to_hf import convert_to_hf
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
@@ -49,7 +49,7 @@ def our_model(folder: Path, dtype: torch.dtype) -> LanguageModel:
     """The model of a converted folder."""
     checkpoint, complaints = find_checkpoint(folder)
     assert complaints == []
-    root = RunConfig.from_document(checkpoint.config_document).root
+    root = config_from_document(checkpoint.config_document).root
     model = build_model(
         root.model,
         vocab_size=VOCAB,
@@ -269,7 +269,7 @@ def test_a_folder_is_asked_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     for words, says in (
         ([], "no model is given; pass its folder as DIR or --checkpoint DIR"),
         ([str(ours), "--checkpoint", str(theirs)], f"{ours} and --checkpoint {theirs} both give the model"),
-        ([str(theirs), "--ema"], f"--ema: {theirs} is a model of Hugging Face's, which holds no moving average"),
+        ([str(theirs), "--ema"], f"--ema: {theirs} is a Hugging Face model, which has no EMA weights"),
         ([str(theirs), "--base", "x"], f"--base x: {theirs} holds a whole model; leave --base out"),
         ([str(ours), "--base", "x"], "step-0 holds a whole model; leave --base out"),
         ([str(tmp_path / "bare")], f"`stoker convert {tmp_path / 'bare'} FOLDER` takes --tokenizer"),

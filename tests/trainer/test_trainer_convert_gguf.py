@@ -107,7 +107,7 @@ def test_what_is_not_a_llama_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     write(path, pre="deepseek-coder")
     refused("(gpt2, deepseek-coder) must be gpt2 with gpt-2 or smollm; give the folder")
     write(path, llama__attention__scale=2.0)
-    refused("its metadata: `attention.scale` (2.0) is not known here")
+    refused("its metadata: `attention.scale` (2.0) is not supported")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     refused("is not a GGUF file, or damaged")

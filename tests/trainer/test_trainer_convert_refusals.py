@@ -79,16 +79,16 @@ FIELDS = {
         ({"attention_dropout": 1.5}, "`attention_dropout` (1.5) must be a number from 0 to below 1"),
         ({"rope_parameters": {"type": "dynamic", "factor": 2.0}}, "(dynamic) must be default, linear, llama3 or yarn"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "`rope_scaling.factor` (null) must be a number above 0"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "new": 1}}, "`rope_scaling.new` is not known here"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "new": 1}}, "`rope_scaling.new` is not supported"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "`rope_scaling` and `rope_parameters` contradict"),
         ({"rope_scaling": [1]}, "`rope_scaling` ([1]) must be an object"),
         ({"tie_word_embeddings": True}, "`tie_word_embeddings` (true) contradicts the weights"),
         ({"quantization_config": {"bits": 4}}, "the weights are quantized"),
-        ({"auto_map": {"AutoModel": "evil.Model"}}, "code that comes with it, which is never run"),
-        ({"architectures": ["LlamaForTokenClassification"]}, "must be LlamaForCausalLM: it is another model"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "remote code, which is never run"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "must be LlamaForCausalLM: other model classes are not"),
         ({"is_encoder_decoder": True}, "`is_encoder_decoder` (true) must be false"),
-        ({"attn_temperature": 2}, "`attn_temperature` (2) is not known here, and may change the results"),
-        ({"_target_": "os.system"}, "`_target_` (os.system) is not known here"),
+        ({"attn_temperature": 2}, "`attn_temperature` (2) is not supported and may change the results"),
+        ({"_target_": "os.system"}, "`_target_` (os.system) is not supported"),
         ({"model_type": "gpt_oss"}, "`model_type` (gpt_oss) is none of llama, mistral, qwen2"),
         ({"num_attention_heads": 5}, "`num_attention_heads` (5) must be a multiple of `num_query_groups` (2)"),
         ({"intermediate_size": 51}, "mlp.down_proj.weight has the shape [36, 50], which must be [36, 51]"),
@@ -420,7 +420,7 @@ def test_a_wicked_checkpoint(saved: Callable[[str], Path], tmp_path: Path, capsy
     seal(step, records, state, document, tokenizer)
     told = refusal(capsys, tmp_path / "ours", tmp_path / "back", options=())
     assert "model._target_ = os.system" in told
-    assert "a configuration never names code to run" in told
+    assert "a configuration must not name code to run" in told
 
     (step / "config.json").write_text("{}")
     assert "config.json has 2 bytes instead of" in refusal(capsys, step, tmp_path / "back", options=())

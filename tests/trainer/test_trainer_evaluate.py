@@ -20,7 +20,7 @@ from stoker.trainer.checkpoint.reader import OPTIMIZER, WEIGHTS, RunState
 from stoker.trainer.checkpoint.writer import Content, write_checkpoint
 from stoker.trainer.cli import evaluate as evaluate_command
 from stoker.trainer.cli import generate as generate_command
-from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.load import config_from_document
 from stoker.trainer.conversion.load_model import restore
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import EvaluationWindows
@@ -115,7 +115,7 @@ def test_xz_baseline() -> None:
 
 def _write_run(path: Path, text: Path, fingerprint: str | None = None, **model: Any) -> tuple[Path, GPT]:
     """A run directory with one checkpoint of an untrained model, and that model."""
-    config = RunConfig.from_document(
+    config = config_from_document(
         {
             "model": {
                 "family": "gpt",
@@ -316,7 +316,7 @@ def test_evaluate_tells_what_a_folder_leaves_out(
     assert _run(evaluate_command, *command) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["bytes"] == 26
-    assert "1 file left out, no plain text by name: b.jsonl" in said.err
+    assert "1 file skipped, not plain text by name: b.jsonl" in said.err
 
 
 def test_generate_command_repeats_itself(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def test_nothing_left_is_exit_2_with_every_reason(capsys: pytest.CaptureFixture[
     assert main(["explain", "attention", *words]) == 2
     shown = capsys.readouterr().out
     assert "training: no attention backend for cpu, fp32" in shown
-    assert "no dropout (0.1)" in shown
+    assert "not support dropout (0.1)" in shown
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,9 +191,9 @@ def test_samples_that_are_made_differently_are_told_when_a_run_goes_on(
     said = capfd.readouterr().out
     assert "`model.data.masked_lm_prob` was 0.15 in step-1 and is 0.3 now" in said
     assert "`model.data.splits_string` was" in said
-    assert said.count("samples are made differently") == 2
+    assert said.count("samples are built differently") == 2
     run_training(tiny_config(tmp_path, model=other, trainer__max_steps=3))
-    assert "made differently" not in capfd.readouterr().out
+    assert "built differently" not in capfd.readouterr().out
 
 
 # ---------------------------------------------------------------- commands
@@ -205,7 +205,7 @@ def test_flash_on_a_cpu_is_refused_with_what_it_cannot_do(tmp_path: Path, capsys
     assert main.main(["train", "model=t5_base", "trainer=cpu", *flash, where]) == 2
     said = capsys.readouterr().err
     assert re.findall("attention `(.*?)`", said) == ["encoder", "decoder", "cross"]  # all at once
-    assert said.count("no dropout (0.1) and no bias with gradient") == 2
+    assert said.count("not support dropout (0.1) or a bias with gradient") == 2
     assert not (tmp_path / "run").exists()
 
 

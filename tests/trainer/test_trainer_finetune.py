@@ -183,7 +183,7 @@ def test_a_whole_model_is_no_adapter_and_an_adapter_no_whole_model(ours: Path, t
         finetune_config(adapter, tmp_path / "next")
     with pytest.raises(UserError, match=r"holds a whole model; set model\.restore_from_path"):
         peft_run(ours, tmp_path / "wrong", "lora", model__peft__restore_from_path=str(ours))
-    with pytest.raises(UserError, match="this run to none; use the same"):
+    with pytest.raises(UserError, match="this run uses none; use the same"):
         run_training(tiny_config(tmp_path / "adapter", model__max_position_embeddings=32))
 
 
@@ -242,7 +242,7 @@ def test_another_shape_contradicts(theirs: Path, override: str, key: str, said: 
     assert said in found[key].rule
     if "=" in key:
         assert list(found) == [key]
-        assert found[key].fix == f"leave out {key}: the shape comes with the weights"
+        assert found[key].fix == f"leave out {key}: the shape comes from the pretrained model"
 
 
 def test_a_folder_without_a_tokenizer_needs_one(theirs: Path, tmp_path: Path) -> None:

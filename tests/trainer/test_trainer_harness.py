@@ -228,7 +228,7 @@ def test_generation_keys_that_do_not_act_are_refused(models: tuple[Path, Path]) 
         model.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=False)
     for asked, says in (
         ({"num_beams": 4}, "generation_kwargs num_beams are not supported"),
-        ({"max_gen_toks": LENGTH}, rf"max_gen_toks \({LENGTH}\) must be less than the {LENGTH} tokens"),
+        ({"max_gen_toks": LENGTH}, rf"max_gen_toks \({LENGTH}\) must be less than the context length {LENGTH}"),
     ):
         request = Instance(request_type="generate_until", doc={}, arguments=("a", asked), idx=0)
         with pytest.raises(UserError, match=says):

@@ -42,7 +42,7 @@ def test_a_resumed_run_goes_on_from_its_own(tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     run(tmp_path / "second", trainer__max_steps=3, exp_manager__resume_if_exists=True, **begin)
     said = capsys.readouterr().out
-    assert "going on from" in said
+    assert "resuming from" in said
     assert "weights from" not in said
 
 
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
                 "model__data": {"data_impl": "text", "path": str(text)},
                 "trainer__limit_val_batches": 0,
             },
-            "another tokenizer",
+            "a different tokenizer",
         ),
     ):
         with pytest.raises(UserError, match=says):

@@ -365,8 +365,8 @@ def test_values_are_those_of_their_time_and_nothing_later_is_waited_for() -> Non
             tensor.zero_()
             torch.cuda._sleep(1_000_000_000)
             end.record()
-        assert values._arrived is not None
-        begun_early = not values._arrived.query()
+        assert values._copied is not None
+        begun_early = not values._copied.query()
         assert values.get().tolist() == [1.0, 1.0, 1.0]
         assert 0.01 < at.seconds_since(start) < 0.5
         early.append((begun_early, not end.query()))

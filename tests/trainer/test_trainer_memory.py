@@ -107,7 +107,7 @@ def test_an_allocation_that_fails_is_an_error_of_the_user(tmp_path, monkeypatch)
     def fail(*_):
         raise failed.value
 
-    monkeypatch.setattr(build_datasets, "_mock", fail)
+    monkeypatch.setattr(build_datasets, "_mock_data", fail)
     with pytest.raises(UserError, match="out of memory on cpu") as error:
         run_training(tiny_config(tmp_path / "run"))
     assert "micro_batch_size" in error.value.lines[1]
@@ -133,7 +133,7 @@ def test_peaks_are_those_of_the_run(monkeypatch, kind, is_initialized):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", begun.append)
     device = torch.device(kind)
-    running._forget_earlier_runs(device)
+    running._free_previous_runs(device)
     assert begun == ([device] if kind == "cuda" and is_initialized else [])
 
 

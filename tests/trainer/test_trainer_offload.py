@@ -56,7 +56,7 @@ def test_a_run_says_what_it_offloads_and_updates_weights_on_the_device(
     run_training(tiny_config(tmp_path, **RUN, **OFFLOADS, trainer__max_steps=2))
     assert len(brought) == 2  # before each update, for weights that no gradient has gone through
     said = capsys.readouterr().out
-    assert "host memory keeps of the first 2 layers what they save for the backward and their weights" in said
+    assert "CPU offloading of the first 2 layers: activations and weights (" in said
 
 
 @pytest.fixture(scope="module")
@@ -83,4 +83,4 @@ def test_two_ranks_are_the_same_with_and_without(
     ours = runs.run(f"{name}-ours", 2, **changes, **offloads, offloads=True)
     for kind in ("model", "optimizer"):
         assert difference(plain / "checkpoints" / "step-2", ours / "checkpoints" / "step-2", kind) == 0, kind
-    assert "host memory keeps" in (ours / "run.log").read_text()
+    assert "CPU offloading of the first" in (ours / "run.log").read_text()

@@ -256,7 +256,7 @@ def test_the_bound_counts_the_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("key", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
 def test_a_tokenizer_without_an_end_is_refused(key: str) -> None:
     found = problems("tokenizer=char", f"{DATA}{key}=true")
-    assert "needs a token that ends documents" in found[f"{DATA}{key}"].rule
+    assert "needs an end-of-document token" in found[f"{DATA}{key}"].rule
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def shown(*, live, terminal):
     panel = Panel(10_000, live=live, title="name")
     output = io.StringIO()
     panel._console = Console(file=output, force_terminal=terminal, width=100, soft_wrap=True, highlight=False)
-    panel._wants_live = live and terminal
+    panel._use_live = live and terminal
     panel.say("a [plain] line")
     panel.show_step(REPORT)
     panel.show_validation(120, {"val_loss": 2.5})

@@ -199,7 +199,7 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"the weights in .* differ from those"):
             act()
     base.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="which is not there; put it back, or name the place it has now: --base FOLDER"):
+    with pytest.raises(UserError, match="which does not exist; give its current path with --base FOLDER"):
         restore(run, "cpu")
     (tmp_path / "elsewhere" / "model.safetensors").write_bytes(original)
     assert restore(run, "cpu", tmp_path / "elsewhere").state.base

@@ -212,7 +212,7 @@ def test_a_card_that_waits_for_the_host_is_told_of():
     plan, recorded = planned(*small, "model.enable_cuda_graph=False"), planned(*small)
     (told,) = (line for line in summary(plan) if "model.enable_cuda_graph=null" in line)
     assert plan.seconds == pytest.approx(0.097, rel=0.15)
-    assert f"{recorded.seconds * 1e3:,.0f} ms a step" in told
+    assert f"a step takes about {recorded.seconds * 1e3:,.0f} ms" in told
     assert told.removeprefix("plan: ") in "\n".join(report(plan, []))
     two = planned(*small, "trainer.devices=2", "model.global_batch_size=32", world=2)
     for other in (recorded, planned(LLAMA), two):
@@ -327,17 +327,20 @@ def test_a_failed_allocation_names_the_keys_that_help():
     root = load(LLAMA, *ONE).root
     target = target_elsewhere(root, card_named("h200:20GiB"))
     plan = make_plan(root, target)
-    with pytest.raises(UserError) as error, running._memory_told(root, torch.device("cuda"), plan):
+    with pytest.raises(UserError) as error, running._report_out_of_memory(root, torch.device("cuda"), plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     lines = error.value.lines
     assert lines[0].startswith("out of memory on cuda: CUDA out of memory")
     assert "of 20.0 GiB" in lines[1]
     assert any("model.activations_checkpoint_modules=" in line and "GiB (-" in line for line in lines)
-    with pytest.raises(UserError) as error, running._memory_told(root, torch.device("cuda"), plan):
+    with pytest.raises(UserError) as error, running._report_out_of_memory(root, torch.device("cuda"), plan):
         torch.empty(2**50, dtype=torch.uint8)
     assert error.value.lines[0].startswith("out of host memory: ")
     assert len(error.value.lines) == 2, "none of the keys that help a device"
-    with pytest.raises(UserError, match="out of host memory"), running._memory_told(root, torch.device("cuda"), plan):
+    with (
+        pytest.raises(UserError, match="out of host memory"),
+        running._report_out_of_memory(root, torch.device("cuda"), plan),
+    ):
         raise MemoryError
     assert out_of_memory_lines(root, None) == [
         "use a smaller model.micro_batch_size, shorter samples or a smaller model"
@@ -374,7 +377,7 @@ def test_the_verb_tells_warnings_and_what_does_nothing(capsys):
 
 def test_a_run_on_the_host_is_not_planned_for_a_card_in_silence(capsys):
     assert main(["plan", LLAMA, "--json"]) == EXIT_DONE
-    here = "no CUDA device is here: this is the plan of an NVIDIA H100 80GB HBM3; see --device"
+    here = "no CUDA device is available; this plan is for an NVIDIA H100 80GB HBM3; choose another with --device"
     assert json.loads(capsys.readouterr().out)["notes"] == ([] if torch.cuda.is_available() else [here])
     assert main(["plan", LLAMA, "trainer.accelerator=cpu", "--json"]) == EXIT_DONE
     assert "`trainer.accelerator` (cpu)" in json.loads(capsys.readouterr().out)["notes"][0]
@@ -523,8 +526,8 @@ def test_what_the_host_has_not_does_not_fit():
     short = make_plan(root, replace(target, host_memory=plan.on_host - GIB))
     assert short.fits is False
     assert short.short_of_host == GIB
-    assert any("1.0 GiB more in host memory" in line for line in report(short, []))
-    assert any("1.0 GiB more in host memory" in line for line in summary(short))
+    assert any("1.0 GiB more host memory" in line for line in report(short, []))
+    assert any("1.0 GiB more host memory" in line for line in summary(short))
     best, _ = search(root, short.facts.target, short)
     assert best is not None
     assert best.plan.on_host < plan.on_host

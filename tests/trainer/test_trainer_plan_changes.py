@@ -90,7 +90,7 @@ def test_without_times_the_search_changes_what_costs_least_to_change():
 def test_a_recording_that_cannot_be_had_is_not_planned(capsys):
     drawn = [*FULL, "model.hidden_dropout=0.1", "model.enable_cuda_graph=True"]
     assert main(["plan", "model=gpt_125m", "data=mock", "--device", "h100", *drawn]) == EXIT_BAD_INPUT
-    assert "records no state of random generators" in capsys.readouterr().err
+    assert "does not capture RNG state" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["granularity=selective", "modules=[core_attention]"])
@@ -150,10 +150,10 @@ def test_what_is_taken_for_granted_is_told(capsys):
     assert main(["plan", LLAMA, "--device", "24GiB", "--json"]) == EXIT_DONE
     told = json.loads(capsys.readouterr().out)
     assert not told["device"]["measured"]
-    assert "a size alone is an NVIDIA H100 80GB HBM3 of that memory" in told["notes"][0]
+    assert "a memory size alone: this plan is for an NVIDIA H100 80GB HBM3" in told["notes"][0]
     nodes = ["model.fsdp=True", "trainer.devices=8", "trainer.num_nodes=4", "model.global_batch_size=128"]
     assert main(["plan", LLAMA, "--device", "h100", *nodes]) == EXIT_DONE
-    assert "messages between 4 machines" in capsys.readouterr().out
+    assert "communication between 4 nodes" in capsys.readouterr().out
     assert main(["plan", LLAMA, "--device", ""]) == EXIT_BAD_INPUT
 
 

@@ -177,5 +177,5 @@ def test_memory_is_recorded_on_cuda_only(tmp_path):
     keys = root(tmp_path, model__memory_profile={"enabled": True})
     profiling.check_profiling(keys, torch.device("cuda"))
     profiling.check_profiling(root(tmp_path), CPU)
-    with pytest.raises(UserError, match="records a CUDA device, but this run is on cpu"):
+    with pytest.raises(UserError, match="needs a CUDA device, but this run is on cpu"):
         profiling.check_profiling(keys, CPU)

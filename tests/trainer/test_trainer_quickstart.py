@@ -73,7 +73,7 @@ def test_a_hiccup_does_not_change_the_pace(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_length_fills_the_budget() -> None:
     config = load_run_config(overrides=["experiment=quickstart", "trainer.limit_val_batches=15"])
-    overrides = quickstart._length(config, Pace(0.05, 1, {}), 100.0)
+    overrides = quickstart._length_overrides(config, Pace(0.05, 1, {}), 100.0)
     steps = round(0.95 * 100 / 0.05 - 4 * 15 / 3)
     assert overrides == [
         f"trainer.max_steps={steps}",
@@ -82,19 +82,19 @@ def test_length_fills_the_budget() -> None:
         "trainer.max_time='00:00:03:50'",
     ]
     changed = load_run_config(overrides=["experiment=quickstart", "trainer.max_steps=7", "~trainer.max_time"])
-    kept = quickstart._length(changed, Pace(0.05, 1, {}), 100.0)
+    kept = quickstart._length_overrides(changed, Pace(0.05, 1, {}), 100.0)
     assert [word.partition("=")[0] for word in kept] == [
         "trainer.val_check_interval",
         "trainer.log_every_n_steps",
         "trainer.max_time",
     ]
-    slow = quickstart._length(config, Pace(60.0, 1, {}), 10.0)
+    slow = quickstart._length_overrides(config, Pace(60.0, 1, {}), 10.0)
     assert slow[:2] == ["trainer.max_steps=4", "trainer.val_check_interval=1"]
 
 
 @pytest.mark.parametrize("path", ["runs/a b", "it's", "a=b,c", "ü[1]", "C:\\runs\\x", "50%", "a\\'b", "end\\"])
 def test_any_directory_can_be_named(path: str) -> None:
-    config = load_run_config(overrides=["experiment=quickstart", *quickstart._directory(path)])
+    config = load_run_config(overrides=["experiment=quickstart", *quickstart._directory_overrides(path)])
     assert config.root.exp_manager.explicit_log_dir == path
 
 

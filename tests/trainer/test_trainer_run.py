@@ -64,7 +64,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path, capsys):
     run_training(tiny_config(tmp_path))
     output = capsys.readouterr().out
     assert "step-8 is damaged (model.safetensors has" in output
-    assert "going on from" in output
+    assert "resuming from" in output
     assert "removed" in output
     assert final_hashes(tmp_path, 8) == expected
 

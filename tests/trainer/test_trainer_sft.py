@@ -206,7 +206,7 @@ def test_a_template_without_answers_is_told(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}))
     data = {"path": str(tmp_path / "chat.jsonl"), "chat": True, "splits_string": "1"}
     there = root(tmp_path, data, tokenizer={"chat_template": "{{ messages[0].content }}"})
-    with pytest.raises(UserError, match=r"none of the examples of the train split \(1\) .* template marks no answers"):
+    with pytest.raises(UserError, match=r"none of the examples of the train split \(1\) .* renders no answers"):
         build_data(there)
 
 
@@ -228,7 +228,7 @@ def test_rows_too_short_for_the_prompts_are_told(tmp_path: Path) -> None:
             r"line 1 of .* must have a text `output`; it has `input` \(`model\.data\.label_key` names it",
         ),
         ('{"prompt": "x", "completion": "y"}', r"model\.data\.context_key=prompt model\.data\.label_key=completion$"),
-        ('{"messages": []}', r"line 1 of .* is a conversation \(`messages`\), .*: data=chat reads it"),
+        ('{"messages": []}', r"line 1 of .* is a conversation \(`messages`\), .*; use data=chat"),
         ("", "bad.jsonl holds no example"),
     ],
 )
@@ -284,7 +284,7 @@ def test_splits_string_beside_splits_of_their_own_is_told(
     source = ["data=sft", f"model.data.path={folder}", "model.data.splits_string='50,50,0'"]
     run = last_of_each([*RUN, "trainer.limit_val_batches=1", "trainer.max_steps=1"])
     assert main.main(["train", *source, *run, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]) == 0
-    line = f"warning: `model.data.splits_string` (50,50,0) has no effect: {folder} has splits of its own; leave it out"
+    line = f"warning: `model.data.splits_string` (50,50,0) has no effect: {folder} has its own splits; leave it out"
     assert (line in capsys.readouterr().out) == own
     assert (line in (tmp_path / "run" / "run.log").read_text()) == own
 

@@ -22,8 +22,8 @@ from stoker.trainer.callbacks.early_stopping import EarlyStopping, ways_on
 from stoker.trainer.callbacks.loss_spike import FEWEST, RECENT, REFERENCE, deviations_above
 from stoker.trainer.checkpoint.loop_state import LoopState, Patience
 from stoker.trainer.checkpoint.reader import find_checkpoint
+from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
-from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.debug_runs import FirstSamples, overfitted, trial_of
@@ -121,7 +121,7 @@ def test_a_jump_of_the_loss_is_told_once_until_it_is_over():
     jump = [(loss + 3.0, 1.0) for loss, _ in figures(40, seed=1)]
     assert policy.read(1, calm) == []
     [warning] = policy.read(121, jump)
-    assert warning.startswith("the training loss jumped before step 125: ")
+    assert warning.startswith("loss spike before step 125: ")
     assert warning.endswith("deviations above 2.9884 before")
     assert policy.read(161, figures(60, seed=2)) == []
     assert len(policy.read(221, jump)) == 1
@@ -375,13 +375,13 @@ def test_a_trial_is_not_kept_off_by_checkpoints_of_the_run_elsewhere(tmp_path):
 
 def test_a_trial_that_does_not_reach_the_profiled_steps_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="step 5 is never reached: `fast_dev_run` makes 2"):
-        RunConfig.from_document(
+        config_from_document(
             tiny_document(tmp_path, trainer__fast_dev_run=2, trainer__max_steps=50, trainer__profiler="pytorch")
         )
 
 
 def test_a_trial_has_the_schedule_of_the_run_and_its_place():
-    config = RunConfig.from_document(
+    config = config_from_document(
         {
             **tiny_document(Path("."), exp_manager__explicit_log_dir=None),
             "trainer": {"max_steps": 500, "fast_dev_run": True},
@@ -391,7 +391,7 @@ def test_a_trial_has_the_schedule_of_the_run_and_its_place():
     assert (trial.trainer.max_steps, trial.trainer.log_every_n_steps) == (1, 1)
     assert trial.model.optim.sched.max_steps == 100
     assert trial.exp_manager.explicit_log_dir == "runs/tiny/fast_dev_run"
-    plain = RunConfig.from_document(tiny_document(Path(".")))
+    plain = config_from_document(tiny_document(Path(".")))
     assert trial_of(plain) is plain
 
 
@@ -450,7 +450,7 @@ def test_a_part_of_the_validation_samples_is_counted_in_samples(limit, drops, co
     assert found == counts
 
 
-@pytest.mark.parametrize(("limit", "left"), [(5, "3 samples, no"), (0.25, r"1 sample \(`trainer.limit_val_batches`")])
+@pytest.mark.parametrize(("limit", "left"), [(5, "3 samples, less"), (0.25, r"1 sample \(`trainer.limit_val_batches`")])
 def test_no_whole_batch_to_validate_on_is_one_line(limit, left, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("all there is " * 30)

@@ -1,8 +1,7 @@
-"""What the losses and gradient norms of training steps mean: their mean, skipped steps, divergence and spikes.
+"""Monitor loss and gradient norm of training steps: mean loss, skipped steps, divergence and loss spikes.
 
-A step whose gradients are not finite changes nothing: the optimizer finds that out on the device, without a host sync.
-Here such steps are counted, when the figures are read. Loss and norm are those of all processes together, so every
-process comes to the same results.
+The optimizer skips a step whose gradients are not finite, on the device, without a host sync. Such steps are counted
+here when the metrics are read. Loss and norm are global over all ranks, so every rank gets the same results.
 """
 
 from __future__ import annotations
@@ -14,41 +13,41 @@ from ..checkpoint.loop_state import LoopState
 from .loss_spike import RECENT, REFERENCE, deviations_above
 
 _SPIKE_INTERVAL = 5
-"""Steps between two looks for a spike, each a few medians."""
+"""Steps between two spike tests, each a few medians."""
 
 
 class DivergedError(Exception):
-    """Training cannot go on; the message says since which step and why."""
+    """Raised when training has diverged; the message has the step and the reason."""
 
 
 class StepPolicy:
-    """Follows the figures of every step.
+    """Monitor the metrics of every step.
 
     Args:
-        max_skipped_steps: steps in a row that may be skipped.
-        spike_threshold: deviations at which a rise of the loss is warned of; None never warns.
-        state: where an earlier process left off.
+        max_skipped_steps: maximum number of consecutive skipped steps.
+        spike_threshold: deviations at which to warn of a loss spike; None never warns.
+        state: loop state of the checkpoint the run resumes from.
 
     Attributes:
-        skipped_steps: steps since the start of training whose gradients were not finite.
-        skipped_in_a_row: how many of them came last.
+        skipped_steps: steps skipped since the start of training because gradients were not finite.
+        skipped_in_a_row: number of consecutive skipped steps up to the last one.
     """
 
     def __init__(self, max_skipped_steps: int, spike_threshold: float | None, state: LoopState) -> None:
         self._max_skipped_steps = max_skipped_steps
         self._spike_threshold = spike_threshold
-        self._sum = state.loss_sum
-        self._count = state.loss_steps
-        self._recent = deque(state.recent_losses, maxlen=REFERENCE + RECENT)
+        self._loss_sum = state.loss_sum
+        self._loss_steps = state.loss_steps
+        self._recent_losses = deque(state.recent_losses, maxlen=REFERENCE + RECENT)
         self._in_spike = state.in_spike
         self.skipped_steps = state.skipped_steps
         self.skipped_in_a_row = state.skipped_in_a_row
 
     def read(self, first: int, values: list[tuple[float, float]]) -> list[str]:
-        """Take the figures of steps that were not read yet.
+        """Process the metrics of the steps since the last call.
 
         Args:
-            first: the step of the first of them.
+            first: number of the first of these steps.
             values: loss (nats per token) and gradient norm of each step.
 
         Returns:
@@ -68,10 +67,10 @@ class StepPolicy:
                     raise DivergedError(self._diverged(step, loss, grad_norm))
                 continue
             self.skipped_in_a_row = 0
-            self._sum += loss
-            self._count += 1
-            self._recent.append(loss)
-            if step % _SPIKE_INTERVAL == 0 and (warning := self._spike(step)):
+            self._loss_sum += loss
+            self._loss_steps += 1
+            self._recent_losses.append(loss)
+            if step % _SPIKE_INTERVAL == 0 and (warning := self._check_spike(step)):
                 warnings.append(warning)
         if skipped:
             loss, grad_norm = values[skipped[0] - first]
@@ -80,25 +79,25 @@ class StepPolicy:
         return warnings
 
     def mean_loss(self, *, restart: bool) -> float:
-        """Mean loss of the good steps since the last regular report; NaN where there was none.
+        """Return the mean loss of the finite steps since the last regular report; NaN if there is none.
 
         Args:
-            restart: begin a new mean. Only reports that an unbroken run makes too may do so: then the figures of a
-                resumed run are those of the unbroken one.
+            restart: start a new mean. Only for reports that an uninterrupted run makes too, so that a resumed run logs
+                the same means.
         """
-        mean = self._sum / self._count if self._count else math.nan
+        mean = self._loss_sum / self._loss_steps if self._loss_steps else math.nan
         if restart:
-            self._sum, self._count = 0.0, 0
+            self._loss_sum, self._loss_steps = 0.0, 0
         return mean
 
     def state(self) -> LoopState:
-        """What another process needs to go on from here; early stopping adds its own part."""
+        """Return the loop state for a checkpoint; `RunLoop` adds the state of early stopping."""
         return LoopState(
-            loss_sum=self._sum,
-            loss_steps=self._count,
+            loss_sum=self._loss_sum,
+            loss_steps=self._loss_steps,
             skipped_steps=self.skipped_steps,
             skipped_in_a_row=self.skipped_in_a_row,
-            recent_losses=tuple(self._recent),
+            recent_losses=tuple(self._recent_losses),
             in_spike=self._in_spike,
         )
 
@@ -106,19 +105,19 @@ class StepPolicy:
         in_a_row = f", number {self.skipped_in_a_row} in a row" if self._max_skipped_steps else ""
         return f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}{in_a_row}"
 
-    def _spike(self, step: int) -> str | None:
+    def _check_spike(self, step: int) -> str | None:
         if self._spike_threshold is None:
             return None
-        found = deviations_above(tuple(self._recent))
+        found = deviations_above(tuple(self._recent_losses))
         if found is None:
             return None
-        deviations, now, usual = found
+        deviations, current, baseline = found
         if self._in_spike:
             self._in_spike = deviations > self._spike_threshold / 2
         elif deviations > self._spike_threshold:
             self._in_spike = True
             return (
-                f"the training loss jumped before step {step}: {now:.4f} (median of {RECENT} steps), {deviations:.0f} "
-                f"deviations above {usual:.4f} before"
+                f"loss spike before step {step}: {current:.4f} (median of {RECENT} steps), {deviations:.0f} standard "
+                f"deviations above {baseline:.4f} before"
             )
         return None

@@ -1,8 +1,8 @@
-"""When to stop before the last step: SIGINT, SIGTERM, and the limits on time. A run stops between two steps, and for a
-signal between two batches of a validation too, with which the process that goes on then begins.
+"""Graceful stop on SIGINT, SIGTERM and time limits.
 
-Signals and clocks differ from process to process, so nothing is decided on them alone: after every step each process
-brings what it has seen as flags, `Agree` combines those of all, and every process acts on the same ones.
+A run stops between two steps, and on a signal also between two validation batches; the resumed run then starts with
+that validation. Signals and clocks differ between ranks, so after every step each rank contributes its flags, `Agree`
+all-reduces them, and all ranks act on the result.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from ..utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED
 
 _ECHO_SECONDS = 2.0
-"""A scheduler sends SIGTERM to every process of a job, and the launcher hands on its own: twice is once then."""
+"""Deduplicate SIGTERM received from both scheduler and launcher within this time."""
 _EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
 
 Agree = Callable[[int], int]
-"""Flags of this process to those of any process; every process calls it at the same points of the run."""
+"""All-reduce (bitwise or) the flags of all ranks; a collective, called by all ranks at the same points."""
 
 
 class Flag(IntFlag):
-    """What one process sees after a step and all must act on."""
+    """Stop and save conditions of a rank after a step."""
 
     TERMINATED = 1
     INTERRUPTED = 2
@@ -38,22 +38,22 @@ class Flag(IntFlag):
 
 
 SIGNALS = Flag.TERMINATED | Flag.INTERRUPTED
-"""Those that leave no time: a validation is broken off for them."""
+"""Flags that interrupt a validation."""
 _SIGNALS = {Flag.TERMINATED: signal.SIGTERM, Flag.INTERRUPTED: signal.SIGINT}
 _LIMITS = {Flag.MAX_TIME: "trainer.max_time", Flag.MAX_TIME_PER_RUN: "exp_manager.max_time_per_run"}
 
 
 def alone(flags: int) -> int:
-    """`Agree` of a run of one process."""
+    """Return the flags as is: `Agree` for a single process."""
     return flags
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM ask the run to stop after its step; a second signal ends it at once.
+    """Context manager in which SIGINT and SIGTERM stop the run after its step; a second signal kills it at once.
 
     Args:
         max_time: `trainer.max_time`, `DD:HH:MM:SS` from now on, or None for no limit.
-        max_time_per_run: `exp_manager.max_time_per_run`, likewise.
+        max_time_per_run: `exp_manager.max_time_per_run` in the same format.
     """
 
     def __init__(self, max_time: str | None = None, max_time_per_run: str | None = None) -> None:
@@ -79,28 +79,28 @@ class StopRequest:
         self._previous = {}
 
     def install(self) -> None:
-        """Set the handlers, again if need be: Lightning replaces them when a fit starts."""
+        """Install the signal handlers; to be called again in a fit, as Lightning replaces them."""
         for number in self._previous:
             signal.signal(number, self._handle)
 
     @property
     def flags(self) -> Flag:
-        """What this process has seen so far."""
+        """The flags of this process."""
         flags = Flag(0)
         for flag, number in _SIGNALS.items():
             if self.signal is number:
                 flags |= flag
-        passed = time.monotonic() - self._start
+        elapsed = time.monotonic() - self._start
         for flag, text in self._limits.items():
-            if passed >= seconds_of(text):
+            if elapsed >= seconds_of(text):
                 flags |= flag
         return flags
 
     def adopt(self, flags: int) -> str | None:
-        """Act on what the processes agreed on: a signal that another one got counts as ours.
+        """Apply all-reduced flags: a signal received by another rank counts as our own.
 
         Returns:
-            Why the run should stop now, in words, or None to go on.
+            The reason to stop now, or None to continue.
         """
         for flag, number in _SIGNALS.items():
             if flags & flag:
@@ -114,7 +114,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why the run should stop now as far as this process knows, in words, or None to go on."""
+        """The reason to stop now by the flags of this process alone, or None to continue."""
         return self.adopt(self.flags)
 
     @property
@@ -134,6 +134,6 @@ class StopRequest:
 
 
 def seconds_of(duration: str) -> int:
-    """`DD:HH:MM:SS` in seconds."""
+    """Convert `DD:HH:MM:SS` to seconds."""
     days, hours, minutes, seconds = (int(part) for part in duration.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -1,8 +1,8 @@
-"""Where time and memory go: a trace of some steps, times of the phases of a run, a record of GPU allocations.
+"""Profilers: a torch.profiler trace of some steps, host time per phase, a CUDA memory snapshot.
 
-Each observes the steps of one process, counted from 1 where the process starts, and writes below the run directory.
-The record of allocations is a pickle, the only form that torch's viewer (https://pytorch.org/memory_viz) takes; torch
-writes it, and nothing here reads one.
+Each profiles the steps of one process, counted from 1 at the start of the process, and writes to the run directory. The
+memory snapshot is a pickle, the only format that https://pytorch.org/memory_viz reads; torch writes it, and stoker
+never reads one.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ Say = Callable[[str], None]
 
 
 class StepObserver(Protocol):
-    """Sees the steps of a process go by.
+    """Interface of a profiler.
 
     Attributes:
-        aside: seconds it has taken for itself so far, while the device had nothing to do.
+        aside: total profiling overhead in seconds, such as writing a trace, to be excluded from step times.
     """
 
     aside: float
 
     def before(self, number: int) -> None:
-        """Step `number` of this process is about to run."""
+        """Called before step `number` of this process."""
         ...
 
     def after(self, number: int) -> None:
-        """Step `number` of this process is done; the device may still be at it."""
+        """Called after step `number` of this process has been launched; the device may still run it."""
         ...
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Work between two steps: `validation`, `checkpoint` and the like."""
+        """Context of work between two steps: `validation`, `checkpoint` and the like."""
         ...
 
     def close(self) -> None:
-        """The run ends: write what there is."""
+        """Called at the end of the run; writes the results."""
         ...
 
 
 class Observers:
-    """Several observers as one, none of which ends a run: one that cannot write is dropped with a warning.
+    """A list of profilers; one that cannot write its files is dropped with a warning, and the run continues.
 
     Args:
-        observers: each is called in this order.
-        say: takes a line.
+        observers: the profilers, in the order in which they are called.
+        say: logs a line.
     """
 
     def __init__(self, observers: Sequence[StepObserver], say: Say) -> None:
@@ -68,50 +68,50 @@ class Observers:
 
     @property
     def aside(self) -> float:
-        """Seconds that the observers have taken for themselves, such as to write a trace: no part of any step."""
+        """Total profiling overhead in seconds, to be excluded from step times."""
         return self._aside + sum(observer.aside for observer in self._observers)
 
     def before(self, number: int) -> None:
-        """Step `number` of this process is about to run."""
+        """Call before step `number` of this process."""
         self._each(lambda observer: observer.before(number))
 
     def after(self, number: int) -> None:
-        """Step `number` of this process is done."""
+        """Call after step `number` of this process."""
         self._each(lambda observer: observer.after(number))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Work between two steps."""
+        """Context of work between two steps."""
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.enter_context(observer.phase(name))
             yield
 
     def close(self) -> None:
-        """The run ends; a second call does nothing."""
+        """Close all profilers; a second call does nothing."""
         self._each(lambda observer: observer.close())
         self._aside = self.aside
         self._observers = []
 
-    def _each(self, act: Callable[[StepObserver], None]) -> None:
+    def _each(self, call: Callable[[StepObserver], None]) -> None:
         for observer in list(self._observers):
             try:
-                act(observer)
+                call(observer)
             except OSError as error:
                 self._observers.remove(observer)
                 self._aside += observer.aside
-                self._say(f"warning: cannot write the profile: {error}; the run goes on without it")
+                self._say(f"warning: cannot write the profile: {error}; the run continues without it")
 
 
 def check_profiling(root: RootBlock, device: torch.device) -> None:
-    """Find out whether what is asked for can be had, before anything is built.
+    """Check the profiling keys, before anything is built.
 
     Raises:
-        UserError: a record of allocations on a device that is not CUDA.
+        UserError: a memory snapshot on a device other than CUDA.
     """
     if root.model.memory_profile.enabled and device.type != "cuda":
         raise UserError(
-            f"`model.memory_profile.enabled` (True) records a CUDA device, but this run is on {device.type}; "
+            f"`model.memory_profile.enabled` (True) needs a CUDA device, but this run is on {device.type}; "
             "use model.memory_profile.enabled=False"
         )
 
@@ -119,15 +119,15 @@ def check_profiling(root: RootBlock, device: torch.device) -> None:
 def build_observers(
     root: RootBlock, directory: Path, device: torch.device, say: Say, rank: int = 0, steps_before: int = 0
 ) -> Observers:
-    """The observers of the configuration for one process.
+    """Build the enabled profilers of one process.
 
     Args:
-        root: `trainer.profiler`, `trainer.profile_steps` and `model.memory_profile`.
-        directory: the run directory; profiles go to `profile` in it.
-        device: of this process.
-        say: takes a line of a table.
-        rank: of this process. Times and traces are those of rank 0.
-        steps_before: completed steps of the run when this process starts, for the names of files.
+        root: configuration with `trainer.profiler`, `trainer.profile_steps` and `model.memory_profile`.
+        directory: the run directory; profiles go to its subdirectory `profile`.
+        device: device of this process.
+        say: logs a line.
+        rank: rank of this process. Times and traces are those of rank 0.
+        steps_before: completed steps of the run when this process starts, for file names.
     """
     observers: list[StepObserver] = []
     profile, memory = directory / "profile", root.model.memory_profile
@@ -144,51 +144,51 @@ def build_observers(
 
 
 class _StepRange:
-    """Starts before the first step of a range and finishes after its last one, or when the run ends within it."""
+    """Profiler of a range of steps: starts before the first and finishes after the last, or at the end of the run."""
 
     def __init__(self, first: int, last: int, steps_before: int, device: torch.device) -> None:
         self._first, self._last = first, last
         self._steps_before = steps_before
         self._device = device
-        self._reached = 0
+        self._current = 0
         self._running = False
         self.aside = 0.0
 
     def before(self, number: int) -> None:
-        """Start, if this is the first step of the range."""
+        """Start at the first step of the range."""
         if number == self._first:
             self._running = True
             with self._aside():
                 self.start()
 
     def after(self, number: int) -> None:
-        """Finish, if this was the last step of the range."""
-        self._reached = number
+        """Finish after the last step of the range."""
+        self._current = number
         if self._running and number >= self._last:
             self.close()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Nothing in particular."""
+        """Do nothing: phases between steps are part of the range."""
         yield
 
     def close(self) -> None:
-        """Finish, if the range has begun."""
+        """Finish if running."""
         if self._running:
             self._running = False
             with self._aside():
-                self.finish(f"steps-{self._steps_before + self._first}-{self._steps_before + self._reached}")
+                self.finish(f"steps-{self._steps_before + self._first}-{self._steps_before + self._current}")
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Count what happens within as no part of a step, once the device has done the steps before it."""
+        """Measure the overhead of the code within, after synchronizing the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.aside += time.perf_counter() - began
+            self.aside += time.perf_counter() - start
 
     def start(self) -> None:
         raise NotImplementedError
@@ -198,15 +198,15 @@ class _StepRange:
 
 
 class TraceProfiler(_StepRange):
-    """A trace of some steps for https://ui.perfetto.dev or chrome://tracing, and a table of the costliest operations.
+    """torch.profiler trace of some steps for https://ui.perfetto.dev or chrome://tracing, and a table of operations.
 
     Args:
-        directory: gets `trace-steps-F-L.json.gz` and `operations-steps-F-L.txt`.
-        first: first step of this process that is traced.
-        last: last one.
-        device: whose operations are traced, besides those of the CPU.
-        say: takes a line of the table.
-        steps_before: steps of the run before those of this process, for the names of files.
+        directory: output directory of `trace-steps-F-L.json.gz` and `operations-steps-F-L.txt`.
+        first: first traced step of this process.
+        last: last traced step of this process.
+        device: device to trace besides the CPU.
+        say: logs a line of the table.
+        steps_before: completed steps of the run when this process starts, for file names.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class TraceProfiler(_StepRange):
         self._profile: Any = None
 
     def start(self) -> None:
-        """Begin to trace."""
+        """Start tracing."""
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
@@ -228,7 +228,7 @@ class TraceProfiler(_StepRange):
         self._profile.start()
 
     def finish(self, steps: str) -> None:
-        """Write trace and table."""
+        """Stop tracing and write trace and table."""
         self._profile.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"trace-{steps}.json.gz"
@@ -241,36 +241,36 @@ class TraceProfiler(_StepRange):
 
 
 def operations_table(operations: Sequence[Any], *, on_device: bool, top: int = _TOP_OPERATIONS) -> list[str]:
-    """The operations that took most time by themselves, without those that they called.
+    """Format the operations with the longest self time (children excluded).
 
     Args:
-        operations: torch's averages: `key`, `count`, and self times in microseconds.
-        on_device: rank by time on the device instead of the CPU.
-        top: how many.
+        operations: `profile.key_averages()`: `key`, `count`, and self times in microseconds.
+        on_device: sort by device time instead of CPU time.
+        top: number of operations.
     """
 
-    def own_time(operation: Any) -> float:
+    def self_time(operation: Any) -> float:
         return operation.self_device_time_total if on_device else operation.self_cpu_time_total
 
-    total = sum(map(own_time, operations)) or 1.0
+    total = sum(map(self_time, operations)) or 1.0
     lines = [f"{'operation':<{_NAME_WIDTH}} {'calls':>7} {'ms':>10} {'share':>6}"]
-    for operation in sorted(operations, key=own_time, reverse=True)[:top]:
-        if own_time(operation) > 0:
+    for operation in sorted(operations, key=self_time, reverse=True)[:top]:
+        if self_time(operation) > 0:
             name = operation.key if len(operation.key) <= _NAME_WIDTH else operation.key[: _NAME_WIDTH - 3] + "..."
-            took = own_time(operation)
-            lines.append(f"{name:<{_NAME_WIDTH}} {operation.count:>7} {took / 1e3:>10.2f} {took / total:>6.1%}")
+            time_us = self_time(operation)
+            lines.append(f"{name:<{_NAME_WIDTH}} {operation.count:>7} {time_us / 1e3:>10.2f} {time_us / total:>6.1%}")
     return lines
 
 
 class PhaseTimes:
-    """Where the time of the host goes, from the first step to the end of the run.
+    """Host time per phase, from the first step to the end of the run.
 
-    Work on a GPU counts where the host waits for it: in the reports, mostly.
+    GPU work counts in the phase in which the host synchronizes, mostly the reports.
 
     Args:
-        directory: gets `times.txt`.
-        say: takes a line of the table.
-        clock: seconds.
+        directory: output directory of `times.txt`.
+        say: logs a line of the table.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, directory: Path, say: Say, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -279,28 +279,28 @@ class PhaseTimes:
         self._say = say
         self._clock = clock
         self._start: float | None = None
-        self._step_began = 0.0
+        self._step_start = 0.0
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def before(self, number: int) -> None:
-        """A step begins."""
-        self._step_began = self._clock()
+        """Start the time of a step."""
+        self._step_start = self._clock()
         if self._start is None:
-            self._start = self._step_began
+            self._start = self._step_start
 
     def after(self, number: int) -> None:
-        """A step ends."""
-        self._add("training step", self._clock() - self._step_began)
+        """Add the time of a step."""
+        self._add("training step", self._clock() - self._step_start)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens within it as `name`."""
-        began = self._clock()
+        """Add the time of the code within to phase `name`."""
+        start = self._clock()
         try:
             yield
         finally:
-            self._add(name, self._clock() - began)
+            self._add(name, self._clock() - start)
 
     def close(self) -> None:
         """Write the table."""
@@ -313,13 +313,13 @@ class PhaseTimes:
             self._say(line)
 
     def table(self, total: float) -> list[str]:
-        """One line for each phase, the longest first; what no phase counts is waiting for data."""
+        """Format one line per phase, the longest first; the rest of `total` seconds is waiting for data."""
         seconds = {**self._seconds, "waiting for data": max(0.0, total - sum(self._seconds.values()))}
         lines = [f"{'phase':<20} {'times':>8} {'seconds':>10} {'ms each':>10} {'share':>6}"]
-        for name, took in sorted(seconds.items(), key=lambda item: -item[1]):
+        for name, time_s in sorted(seconds.items(), key=lambda item: -item[1]):
             times = self._counts.get(name, self._counts.get("training step", 0))
-            each = took / times * 1e3 if times else 0.0
-            lines.append(f"{name:<20} {times:>8} {took:>10.2f} {each:>10.2f} {took / (total or 1.0):>6.1%}")
+            each = time_s / times * 1e3 if times else 0.0
+            lines.append(f"{name:<20} {times:>8} {time_s:>10.2f} {each:>10.2f} {time_s / (total or 1.0):>6.1%}")
         return lines
 
     def _add(self, name: str, seconds: float) -> None:
@@ -328,16 +328,16 @@ class PhaseTimes:
 
 
 class MemoryRecorder(_StepRange):
-    """A record of every allocation on a GPU during some steps (NeMo's `model.memory_profile`).
+    """CUDA memory snapshot of all allocations during some steps (NeMo's `model.memory_profile`).
 
     Args:
-        directory: gets `memory-rank-R-steps-F-L.pickle`, for https://pytorch.org/memory_viz.
-        first: first step of this process that is recorded.
-        last: last one.
-        device: the GPU.
-        say: takes a line.
-        rank: of this process.
-        steps_before: steps of the run before those of this process, for the names of files.
+        directory: output directory of `memory-rank-R-steps-F-L.pickle`, for https://pytorch.org/memory_viz.
+        first: first recorded step of this process.
+        last: last recorded step of this process.
+        device: the CUDA device.
+        say: logs a line.
+        rank: rank of this process.
+        steps_before: completed steps of the run when this process starts, for file names.
     """
 
     def __init__(
@@ -356,11 +356,11 @@ class MemoryRecorder(_StepRange):
         self._rank = rank
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS, device=self._device)
 
     def finish(self, steps: str) -> None:
-        """Write the record and stop recording."""
+        """Write the snapshot and stop recording."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             path = self._directory / f"memory-rank-{self._rank}-{steps}.pickle"

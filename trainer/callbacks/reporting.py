@@ -1,8 +1,8 @@
-"""The reports of training steps: what the device has counted since the last one, as one line of figures.
+"""Reports of training steps: loss, gradient norm, throughput and memory since the last report.
 
-A report begins where its step ends: the device is told to send what it has, and what the host knows of that moment is
-kept. It ends where its values are read and written. In between the host may launch the next step, so that the device
-has work while the line is made; the figures are the same.
+A report begins at the end of its step: asynchronous device-to-host copies are started and the host-side values are
+recorded. It finishes when the values are read and logged. In between the host may launch the next step, so that the
+device is not idle; the logged values are the same.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .profiler import Observers
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What turns seconds into rates.
+    """Constants for computing throughput and MFU from step times.
 
     Attributes:
         tokens_per_sample: target positions in a sample, padding included.
         flops_per_token: model FLOPs, forward and backward.
-        peak_flops: of all devices together, or None where it is not known.
+        peak_flops: peak FLOP/s of all devices together, or None if unknown.
     """
 
     tokens_per_sample: int
@@ -34,8 +34,8 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A report whose values are on their way, with what the host knows of the end of its step."""
+class _PendingReport:
+    """A report whose device values are being copied, with the host-side values at the end of its step."""
 
     step: int
     restart: bool
@@ -43,27 +43,27 @@ class _Begun:
     memory_gib: float | None
     values: Callable[[], list[tuple[float, float]]]
     experts: Callable[[], Mapping[str, float]]
-    at: Instant
+    timestamp: Instant
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Steps and time since the end of a step, with nothing but steps in it."""
+    """Start of the timed window: step and timestamp, after anything that is not a training step."""
 
     step: int
     start: Instant
 
 
 class StepReports:
-    """Begins and ends the reports of a run, one after the other.
+    """Report training steps, synchronously or deferred by one step.
 
     Args:
-        journal: where figures go.
-        policy: reads the figures of every step.
-        rates: tokens and FLOPs of a step.
-        consumed_samples: completed steps to samples trained on.
-        observers: profilers, whose own time counts for nothing.
-        expert_load: what reports the load of the experts; None without experts.
+        journal: the run's logger.
+        policy: monitors the metrics of every step.
+        rates: tokens and FLOPs of a sample.
+        consumed_samples: number of samples trained on after a number of steps.
+        observers: profilers, whose overhead is excluded from step times.
+        expert_load: statistics of the expert load; None without experts.
     """
 
     def __init__(
@@ -82,89 +82,89 @@ class StepReports:
         self._observers = observers
         self._expert_load = expert_load
         self._window: _Window | None = None
-        self._begun: _Begun | None = None
+        self._pending: _PendingReport | None = None
 
     @property
     def has_window(self) -> bool:
-        """Whether there is a step that times are taken from: this process has reported already."""
+        """True if a timed window has started, i.e. this process has reported already."""
         return self._window is not None
 
     def report(self, module: LanguageModule, *, restart: bool) -> dict[str, float]:
-        """Begin and finish the report of this step, while the device stands still; returns what others go by.
+        """Report this step synchronously; return the metrics used for checkpoints and early stopping.
 
         Args:
-            module: after the step.
-            restart: this is a regular report: begin new means.
+            module: the module after the step.
+            restart: start new means (regular reports).
 
         Raises:
             DivergedError: too many steps in a row were not finite.
         """
         with self._observers.phase("report"):
-            figures = self._finish(self._begin(module, restart=restart))
+            metrics = self._finish(self._begin(module, restart=restart))
         # The first step of a process compiles and allocates, so the clock starts after it.
         self.restart_clock(module)
-        return figures
+        return metrics
 
     def begin(self, module: LanguageModule, *, restart: bool) -> None:
-        """Begin the report of this step, without a wait for the device; `finish` is to come before the next one."""
-        assert self._begun is None
+        """Begin the report of this step without a host sync; `finish` must be called before the next one."""
+        assert self._pending is None
         with self._observers.phase("report begun"):
-            self._begun = self._begin(module, restart=restart)
+            self._pending = self._begin(module, restart=restart)
 
     def finish(self) -> None:
-        """Finish the report that has begun, if there is one.
+        """Finish the pending report, if there is one.
 
         Raises:
             DivergedError: too many steps in a row were not finite.
         """
-        if self._begun is None:
+        if self._pending is None:
             return
-        begun, self._begun = self._begun, None
+        pending, self._pending = self._pending, None
         with self._observers.phase("report"):
-            self._finish(begun)
-        self._window = _Window(begun.step, begun.at)
+            self._finish(pending)
+        self._window = _Window(pending.step, pending.timestamp)
 
     def restart_clock(self, module: LanguageModule) -> None:
-        """Take times from now on, after what is no part of a step."""
+        """Restart the timed window, after work that is not part of a step."""
         self._window = _Window(module.step, Instant(module.device, self._observers.aside))
 
-    def _begin(self, module: LanguageModule, *, restart: bool) -> _Begun:
-        return _Begun(
+    def _begin(self, module: LanguageModule, *, restart: bool) -> _PendingReport:
+        return _PendingReport(
             step=module.step,
             restart=restart,
             lr=module.lr,
             memory_gib=peak_memory_gib(module.device),
             values=module.take_unread(),
             experts=self._expert_load.take(module.step, restart=restart) if self._expert_load is not None else dict,
-            at=Instant(module.device, self._observers.aside),
+            timestamp=Instant(module.device, self._observers.aside),
         )
 
-    def _finish(self, begun: _Begun) -> dict[str, float]:
-        """Read the steps since the last report and write their figures."""
-        step, values = begun.step, begun.values()
+    def _finish(self, pending: _PendingReport) -> dict[str, float]:
+        """Wait for the values of the steps since the last report and log them."""
+        step, values = pending.step, pending.values()
         for warning in self._policy.read(step - len(values) + 1, values):
             self._journal.say(f"warning: {warning}")
-        loss, grad_norm = self._policy.mean_loss(restart=begun.restart), values[-1][1]
+        loss, grad_norm = self._policy.mean_loss(restart=pending.restart), values[-1][1]
         seconds, tokens_per_second = None, None
         if self._window is not None:
-            passed = begun.at.seconds_since(self._window.start)
-            seconds = passed / (step - self._window.step)
+            elapsed = pending.timestamp.seconds_since(self._window.start)
+            seconds = elapsed / (step - self._window.step)
             samples = self._consumed_samples(step) - self._consumed_samples(self._window.step)
-            tokens_per_second = samples * self._rates.tokens_per_sample / passed
+            tokens_per_second = samples * self._rates.tokens_per_sample / elapsed
         peak = self._rates.peak_flops
         self._journal.report(
             StepReport(
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,
-                lr=begun.lr,
+                lr=pending.lr,
                 consumed_samples=self._consumed_samples(step),
                 skipped_steps=self._policy.skipped_steps,
                 step_seconds=seconds,
                 tokens_per_second=tokens_per_second,
                 mfu=tokens_per_second * self._rates.flops_per_token / peak if tokens_per_second and peak else None,
-                memory_gib=begun.memory_gib,
-                experts=begun.experts(),
+                memory_gib=pending.memory_gib,
+                experts=pending.experts(),
             )
         )
         return {"loss": loss, "grad_norm": grad_norm}

@@ -1,4 +1,4 @@
-"""When a checkpoint is written: at once, or beside training (`async_save`) from a copy in host memory."""
+"""Checkpoint saver: synchronous, or asynchronous (`async_save`) from a copy in host memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .writer import Content, write_checkpoint
 
 
 class Saver:
-    """Writes checkpoints one after the other.
+    """Save checkpoints one at a time.
 
     Args:
-        directory: where the `step-N` directories go.
-        ranks: the processes that write together.
-        clean: called by the first rank after each complete checkpoint, to delete those that are not kept.
-        beside: write in a thread while training goes on. Messages between ranks then go through a group of their own.
+        directory: directory of the `step-N` checkpoints.
+        ranks: the ranks that write together.
+        clean: called by rank 0 after each complete checkpoint, to apply retention.
+        beside: write in a background thread while training continues; ranks then use a separate process group.
 
     Raises:
-        UserError: (from `save` and `finish`) the disk is full, read-only or not ours.
+        UserError: (from `save` and `finish`) the disk is full, read-only or not writable.
     """
 
     def __init__(self, directory: Path, ranks: Ranks, clean: Callable[[], None], *, beside: bool = False) -> None:
@@ -34,19 +34,19 @@ class Saver:
         self._error: BaseException | None = None
 
     def save(self, content: Content) -> Path:
-        """Write a checkpoint, or begin to: only the copy into host memory is waited for then."""
+        """Save a checkpoint and return its path; an asynchronous save waits only for the copy to host memory."""
         self.finish()
         if not self._beside:
             self._write(content)
         else:
-            tensors = {kind: on_host(pieces) for kind, pieces in content.tensors.items()}
+            tensors = {kind: on_host(shards) for kind, shards in content.tensors.items()}
             copied = Content(content.state, tensors, content.config_document, content.tokenizer_document)
-            self._thread = threading.Thread(target=self._try, args=(copied,), name="checkpoint")
+            self._thread = threading.Thread(target=self._write_in_thread, args=(copied,), name="checkpoint")
             self._thread.start()
         return self._directory / f"step-{content.state.step}"
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one."""
+        """Wait for the checkpoint being written, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -54,10 +54,10 @@ class Saver:
         if error is not None:
             raise error
 
-    def _try(self, content: Content) -> None:
+    def _write_in_thread(self, content: Content) -> None:
         try:
             self._write(content)
-        except BaseException as error:  # raised where training asks for it
+        except BaseException as error:  # re-raised by `finish`
             self._error = error
 
     def _write(self, content: Content) -> None:

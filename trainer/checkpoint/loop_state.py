@@ -1,6 +1,7 @@
-"""What the loop remembers from step to step besides weights and optimizer; it is part of every checkpoint.
+"""Training loop state saved in every checkpoint besides weights and optimizer.
 
-With it a resumed run decides as the unbroken one would: the same figures, the same warnings, the same early stop.
+With it a resumed run logs the same metrics, warns at the same steps and stops early at the same step as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,35 +16,34 @@ MAX_RECENT_LOSSES = 1024
 
 
 class Patience(Block):
-    """Where early stopping stands."""
+    """State of early stopping."""
 
     best: float | None = None
     """The best value of the metric so far; None before the first check."""
     last: float | None = None
-    """The value at the last check; None before the first one, or where it was not finite."""
+    """The value at the last check; None before the first one, or if it was not finite."""
     waited: int = Field(0, ge=0)
     """Checks since the best value."""
 
 
 class LoopState(Block):
-    """The memory of `RunLoop` after a step."""
+    """State of `RunLoop` after a step."""
 
     loss_sum: float = 0.0
     """Sum of the finite training losses since the last regular report, nats per token."""
     loss_steps: int = Field(0, ge=0)
-    """How many losses are in it."""
+    """Number of losses in `loss_sum`."""
     skipped_steps: int = Field(0, ge=0)
-    """Steps since the start of training whose gradients were not finite, so that they changed nothing."""
+    """Steps skipped since the start of training because gradients were not finite."""
     skipped_in_a_row: int = Field(0, ge=0)
-    """How many of them came last, without a good step in between."""
+    """Number of consecutive skipped steps up to this one."""
     recent_losses: Annotated[tuple[float, ...], Field(max_length=MAX_RECENT_LOSSES, strict=False)] = ()
-    """The newest finite training losses, oldest first: what a loss spike is measured against."""
+    """The latest finite training losses, oldest first; the reference of the loss spike detection."""
     in_spike: bool = False
-    """Whether the loss stands out now, so that it has been warned of."""
+    """True during a loss spike that has already been warned of."""
     validation_due: bool = False
-    """Whether a signal left no time for the validation of this step: it is the first thing that a process does which
-    goes on from here."""
+    """True if a signal interrupted the validation of this step; a resumed run starts with it."""
     expert_load: Annotated[tuple[Annotated[tuple[float, ...], Field(strict=False)], ...], Field(strict=False)] = ()
-    """For each layer with experts what it counted since the last regular report; empty right after one."""
+    """Sums of each MoE layer since the last regular report; empty right after one."""
     patience: Patience = Patience.model_validate({})
-    """Where early stopping stands."""
+    """State of early stopping."""

@@ -1,4 +1,4 @@
-"""Where a run writes: its directory, the lock on it, and the record of what it ran with (nemo_semantics 1.2)."""
+"""Run directory: creation, locking, and the record of configuration and environment (nemo_semantics 1.2)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class RunDirectory:
     """The directory of one run.
 
     Attributes:
-        path: holds config.resolved.json, environment.json, metrics.jsonl, run.log, and what the keys ask for:
-            tensorboard/, metrics.csv, files/, profile/, expert_load.json.
-        checkpoints: holds the `step-N` directories.
-        locks: keep other processes out of the run directory, and of a `checkpoints` elsewhere, for as long as they are
-            open; None where files cannot be locked.
-        made: directories that were made for this run, as long as something may still refuse it.
+        path: directory of config.resolved.json, environment.json, metrics.jsonl, run.log, and if enabled tensorboard/,
+            metrics.csv, files/, profile/, expert_load.json.
+        checkpoints: directory of the `step-N` checkpoints.
+        locks: file descriptors that lock the run directory, and a `checkpoints` directory elsewhere, while open; None
+            if files cannot be locked.
+        made: directories created for this run, removed on exit if the run fails before `record_start`.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class RunDirectory:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Let other processes write here again; a run that was refused leaves nothing."""
+        """Release the locks, and remove the directories of a run that failed to start."""
         remove_places(self.made, (self.path, self.checkpoints))
         _unlock(self.locks)
 
@@ -58,18 +58,18 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
     """Choose, create and lock the run directory.
 
     Raises:
-        UserError: it cannot be written (exit code 74), another process trains in it or saves to the same place, or it
-            holds checkpoints of another run that were not asked for.
+        UserError: it cannot be written (exit code 74), another process trains in it or saves to the same directory, or
+            it holds checkpoints of an earlier run without `resume_if_exists`.
     """
     keys = config.root.exp_manager
     dirpath = keys.checkpoint_callback_params.dirpath
     made: list[Path] = []
-    with ExitStack() as unless_done:
+    with ExitStack() as cleanup:
         locks: list[int | None] = []
-        held: list[Path] = []  # what this process has locked: the rest may be another's by now
-        unless_done.callback(_unlock, locks)
-        unless_done.callback(remove_places, made, held)
-        _check_places(keys, made)
+        held: list[Path] = []  # directories locked by this process: others may be in use by another process by now
+        cleanup.callback(_unlock, locks)
+        cleanup.callback(remove_places, made, held)
+        _check_paths(keys, made)
         try:
             path = create_place(config.root, made)
             checkpoints = checkpoint_place(config.root, path)
@@ -78,29 +78,30 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
             if dirpath and keys.create_checkpoint_callback:
                 locks.append(_lock(checkpoints, "saves its checkpoints", "checkpoint_callback_params.dirpath"))
                 held.append(checkpoints)
-            # A `dirpath` that nothing is saved to, nor read from, may be that of any run.
+            # A `dirpath` that this run neither saves to nor resumes from may belong to another run.
             existing = checkpoint_paths(checkpoints) if keys.create_checkpoint_callback or not dirpath else []
             if existing and not keys.resume_if_exists:
                 raise UserError(
-                    f"{checkpoints} already holds checkpoints up to {existing[-1].name}; go on from there with "
-                    f"exp_manager.resume_if_exists=True, or write elsewhere with another exp_manager.{_place_key(keys)}"
+                    f"{checkpoints} already holds checkpoints up to {existing[-1].name}; resume from there with "
+                    f"exp_manager.resume_if_exists=True, or write elsewhere with another "
+                    f"exp_manager.{_checkpoint_key(keys)}"
                 )
         except OSError as error:
             raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs", keys) from error
-        unless_done.pop_all()
+        cleanup.pop_all()
     return RunDirectory(path, checkpoints, tuple(locks), made)
 
 
 def record_start(
     config: RunConfig, directory: RunDirectory, device: torch.device, processes: list[dict[str, Any]]
 ) -> None:
-    """Write what the run was started with, once nothing is left that could refuse it: from here on, it is kept.
+    """Write configuration and environment once the run can start; from here on, the directory is kept.
 
     Args:
-        config: of the run.
-        directory: where it goes.
-        device: of this process.
-        processes: what each process of the run says of itself.
+        config: configuration of the run.
+        directory: the run directory.
+        device: device of this process.
+        processes: description of each process of the run.
 
     Raises:
         UserError: the files cannot be written (exit code 74).
@@ -119,42 +120,39 @@ def record_start(
 
 
 def _file_to_copy(name: str) -> Path:
-    """A file that is named by `exp_manager.files_to_copy`.
+    """Return the path of an entry of `exp_manager.files_to_copy`.
 
     Raises:
-        UserError: it is no file that can be read.
+        UserError: it is not a readable file.
     """
     path = user_path(name, "exp_manager.files_to_copy")
     if not path.is_file() or not os.access(path, os.R_OK):
-        raise UserError(f"`exp_manager.files_to_copy` ({name}): there is no such file that can be read")
+        raise UserError(f"`exp_manager.files_to_copy` ({name}) is not a readable file")
     return path
 
 
-def _place_key(keys: ExpManagerBlock) -> str:
-    """The keys below `exp_manager` that say where checkpoints are; the others do nothing beside them."""
+def _checkpoint_key(keys: ExpManagerBlock) -> str:
+    """Return the keys below `exp_manager` that determine the checkpoint directory."""
     if keys.checkpoint_callback_params.dirpath:
         return "checkpoint_callback_params.dirpath"
     return "explicit_log_dir" if keys.explicit_log_dir else "name or exp_dir"
 
 
 def _directory_key(keys: ExpManagerBlock) -> str:
-    """The key below `exp_manager` that says where the run directory is."""
+    """Return the key below `exp_manager` that determines the run directory."""
     return "explicit_log_dir" if keys.explicit_log_dir else "exp_dir"
 
 
-def _cannot_write(error: OSError, place: str, keys: ExpManagerBlock) -> UserError:
+def _cannot_write(error: OSError, path: str, keys: ExpManagerBlock) -> UserError:
     return UserError(
-        f"cannot write the run directory {error.filename or place}: {error.strerror or error}; set "
+        f"cannot write the run directory {error.filename or path}: {error.strerror or error}; set "
         f"exp_manager.{_directory_key(keys)} to a directory that can be written",
         EXIT_IO,
     )
 
 
-def _check_places(keys: ExpManagerBlock, made: list[Path]) -> None:
-    """Whether checkpoints can be read and written where they should be: now, not after an hour of training.
-
-    `made` gets the directories that were not there before.
-    """
+def _check_paths(keys: ExpManagerBlock, made: list[Path]) -> None:
+    """Check that checkpoints can be read and written, before training starts; append created directories to `made`."""
     start = keys.resume_from_checkpoint
     if start and not user_path(start, "exp_manager.resume_from_checkpoint").is_dir():
         raise UserError(f"`exp_manager.resume_from_checkpoint` ({start}): there is no such directory")
@@ -174,7 +172,7 @@ def _check_places(keys: ExpManagerBlock, made: list[Path]) -> None:
         ) from error
 
 
-def _lock(path: Path, does: str, key: str) -> int | None:
+def _lock(path: Path, activity: str, key: str) -> int | None:
     if fcntl is None:
         return None
     descriptor = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -183,7 +181,7 @@ def _lock(path: Path, does: str, key: str) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(
-            f"another process {does} in {path}; wait for it, or write elsewhere with another exp_manager.{key}"
+            f"another process {activity} in {path}; wait for it, or write elsewhere with another exp_manager.{key}"
         ) from None
     except OSError:
         pass  # a filesystem without locks

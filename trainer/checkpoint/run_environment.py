@@ -1,6 +1,6 @@
-"""What a run depends on besides its configuration: versions, device, source commits, command line. No secrets.
+"""Environment record of a run for reproducibility: versions, device, source commits, command line. No secrets.
 
-Nothing here is read back by a run: it is for the person who asks, a year later, what exactly made these weights.
+Write-only: stoker never reads it back.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _PACKAGES = (
 _VARIABLES = re.compile(
     r"(NVTE|CUDA|CUBLAS|CUDNN|NCCL|GLOO|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|OMP|GOMP|MKL|SLURM|STOKER)_\w+"
 )
-"""Variables that can change what is computed, or say where."""
+"""Environment variables that can change results or the placement of processes."""
 _GIT_SECONDS = 10
 
 
 def describe_environment(device: torch.device, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Everything a result depends on besides the configuration, for JSON.
+    """Return everything besides the configuration that results depend on, as a JSON object.
 
     Args:
-        device: where the run computes.
-        variables: the environment of the process; what can change the computation is recorded. None records nothing.
+        device: device of the run.
+        variables: environment of the process, of which the relevant variables are recorded; None records none.
     """
     packages: dict[str, str] = {}
     for name in _PACKAGES:
@@ -75,7 +75,7 @@ def describe_environment(device: torch.device, variables: Mapping[str, str] | No
 
 
 def stoker_version() -> str:
-    """The installed version, or `unknown` in a bare checkout."""
+    """Return the installed version, or `unknown` if stoker is not installed."""
     try:
         return metadata.version("stoker")
     except metadata.PackageNotFoundError:
@@ -83,25 +83,25 @@ def stoker_version() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or the kind of device."""
+    """Return the name of the GPU, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def describe_project(directory: Path) -> dict[str, Any]:
-    """The user's project: its directory, and where git keeps it the commit and whether files differ from it.
+    """Describe the user's project.
 
     Returns:
-        `directory`; in a git work tree also `commit` and `changed`, the number of tracked files that are not as
-        committed, or None where git cannot tell.
+        `directory`; in a git work tree also `commit` and `changed`, the number of modified tracked files, or None if
+        git cannot tell.
     """
-    top = next((path for path in (directory, *directory.parents) if (path / ".git").exists()), None)
-    if top is None:
+    work_tree = next((path for path in (directory, *directory.parents) if (path / ".git").exists()), None)
+    if work_tree is None:
         return {"directory": str(directory)}
-    return {"directory": str(directory), "commit": head_commit(top), "changed": _changed_files(top)}
+    return {"directory": str(directory), "commit": head_commit(work_tree), "changed": _changed_files(work_tree)}
 
 
 def head_commit(work_tree: Path) -> str | None:
-    """The commit checked out in a git work tree, read from its files; None where there is none."""
+    """Return the commit checked out in a git work tree, read from its files; None if there is none."""
     git = work_tree / ".git"
     try:
         if git.is_file():  # a linked work tree or a submodule: `gitdir: PATH`
@@ -121,10 +121,12 @@ def head_commit(work_tree: Path) -> str | None:
 
 
 def _changed_files(work_tree: Path) -> int | None:
-    """Tracked files that differ from the commit; None where git is missing, slow or refuses."""
+    """Count the modified tracked files; None if git is missing, too slow or fails."""
     command = ["git", "-c", "core.fsmonitor=false", "status", "--porcelain", "--untracked-files=no"]
     try:
-        done = subprocess.run(command, cwd=work_tree, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        result = subprocess.run(
+            command, cwd=work_tree, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return len(done.stdout.splitlines()) if done.returncode == 0 else None
+    return len(result.stdout.splitlines()) if result.returncode == 0 else None

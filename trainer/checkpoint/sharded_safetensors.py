@@ -1,7 +1,7 @@
-"""Tensors in safetensors files by rows: each rank writes its part, any number of ranks reads what it needs.
+"""Sharded safetensors: each rank writes its rows of every tensor; any number of ranks can read them (resharding).
 
-One process writes `model.safetensors`; rank r of R writes `model-0000r-of-0000R.safetensors`, in whose header
-`__metadata__.rows` holds, as JSON, name -> [first row, rows of the whole tensor] of every tensor that is not whole.
+A single process writes `model.safetensors`; rank r of R writes `model-0000r-of-0000R.safetensors`, whose header holds
+in `__metadata__.rows`, as JSON, name -> [first row, rows of the full tensor] for every sharded tensor.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ..utils.safetensors_io import (
     write_tensors,
 )
 
-_NUMBERED = re.compile(r"(?P<kind>[a-z]+)(-(?P<rank>\d{5})-of-(?P<ranks>\d{5}))?\.safetensors")
+_FILE_NAME = re.compile(r"(?P<kind>[a-z]+)(-(?P<rank>\d{5})-of-(?P<ranks>\d{5}))?\.safetensors")
 
 
 def file_name(kind: str, rank: int, world_size: int) -> str:
-    """The name of a rank's file of a kind: model, optimizer or ema."""
+    """Return the file name of a rank's shard; `kind` is model, optimizer or ema."""
     return f"{kind}.safetensors" if world_size == 1 else f"{kind}-{rank:05}-of-{world_size:05}.safetensors"
 
 
 def files_of(kind: str, names: Iterable[str]) -> list[str]:
-    """The files of a kind among names, by rank; empty where there is none, or where the set is not complete."""
-    found = [match for name in sorted(names) if (match := _NUMBERED.fullmatch(name)) and match["kind"] == kind]
+    """Return the files of a kind among names, by rank; empty if there are none or the set is incomplete."""
+    found = [match for name in sorted(names) if (match := _FILE_NAME.fullmatch(name)) and match["kind"] == kind]
     if not found:
         return []
     ranks = int(found[0]["ranks"] or 1)
@@ -47,7 +47,7 @@ def files_of(kind: str, names: Iterable[str]) -> list[str]:
 
 
 def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> FileRecord:
-    """Write this rank's share of the rows of every tensor; see `Piece.share`."""
+    """Write this rank's share of the rows of every tensor, see `Piece.share`."""
     shares = {name: piece.share() for name, piece in pieces.items()}
     written = {name: share for name, share in shares.items() if share.rows}
     rows = {
@@ -60,8 +60,8 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """Rows of a tensor in a file."""
+class _RowRange:
+    """Row range of a tensor in a file."""
 
     file: Any
     start: int
@@ -69,58 +69,58 @@ class _Found:
 
 
 def read_pieces(paths: Collection[Path], wanted: Mapping[str, Piece], *, any_dtype: bool = False) -> None:
-    """Fill every piece, in place, from the files that hold its rows.
+    """Load every local shard in place from the files that hold its rows.
 
     Args:
         paths: all files of a kind.
-        wanted: name to rows; together the files must hold exactly these tensors, whole.
-        any_dtype: do not compare dtypes; values are converted.
+        wanted: local shards by name; the files together must hold exactly these tensors, in full.
+        any_dtype: convert values of other dtypes instead of raising.
 
     Raises:
-        DamagedFileError: not safetensors files, or rows missing or twice.
-        ValueError: other names, shapes or dtypes; one line for each of the first ten.
+        DamagedFileError: a file is not safetensors, or rows are missing or duplicated.
+        ValueError: names, shapes or dtypes differ; one line for each of the first ten.
     """
     with ExitStack() as stack:
-        found, described = _open(paths, stack)
+        found, described = _read_headers(paths, stack)
         problems = _differences(described, wanted, any_dtype)
         if problems:
             raise ValueError("\n".join(problems))
         for name, piece in wanted.items():
-            _check_cover(name, found[name], piece.rows)
-            _fill(name, piece, found[name])
+            _check_complete(name, found[name], piece.rows)
+            _load_shard(name, piece, found[name])
 
 
 class WholeTensors:
-    """The tensors of all files of a kind, whole, one at a time.
+    """Read access to the full tensors of sharded files, one at a time.
 
     Attributes:
-        facts: name to dtype and shape.
+        facts: dtype and shape by name.
     """
 
-    def __init__(self, found: Mapping[str, list[_Found]], facts: Mapping[str, TensorFacts]) -> None:
+    def __init__(self, found: Mapping[str, list[_RowRange]], facts: Mapping[str, TensorFacts]) -> None:
         self._found = found
         self.facts = facts
 
     def read(self, name: str) -> Tensor:
-        """A tensor in host memory.
+        """Read a full tensor into host memory.
 
         Raises:
-            DamagedFileError: rows of it are missing or there twice.
+            DamagedFileError: rows of it are missing or duplicated.
         """
-        of = self.facts[name]
+        shape = self.facts[name].shape
         parts = self._found[name]
-        if of.shape:
-            _check_cover(name, parts, of.shape[0])
+        if shape:
+            _check_complete(name, parts, shape[0])
         if len(parts) == 1:
             return parts[0].file.get_tensor(name)
         return torch.cat([part.file.get_tensor(name) for part in sorted(parts, key=lambda part: part.start)])
 
 
 class Overlaid:
-    """The tensors of some files, those of others instead where these have them.
+    """The tensors of `below`, overridden by those of `above`.
 
     Attributes:
-        facts: name to dtype and shape, of the tensor that is read.
+        facts: dtype and shape by name, of the tensor that is read.
     """
 
     def __init__(self, below: WholeTensors, above: WholeTensors) -> None:
@@ -128,19 +128,19 @@ class Overlaid:
         self.facts = {**below.facts, **above.facts}
 
     def read(self, name: str) -> Tensor:
-        """A tensor in host memory; errors as in `WholeTensors.read`."""
+        """Read a full tensor into host memory; errors as in `WholeTensors.read`."""
         return (self._above if name in self._above.facts else self._below).read(name)
 
 
 @contextmanager
 def open_whole(paths: Collection[Path]) -> Iterator[WholeTensors]:
-    """Open all files of a kind; what they hold is known from their headers.
+    """Open all files of a kind for reading full tensors; only the headers are read at first.
 
     Raises:
-        DamagedFileError: not safetensors files, or of a dtype that no checkpoint has.
+        DamagedFileError: a file is not safetensors, or a dtype is not supported.
     """
     with ExitStack() as stack:
-        found, described = _open(paths, stack)
+        found, described = _read_headers(paths, stack)
         facts: dict[str, TensorFacts] = {}
         for name, (shape, dtype) in described.items():
             if dtype not in TENSOR_DTYPES:
@@ -149,27 +149,27 @@ def open_whole(paths: Collection[Path]) -> Iterator[WholeTensors]:
         yield WholeTensors(found, facts)
 
 
-def _open(
+def _read_headers(
     paths: Collection[Path], stack: ExitStack
-) -> tuple[dict[str, list[_Found]], dict[str, tuple[tuple[int, ...], str]]]:
-    """The rows of each tensor by file, and the shape and dtype of the whole, from the headers."""
-    found: dict[str, list[_Found]] = {}
+) -> tuple[dict[str, list[_RowRange]], dict[str, tuple[tuple[int, ...], str]]]:
+    """Read the headers: the row ranges of each tensor by file, and shape and dtype of the full tensor."""
+    found: dict[str, list[_RowRange]] = {}
     described: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in paths:
         file = stack.enter_context(open_tensors(path))
-        rows = _rows(path, file)
+        rows = _read_row_metadata(path, file)
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             start, whole = rows.get(name, (0, shape[0] if shape else 1))
-            found.setdefault(name, []).append(_Found(file, start, shape[0] if shape else 1))
+            found.setdefault(name, []).append(_RowRange(file, start, shape[0] if shape else 1))
             facts = (whole, *shape[1:]) if shape else (), dtype
             if described.setdefault(name, facts) != facts:
-                raise DamagedFileError(f"{path.name}: {name} is not what the other files say")
+                raise DamagedFileError(f"{path.name}: shape or dtype of {name} differs from the other files")
     return found, described
 
 
-def _fill(name: str, piece: Piece, parts: list[_Found]) -> None:
+def _load_shard(name: str, piece: Piece, parts: list[_RowRange]) -> None:
     if not piece.local.ndim:
         piece.local.copy_(parts[0].file.get_tensor(name))
         return
@@ -181,17 +181,17 @@ def _fill(name: str, piece: Piece, parts: list[_Found]) -> None:
             piece.local[first - piece.start : last - piece.start].copy_(rows)
 
 
-def _check_cover(name: str, parts: list[_Found], rows: int) -> None:
+def _check_complete(name: str, parts: list[_RowRange], rows: int) -> None:
     position = 0
     for part in sorted(parts, key=lambda part: (part.start, part.count)):
         if part.start != position:
-            raise DamagedFileError(f"rows {position} to {part.start} of {name} are missing or there twice")
+            raise DamagedFileError(f"rows {position} to {part.start} of {name} are missing or duplicated")
         position += part.count
     if position != rows:
         raise DamagedFileError(f"{name} has {position} rows in all files instead of {rows}")
 
 
-def _rows(path: Path, file: Any) -> dict[str, tuple[int, int]]:
+def _read_row_metadata(path: Path, file: Any) -> dict[str, tuple[int, int]]:
     try:
         document = json.loads((file.metadata() or {}).get("rows", "{}"))
         return {name: (int(start), int(whole)) for name, (start, whole) in document.items()}
@@ -203,7 +203,7 @@ def _differences(
     found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, Piece], any_dtype: bool
 ) -> list[str]:
     lines = [f"{name} is missing" for name in wanted if name not in found]
-    lines += [f"{name} has no place in this model" for name in found if name not in wanted]
+    lines += [f"{name} does not exist in this model" for name in found if name not in wanted]
     for name, piece in wanted.items():
         if name not in found:
             continue
@@ -218,7 +218,7 @@ def _describe(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def on_host(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """Copies of this rank's shares in host memory, which training does not change while they are written."""
+    """Copy this rank's shares to host memory, for writing while training continues."""
     shares = {name: piece.share() for name, piece in pieces.items()}
     copies: dict[str, Piece] = {}
     for name, share in shares.items():

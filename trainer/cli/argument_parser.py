@@ -1,4 +1,4 @@
-"""The words of a command line: argparse, with errors of a line or two in the place of its usage."""
+"""Argument parser whose errors are a `UserError` of two lines, with a suggested fix, instead of the usage text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from ..utils.errors import UserError
 from ..utils.redaction import words_without_secrets
 
-_ABSENT = "the following arguments are required: "
-_UNKNOWN = "unrecognized arguments: "
-_OF_HYDRA = {
+_REQUIRED_PREFIX = "the following arguments are required: "
+_UNKNOWN_PREFIX = "unrecognized arguments: "
+_HYDRA_OPTIONS = {
     "--config-path": "write --config-dir {}",
     "-cp": "write --config-dir {}",
     "-cd": "write --config-dir {}",
@@ -22,15 +22,15 @@ _OF_HYDRA = {
     "--info": "`stoker config --all` shows every key with its state and origin",
     "-i": "`stoker config --all` shows every key with its state and origin",
 }
-"""Options of Hydra's own command lines, and what to write instead."""
+"""Options of Hydra's command line and their replacements."""
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of one verb. What is wrong with them is a `UserError`: what, and the way out.
+    """Parser of one subcommand; invalid arguments raise `UserError` with a suggested fix.
 
     Args:
-        words: of the command line, behind the verb.
-        settings: of argparse.
+        words: the arguments after the subcommand.
+        settings: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, words: Sequence[str], **settings: Any) -> None:
@@ -38,19 +38,19 @@ class Parser(argparse.ArgumentParser):
         self._words = tuple(words)
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
-        fix = f"`{self.prog} --help` lists what it takes"
-        if message.startswith(_ABSENT):
-            message = f"must be given: {message.removeprefix(_ABSENT)}"
+        """Raise a `UserError` for an error message of argparse."""
+        fix = f"`{self.prog} --help` lists the options"
+        if message.startswith(_REQUIRED_PREFIX):
+            message = f"missing: {message.removeprefix(_REQUIRED_PREFIX)}"
             fix = f"write {self.prog} {self._required()}"
-        elif message.startswith(_UNKNOWN):
-            unknown = self._typed(message.removeprefix(_UNKNOWN))
-            message = f"not known here: {' '.join(words_without_secrets(unknown))}"
-            fix = self._meant(*unknown[:1]) or fix
+        elif message.startswith(_UNKNOWN_PREFIX):
+            unknown = self._split(message.removeprefix(_UNKNOWN_PREFIX))
+            message = f"unknown: {' '.join(words_without_secrets(unknown))}"
+            fix = self._suggest(*unknown[:1]) or fix
         raise UserError([f"{self.prog}: {message}", f"    fix: {fix}"])
 
-    def _typed(self, joined: str) -> list[str]:
-        """The words of the command line that argparse has joined, which may have spaces of their own."""
+    def _split(self, joined: str) -> list[str]:
+        """Split unknown arguments that argparse joined with spaces; an argument may contain spaces itself."""
         found = []
         for word in self._words:
             if joined == word or joined.startswith(f"{word} "):
@@ -59,30 +59,32 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _required(self) -> str:
-        """Everything that must be given, with what it takes, as it is typed."""
+        """Return all required arguments with their metavars, as to be typed."""
         found = []
         for action in self._actions:
             if action.required:
-                taken = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-                found.append(" ".join([*action.option_strings[-1:], taken]))
+                metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+                found.append(" ".join([*action.option_strings[-1:], metavar]))
         return " ".join(found)
 
-    def _meant(self, word: str = "") -> str:
-        """The nearest option, or the override that was written as an option; empty where nothing is near."""
+    def _suggest(self, word: str = "") -> str:
+        """Suggest the closest option, or the override for a key written as an option; empty if nothing is close."""
         from ..config.nemo.key_states import is_known, suggestions
         from ..config.override_typos import corrected
         from ..config.suggest import closest
 
         name, _, value = word.partition("=")
-        behind = self._words[self._words.index(word) + 1 :][:1] if word else ()
-        follows = behind[0] if behind and "=" not in behind[0] and not behind[0].startswith("-") else "VALUE"
-        if name in _OF_HYDRA and any(action.dest == "overrides" for action in self._actions):
-            return _OF_HYDRA[name].format(value or follows)
+        rest = self._words[self._words.index(word) + 1 :][:1] if word else ()
+        next_value = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE"
+        if name in _HYDRA_OPTIONS and any(action.dest == "overrides" for action in self._actions):
+            return _HYDRA_OPTIONS[name].format(value or next_value)
         options = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
-        if near := closest(name, options) if name.startswith("-") else None:
-            return f"did you mean {near}?"
+        if match := closest(name, options) if name.startswith("-") else None:
+            return f"did you mean {match}?"
         key = name.lstrip("-")
         if all(action.dest != "overrides" for action in self._actions) or not re.fullmatch(r"--?[a-z_][\w.-]*", name):
             return ""
         keys = [key] if is_known(key) else suggestions(key)
-        return " or ".join(f"{'' if at else 'write '}{corrected(key, value or follows)}" for at, key in enumerate(keys))
+        return " or ".join(
+            f"{'' if at else 'write '}{corrected(key, value or next_value)}" for at, key in enumerate(keys)
+        )

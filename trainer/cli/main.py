@@ -224,8 +224,10 @@ def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _load(args: argparse.Namespace) -> RunConfig:
     from ..config.load import load_run_config
+    from ..conversion.finetune_defaults import load_finetune_config
 
-    return load_run_config(args.config_name, args.config_dir, args.overrides, finetune=args.finetune)
+    load = load_finetune_config if args.finetune else load_run_config
+    return load(args.config_name, args.config_dir, args.overrides)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`stoker plan`: what a run will take, without starting it and without its device."""
+"""`stoker plan`: estimate memory and step time of a run without starting it and without its GPU."""
 
 from __future__ import annotations
 
@@ -21,33 +21,40 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `stoker config` takes, the card, and the form of the answer."""
+    """Add the arguments of `stoker config`, the device, and the output format."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
     parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
     parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
     parser.add_argument(
         "--device",
-        metavar="CARD",
-        help="h100, h200, a100 and so on, a size as 80GiB (of an H100), or both as a100:40GiB; without it the GPU of "
-        "this machine, or an H100 where there is none",
+        metavar="GPU",
+        help="h100, h200, a100 and so on, a memory size like 80GiB (of an H100), or both like a100:40GiB; default: the "
+        "GPU of this machine, or an H100 if there is none",
     )
     parser.add_argument(
-        "--finetune", action="store_true", help="as `stoker finetune` reads it: the model is model.restore_from_path"
+        "--finetune",
+        action="store_true",
+        help="read the configuration as `stoker finetune` does: the model is model.restore_from_path",
     )
-    parser.add_argument("--fit", action="store_true", help="find the overrides with which it fits in the least time")
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument("--fit", action="store_true", help="search for the fastest overrides that fit")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan; 0, or 2 where `--fit` finds nothing that fits.
+    """Run the verb.
+
+    Returns:
+        0, or 2 if `--fit` finds nothing that fits.
 
     Raises:
-        UserError: a configuration that is wrong, or a card that is not known.
+        UserError: an invalid configuration or an unknown GPU.
     """
     from ..config.load import load_run_config
+    from ..conversion.finetune_defaults import load_finetune_config
 
-    config = load_run_config(args.config_name, args.config_dir, args.overrides, finetune=args.finetune)
-    # seconds of torch, once the configuration is known to be right
+    load = load_finetune_config if args.finetune else load_run_config
+    config = load(args.config_name, args.config_dir, args.overrides)
+    # these import torch, which takes seconds: only after the configuration has been validated
     from ..plan.report import as_document, report
     from ..plan.run_plan import idle_modules, make_plan
     from ..plan.search import search, suggestions
@@ -62,29 +69,32 @@ def run(args: argparse.Namespace) -> int:
     notes = [*_notes(root, args.device, target), *idle_modules(plan), *filter(None, [unknown])]
     if args.fit:
         if plan.time is None:
-            notes.append("times are not known here: this is what moves the least, and changes the fewest keys")
+            notes.append(
+                "step times are not known for this device: the result copies the least to the host, "
+                "and changes the fewest keys"
+            )
         best, least = search(root, target, plan)
-        return _tell_fit(args, given, plan, best, least, config.findings, notes)
+        return _print_fit(args, given, plan, best, least, config.findings, notes)
     changes = [] if plan.fits else suggestions(root, target, plan)
     if args.json:
-        print(json.dumps(as_document(plan, changes, given) | _said(config.findings, notes), indent=2))
+        print(json.dumps(as_document(plan, changes, given) | _notes_document(config.findings, notes), indent=2))
         return EXIT_DONE
     for line in report(plan, changes, given):
         print(line)
-    _tell(config.findings, notes)
+    _print_notes(config.findings, notes)
     return EXIT_DONE
 
 
-def _given(config: RunConfig, words: Sequence[str]) -> Given:
-    """What the files and the command line set."""
+def _given(config: RunConfig, overrides: Sequence[str]) -> Given:
+    """Return the keys set by files and the command line."""
     from ..plan.search import Given
 
-    typed = {word.lstrip("+").partition("=")[0]: word for word in words}
+    typed = {override.lstrip("+").partition("=")[0]: override for override in overrides}
     return Given(frozenset(key for key, origin in config.origins.items() if origin.kind != "default"), typed)
 
 
 def _notes(root: RootBlock, device: str | None, target: Target) -> Iterator[str]:
-    """What this plan takes for granted about the device."""
+    """Yield notes on what the plan assumes about devices."""
     import torch
 
     accelerator, nodes = root.trainer.accelerator, root.trainer.num_nodes
@@ -92,23 +102,22 @@ def _notes(root: RootBlock, device: str | None, target: Target) -> Iterator[str]
         return
     name = f"an {target.card.name}"
     if accelerator in ("cpu", "mps"):
-        on = "it" if device else name
-        yield f"`trainer.accelerator` ({accelerator}) trains on the host; this is the plan of a run on {on} instead"
+        yield f"`trainer.accelerator` ({accelerator}) trains on the host; this plan is for {name} instead"
     elif device is None and not torch.cuda.is_available():
-        yield f"no CUDA device is here: this is the plan of {name}; see --device"
+        yield f"no CUDA device is available; this plan is for {name}; choose another with --device"
     if device is not None and device[:1].isdigit():
-        yield f"a size alone is {name} of that memory, with its speeds and its attention"
+        yield f"`--device` ({device}) is a memory size alone: this plan is for {name} with that much memory"
     if nodes > 1:
-        yield f"messages between {nodes} machines (`trainer.num_nodes`) are timed as if all cards were in one"
+        yield f"communication between {nodes} nodes (`trainer.num_nodes`) is timed as if all GPUs were in one node"
 
 
-def _said(findings: Sequence[Finding], notes: Sequence[str]) -> dict[str, Any]:
+def _notes_document(findings: Sequence[Finding], notes: Sequence[str]) -> dict[str, Any]:
     from ..config.render import findings_document
 
     return {"findings": findings_document(findings), "notes": list(notes)}
 
 
-def _tell(findings: Sequence[Finding], notes: Sequence[str]) -> None:
+def _print_notes(findings: Sequence[Finding], notes: Sequence[str]) -> None:
     from ..config.render import finding_lines
 
     lines = [*finding_lines(findings), *(f"note: {note}" for note in notes)]
@@ -117,7 +126,7 @@ def _tell(findings: Sequence[Finding], notes: Sequence[str]) -> None:
 
 
 def _target(root: RootBlock, device: str | None) -> Target:
-    """The card that is asked for; this machine's; the default one."""
+    """Return the GPU of `--device`, or this machine's, or the default one."""
     import torch
 
     from ..distributed.placement import devices_here
@@ -129,14 +138,14 @@ def _target(root: RootBlock, device: str | None) -> Target:
     if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
         return target_here(root, torch.device("cuda", 0), processes)
     try:
-        card = card_named(DEFAULT_CARD if device is None else device)
+        gpu = card_named(DEFAULT_CARD if device is None else device)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return target_elsewhere(root, card, processes)
+    return target_elsewhere(root, gpu, processes)
 
 
 def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
-    """Tokens of the vocabulary, None with a line that says why where only the data can tell."""
+    """Return the vocabulary size and an empty note; None and a note if it is only known from the data."""
     from ..data.tokenizers.tokenizer import ByteTokenizer
     from ..data.tokenizers.vocabulary import named_tokenizer
 
@@ -145,10 +154,13 @@ def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
     with suppress(UserError):
         tokenizer = named_tokenizer(root) or ByteTokenizer()
         return tokenizer.vocab_size, ""
-    return None, "the vocabulary follows from the data and is left out; set model.override_vocab_size to count it"
+    return None, (
+        "the vocabulary size depends on the data, so embedding and head are left out; "
+        "set model.override_vocab_size to include them"
+    )
 
 
-def _tell_fit(
+def _print_fit(
     args: argparse.Namespace,
     given: Given,
     plan: Plan,
@@ -162,18 +174,18 @@ def _tell_fit(
     if args.json:
         found = {"fits": best is not None, "best": best and change_document(best, given)}
         found["least"] = change_document(least, given)
-        print(json.dumps(found | _said(findings, notes), indent=2))
+        print(json.dumps(found | _notes_document(findings, notes), indent=2))
         return EXIT_DONE if best else EXIT_BAD_INPUT
     if best is not None:
         if not best.values:
             print(f"it fits as it is: {gib(plan.needed)} of {gib(plan.available or 0)}")
         for line in change_lines(plan, [best] if best.values else [], given):
             print(line.lstrip())
-        _tell(findings, notes)
+        _print_notes(findings, notes)
         return EXIT_DONE
     missing = least.plan.needed - (plan.available or 0)
     print(f"nothing fits; nearest, {gib(missing if missing > 0 else least.plan.short_of_host)} too much:")
     for line in change_lines(plan, [least], given):
         print(line)
-    _tell(findings, notes)
+    _print_notes(findings, notes)
     return EXIT_BAD_INPUT

@@ -1,4 +1,4 @@
-"""`stoker preprocess`: documents to tokenized data in Megatron's format."""
+"""`stoker preprocess`: tokenize documents into Megatron's indexed dataset format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_WORKERS = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the options of `stoker preprocess`."""
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -53,19 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="end each document with the end-of-document token",
     )
-    parser.add_argument("--eod-token", metavar="T", help="that token, where it has an unusual name")
+    parser.add_argument("--eod-token", metavar="T", help="the end-of-document token, if it has an unusual name")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
     parser.add_argument(
         "--on-error",
         choices=("skip", "stop"),
         default="skip",
-        help="what to do with a line that gives no document: count it, or stop at the first",
+        help="what to do with an invalid line: skip and count it, or stop at the first",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at P, and parts of other commands")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files and partial results at P")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Preprocess, and say how it went."""
+    """Preprocess and print a summary."""
     job = _job(args)
     line = _ProgressLine()
     stopped_by: list[int] = []
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(error, UserError):
             raise
         folder = parts_folder(job.prefix)
-        kept = f"; finished parts are kept in {folder}: the same command goes on from there" if folder.is_dir() else ""
+        kept = f"; finished parts are kept in {folder}: the same command resumes from there" if folder.is_dir() else ""
         line.say(f"interrupted{kept}")
         return EXIT_TERMINATED if stopped_by else EXIT_INTERRUPTED
     line.end()
@@ -118,7 +118,7 @@ def _job(args: argparse.Namespace) -> Job:
 def _report(job: Job, outcome: Outcome, seconds: float) -> None:
     summary = outcome.summary
     if outcome.did_nothing:
-        print(f"{job.prefix}: nothing to do, this command was finished before")
+        print(f"{job.prefix}: nothing to do, this command is already finished")
     size = summary["bytes"]
     speed = (
         ""
@@ -138,7 +138,7 @@ def _report(job: Job, outcome: Outcome, seconds: float) -> None:
 
 
 class _ProgressLine:
-    """One line on a terminal that is written over; otherwise a line every half minute."""
+    """Progress on standard error: a line updated in place on a terminal, else a line every half minute."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -180,7 +180,7 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt(received: list[int]) -> Iterator[None]:
-    """SIGTERM ends the command like Ctrl-C, so that no worker stays behind."""
+    """Handle SIGTERM like Ctrl-C within this context, so that no worker process is left behind."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         received.append(number)

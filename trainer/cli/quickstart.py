@@ -1,6 +1,6 @@
-"""`stoker quickstart`: train a small GPT on this machine within a time budget, and say how good it has become.
+"""`stoker quickstart`: train a small GPT on this machine within a time budget, and evaluate it against baselines.
 
-It is `stoker train experiment=quickstart` with the number of steps set so that the cosine schedule ends in time.
+It runs `stoker train experiment=quickstart` with `max_steps` chosen so that the cosine schedule ends in time.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     from ..train import TrainingResult
     from .thread_tuning import Pace
 
-_VALIDATIONS = 4
-_MEASURING = 0.05
-"""Part of the time budget that goes into measuring."""
+_NUM_VALIDATIONS = 4
+_MEASURING_FRACTION = 0.05
+"""Fraction of the time budget for measuring the step time."""
 _HELD_OUT_BYTES = 1 << 17
-"""Bytes a CPU evaluates on at the end; a GPU takes all."""
-_SHORTEST, _LONGEST = 5.0, 24 * 3600.0
+"""Bytes of the final evaluation on a CPU; a GPU evaluates on all."""
+_MIN_SECONDS, _MAX_SECONDS = 5.0, 24 * 3600.0
 _PROMPT = "import "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stoker quickstart`."""
     parser.add_argument(
-        "--seconds", metavar="S", type=_seconds, default=60.0, help="time to train, about (default: %(default)g)"
+        "--seconds", metavar="S", type=_seconds, default=60.0, help="approximate training time (default: %(default)g)"
     )
-    parser.add_argument("--dir", metavar="DIR", help="where everything is written (default: runs/quickstart/TIME)")
+    parser.add_argument("--dir", metavar="DIR", help="run directory (default: runs/quickstart/TIME)")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the configuration (`experiment=quickstart`)"
+        "overrides", nargs="*", metavar="key=value", help="overrides of the configuration (`experiment=quickstart`)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, train, evaluate, sample, and say where everything is."""
-    overrides = [*_directory(args.dir), *args.overrides]
-    # Before torch is imported: a mistyped override ends here, in a second.
+    """Measure the step time, train, evaluate, sample, and print a report."""
+    overrides = [*_directory_overrides(args.dir), *args.overrides]
+    # Before torch is imported, so that a mistyped override fails within a second.
     experiment = "quickstart"
     config = _load(experiment, overrides)
     environment.prepare_process(config.root.env_vars)
@@ -66,17 +66,17 @@ def run(args: argparse.Namespace) -> int:
         experiment = "quickstart_gpu"
         config = _load(experiment, overrides)
     device = choose_device(config.root)
-    _say_findings(config)
+    _print_findings(config)
     print(
         f"stoker quickstart: train a small GPT for about {args.seconds:g} s on "
-        f"{_data_in_words(config)}, then compare it with two baselines. Nothing is downloaded."
+        f"{_describe_data(config)}, then compare it with two baselines. Nothing is downloaded."
     )
-    pace, model = measure_pace(config.root, build_data(config.root), device, args.seconds * _MEASURING)
-    print("attention in training, from the first choice to the last:")
+    pace, model = measure_pace(config.root, build_data(config.root), device, args.seconds * _MEASURING_FRACTION)
+    print("attention backends for training, in order of preference:")
     print(model.attention_decisions["training"].table())
     del model
-    config = _load(experiment, [*overrides, *_length(config, pace, args.seconds)])
-    print(f"speed {_pace_in_words(pace)}: {counted(config.root.trainer.max_steps, 'step')} in that time\n")
+    config = _load(experiment, [*overrides, *_length_overrides(config, pace, args.seconds)])
+    print(f"speed {_describe_pace(pace)}: {counted(config.root.trainer.max_steps, 'step')} in that time\n")
 
     result = run_training(config)
     if result.exit_code != EXIT_DONE:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The trained model beside what does without one, on the same held-out bytes; all but `bytes` in bits per byte."""
+    """Bits per byte of the trained model and of two baselines on the same `bytes` held-out bytes."""
 
     bytes: int
     model: float
@@ -98,7 +98,7 @@ class Comparison:
 
 
 def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> Comparison | None:
-    """None where there is no held-out text (mock data)."""
+    """Evaluate model and baselines on the validation text; None without one (mock data)."""
     from ..data.datasets.samples import EvaluationWindows
     from ..device.precision import plan_precision
     from ..evaluation.baselines import unigram_bits_per_byte, xz_bits_per_byte
@@ -143,8 +143,8 @@ def _sample(root: RootBlock, result: TrainingResult, device: torch.device) -> st
     generator = Generator(result.model.eval(), tokenizer, precision, device, sequence_length(root))
     start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     prompt = [*start, *tokenizer.encode(_PROMPT).tolist()]
-    pieces = generator.stream([prompt], Limits(300), Sampling(temperature=0.7), [root.model.seed])
-    return printable(_PROMPT + "".join(piece for _, piece in pieces))
+    stream = generator.stream([prompt], Limits(300), Sampling(temperature=0.7), [root.model.seed])
+    return printable(_PROMPT + "".join(text for _, text in stream))
 
 
 def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | None, sample: str) -> str:
@@ -152,7 +152,7 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
     lines = ["", "a sample:", *(f"  | {line}" for line in sample.splitlines()), ""]
     if comparison is not None:
         lines += [
-            f"bits per byte on {comparison.bytes:,} bytes that were held out:",
+            f"bits per byte on {comparison.bytes:,} held-out bytes:",
             f"  {comparison.model:6.3f}  this model after {counted(result.step, 'step')}",
             f"  {comparison.xz:6.3f}  xz -9e of these bytes",
             f"  {comparison.unigram:6.3f}  byte frequencies of the training text (unigram)",
@@ -160,14 +160,14 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
         if comparison.model >= comparison.unigram:
             lines.append("the model is no better than byte frequencies: give it more time, --seconds 300")
         lines.append("")
-    where = shlex.quote(directory)
+    quoted = shlex.quote(directory)
     lines += [
-        f"everything is in {directory}: checkpoints/, metrics.jsonl, run.log, quickstart.json"
+        f"run directory {directory}: checkpoints/, metrics.jsonl, run.log, quickstart.json"
         + (", tensorboard/" if root.exp_manager.create_tensorboard_logger else ""),
         "",
         "next:",
-        f"  stoker generate --checkpoint {where} --prompt 'def main('",
-        f"  stoker evaluate --checkpoint {where} --split test",
+        f"  stoker generate --checkpoint {quoted} --prompt 'def main('",
+        f"  stoker evaluate --checkpoint {quoted} --split test",
         "  stoker quickstart --seconds 600",
         "  stoker train data=text model.data.path=FILE trainer.max_steps=2000",
         "  stoker config model=gpt_125m",
@@ -194,27 +194,27 @@ def _load(experiment: str, overrides: Sequence[str]) -> RunConfig:
     return load_run_config(overrides=[*([] if chosen else [f"experiment={experiment}"]), *overrides])
 
 
-def _directory(path: str | None) -> list[str]:
+def _directory_overrides(path: str | None) -> list[str]:
     if path is None:
         return []
-    # In Hydra's quoted strings backslashes count only before a quote, where they are doubled.
+    # In Hydra's quoted strings backslashes are special only before a quote, where they must be doubled.
     quoted = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), path)
     return [f"exp_manager.explicit_log_dir='{quoted}'"]
 
 
-def _length(config: RunConfig, pace: Pace, seconds: float) -> list[str]:
-    """Overrides that make the run end in `seconds`, measuring and validations (forward passes only) included.
+def _length_overrides(config: RunConfig, pace: Pace, seconds: float) -> list[str]:
+    """Return overrides with which the run ends within `seconds`, measuring and validation included.
 
-    What was typed stays as it is.
+    A validation step counts as a third of a training step (forward only). Overrides of the user are kept.
     """
     limit = config.root.trainer.limit_val_batches
-    validation_steps = _VALIDATIONS * (limit if isinstance(limit, int) else 0) / 3
-    steps = max(_VALIDATIONS, round(seconds * (1 - _MEASURING) / pace.step_seconds - validation_steps))
-    # A machine that slows down much further ends by the clock instead.
+    validation_steps = _NUM_VALIDATIONS * (limit if isinstance(limit, int) else 0) / 3
+    steps = max(_NUM_VALIDATIONS, round(seconds * (1 - _MEASURING_FRACTION) / pace.step_seconds - validation_steps))
+    # A time limit ends the run on a machine that becomes much slower.
     latest = round(2 * seconds) + 30
     values = {
         "trainer.max_steps": steps,
-        "trainer.val_check_interval": -(-steps // _VALIDATIONS),
+        "trainer.val_check_interval": -(-steps // _NUM_VALIDATIONS),
         "trainer.log_every_n_steps": -(-steps // 20),
         "trainer.max_time": f"'{latest // 86400:02}:{latest // 3600 % 24:02}:{latest // 60 % 60:02}:{latest % 60:02}'",
     }
@@ -222,15 +222,15 @@ def _length(config: RunConfig, pace: Pace, seconds: float) -> list[str]:
     return [f"{path}={value}" for path, value in values.items() if path not in typed]
 
 
-def _pace_in_words(pace: Pace) -> str:
-    words = f"{pace.step_seconds * 1e3:.1f} ms per step"
+def _describe_pace(pace: Pace) -> str:
+    text = f"{pace.step_seconds * 1e3:.1f} ms per step"
     if not pace.tried:
-        return words
+        return text
     others = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in pace.tried.items() if n != pace.threads)
-    return f"{words} with {counted(pace.threads, 'thread')}" + (f" ({others})" if others else "")
+    return f"{text} with {counted(pace.threads, 'thread')}" + (f" ({others})" if others else "")
 
 
-def _data_in_words(config: RunConfig) -> str:
+def _describe_data(config: RunConfig) -> str:
     data = config.root.model.data
     match data.data_impl:
         case "pystd":
@@ -243,7 +243,7 @@ def _data_in_words(config: RunConfig) -> str:
             return f"the tokens of {other}"
 
 
-def _say_findings(config: RunConfig) -> None:
+def _print_findings(config: RunConfig) -> None:
     from ..config.render import finding_lines
 
     for line in finding_lines(config.findings):
@@ -251,9 +251,9 @@ def _say_findings(config: RunConfig) -> None:
 
 
 def _short(path: Path) -> str:
-    """The path as seen from here, where that is shorter."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    """Return the path relative to the current directory if it is below it."""
+    cwd = Path.cwd()
+    return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
 
 
 def _seconds(text: str) -> float:
@@ -261,6 +261,8 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not _SHORTEST <= value <= _LONGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}")
+    if not _MIN_SECONDS <= value <= _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of seconds from {_MIN_SECONDS:g} to {_MAX_SECONDS:g}"
+        )
     return value

@@ -12,7 +12,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from ..config.run_config import RunConfig
+from ..config.load import config_from_document
 from ..plugins.import_modules import import_modules
 from ..utils.environment import prepare_process
 from ..utils.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, UserError
@@ -63,7 +63,7 @@ def main() -> None:
 def _train(task: dict[str, Any]) -> int:
     sys.argv = task["command"]  # for the run's manifest and loggers
     import_modules(task["imports"])
-    config = RunConfig.from_document(task["document"], trusted=True)
+    config = config_from_document(task["document"], trusted=True)
     if config.digest != task["digest"]:
         raise UserError("the configuration changed on its way to this process; start the run again")
     prepare_process(config.root.env_vars)

@@ -1,4 +1,4 @@
-"""The jobs of a sweep as they are written down: `multirun.json`, by which a sweep goes on, and the table at its end."""
+"""State of a sweep on disk (`multirun.json`), from which it can be resumed, and its summary table."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from ..utils.errors import EXIT_DONE, EXIT_IO, UserError
 from ..utils.redaction import without_secrets
 
 RECORD = "multirun.json"
-"""In the directory of a sweep: its jobs, their overrides, directories and how they ended."""
+"""File in the sweep directory with jobs, overrides, directories and exit codes."""
 _MAX_RECORD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SweptRun:
-    """A job on its way.
+    """A job of a sweep and its state.
 
     Attributes:
-        job: its overrides.
-        config: with its own directory.
-        placement: of its processes.
-        directory: its run directory.
-        exit_code: how it ended; None: it did not start.
-        problem: the first line of what was wrong.
-        figures: its last step, and the last and best value of the metric that ranks its checkpoints.
+        job: the overrides.
+        config: the configuration, with its run directory.
+        placement: placement of the processes.
+        directory: the run directory.
+        exit_code: exit code; None if it has not run.
+        problem: first line of the error.
+        figures: last step, and the last and best value of the metric that ranks checkpoints.
     """
 
     job: Job
@@ -46,12 +46,12 @@ class SweptRun:
 
 
 def shown_job(job: Job) -> str:
-    """What makes a job differ from the others, without secrets."""
+    """Return the swept overrides of a job, secrets redacted."""
     return " ".join(map(without_secrets, job.swept)) or "nothing varies"
 
 
 def cannot_write(where: object, error: OSError, key: str) -> UserError:
-    """The error for the user where the directory of a sweep, which `key` gives, cannot be written."""
+    """Return the error for a sweep directory, set by `key`, that cannot be written."""
     return UserError(
         f"cannot write the directory of the sweep {where}: {error.strerror or error}; set {key} to a "
         "directory that can be written",
@@ -60,24 +60,24 @@ def cannot_write(where: object, error: OSError, key: str) -> UserError:
 
 
 def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: str) -> list[dict[str, Any]]:
-    """What an earlier process wrote of each job; empty for a new sweep.
+    """Read the recorded state of each job; empty dicts for a new sweep.
 
     Args:
-        directory: of the sweep.
-        jobs: those of now.
-        resumes: whether an earlier sweep may be gone on with.
-        elsewhere: the keys that lead to another directory.
+        directory: the sweep directory.
+        jobs: the jobs of the current sweep.
+        resumes: resuming an earlier sweep is enabled.
+        elsewhere: the keys to change for another directory, for messages.
 
     Raises:
-        UserError: the directory holds another sweep, or one that was not to be gone on with.
+        UserError: the directory holds another sweep, or one that may not be resumed.
     """
     path = directory / RECORD
     if not path.exists():
         return [{} for _ in jobs]
     if not resumes:
         raise UserError(
-            f"{directory} already holds a sweep; go on with it with exp_manager.resume_if_exists=True, or write "
-            f"elsewhere with another {elsewhere}"
+            f"{directory} already holds a sweep; resume it with exp_manager.resume_if_exists=True, or write elsewhere "
+            f"with another {elsewhere}"
         )
     try:
         if path.stat().st_size > _MAX_RECORD_BYTES:
@@ -85,24 +85,24 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: 
         known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
         swept = [row["swept"] for row in known]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); move it away to start the sweep anew") from None
+        raise UserError(f"{path}: cannot be read ({error}); move it away to start a new sweep") from None
     if swept != [list(map(without_secrets, job.swept)) for job in jobs]:
         raise UserError(
-            f"{directory} holds a sweep of other jobs; repeat its overrides to go on with it, or write elsewhere with "
+            f"{directory} holds a sweep of other jobs; repeat its overrides to resume it, or write elsewhere with "
             f"another {elsewhere}"
         )
     return known
 
 
 def taken_over(run: SweptRun, known: dict[str, Any]) -> SweptRun:
-    """A job that an earlier process has finished with this very configuration is done."""
+    """Mark a job as done if it was already finished with the same configuration."""
     if known.get("exit_code") == EXIT_DONE and known.get("configuration") == run.config.digest:
         return replace(run, exit_code=EXIT_DONE, figures=figures_of(run))
     return run
 
 
 def write_record(directory: Path, runs: Sequence[SweptRun], key: str) -> None:
-    """Write how far each job is; `key` gives the directory.
+    """Write the state of each job; `key` sets the directory.
 
     Raises:
         UserError: the directory cannot be written (exit code 74).
@@ -128,21 +128,21 @@ def write_record(directory: Path, runs: Sequence[SweptRun], key: str) -> None:
         raise cannot_write(directory, error, key) from error
 
 
-def _wanted(run: SweptRun) -> str:
-    """The metric that ranks the checkpoints of a job, as it is logged."""
+def _monitor(run: SweptRun) -> str:
+    """Return the logged name of the metric that ranks the checkpoints of a job."""
     return logged_name(run.config.root.exp_manager.checkpoint_callback_params.monitor)
 
 
 def figures_of(run: SweptRun) -> dict[str, Any] | None:
-    """The last step in metrics.jsonl, and the last and best value of the metric that ranks checkpoints."""
-    wanted = _wanted(run)
+    """Read metrics.jsonl: the last step, and the last and best value of the metric that ranks checkpoints."""
+    monitor = _monitor(run)
     rows: list[dict[str, Any]] = []
     try:
         with (run.directory / "metrics.jsonl").open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 try:
                     row = json.loads(line)
-                except ValueError:  # the last line of a killed run may be torn
+                except ValueError:  # the last line of a killed run may be cut off
                     continue
                 if isinstance(row, dict) and isinstance(row.get("step"), int):
                     rows.append(row)
@@ -150,8 +150,8 @@ def figures_of(run: SweptRun) -> dict[str, Any] | None:
         return None
     if not rows:
         return None
-    metric = wanted if any(wanted in row for row in rows) else "loss"
-    better = max if run.config.root.exp_manager.checkpoint_callback_params.mode == "max" and metric == wanted else min
+    metric = monitor if any(monitor in row for row in rows) else "loss"
+    better = max if run.config.root.exp_manager.checkpoint_callback_params.mode == "max" and metric == monitor else min
     values = [row[metric] for row in rows if isinstance(row.get(metric), float)]
     return {
         "step": rows[-1]["step"],
@@ -162,12 +162,12 @@ def figures_of(run: SweptRun) -> dict[str, Any] | None:
 
 
 def table_of(runs: Sequence[SweptRun], directory: Path) -> list[str]:
-    """A line for each job, below a heading.
+    """Format a table with a line per job.
 
-    Figures of one kind only: where some job has the metric that ranks its checkpoints, a training loss that stands for
-    it in another, which ended before it was measured, is not shown beside it.
+    Only comparable values are shown: if a job has its monitored metric, the training loss that replaces it in a job
+    that ended before measuring it is left out.
     """
-    measured = [run for run in runs if run.figures and run.figures["metric"] == _wanted(run)]
+    measured = [run for run in runs if run.figures and run.figures["metric"] == _monitor(run)]
     compared = measured or [run for run in runs if run.figures]
     shown = {run.job.number for run in compared}
     metrics = {run.figures["metric"] for run in compared if run.figures}

@@ -1,4 +1,4 @@
-"""How fast a configuration trains on this machine, and with how many threads: a few real steps, timed."""
+"""Measure the step time of a configuration on this machine, and tune the number of CPU threads."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..data.build_datasets import Data
 from ..data.dataloader import GlobalBatch, fields_of
 from ..device.precision import plan_precision
 
-_WARM_STEPS = 3
-_FEWEST_STEPS = 3
-_WORTH_MORE_THREADS = 0.9
-_HOPELESS = 5.0
-"""A first step this much slower (threads that wait for each other on a busy machine) needs no second one."""
+_WARM_UP_STEPS = 3
+_MIN_STEPS = 3
+_MAX_TIME_RATIO = 0.9
+_TOO_SLOW = 5.0
+"""Slowdown of the first step beyond which a number of threads is not measured further (oversubscribed machines)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What was measured.
+    """Measured step time and number of threads.
 
     Attributes:
-        step_seconds: time of a step with `threads`.
+        step_seconds: step time with `threads`.
         threads: the number of CPU threads to train with.
-        tried: threads to seconds per step, of all that were tried; empty on other devices than a CPU.
+        tried: seconds per step by number of threads, of all that were tried; empty on other devices than a CPU.
     """
 
     step_seconds: float
@@ -39,26 +39,26 @@ class Pace:
 
 
 def measure_pace(root: RootBlock, data: Data, device: torch.device, seconds: float) -> tuple[Pace, LanguageModel]:
-    """Train a throw-away copy of the model for about `seconds`; compilation comes on top.
+    """Train a throw-away model for about `seconds`, not counting compilation.
 
-    On a CPU the number of threads of this process is left at what was found best.
+    On a CPU this sets the number of threads of the process to the fastest.
 
     Returns:
-        The pace, and the model, which has been trained a little.
+        The measurement, and the model, trained for a few steps.
     """
-    model, step = _trainable(root, data, device)
+    model, step = _build_step(root, data, device)
     if device.type == "cpu":
         return best_threads(step, seconds), model
-    for _ in range(_WARM_STEPS):
+    for _ in range(_WARM_UP_STEPS):
         step()
     return Pace(time_of(step, seconds), torch.get_num_threads(), {}), model
 
 
 def best_threads(step: Callable[[], None], seconds: float) -> Pace:
-    """Find how many CPU threads do a step fastest, from one up to torch's own choice, and go on with so many.
+    """Find and set the fastest number of CPU threads, from one up to torch's default.
 
-    A small model on a busy machine, or on one with many cores, trains faster with few threads. More are taken only
-    where they save at least a tenth of the time, and twice as many are tried only after that.
+    A small model trains faster with few threads on a busy machine or one with many cores. The number is doubled as long
+    as that saves at least a tenth of the time.
     """
     candidates = [torch.get_num_threads()]
     while candidates[0] > 1:
@@ -67,18 +67,18 @@ def best_threads(step: Callable[[], None], seconds: float) -> Pace:
     tried: dict[int, float] = {}
     for threads in candidates:
         torch.set_num_threads(threads)
-        warm = min(time_of(step, 0.0, fewest=1) for _ in range(_WARM_STEPS if threads == 1 else 1))
-        hopeless = threads > 1 and warm > _HOPELESS * tried[best]
-        tried[threads] = warm if hopeless else time_of(step, seconds / len(candidates))
-        if threads > 1 and tried[threads] > _WORTH_MORE_THREADS * tried[best]:
+        warm = min(time_of(step, 0.0, fewest=1) for _ in range(_WARM_UP_STEPS if threads == 1 else 1))
+        too_slow = threads > 1 and warm > _TOO_SLOW * tried[best]
+        tried[threads] = warm if too_slow else time_of(step, seconds / len(candidates))
+        if threads > 1 and tried[threads] > _MAX_TIME_RATIO * tried[best]:
             break
         best = threads
     torch.set_num_threads(best)
     return Pace(tried[best], best, tried)
 
 
-def time_of(step: Callable[[], None], seconds: float, fewest: int = _FEWEST_STEPS) -> float:
-    """Median time of a step in seconds, over at least `fewest` steps and `seconds`."""
+def time_of(step: Callable[[], None], seconds: float, fewest: int = _MIN_STEPS) -> float:
+    """Return the median step time in seconds, over at least `fewest` steps and `seconds`."""
     times: list[float] = []
     start = last = time.perf_counter()
     while len(times) < fewest or last - start < seconds:
@@ -89,8 +89,8 @@ def time_of(step: Callable[[], None], seconds: float, fewest: int = _FEWEST_STEP
     return statistics.median(times)
 
 
-def _trainable(root: RootBlock, data: Data, device: torch.device) -> tuple[LanguageModel, Callable[[], None]]:
-    """A model, and a function that does one optimizer step on it as training does, and waits for it."""
+def _build_step(root: RootBlock, data: Data, device: torch.device) -> tuple[LanguageModel, Callable[[], None]]:
+    """Return a model, and a function that runs one synchronized optimizer step on it as training does."""
     keys = root.model
     precision = plan_precision(root.trainer, keys.megatron_amp_O2, device)
     model = build_model(root, data, precision, device)
@@ -108,13 +108,13 @@ def _trainable(root: RootBlock, data: Data, device: torch.device) -> tuple[Langu
             if keys.global_batch_size > keys.micro_batch_size:
                 optimizer.accumulate()
         optimizer.step()
-        # The host must not run ahead of the device, or the clock would count steps that are not done.
-        _wait(device)
+        # Synchronize, or the host clock would count steps that are only launched.
+        _synchronize(device)
 
     return model, step
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

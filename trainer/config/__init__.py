@@ -1,1 +1,1 @@
-"""From YAML and overrides to one frozen, typed configuration. Imports no torch."""
+"""Compose YAML files and overrides into one frozen, typed configuration. Imports no torch."""

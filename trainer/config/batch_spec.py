@@ -1,4 +1,4 @@
-"""What the samples of a run look like to its model."""
+"""Shape of the samples of a run (`SampleForm`), from its configuration."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .schema.root import RootBlock
 
 
 def sample_form(root: RootBlock) -> SampleForm:
-    """The samples that the configuration asks for.
+    """Return the sample shape of the configured task.
 
     Raises:
-        ValueError: lengths that no text fills; the rules of the configuration have found that before.
+        ValueError: the sequence lengths are invalid; configuration rules report that earlier.
     """
     task, data = task_of(root), root.model.data
     return SampleForm(

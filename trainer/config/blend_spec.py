@@ -1,4 +1,4 @@
-"""What `model.data.data_prefix` may be: which sets of tokens each split is drawn from, and with what weights."""
+"""Parse `model.data.data_prefix`: the tokenized datasets of each split, and their weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Prefixes = PrefixList | Mapping[str, str | Sequence[str | float] | None]
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Sets of tokens and their weights.
+    """Tokenized datasets and their weights.
 
     Attributes:
-        paths: as the user wrote them.
-        weights: one per path; all 1 where none were given.
-        weighted: whether weights were given.
+        paths: as written by the user.
+        weights: one per path; all 1 if none were given.
+        weighted: weights were given.
     """
 
     paths: tuple[str, ...]
@@ -28,15 +28,15 @@ class Blend:
 
 
 def is_per_split(prefixes: Prefixes | None) -> bool:
-    """Whether each split has sets of its own, so that none has to be cut."""
+    """Return True if each split has its own datasets, so that none is divided by `model.data.splits_string`."""
     return isinstance(prefixes, Mapping)
 
 
 def parse_prefixes(prefixes: Prefixes) -> dict[Split, Blend]:
-    """The blend of each split; without `train:` and so on all splits share one, and are cut from it.
+    """Return the blend of each split; without `train:` etc. all splits share one blend, whose datasets are divided.
 
     Raises:
-        ValueError: neither a path, a list of paths, a list of weights and paths in turn, nor a block of those.
+        ValueError: neither a path, a list of paths, a list of alternating weights and paths, nor a mapping of those.
     """
     if not isinstance(prefixes, Mapping):
         shared = _blend(prefixes)
@@ -52,7 +52,7 @@ def parse_prefixes(prefixes: Prefixes) -> dict[Split, Blend]:
 
 def _blend(value: PrefixList) -> Blend:
     items = [value] if isinstance(value, str) else list(value)
-    numbers = [_number(item) for item in items]
+    numbers = [_parse_weight(item) for item in items]
     if not items:
         raise ValueError("is empty")
     if all(number is None for number in numbers):
@@ -61,7 +61,7 @@ def _blend(value: PrefixList) -> Blend:
         weighted = False
     else:
         if len(items) % 2 or any((number is None) != bool(place % 2) for place, number in enumerate(numbers)):
-            raise ValueError("must be paths only, or weights and paths in turn: [0.3, /data/a, 0.7, /data/b]")
+            raise ValueError("must be paths only, or alternating weights and paths: [0.3, /data/a, 0.7, /data/b]")
         paths = tuple(str(item) for item in items[1::2])
         weights = tuple(number for number in numbers[::2] if number is not None)
         weighted = True
@@ -73,8 +73,8 @@ def _blend(value: PrefixList) -> Blend:
     return Blend(paths, weights, weighted)
 
 
-def _number(item: str | float) -> float | None:
-    """A weight, which other tools also write as text."""
+def _parse_weight(item: str | float) -> float | None:
+    """Return a weight, also if it is written as a string; None for a path."""
     if not isinstance(item, str):
         return float(item)
     try:

@@ -1,8 +1,8 @@
-"""Hydra's part: which files make up the configuration, in which order. The merge is ours, and remembers origins.
+"""Compose YAML files with Hydra's defaults lists, recording the file and line of every value.
 
-Hydra computes the defaults list (groups, packages, `override`, `optional`); the files are read by `yaml_file`, within
-bounds, and merged leaf by leaf, the later over the earlier, each leaf keeping the file and line that set it. No Hydra
-run directory, no `hydra` node, no global state, no instantiation. Values are not resolved here.
+Hydra computes the defaults list (groups, packages, `override`, `optional`). Files are read by `yaml_file.py` with size
+limits and merged here, leaf by leaf, later files over earlier ones. No Hydra run directory, `hydra` node, global state
+or instantiation; interpolations are not resolved here.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ PACKAGED = Path(__file__).resolve().parents[2] / "conf"
 
 @dataclass
 class Composition:
-    """What the files say.
+    """Merged configuration files.
 
     Attributes:
         tree: keys and values as written.
         origins: file and line of each leaf, `conf/model/x.yaml:12`.
-        files: the files, in the order they were merged.
-        packaged: the leaves whose value is from a file of this package.
-        notes: things in the files that have no meaning here.
+        files: the files, in merge order.
+        packaged: leaves set by a file of this package.
+        notes: notes on content that is ignored.
     """
 
     tree: Tree = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Composition:
 
 
 class YamlSource(ConfigSource):
-    """One directory of YAML files, read within the bounds of `yaml_file`."""
+    """Hydra config source for one directory of YAML files, read by `yaml_file.py`."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(provider="stoker", path=f"{self.scheme()}://{directory}")
@@ -63,37 +63,37 @@ class YamlSource(ConfigSource):
         self.read: dict[str, YamlFile] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> YamlSource:
-        """Hydra copies its repository; what was read stays in one place."""
+        """Return self: Hydra copies its repository, but `read` must be shared."""
         return self
 
     @staticmethod
     def scheme() -> str:
-        """Not looked up anywhere: the source is made directly."""
+        """Return the scheme; unused, since the source is created directly."""
         return "stoker"
 
     def available(self) -> bool:
-        """Whether the directory exists."""
+        """Return True if the directory exists."""
         return self.directory.is_dir()
 
     def is_group(self, config_path: str) -> bool:
-        """Whether there is such a folder."""
+        """Return True if the folder exists."""
         return ".." not in config_path.split("/") and (self.directory / config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        """Whether there is such a file."""
+        """Return True if the file exists."""
         return ".." not in config_path.split("/") and self.file(config_path).is_file()
 
     def file(self, config_path: str) -> Path:
-        """The file of a config path; `.yaml` may be left out."""
+        """Return the file of a config path; `.yaml` is optional."""
         return self.directory / (config_path if config_path.endswith(".yaml") else config_path + ".yaml")
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Hand Hydra the defaults list and the package; the values stay in `read`."""
+        """Return defaults list and package to Hydra; the values are kept in `read`."""
         path = self.file(config_path)
         try:
             parsed = yaml_reader.read(path)
         except YamlError as error:
-            raise UserError(_refusal(path, error)) from None
+            raise UserError(_error_text(path, error)) from None
         self.read[config_path] = parsed
         defaults = [item for item in parsed.defaults or [] if not _is_hydra_default(item)]
         content = {"defaults": defaults} if parsed.defaults is not None else {}
@@ -105,7 +105,7 @@ class YamlSource(ConfigSource):
         )
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Names of the files and folders in a folder."""
+        """Return the names of files and folders in a folder."""
         found = []
         folder = self.directory / config_path
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -117,26 +117,26 @@ class YamlSource(ConfigSource):
 
 
 def _is_hydra_default(item: Any) -> bool:
-    """Entries such as `override hydra/launcher: x`, which choose how Hydra itself runs."""
+    """Return True for an entry that configures Hydra itself, such as `override hydra/launcher: x`."""
     name = next(iter(item), "") if isinstance(item, dict) else item
     return isinstance(name, str) and name.split(" ")[-1].startswith("hydra")
 
 
 class _Repository(ConfigRepository):
-    """Hydra's view of the search path, made from our sources alone."""
+    """Hydra config repository with stoker's sources only."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.sources = [YamlSource(directory) for directory in directories]
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        """Nothing to do: the sources are given."""
+        """Do nothing: the sources are set in the constructor."""
 
 
 class Composer:
-    """The configuration files that can be found, and what a choice among them says.
+    """Find and merge configuration files.
 
     Args:
-        config_dir: the user's own folder, searched first.
+        config_dir: the user's folder, searched first.
         extra: further folders, searched after `./conf` and before the packaged files.
 
     Raises:
@@ -155,11 +155,11 @@ class Composer:
         self.directories = tuple(directories)
 
     def is_group(self, name: str) -> bool:
-        """Whether `name` is a folder of choices, such as `model`."""
+        """Return True if `name` is a config group, such as `model`."""
         return bool(name) and self._repository.group_exists(name)
 
     def options(self, group: str) -> list[str]:
-        """The choices of a group, or with the empty name the primary files."""
+        """Return the options of a group; with an empty name, the primary files."""
         return self._repository.get_group_options(group)
 
     def compose(self, config_name: str, choices: Sequence[Override]) -> Composition:
@@ -190,9 +190,11 @@ class Composer:
         near = closest(config_name, names)
         if near:
             lines.append(f"    did you mean {near}?")
-        meant = Path(f"{config_name}.yaml")
-        if meant.is_file():
-            lines.append(f"    {display(meant)} is there: --config-dir {meant.parent} --config-name {meant.stem}")
+        local_file = Path(f"{config_name}.yaml")
+        if local_file.is_file():
+            lines.append(
+                f"    {display(local_file)} exists: --config-dir {local_file.parent} --config-name {local_file.stem}"
+            )
         lines.append("    searched: " + ", ".join(map(display, self.directories)))
         lines.append("    found: " + (", ".join(names) or "nothing"))
         raise UserError(lines)
@@ -215,14 +217,14 @@ class Composer:
 
     def _defaults_list(self, config_name: str, choices: Sequence[Override]) -> DefaultsList:
         repository = CachingConfigRepository(self._repository)
-        with self._hydra_errors_are_ours():
+        with self._convert_hydra_errors():
             plain = create_defaults_list(repository, config_name, [], prepend_hydra=False, skip_missing=False)
             known = plain.overrides.known_choices
-            fitted = [override for choice in choices if (override := _fitted(choice, known)) is not None]
-            return create_defaults_list(repository, config_name, fitted, prepend_hydra=False, skip_missing=False)
+            adapted = [override for choice in choices if (override := _as_change_or_add(choice, known)) is not None]
+            return create_defaults_list(repository, config_name, adapted, prepend_hydra=False, skip_missing=False)
 
     @contextlib.contextmanager
-    def _hydra_errors_are_ours(self) -> Iterator[None]:
+    def _convert_hydra_errors(self) -> Iterator[None]:
         if version.getbase() is None:
             version.setbase("1.3")
         try:
@@ -232,13 +234,13 @@ class Composer:
         except (HydraException, ValueError, AttributeError, TypeError, AssertionError) as error:
             raise UserError(self._defaults_problem(str(error))) from None
 
-    def _defaults_problem(self, said: str) -> list[str]:
-        """What Hydra says about a defaults list, without its search path, with the nearest choice."""
-        shown = said.partition("Config search path")[0].strip().strip("\"'")
+    def _defaults_problem(self, message: str) -> list[str]:
+        """Return Hydra's message on a defaults list without its search path, with the nearest option."""
+        shown = message.partition("Config search path")[0].strip().strip("\"'")
         lines = [line.strip() for line in shown.splitlines() if line.strip()]
-        missing = re.search(r"(?:In '([^']*)': )?Could not find '(?:([^']*)/)?([^'/]*)'", said)
+        missing = re.search(r"(?:In '([^']*)': )?Could not find '(?:([^']*)/)?([^'/]*)'", message)
         if missing is None:
-            return [f"defaults list: {lines[0] if lines else said}", *(f"    {line}" for line in lines[1:12])]
+            return [f"defaults list: {lines[0] if lines else message}", *(f"    {line}" for line in lines[1:12])]
         where, group, name = missing.groups()
         origin = f"defaults list of {where}" if where else "defaults list"
         if group and self.is_group(group):
@@ -271,7 +273,7 @@ class Composer:
                 continue
             full = join(package, path)
             for stale in [known for known in composition.origins if known.startswith(full + ".")]:
-                if not isinstance(get(tree, path), dict):
+                if not isinstance(get(tree, path), dict):  # a value replaced a block
                     del composition.origins[stale]
             composition.origins[full] = f"{display(file.path)}:{line}"
             if source.directory == PACKAGED:
@@ -282,7 +284,7 @@ class Composer:
 
 
 def display(path: Path) -> str:
-    """How a path is named to the user: relative to where they are, where it lies below."""
+    """Return a path for messages: relative to the working directory or the package, if it is below one of them."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     with contextlib.suppress(ValueError):
@@ -290,46 +292,50 @@ def display(path: Path) -> str:
     return str(path)
 
 
-def _fitted(choice: Override, known: Mapping[str, object]) -> Override | None:
-    """`group=x` and `+group=x` alike, whichever Hydra needs for this defaults list; `group=null` takes no file."""
+def _as_change_or_add(choice: Override, known: Mapping[str, object]) -> Override | None:
+    """Return the choice as `group=x` or `+group=x`, whichever Hydra needs; None if `group=null` changes nothing."""
     group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
     if choice.is_delete():
-        return _checked_deletion(choice, group, known)
-    fitted = copy(choice)
+        return _check_deletion(choice, group, known)
+    adapted = copy(choice)
     if choice.value() is None:
-        fitted.type = OverrideType.DEL
-        return fitted if known.get(group) is not None else None
-    fitted.type = OverrideType.CHANGE if group in known else OverrideType.ADD
-    return fitted
+        adapted.type = OverrideType.DEL
+        return adapted if known.get(group) is not None else None
+    adapted.type = OverrideType.CHANGE if group in known else OverrideType.ADD
+    return adapted
 
 
-def _checked_deletion(choice: Override, group: str, known: Mapping[str, object]) -> Override:
-    """`~group` leaves out the file that is chosen, `~group=x` only if that is x."""
+def _check_deletion(choice: Override, group: str, known: Mapping[str, object]) -> Override:
+    """Check that `~group` deletes a chosen file, and `~group=x` the file x.
+
+    Raises:
+        UserError: there is no such choice to delete.
+    """
     chosen, named = known.get(group), choice.value()
     if group in known and named in (None, chosen):
         return choice
     lines = [f"{choice.input_line} (command line): "]
     if chosen is None:
-        lines[0] += f"no file of the group {group} is chosen, so there is none to leave out"
-        lines.append("    fix: leave it out; ~KEY puts one key back to its default")
+        lines[0] += f"no file of the group {group} is chosen, so there is none to remove"
+        lines.append("    fix: leave it out; ~KEY resets one key to its default")
     else:
         lines[0] += f"the file of the group {group} is {chosen}, not {named}"
         lines.append(f"    fix: ~{group}, or ~{group}={chosen}")
     raise UserError(lines)
 
 
-def _refusal(path: Path, error: YamlError) -> str:
+def _error_text(path: Path, error: YamlError) -> str:
     where = f"{display(path)}:{error.line}" if error.line else display(path)
     return f"{where}: {error.message}"
 
 
 def _check_launcher(file: YamlFile) -> None:
-    """Files of the NeMo-Framework-Launcher are written for its own root and variables."""
+    """Reject files of the NeMo-Framework-Launcher, which have another root and variables."""
     text = repr(file.tree)
     if isinstance(file.tree.get("training"), dict) or "${training." in text:
         raise UserError(
-            f"{display(file.path)}: this is a NeMo-Framework-Launcher file (keys below `training:`, values such as "
-            "`${training.run.name}`); stoker reads NeMo's own layout: `trainer:`, `exp_manager:`, `model:` at the root"
+            f"{display(file.path)}: NeMo-Framework-Launcher files are not supported (keys below `training:`, values "
+            "such as `${training.run.name}`); use NeMo's layout: `trainer:`, `exp_manager:`, `model:` at the root"
         )
 
 
@@ -339,5 +345,5 @@ def _hydra_note(file: YamlFile) -> Finding:
         "info",
         ("hydra",),
         f"`hydra:` in {where} has no effect: stoker uses Hydra for composition only",
-        "folders of configuration files are given with --config-dir, the run directory with exp_manager.exp_dir",
+        "set configuration folders with --config-dir, the run directory with exp_manager.exp_dir",
     )

@@ -1,4 +1,4 @@
-"""What a model is to learn, and how long its samples are: the part of `model.data` that is known without any data."""
+"""The training task and its sequence lengths: the part of `model.data` that is known without reading data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .span_lengths import Corruption, corrupted_lengths, noise_counts, window_le
 
 TaskName = Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"]
 DEFAULT_DECODER_LENGTH = 128
-"""NeMo's `seq_length_dec`, for pairs whose lengths nothing tells."""
+"""NeMo's default `seq_length_dec`, used for pairs."""
 MEAN_SPAN, MEAN_NGRAM = 3.0, 5.0
-"""T5's; and SpanBERT's 1 / 0.2, which is NeMo's."""
+"""Defaults of T5, and of SpanBERT (1 / 0.2) and NeMo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Task:
 
     Attributes:
         name: `model.data.dataset_type`.
-        length: tokens in a sample; of the encoder where there are two sides.
-        decoder_length: tokens on the decoder's side; 0 where there is none.
-        window: tokens of text that a sample is made of.
-        corruption: how much of the text is hidden, for `t5` and `bert`.
-        packed: rows hold several pairs, told apart by the numbers of their documents.
-        padded: rows may be shorter than they could be, and batches say where they end: `encoder_padding`, or `padding`
-            for a GPT with experts.
+        length: tokens in a sample; on the encoder side for encoder-decoder models.
+        decoder_length: tokens on the decoder side; 0 without one.
+        window: tokens of text in a sample.
+        corruption: noise density and mean span length, for `t5` and `bert`.
+        packed: samples hold several pairs or documents, separated by document indices.
+        padded: samples may be shorter than the batch; batches have a padding mask, `encoder_padding`, or `padding` for
+            a GPT with experts.
     """
 
     name: TaskName
@@ -41,22 +41,22 @@ class Task:
 
     @property
     def has_two_sides(self) -> bool:
-        """Whether batches are for an encoder and a decoder."""
+        """True if batches are for an encoder-decoder model."""
         return self.name in ("t5", "t5_prefix_lm", "seq2seq")
 
 
 def task_name(model: AnyModelBlock) -> TaskName:
-    """`model.data.dataset_type`, or what the family of the model learns by default."""
-    of_pairs: dict[str, TaskName] = {"gpt": "sft", "t5": "seq2seq"}
-    by_default = of_pairs.get(model.family, model.family) if model.data.data_impl in PAIR_SOURCES else model.family
-    return model.data.dataset_type or by_default
+    """Return `model.data.dataset_type`, or the default task of the model family."""
+    pair_tasks: dict[str, TaskName] = {"gpt": "sft", "t5": "seq2seq"}
+    default = pair_tasks.get(model.family, model.family) if model.data.data_impl in PAIR_SOURCES else model.family
+    return model.data.dataset_type or default
 
 
 def task_of(root: RootBlock) -> Task:
-    """The task that a configuration asks for.
+    """Return the task of a configuration.
 
     Raises:
-        ValueError: lengths that no text fills.
+        ValueError: no text length gives the configured sequence lengths.
     """
     model, data = root.model, root.model.data
     name, length = task_name(model), sequence_length(model)
@@ -65,13 +65,13 @@ def task_of(root: RootBlock) -> Task:
     corruption = Corruption(data.masked_lm_prob, data.mean_ngram_size or (MEAN_NGRAM if ngrams else MEAN_SPAN))
     match name:
         case "t5":
-            pieces = data.respect_document_boundaries and not mock
-            # A span of NeMo's may be a single token, whose place its sentinel takes.
+            by_document = data.respect_document_boundaries and not mock
+            # A NeMo span may be a single token, so replacing it with a sentinel shortens nothing; only EOS is added.
             window = length - 1 if ngrams else window_length(length, corruption, data.seq_length_dec)
-            # Every draw of NeMo's has room: each hidden token may need a sentinel of its own.
+            # Upper bound for NeMo's spans: each noise token may need its own sentinel.
             exact = 2 * noise_counts(window, corruption)[0] + 1 if ngrams else corrupted_lengths(window, corruption)[1]
-            packed = pieces and data.packed_sequence
-            padded = (pieces or ngrams) and not packed
+            packed = by_document and data.packed_sequence
+            padded = (by_document or ngrams) and not packed
             return Task(name, length, data.seq_length_dec or exact, window, corruption, packed, padded)
         case "t5_prefix_lm":
             return Task(name, length, data.seq_length_dec or length, length, None, packed=False, padded=not mock)
@@ -90,7 +90,7 @@ def task_of(root: RootBlock) -> Task:
 
 
 def sequence_length(model: AnyModelBlock) -> int:
-    """Tokens in a sample: `model.data.seq_length`, or else the model's own length."""
+    """Return the tokens in a sample: `model.data.seq_length`, or the model's own length."""
     if model.data.seq_length is not None:
         return model.data.seq_length
     return model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length

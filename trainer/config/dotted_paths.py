@@ -1,4 +1,4 @@
-"""Nested dictionaries addressed by dotted paths: the form a configuration has before it is typed."""
+"""Nested dictionaries addressed by dotted paths: the untyped form of a configuration."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 Tree = dict[str, Any]
 MISSING = "???"
-"""What YAML holds for a key that must be given before a run can start (OmegaConf's mark)."""
+"""Value of a mandatory key that is not set yet (as in OmegaConf)."""
 
 
 def join(parent: str, name: str) -> str:
-    """The path of `name` below `parent`; the root is the empty path."""
+    """Return the path of `name` below `parent`; the root is the empty path."""
     return f"{parent}.{name}" if parent else name
 
 
 def parent_of(path: str) -> str:
-    """The path one level up; empty for a key of the root."""
+    """Return the path one level up; empty for a key of the root."""
     return path.rpartition(".")[0]
 
 
 def leaves(tree: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
-    """Every path and value that is not itself a block; an empty block counts as a value, a list is one value."""
+    """Yield path and value of every leaf; an empty block and a list count as one leaf."""
     for name, value in tree.items():
         path = join(parent, name)
         if isinstance(value, dict) and value:
@@ -31,7 +31,7 @@ def leaves(tree: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any
 
 
 def get(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value or block at `path`, or `default` where there is none."""
+    """Return the value or block at `path`, or `default` if it does not exist."""
     node: Any = tree
     for name in path.split(".") if path else ():
         if not isinstance(node, dict) or name not in node:
@@ -41,7 +41,7 @@ def get(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def put(tree: Tree, path: str, value: Any) -> None:
-    """Set `path`; a value in the way of a block is replaced by the block."""
+    """Set `path`, creating blocks; a value along the path is replaced by a block."""
     *blocks, name = path.split(".")
     for block in blocks:
         below = tree.get(block)
@@ -52,13 +52,13 @@ def put(tree: Tree, path: str, value: Any) -> None:
 
 
 def remove(tree: Tree, path: str) -> bool:
-    """Remove `path` and everything below it; False when there was nothing."""
+    """Remove `path` and everything below it; return False if it did not exist."""
     above = get(tree, parent_of(path))
     return isinstance(above, dict) and above.pop(path.rpartition(".")[2], tree) is not tree
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """A new tree: `above` over `below`, blocks merged key by key, everything else replaced."""
+    """Return a new tree with `above` merged over `below`: blocks key by key, all other values replaced."""
     result = {name: merged(value, {}) if isinstance(value, dict) else value for name, value in below.items()}
     for name, value in above.items():
         under = result.get(name)

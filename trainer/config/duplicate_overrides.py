@@ -1,6 +1,6 @@
-"""Keys and groups that a command line gives more than once: the same twice is one, two meanings are refused.
+"""Detect contradicting duplicate overrides on the command line; identical duplicates are allowed.
 
-`~key` may stand before `key=value`: what a file says goes, then the value comes. After it, the value would not count.
+`~key` may precede `key=value` (reset, then set), but not follow it, since the value would be lost.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _RESET = "~"
 
 
 def keys_given_twice(edits: Iterable[Edit]) -> Iterator[Problem]:
-    """Keys of which one override says what another takes back."""
-    said = _Said()
+    """Yield a problem for each key with contradicting value overrides."""
+    seen = _SeenOverrides()
     for edit in edits:
-        for path, value in _claims(edit):
-            said.add(path, value, edit.typed)
-    yield from said.problems()
+        for path, value in _assigned_values(edit):
+            seen.add(path, value, edit.typed)
+    yield from seen.problems()
 
 
 def choices_given_twice(choices: Iterable[Override]) -> Iterator[Problem]:
-    """Groups of which two files are chosen by two overrides."""
-    said = _Said()
+    """Yield a problem for each group with contradicting choices."""
+    seen = _SeenOverrides()
     for choice in choices:
         group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
         value = _RESET if choice.is_delete() else show_value(choice.value())
-        said.add(group, value, choice.input_line or group)
-    yield from said.problems()
+        seen.add(group, value, choice.input_line or group)
+    yield from seen.problems()
 
 
 def given_twice(key: str, words: Sequence[str]) -> Problem:
-    """The problem of a key, or a group, that several words of the command line set."""
+    """Return the problem for a key or group set by several overrides (`words`)."""
     *others, last = map(without_secrets, words)
-    told = f"is given more than once: {', '.join(others)} and {last}"
-    return Problem(key, None, "command line", told, "keep one of them")
+    rule = f"is given more than once: {', '.join(others)} and {last}"
+    return Problem(key, None, "command line", rule, "keep one of them")
 
 
-class _Said:
-    """What the overrides so far have said of each path, in the order typed."""
+class _SeenOverrides:
+    """Values set by the overrides seen so far, in the order typed."""
 
     def __init__(self) -> None:
         self._at: dict[str, tuple[str, str]] = {}
@@ -56,17 +56,17 @@ class _Said:
         self._contradictions: dict[str, list[str]] = {}
 
     def add(self, path: str, value: str, typed: str) -> None:
-        """Take in `value` at `path` (or `~`), and what it contradicts."""
+        """Record `value` (or `~`) at `path`, and contradictions with earlier overrides."""
         known, word = self._at.get(path, (_RESET, ""))
         if known not in (_RESET, value):
             self._contradict(path, word, typed)
-        if path in self._below:  # a whole block, after keys of it
+        if path in self._below:  # a whole block after one of its keys
             below = self._below[path]
             self._contradict(below, self._at[below][1], typed)
         above = dotted_paths.parent_of(path)
         while above:
             known, word = self._at.get(above, (_RESET, ""))
-            if known != _RESET and not known.startswith("{") and value != _RESET:  # a key of what has one value
+            if known != _RESET and not known.startswith("{") and value != _RESET:  # a key below a plain value
                 self._contradict(above, word, typed)
             if value != _RESET:
                 self._below[above] = path
@@ -74,7 +74,7 @@ class _Said:
         self._at[path] = (value, typed)
 
     def problems(self) -> Iterator[Problem]:
-        """One for each path."""
+        """Yield one problem per contradicted path."""
         for path, words in self._contradictions.items():
             yield given_twice(path, words)
 
@@ -83,8 +83,8 @@ class _Said:
         words.append(typed)
 
 
-def _claims(edit: Edit) -> Iterator[tuple[str, str]]:
-    """The paths that an override sets, each with its value as shown."""
+def _assigned_values(edit: Edit) -> Iterator[tuple[str, str]]:
+    """Yield each path that an override sets, with its value as text."""
     if edit.is_reset:
         yield edit.path, _RESET
         return

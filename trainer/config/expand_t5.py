@@ -1,4 +1,4 @@
-"""What a configuration says of T5's two stacks without naming the stack."""
+"""Expand T5 keys that are written at `model` into its encoder and decoder stacks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from .schema.root import family_of
 
 
 def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[str, str]) -> Iterator[Finding]:
-    """Give the stacks of a T5 what is written at `model`; rewrites `tree` in place.
+    """Move stack keys of a T5 from `model` to its stacks, rewriting `tree` in place.
 
-    A key of the decoder alone goes to the decoder, every other one to both stacks.
-
-    What is typed on the command line replaces what a file says of a stack. Otherwise a stack that has a value of its
-    own must have the same.
+    A key that only the decoder has goes to the decoder, every other one to both stacks. An override replaces a stack's
+    value from a file; otherwise a stack's own value must be equal.
 
     Args:
         tree: resolved values.
-        kind_of: the kind of origin of a path; see `Origin`.
-        moved: takes new path -> old path for every key that is read in another place.
+        kind_of: returns the kind of origin of a path; see `Origin`.
+        moved: receives new path -> old path for every moved key.
 
     Yields:
         A warning for each key that was moved, an error for each contradiction.
@@ -37,23 +35,23 @@ def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[st
         targets = [f"{stack}.{name}" for stack in STACKS["t5"] if f"{stack}.{name}" in known]
         readers = "both stacks" if len(targets) > 1 else "the decoder"
         for target in targets:
-            there = dotted_paths.get(tree, target, dotted_paths.MISSING)
-            typed_over = kind_of(path) == "override" != kind_of(target)
-            if there in (dotted_paths.MISSING, value) or typed_over:
+            current = dotted_paths.get(tree, target, dotted_paths.MISSING)
+            is_overridden = kind_of(path) == "override" != kind_of(target)
+            if current in (dotted_paths.MISSING, value) or is_overridden:
                 dotted_paths.put(tree, target, value)
                 moved[target] = path
                 continue
             yield Finding(
                 "error",
                 (target,),
-                f"`{path}` ({show_value(value)}) is for {readers} and contradicts `{target}` ({show_value(there)})",
+                f"`{path}` ({show_value(value)}) is for {readers} and contradicts `{target}` ({show_value(current)})",
                 f"~{path}, or set {' and '.join(targets)}",
             )
         shown = show_value(value)
         yield Finding(
             "warning",
             tuple(targets),
-            f"`{path}` belongs to a stack and is read for "
+            f"`{path}` belongs to a stack and is applied to "
             + ("both, the encoder and the decoder" if len(targets) > 1 else readers),
             " ".join(f"{target}={shown}" for target in targets),
         )

@@ -1,8 +1,8 @@
-"""Resolve `${...}`: references to other keys, NeMo's arithmetic, and environment variables where they are allowed.
+"""Resolve `${...}`: references to other keys, NeMo's arithmetic and environment variables.
 
-OmegaConf's grammar and meaning for what configurations hold (a test compares the two), evaluated here because the
-values may come from a file nobody has read: every expansion is bounded in depth, size and number, references in a
-circle are an error, and which values came from the environment is known, so that they are never written to disk.
+Grammar and semantics follow OmegaConf (a test compares the two). Evaluation is implemented here because configuration
+files may be untrusted: expansions are bounded in depth, size and number, cyclic references are an error, and values
+from the environment are tracked, so that they are never written to disk.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .dotted_paths import MISSING, join, leaves, parent_of
+from .dotted_paths import MISSING, join, parent_of
 from .resolvers import RESOLVERS
 from .yaml_reader import scalar
 
 MAX_DEPTH = 64
 MAX_TEXT = 64 * 1024
-MAX_STEPS = 20_000
+MAX_EVALUATIONS = 20_000
 _ABSENT = object()
 _ARGUMENT_END = ",}"
 _RESOLVER = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.]*)\s*:")
 
 
 class InterpolationError(ValueError):
-    """An interpolation that has no value; the message says why, without naming the key that holds it."""
+    """Interpolation that cannot be resolved; the message does not name the key that holds it."""
 
 
 class AbsentError(InterpolationError):
-    """It refers to a key that does not exist.
+    """Reference to a key that does not exist.
 
     Attributes:
-        target: the path it refers to.
+        target: path of the missing key.
     """
 
     def __init__(self, target: str) -> None:
@@ -41,7 +41,7 @@ class AbsentError(InterpolationError):
 
 
 def holds_interpolation(value: Any) -> bool:
-    """Whether a value, or any element of a list or block, is written with `${`."""
+    """Return True if a value, or any element of a list or block, contains `${`."""
     if isinstance(value, str):
         return "${" in value
     if isinstance(value, list):
@@ -51,21 +51,26 @@ def holds_interpolation(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The value of a key, and whether any part of it came from the environment."""
+    """Resolved value of a key.
+
+    Attributes:
+        value: the value.
+        from_environment: True if any part of it came from the environment.
+    """
 
     value: Any
     from_environment: bool
 
 
 class Resolver:
-    """Values of the keys of one tree, interpolations resolved.
+    """Resolve the interpolations of one tree.
 
     Args:
-        tree: every key that can be referred to, defaults included.
-        environ: what `oc.env` reads.
-        fallback: the value of a path that is not in the tree; called with the path, raises KeyError for none.
-        is_text: whether the key at a path takes nothing but text; elsewhere a value that comes from the environment as
-            a whole is read as YAML, so that `${oc.env:WIDTH}` can be a number.
+        tree: all keys that can be referenced, including defaults.
+        environ: environment variables for `oc.env`.
+        fallback: returns the value of a path that is not in the tree, or raises KeyError.
+        is_text: returns True if the key at a path takes text only; for other keys a value from the environment is
+            parsed as YAML, so that `${oc.env:WIDTH}` can be a number.
     """
 
     def __init__(
@@ -79,37 +84,37 @@ class Resolver:
         self._environ = environ
         self._fallback = fallback
         self._is_text = is_text
-        self._done: dict[str, Resolved] = {}
-        self._open: list[str] = []
-        self._steps = 0
+        self._resolved: dict[str, Resolved] = {}
+        self._resolving: list[str] = []
+        self._evaluations = 0
 
     def value(self, path: str) -> Resolved:
-        """The value at `path`.
+        """Return the resolved value at `path`.
 
         Raises:
-            InterpolationError: it cannot be resolved.
+            InterpolationError: the value cannot be resolved.
         """
-        if path in self._done:
-            return self._done[path]
-        if path in self._open:
-            circle = " -> ".join(f"`{step}`" for step in [*self._open[self._open.index(path) :], path])
-            raise InterpolationError(f"refers to itself: {circle}")
-        if len(self._open) >= MAX_DEPTH:
+        if path in self._resolved:
+            return self._resolved[path]
+        if path in self._resolving:
+            cycle = " -> ".join(f"`{step}`" for step in [*self._resolving[self._resolving.index(path) :], path])
+            raise InterpolationError(f"refers to itself: {cycle}")
+        if len(self._resolving) >= MAX_DEPTH:
             raise InterpolationError(f"refers through more than {MAX_DEPTH} other keys")
         raw = self._raw(path)
-        self._open.append(path)
+        self._resolving.append(path)
         try:
-            self._done[path] = self._evaluate(raw, path)
+            self._resolved[path] = self._evaluate(raw, path)
         finally:
-            self._open.pop()
-        return self._done[path]
+            self._resolving.pop()
+        return self._resolved[path]
 
     def _raw(self, path: str) -> Any:
-        """The value as written; a reference may stand on the way (`a: ${b}`, then `${a.c}`)."""
+        """Return the unresolved value at `path`; a parent may be a reference itself (`a: ${b}`, then `${a.c}`)."""
         node: Any = self._tree
         walked = ""
-        for name in _steps_of(path):
-            if isinstance(node, str) and "${" in node and walked not in self._open:
+        for name in _path_parts(path):
+            if isinstance(node, str) and "${" in node and walked not in self._resolving:
                 node = self.value(walked).value
             if isinstance(node, dict) and name in node:
                 node = node[name]
@@ -126,43 +131,43 @@ class Resolver:
         return node
 
     def _evaluate(self, raw: Any, path: str) -> Resolved:
-        self._steps += 1
-        if self._steps > MAX_STEPS:
+        self._evaluations += 1
+        if self._evaluations > MAX_EVALUATIONS:
             raise InterpolationError("expands to more values than a configuration can have")
         if isinstance(raw, str):
             if "${" not in raw:
                 return Resolved(raw, False)
-            found = _Text(raw, path, self).evaluate()
+            found = _Parser(raw, path, self).evaluate()
             if found.from_environment and isinstance(found.value, str) and not self._is_text(path):
                 return Resolved(scalar(found.value), True)
             return found
         if isinstance(raw, (list, dict)):
             names = range(len(raw)) if isinstance(raw, list) else raw
             items = {name: self.value(join(path, str(name))) for name in names}
-            tainted = any(item.from_environment for item in items.values())
+            from_environment = any(item.from_environment for item in items.values())
             if isinstance(raw, list):
-                return Resolved([item.value for item in items.values()], tainted)
-            return Resolved({name: item.value for name, item in items.items()}, tainted)
+                return Resolved([item.value for item in items.values()], from_environment)
+            return Resolved({name: item.value for name, item in items.items()}, from_environment)
         return Resolved(raw, False)
 
     def environment(self, arguments: list[Any]) -> Any:
-        """`oc.env:NAME` or `oc.env:NAME,default`."""
+        """Evaluate `oc.env:NAME` or `oc.env:NAME,default`."""
         if not 1 <= len(arguments) <= 2 or not isinstance(arguments[0], str):
-            raise InterpolationError("`oc.env` takes the name of a variable and, if you like, a default")
+            raise InterpolationError("`oc.env` takes the name of a variable and optionally a default")
         found = self._environ.get(arguments[0], _ABSENT)
         if found is not _ABSENT:
             return found
         if len(arguments) == 1:
             raise InterpolationError(
-                f"needs the environment variable `{arguments[0]}`, which is not set; set it, or write a default: "
+                f"needs the environment variable `{arguments[0]}`, which is not set; set it, or give a default: "
                 f"${{oc.env:{arguments[0]},default}}"
             )
         return arguments[1] if arguments[1] is None else str(arguments[1])
 
     def select(self, arguments: list[Any], path: str) -> Resolved:
-        """`oc.select:key` or `oc.select:key,default`: null or the default where the key does not exist."""
+        """Evaluate `oc.select:key` or `oc.select:key,default`: null or the default if the key does not exist."""
         if not 1 <= len(arguments) <= 2 or not isinstance(arguments[0], str):
-            raise InterpolationError("`oc.select` takes a key and, if you like, a default")
+            raise InterpolationError("`oc.select` takes a key and optionally a default")
         default = arguments[1] if len(arguments) == 2 else None
         try:
             found = self.value(_absolute(arguments[0], path))
@@ -171,78 +176,78 @@ class Resolver:
         return Resolved(default, False) if found.value == MISSING else found
 
 
-def _steps_of(path: str) -> list[str]:
-    """Names along a path, `a[0].b` and `a.0.b` alike."""
+def _path_parts(path: str) -> list[str]:
+    """Split a path into names; `a[0].b` and `a.0.b` are equivalent."""
     return [step for step in re.split(r"[.\[\]]+", path) if step]
 
 
 def _absolute(reference: str, path: str) -> str:
-    """The path that `reference`, written at `path`, means: each leading dot is one level up."""
+    """Return the absolute path of `reference` at `path`; each leading dot goes one level up."""
     reference = reference.strip()
     dots = len(reference) - len(reference.lstrip("."))
     if dots == 0:
-        return ".".join(_steps_of(reference))
+        return ".".join(_path_parts(reference))
     base = path
     for _ in range(dots):
         if not base:
-            raise InterpolationError(f"`{reference}` climbs above the root")
+            raise InterpolationError(f"`{reference}` goes above the root")
         base = parent_of(base)
-    return join(base, ".".join(_steps_of(reference[dots:])))
+    return join(base, ".".join(_path_parts(reference[dots:])))
 
 
-def _primitive(text: str) -> Any:
-    """An unquoted argument, by OmegaConf's grammar: unlike in YAML, `yes` and `NO` are text."""
+def _unquoted(text: str) -> Any:
+    """Parse an unquoted argument by OmegaConf's grammar; unlike in YAML, `yes` and `NO` are text."""
     value = scalar(text)
     if isinstance(value, bool):
         return value if text.lower() in ("true", "false") else text
     return text if value is None and text.lower() != "null" else value
 
 
-class _Text:
-    """One string with interpolations, read from left to right."""
+class _Parser:
+    """Recursive-descent parser and evaluator of one string with interpolations."""
 
     def __init__(self, text: str, path: str, resolver: Resolver) -> None:
         self._text = text
         self._path = path
         self._resolver = resolver
-        self._at = 0
+        self._position = 0
         self._depth = 0
-        self._tainted = False
+        self._from_environment = False
 
     def evaluate(self) -> Resolved:
-        return Resolved(self._pieces(until=""), self._tainted)
+        return Resolved(self._parse_until(until=""), self._from_environment)
 
-    def _pieces(self, until: str) -> Any:
-        """Text and interpolations up to one of the characters `until`; a lone interpolation keeps its type."""
+    def _parse_until(self, until: str) -> Any:
+        """Evaluate up to one of the characters `until`; a single interpolation keeps its type, a mixture is text."""
         pieces: list[Any] = []
         plain: list[str] = []
         size = 0
-        while self._at < len(self._text) and self._text[self._at] not in until:
-            character = self._text[self._at]
+        while self._position < len(self._text) and self._text[self._position] not in until:
+            character = self._text[self._position]
             if character == "\\":
                 self._escape(plain)
-            elif self._text.startswith("${", self._at):
+            elif self._text.startswith("${", self._position):
                 if plain:
                     pieces.append("".join(plain))
                     plain = []
-                pieces.append(_Value(self._interpolation()))
+                pieces.append(_Interpolated(self._interpolation()))
             else:
                 plain.append(character)
-                self._at += 1
+                self._position += 1
         tail = "".join(plain)
         if until == _ARGUMENT_END:
             tail = tail.rstrip()
         if tail:
             pieces.append(tail)
         if len(pieces) == 1:
-            return pieces[0].value if isinstance(pieces[0], _Value) else pieces[0]
-        if any(isinstance(piece, _Value) and piece.value == MISSING for piece in pieces):
+            return pieces[0].value if isinstance(pieces[0], _Interpolated) else pieces[0]
+        if any(isinstance(piece, _Interpolated) and piece.value == MISSING for piece in pieces):
             return MISSING
         texts = []
         for piece in pieces:
-            value = piece.value if isinstance(piece, _Value) else piece
+            value = piece.value if isinstance(piece, _Interpolated) else piece
             if isinstance(value, (dict, list)):
-                raise InterpolationError("puts a list or a block into the middle of a text")
+                raise InterpolationError("inserts a list or a block into text")
             texts.append(str(value))
             size += len(texts[-1])
             if size > MAX_TEXT:
@@ -250,43 +255,43 @@ class _Text:
         return "".join(texts)
 
     def _escape(self, plain: list[str]) -> None:
-        """Backslashes matter only before `${`: each pair is one backslash, an odd one makes `${` plain text."""
-        start = self._at
-        while self._at < len(self._text) and self._text[self._at] == "\\":
-            self._at += 1
-        count = self._at - start
-        if not self._text.startswith("${", self._at):
+        """Read backslashes; only before `${` each pair is one backslash, and an odd one escapes `${`."""
+        start = self._position
+        while self._position < len(self._text) and self._text[self._position] == "\\":
+            self._position += 1
+        count = self._position - start
+        if not self._text.startswith("${", self._position):
             plain.append("\\" * count)
             return
         plain.append("\\" * (count // 2))
         if count % 2:
             plain.append("${")
-            self._at += 2
+            self._position += 2
 
     def _interpolation(self) -> Any:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise InterpolationError(f"is nested deeper than {MAX_DEPTH} levels")
-        self._at += 2
-        called = _RESOLVER.match(self._text, self._at)
+        self._position += 2
+        called = _RESOLVER.match(self._text, self._position)
         if called:
-            self._at = called.end()
+            self._position = called.end()
             value = self._call(called[1], self._arguments())
         else:
-            reference = self._pieces(until="}")
+            reference = self._parse_until(until="}")
             self._close()
             if not isinstance(reference, str) or not reference.strip(" ."):
-                raise InterpolationError("has an empty or wrong reference between `${` and `}`")
+                raise InterpolationError("has an empty or invalid reference between `${` and `}`")
             found = self._resolver.value(_absolute(reference, self._path))
-            self._tainted |= found.from_environment
+            self._from_environment |= found.from_environment
             value = found.value
         self._depth -= 1
         return value
 
     def _close(self) -> None:
-        if self._at >= len(self._text):
-            raise InterpolationError("has a `${` without its `}`")
-        self._at += 1
+        if self._position >= len(self._text):
+            raise InterpolationError("has a `${` without `}`")
+        self._position += 1
 
     def _arguments(self) -> list[Any]:
         arguments: list[Any] = []
@@ -294,37 +299,37 @@ class _Text:
             self._skip_blanks()
             arguments.append(self._argument())
             self._skip_blanks()
-            if self._at < len(self._text) and self._text[self._at] == ",":
-                self._at += 1
+            if self._position < len(self._text) and self._text[self._position] == ",":
+                self._position += 1
                 continue
             self._close()
             return arguments
 
     def _argument(self) -> Any:
-        if self._at < len(self._text) and self._text[self._at] in "'\"":
-            quote = self._text[self._at]
-            end = self._text.find(quote, self._at + 1)
+        if self._position < len(self._text) and self._text[self._position] in "'\"":
+            quote = self._text[self._position]
+            end = self._text.find(quote, self._position + 1)
             if end < 0:
-                raise InterpolationError(f"has a quote {quote} without its end")
-            value = self._text[self._at + 1 : end]
-            self._at = end + 1
+                raise InterpolationError(f"has an unterminated quote {quote}")
+            value = self._text[self._position + 1 : end]
+            self._position = end + 1
             return value
-        start = self._at
-        value = self._pieces(until=_ARGUMENT_END)
-        plain = "${" not in self._text[start : self._at]
-        return _primitive(value) if plain and isinstance(value, str) else value
+        start = self._position
+        value = self._parse_until(until=_ARGUMENT_END)
+        plain = "${" not in self._text[start : self._position]
+        return _unquoted(value) if plain and isinstance(value, str) else value
 
     def _skip_blanks(self) -> None:
-        while self._at < len(self._text) and self._text[self._at] in " \t\n":
-            self._at += 1
+        while self._position < len(self._text) and self._text[self._position] in " \t\n":
+            self._position += 1
 
     def _call(self, name: str, arguments: list[Any]) -> Any:
         if name == "oc.env":
-            self._tainted = True
+            self._from_environment = True
             return self._resolver.environment(arguments)
         if name == "oc.select":
             found = self._resolver.select(arguments, self._path)
-            self._tainted |= found.from_environment
+            self._from_environment |= found.from_environment
             return found.value
         if MISSING in arguments:
             return MISSING
@@ -333,7 +338,7 @@ class _Text:
         function = RESOLVERS.get(name)
         if function is None:
             known = ", ".join([*RESOLVERS, "oc.env", "oc.select", "oc.decode"])
-            raise InterpolationError(f"calls `{name}`; there are only {known}")
+            raise InterpolationError(f"calls `{name}`, which is not supported; use one of {known}")
         try:
             return function(*arguments)
         except (ValueError, OverflowError) as error:
@@ -341,19 +346,7 @@ class _Text:
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
-    """The value of one interpolation among the pieces of a text."""
+class _Interpolated:
+    """Value of one interpolation, to distinguish it from plain text."""
 
     value: Any
-
-
-def resolve_leaves(tree: Mapping[str, Any], resolver: Resolver) -> tuple[dict[str, Resolved], dict[str, Exception]]:
-    """The values of all leaves of `tree`, and what could not be resolved."""
-    values: dict[str, Resolved] = {}
-    errors: dict[str, Exception] = {}
-    for path, _ in leaves(tree):
-        try:
-            values[path] = resolver.value(path)
-        except InterpolationError as error:
-            errors[path] = error
-    return values, errors

@@ -1,49 +1,23 @@
-"""From files and overrides to one typed, frozen configuration, or to every error at once.
+"""Load a configuration: compose, resolve and validate YAML files and overrides, reporting all errors at once.
 
-Compose (Hydra) -> value overrides over it -> schema defaults below it -> interpolations -> the state of each key ->
-types -> rules. No step stops at the first problem.
+Compose (Hydra) -> value overrides -> schema defaults -> interpolations -> state of each key -> types -> cross-field
+rules. No step stops at the first problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...models.config.key_block import Finding
-from ...models.config.model_keys import Family
 from ..utils import environment
 from ..utils.errors import UserError
-from ..utils.redaction import shown_value, without_secrets
-from . import dotted_paths, expand_t5, infer_family, validate
-from .dotted_paths import MISSING, Tree
-from .interpolation import InterpolationError, Resolver, holds_interpolation
-from .nemo import nemo_spellings
-from .nemo.key_row import State
-from .nemo.key_states import KeyStates, Verdict
-from .nemo.key_table import row_of
-from .override_typos import corrected
-from .problems import ConfigError, KeyAccount, Problem
-from .rules import all_rules
-from .rules.process_rules import PARALLEL_SIZES
-from .rules.rule_context import Facts
-from .run_config import DEFAULT, Origin, RunConfig
-from .schema.key_index import defaults_tree, key_of_any_family, schema_blocks, schema_keys, show_value
-from .schema.root import RootBlock, family_of
+from . import dotted_paths
+from .draft import Draft
+from .run_config import Origin, RunConfig
 
-if TYPE_CHECKING:
-    from .overrides import Edit
-
-DEFAULT_NAME, FINETUNE_NAME = "train", "finetune"
-_NO_SUCH_MODEL = "begin with a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
-_SCHED = "model.optim.sched"
-_OTHER_FORM = {
-    f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
-    for part in ("warmup", "constant", "hold")
-    for one, other in (("steps", "ratio"), ("ratio", "steps"))
-}
-"""Keys that say the same thing in two ways."""
+MAX_BYTES = 1 << 20
 
 
 def load_run_config(
@@ -52,34 +26,34 @@ def load_run_config(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     *,
-    finetune: bool = False,
+    default_name: str = "train",
+    fill_defaults: Callable[[Draft], None] | None = None,
 ) -> RunConfig:
     """Compose, resolve and validate a configuration.
 
     Args:
-        config_name: the primary file, without `.yaml`; None is `train`, or `finetune`.
+        config_name: primary file, without `.yaml`; None: `default_name`.
         config_dir: the user's folder, searched before `./conf`, `$STOKER_CONF` and the packaged files.
         overrides: `group=choice`, `key=value`, `+key=value`, `++key=value`, `~key`.
-        environ: the environment that `oc.env` reads; None is this process's.
-        finetune: what is not given of the model and its tokenizer is that of `model.restore_from_path`, which must be.
+        environ: environment variables for `oc.env`; None: those of this process.
+        default_name: the primary file if none is named.
+        fill_defaults: sets keys that neither files nor overrides give, before validation.
 
     Raises:
-        UserError: a file or a choice does not exist, or a file cannot be read; or there is no model to begin with.
-        ConfigError: the configuration is not valid; holds every problem.
+        UserError: a file or choice does not exist, or a file cannot be read.
+        ConfigError: the configuration is not valid; holds all problems.
     """
     from .compose import Composer
-    from .finetune_defaults import begin
     from .overrides import parse
 
     environ = environment.snapshot() if environ is None else environ
     try:
         Path.cwd()
     except OSError:
-        raise UserError("the current directory is gone; change to one that exists") from None
+        raise UserError("the current directory no longer exists; change to one that does") from None
     composer = Composer(config_dir, environment.config_folders(environ))
     parsed = parse(overrides, composer.is_group)
-    default = FINETUNE_NAME if finetune else DEFAULT_NAME
-    composition = composer.compose(default if config_name is None else config_name, parsed.choices)
+    composition = composer.compose(default_name if config_name is None else config_name, parsed.choices)
     draft = Draft(composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ)
     draft.packaged = frozenset(composition.packaged)
     draft.prefer_users_form()
@@ -87,316 +61,43 @@ def load_run_config(
     draft.findings.extend(composition.notes)
     for edit in parsed.edits:
         draft.apply(edit)
-    if finetune:
-        begin(draft)
+    if fill_defaults is not None:
+        fill_defaults(draft)
     return draft.finish(tuple(composition.files))
 
 
-def config_from_document(document: Mapping[str, Any], *, trusted: bool, origin: str) -> RunConfig:
-    """See `RunConfig.from_document`."""
+def config_from_document(document: Mapping[str, Any], *, trusted: bool = False, origin: str = "document") -> RunConfig:
+    """Validate a document with the same keys, types and rules as YAML files.
+
+    Args:
+        document: `RunConfig.document`, read back from JSON.
+        trusted: resolve `${oc.env:NAME}` from this environment, as in the run that wrote it. A document that came with
+            a checkpoint is not trusted: interpolations remain plain text.
+        origin: of its values, for messages.
+
+    Raises:
+        ConfigError: the document is not valid.
+    """
     tree = dotted_paths.merged({}, document)
     origins = {path: Origin("document", origin) for path, _ in dotted_paths.leaves(tree)}
     draft = Draft(tree, origins, environment.snapshot(), literal=not trusted)
     return draft.finish(())
 
 
-class Draft:
-    """A configuration on its way: raw values, origins, and what is wrong so far."""
+def load_saved_config(path: Path, *, trusted: bool = False) -> RunConfig:
+    """Read and validate a file written by `RunConfig.save`; see `config_from_document`.
 
-    def __init__(
-        self, tree: Tree, origins: dict[str, Origin], environ: Mapping[str, str], literal: bool = False
-    ) -> None:
-        self.tree = tree
-        self.origins = origins
-        self.variables = environ
-        self.literal = literal
-        self.problems: list[Problem] = []
-        self.findings: list[Finding] = []
-        self.packaged: frozenset[str] = frozenset()
-        self._moved: dict[str, str] = {}
-        self._raw: Tree = {}
-        self._resolved: Tree = {}
-        self._tainted: set[str] = set()
-        self._family: Family = "gpt"
-        self._told = infer_family.told_family(tree)  # before overrides reset the keys that tell it
-
-    def apply(self, edit: Edit) -> None:
-        """One value override. An unknown key stays in the tree, to be reported with all the others."""
-        origin = Origin("override", edit.typed)
-        if edit.is_reset:
-            if edit.names_value and _is_known(edit.path) and not self._is_reset_from(edit):
-                return
-            for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
-                del self.origins[path]
-            if not dotted_paths.remove(self.tree, edit.path) and not _is_known(edit.path):
-                dotted_paths.put(self.tree, edit.path, None)
-                self.origins[edit.path] = origin
-            return
-        value = edit.value
-        if isinstance(value, dict) and value and not _is_open(edit.path):
-            value = _text_keys(value)
-            for path, leaf in dotted_paths.leaves(value, edit.path):
-                dotted_paths.put(self.tree, path, leaf)
-                self.origins[path] = origin
-            return
-        for path in [known for known in self.origins if known.startswith(edit.path + ".")]:
-            del self.origins[path]
-        dotted_paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
-        self.origins[edit.path] = origin
-        if edit.value is not None and self.origins.get(_OTHER_FORM.get(edit.path, ""), DEFAULT).kind == "file":
-            self._replace_other_form(edit.path)
-
-    def _is_reset_from(self, edit: Edit) -> bool:
-        """Whether `~key=VALUE` names the value there is; a problem where it names another one."""
-        key = key_of_any_family(edit.path)
-        there = dotted_paths.get(self.tree, edit.path, key.default if key else None)
-        if there == edit.value and isinstance(there, bool) == isinstance(edit.value, bool):
-            return True
-        named = show_value(edit.value)
-        origin = self.origin_text(edit.path)
-        rule = f"is reset only where it is {shown_value(edit.path, named)}; its value is from {origin}"
-        fix = f"~{edit.path}, or {corrected(edit.path, named)}"
-        typed = f"{without_secrets(edit.typed)} (command line)"
-        self.problems.append(Problem(edit.path, show_value(there), typed, rule, fix))
-        return False
-
-    def prefer_users_form(self) -> None:
-        """Steps of a user's file replace a ratio of a packaged one, and the other way round."""
-        for path, other in _OTHER_FORM.items():
-            if path not in self.packaged and other in self.packaged and dotted_paths.get(self.tree, path) is not None:
-                self._replace_other_form(path)
-
-    def _replace_other_form(self, path: str) -> None:
-        other = _OTHER_FORM[path]
-        value = dotted_paths.get(self.tree, other)
-        if value is None:
-            return
-        rule = f"it replaces `{other}={show_value(value)}` of {self.origins.get(other, DEFAULT)}"
-        self.findings.append(Finding("info", (path,), rule))
-        dotted_paths.remove(self.tree, other)
-        del self.origins[other]
-
-    def finish(self, files: tuple[Path, ...]) -> RunConfig:
-        """Everything after the overrides."""
-        self._name_family()
-        self._resolve()
-        self._family = family_of(self._resolved.get("model"))
-        for finding in expand_t5.spread_over_stacks(self._resolved, self.kind_of, self._moved):
-            self._take(finding)
-        for finding in nemo_spellings.respelled(self._resolved, self._moved):
-            self._take(finding)
-        states = KeyStates(self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override")
-        acting: Tree = {}
-        account: list[KeyAccount] = []
-        historical: list[str] = []
-        for verdict in states.verdicts():
-            if verdict.state is State.ACTS:
-                dotted_paths.put(acting, verdict.path, verdict.value)
-                continue
-            account.append(self._account(verdict))
-            if verdict.state is State.HISTORICAL:
-                historical.append(verdict.path)
-        self.problems.extend(states.problems())
-        self.findings.extend(states.findings())
-        self._missing(acting)
-        given = frozenset(path for path, _ in dotted_paths.leaves(acting))
-        root, wrong_types, wrong = validate.typed(acting, self.origin_text)
-        self.problems.extend(wrong_types)
-        wrong |= {problem.key for problem in self.problems}
-        facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._tainted))
-        # with another way to cut a model over processes, nobody knows how many of them share a batch
-        unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZES else set())
-        for finding in all_rules.run_rules(facts):
-            if not unknown.intersection(finding.keys):
-                self._take(finding)
-        judged = {row.path for row in account}
-        effective = [row for row in self._effective(root, wrong) if row.path not in judged]
-        findings = tuple(replace(finding, origin=self._given_at(finding)) for finding in self.findings)
-        if self.problems:
-            raise ConfigError(_distinct(self.problems), [*effective, *account], findings)
-        document = self._document(root)
-        origins = {key: self.origins.get(key, DEFAULT) for key in _leaf_paths(document)} | self.origins
-        return RunConfig(
-            root=root,
-            origins=origins,
-            document=document,
-            findings=findings,
-            historical=tuple(historical),
-            account=(*effective, *account),
-            files=files,
-        )
-
-    def origin_text(self, path: str) -> str:
-        """Where the value at `path` came from, in words."""
-        origin = self._origin_at(path)
-        return f"{without_secrets(origin.text)} (command line)" if origin.kind == "override" else origin.text
-
-    def _origin_at(self, path: str) -> Origin:
-        old = self._moved.get(path)
-        if old is None and path in self._moved.values() and dotted_paths.get(self._resolved, path, MISSING) == MISSING:
-            return DEFAULT  # what was given here is the value of another key
-        path = old or path
-        while path:
-            if path in self.origins:
-                return self.origins[path]
-            path = dotted_paths.parent_of(path)
-        return DEFAULT
-
-    def kind_of(self, path: str) -> str:
-        """`file`, `override`, `document` or `default`."""
-        return self.origins.get(path, DEFAULT).kind
-
-    def _name_family(self) -> None:
-        """NeMo's files name no family; their keys tell it."""
-        other = infer_family.other_model(self.tree)
-        if other is not None:  # nothing else that could be said of its keys would help
-            path, called = other
-            rule = f"a configuration of NeMo's {called}; stoker has GPT, T5 and BERT"
-            value = show_value(dotted_paths.get(self.tree, path))
-            raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
-        path = "model.family"
-        told = infer_family.told_family(self.tree) or self._told
-        if told is not None and dotted_paths.get(self.tree, path) is None:
-            family, reason = told
-            dotted_paths.put(self.tree, path, family)
-            self.origins[path] = Origin("default", reason)
-            self.findings.append(Finding("info", (path,), f"`{family}`, since {reason}", f"{path}={family}"))
-        self._family = family_of(self.tree.get("model"))
-
-    def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
-        """Those paths that an override, a document or a file of the user sets."""
-        return frozenset(
-            path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT).kind != "file"
-        )
-
-    def _resolve(self) -> None:
-        """Fill `_resolved`; a key that cannot be resolved is a problem if it would have had an effect."""
-        whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
-        resolver = Resolver(whole, self.variables, nemo_default, takes_only_text)
-        for path, raw in list(dotted_paths.leaves(self.tree)):
-            if self.literal or not holds_interpolation(raw):
-                dotted_paths.put(self._resolved, path, raw)
-                continue
-            try:
-                found = resolver.value(path)
-            except InterpolationError as error:
-                row = row_of(path, self._family)
-                acts = path in schema_keys(self._family)
-                if row is not None and not acts and (row.state is State.HISTORICAL or row.switch):
-                    dotted_paths.put(self._resolved, path, raw)
-                else:
-                    self.problems.append(
-                        Problem(path, show_value(raw), self.origin_text(path), f"it {error}", self._meant(error))
-                    )
-                continue
-            dotted_paths.put(self._resolved, path, found.value)
-            if found.from_environment or holds_interpolation(found.value):
-                self._tainted.add(path)
-                dotted_paths.put(self._raw, path, raw)
-
-    def _meant(self, error: InterpolationError) -> str:
-        from .interpolation import AbsentError
-        from .nemo.key_states import suggestions
-
-        if not isinstance(error, AbsentError):
-            return ""
-        blocks = schema_blocks(self._family)
-        near = [path for path in suggestions(error.target, self._family) if path not in blocks]
-        return f"did you mean ${{{near[0]}}}?" if near else ""
-
-    def _missing(self, acting: Tree) -> None:
-        for path, value in list(dotted_paths.leaves(acting)):
-            if value == MISSING:
-                dotted_paths.remove(acting, path)
-                self.problems.append(
-                    Problem(
-                        path, MISSING, self.origin_text(path), "must be given before a run can start", f"{path}=VALUE"
-                    )
-                )
-
-    def _take(self, finding: Finding) -> None:
-        """A finding of a rule: an error becomes a problem with values and origins."""
-        for key in finding.keys:
-            if key in self._moved and finding.fix == f"~{key}":
-                finding = replace(finding, fix=f"~{self._moved[key]}")
-        if finding.level != "error":
-            self.findings.append(finding)
-            return
-        first, *others = finding.keys
-        also = tuple(f"{key} = {self._shown(key)} ({self.origin_text(key)})" for key in others)
-        self.problems.append(
-            Problem(first, self._shown(first), self.origin_text(first), finding.message, finding.fix, also)
-        )
-
-    def _given_at(self, finding: Finding) -> str:
-        """Where the first key of a finding was given; empty where it is a default."""
-        first = next(iter(finding.keys), "")
-        return "" if self._origin_at(first).kind == "default" else self.origin_text(first)
-
-    def _shown(self, path: str) -> str:
-        value = dotted_paths.get(self._raw, path)
-        if value is None:
-            key = schema_keys(self._family).get(path)
-            value = dotted_paths.get(self._resolved, path, key.default if key else None)
-        return shown_value(path, show_value(value))
-
-    def _account(self, verdict: Verdict) -> KeyAccount:
-        raw = dotted_paths.get(self._raw, verdict.path, verdict.value)
-        return KeyAccount(verdict.path, show_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
-
-    def _effective(self, root: RootBlock, wrong: set[str]) -> list[KeyAccount]:
-        rows = []
-        for path, value in dotted_paths.leaves(self._document(root)):
-            shown = self._shown(path) if path in wrong else show_value(value)
-            rows.append(KeyAccount(path, shown, State.ACTS, self.origin_text(path), "error" if path in wrong else ""))
-        return rows
-
-    def _document(self, root: RootBlock) -> Tree:
-        """The effective keys as they go to disk: what came from the environment stays as it was written."""
-        document = root.model_dump(mode="json")
-        for path in self._tainted:
-            if path in schema_keys(self._family) or _is_open(dotted_paths.parent_of(path)):
-                dotted_paths.put(document, path, dotted_paths.get(self._raw, path))
-        return document
-
-
-def _leaf_paths(document: Tree) -> list[str]:
-    return [path for path, _ in dotted_paths.leaves(document)]
-
-
-def nemo_default(path: str) -> Any:
-    """What a reference to a key that no file sets means: NeMo's default."""
-    row = row_of(path)
-    if row is None or row.pattern != path:
-        raise KeyError(path)
-    return row.default
-
-
-def takes_only_text(path: str) -> bool:
-    """Whether a key takes nothing but text; one that is not known may."""
-    key = key_of_any_family(path)
-    return key is None or key.is_text
-
-
-def _is_at_or_below(path: str, above: str) -> bool:
-    return path == above or path.startswith(above + ".")
-
-
-def _is_known(path: str) -> bool:
-    from .nemo.key_states import is_known
-
-    return is_known(path)
-
-
-def _is_open(path: str) -> bool:
-    key = key_of_any_family(path)
-    return key is not None and key.is_open
-
-
-def _text_keys(block: Mapping[Any, Any]) -> Tree:
-    """A block typed as an override; Hydra may read names as numbers."""
-    return {str(name): _text_keys(value) if isinstance(value, dict) else value for name, value in block.items()}
-
-
-def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-    return list(dict.fromkeys(problems))
+    Raises:
+        UserError: the file cannot be read or is not valid.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{path}: is larger than {MAX_BYTES // 1024} KiB")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return config_from_document(document, trusted=trusted, origin=str(path))

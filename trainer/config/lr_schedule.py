@@ -1,7 +1,7 @@
-"""Learning rates as pure functions of the step, with NeMo's numbers (nemo_semantics 1.7, golden values in Appendix B).
+"""Learning rate schedules as pure functions of the step, as in NeMo (nemo_semantics 1.7, golden values in Appendix B).
 
-A schedule depends on the configuration alone, never on the state of a trainer, so a resumed run needs none of it back.
-The attributes of a schedule are the keys of `model.optim.sched` that act for it.
+A schedule depends on the configuration alone and has no state, so checkpoints do not contain any. The attributes of a
+schedule are the keys of `model.optim.sched` that apply to it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from .schema.optim import OptimBlock
 
 Schedule = Callable[[int], float]
-"""Completed optimizer steps (0 for the first step) to the learning rate of the next one."""
+"""Map the number of completed optimizer steps (0 for the first step) to the learning rate of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class CosineAnnealing:
     """Linear warm-up, then a half cosine from `lr` to `min_lr`.
 
-    Without `constant_steps` the warm-up is lr * (step + 1) / (warmup + 1), so the first step already learns, and the
-    cosine ends at `max_steps`. With them (Megatron's form) the warm-up is lr * step / warmup, and the cosine ends
-    `constant_steps` earlier; `min_lr` holds from there.
+    Without `constant_steps` the warm-up is lr * (step + 1) / (warmup + 1), so the first step has a non-zero rate, and
+    the cosine ends at `max_steps`. With `constant_steps` (as in Megatron) the warm-up is lr * step / warmup, and the
+    cosine ends `constant_steps` earlier, with `min_lr` from there.
 
     Attributes:
         lr: peak learning rate.
@@ -40,7 +40,7 @@ class CosineAnnealing:
     constant_steps: int = 0
 
     def __call__(self, step: int) -> float:
-        """The learning rate of the step that follows `step` completed ones."""
+        """Return the learning rate after `step` completed steps."""
         decay_steps = self.max_steps - self.warmup_steps - self.constant_steps
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             if self.constant_steps:
@@ -56,7 +56,7 @@ class CosineAnnealing:
 class WarmupPolicy:
     """Linear warm-up lr * (step + 1) / (warmup + 1), then `lr` up to `max_steps`, then `min_lr`.
 
-    The schedules below have the same warm-up and end, and something else between the two (`decayed`).
+    Subclasses have the same warm-up and end, and their own decay in between (`decayed`).
 
     Attributes:
         lr: peak learning rate.
@@ -71,7 +71,7 @@ class WarmupPolicy:
     warmup_steps: int
 
     def __call__(self, step: int) -> float:
-        """The learning rate of the step that follows `step` completed ones."""
+        """Return the learning rate after `step` completed steps."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if step > self.max_steps or self.max_steps <= self.start:
@@ -85,20 +85,20 @@ class WarmupPolicy:
 
     @property
     def decay_steps(self) -> int:
-        """Steps from there to `max_steps`."""
+        """Steps from `start` to `max_steps`."""
         return self.max_steps - self.start
 
     def decayed(self, step: int) -> float:
-        """The learning rate between `start` and `max_steps`."""
+        """Return the learning rate between `start` and `max_steps`."""
         return self.lr
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupAnnealing(WarmupPolicy):
-    """A straight line from `lr` to `min_lr` at `max_steps`."""
+    """Linear decay from `lr` to `min_lr` at `max_steps`."""
 
     def decayed(self, step: int) -> float:
-        """See the class."""
+        """Return the learning rate; see the class."""
         return self.min_lr + (1 - (step - self.start) / self.decay_steps) * (self.lr - self.min_lr)
 
 
@@ -107,46 +107,46 @@ class InverseSquareRootAnnealing(WarmupPolicy):
     """lr / sqrt((step + 1) / (warmup + 1)), with no floor before `max_steps`."""
 
     def decayed(self, step: int) -> float:
-        """See the class."""
+        """Return the learning rate; see the class."""
         return self.lr / math.sqrt((step + 1) / (self.warmup_steps + 1))
 
 
 @dataclass(frozen=True, slots=True)
 class SquareAnnealing(WarmupPolicy):
-    """lr times the square of the part of the decay that is left; at least `min_lr`."""
+    """lr times the square of the remaining fraction of the decay; at least `min_lr`."""
 
     def decayed(self, step: int) -> float:
-        """See the class."""
+        """Return the learning rate; see the class."""
         return max(self.lr * ((self.max_steps - step) / self.decay_steps) ** 2, self.min_lr)
 
 
 @dataclass(frozen=True, slots=True)
 class SquareRootAnnealing(WarmupPolicy):
-    """lr times the root of the part of all steps, warm-up included, that is left; at least `min_lr`."""
+    """lr times the square root of the remaining fraction of all steps, warm-up included; at least `min_lr`."""
 
     def decayed(self, step: int) -> float:
-        """See the class."""
+        """Return the learning rate; see the class."""
         return max(self.lr * math.sqrt((self.max_steps - step) / self.max_steps), self.min_lr)
 
 
 @dataclass(frozen=True, slots=True)
 class PolynomialDecayAnnealing(WarmupPolicy):
-    """From `lr` to `min_lr` with the part of the decay that is left, to the power `power`."""
+    """Decay from `lr` to `min_lr` with the remaining fraction of the decay to the power `power`."""
 
     power: float = 1.0
 
     def decayed(self, step: int) -> float:
-        """See the class."""
-        left = (self.max_steps - step) / self.decay_steps
-        return self.min_lr + (self.lr - self.min_lr) * left**self.power
+        """Return the learning rate; see the class."""
+        remaining = (self.max_steps - step) / self.decay_steps
+        return self.min_lr + (self.lr - self.min_lr) * remaining**self.power
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupHoldPolicy(WarmupPolicy):
-    """Warm-up, then `lr` for `hold_steps` and, in this class, on to `max_steps`; the classes below decay after it.
+    """Warm-up, then constant `lr` for `hold_steps` and, in this class, up to `max_steps`; subclasses decay after it.
 
-    Without `hold_steps` the decay begins after the warm-up, as it does in NeMo with `hold_steps: 0`; with a null
-    NeMo's polynomial and linear forms forget the warm-up and jump.
+    Without `hold_steps` the decay begins after the warm-up, as in NeMo with `hold_steps: 0`; with null, NeMo's
+    polynomial and linear schedules ignore the warm-up in the decay and are discontinuous.
     """
 
     hold_steps: int = 0
@@ -159,31 +159,31 @@ class WarmupHoldPolicy(WarmupPolicy):
 
 @dataclass(frozen=True, slots=True)
 class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
-    """From `lr` to `min_lr` with the part of the decay that is left, to the power `power`."""
+    """Decay from `lr` to `min_lr` with the remaining fraction of the decay to the power `power`."""
 
     power: float = 1.0
 
     def decayed(self, step: int) -> float:
-        """See the class."""
-        left = (self.max_steps - step) / self.decay_steps
-        return self.min_lr + (self.lr - self.min_lr) * left**self.power
+        """Return the learning rate; see the class."""
+        remaining = (self.max_steps - step) / self.decay_steps
+        return self.min_lr + (self.lr - self.min_lr) * remaining**self.power
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupHoldAnnealLinear(WarmupHoldPolicy):
-    """Warm-up, stable, decay (arXiv 2404.06395): a straight line from `lr` to `min_lr` at the end."""
+    """Warmup-stable-decay (WSD, arXiv 2404.06395) with linear decay from `lr` to `min_lr`."""
 
     def decayed(self, step: int) -> float:
-        """See the class."""
+        """Return the learning rate; see the class."""
         return self.lr - (self.lr - self.min_lr) * (step - self.start) / self.decay_steps
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupHoldAnnealOneMinusSquareRoot(WarmupHoldPolicy):
-    """Warm-up, stable, decay as 1 - sqrt(part of the decay that is over) (arXiv 2408.11029); at least `min_lr`."""
+    """Warmup-stable-decay (WSD) with decay 1 - sqrt(elapsed fraction) (arXiv 2408.11029); at least `min_lr`."""
 
     def decayed(self, step: int) -> float:
-        """See the class."""
+        """Return the learning rate; see the class."""
         return max(self.lr * (1 - math.sqrt((step - self.start) / self.decay_steps)), self.min_lr)
 
 
@@ -194,7 +194,7 @@ class NoamHoldAnnealing(WarmupHoldPolicy):
     decay_rate: float = 0.5
 
     def decayed(self, step: int) -> float:
-        """See the class."""
+        """Return the learning rate; see the class."""
         peak = max(1.0, self.warmup_steps**self.decay_rate)
         return max(self.lr * peak / max(1.0, (step - self.hold_steps) ** self.decay_rate), self.min_lr)
 
@@ -204,9 +204,9 @@ class NoamAnnealing:
     """lr / sqrt(d_model) * min(step ** -0.5, step * warmup ** -1.5) (arXiv 1706.03762), without an end.
 
     Attributes:
-        lr: factor of it all, not the peak.
-        min_lr: floor after the warm-up.
-        warmup_steps: step of the peak; 0: it only falls.
+        lr: scale factor, not the peak.
+        min_lr: lower bound after the warm-up.
+        warmup_steps: step of the peak; 0 for no warm-up.
         d_model: width of the model.
     """
 
@@ -216,7 +216,7 @@ class NoamAnnealing:
     d_model: int
 
     def __call__(self, step: int) -> float:
-        """The learning rate of the step that follows `step` completed ones."""
+        """Return the learning rate after `step` completed steps."""
         step = max(1, step)
         rate = step**-0.5
         if self.warmup_steps > 0:
@@ -227,7 +227,7 @@ class NoamAnnealing:
 
 @dataclass(frozen=True, slots=True)
 class T5InverseSquareRootAnnealing:
-    """1 / sqrt(max(step, constant_steps)), whatever the learning rate (arXiv 1910.10683); `min_lr` after `max_steps`.
+    """1 / sqrt(max(step, constant_steps)), independent of `lr` (arXiv 1910.10683); `min_lr` after `max_steps`.
 
     Attributes:
         min_lr: learning rate after `max_steps`.
@@ -240,7 +240,7 @@ class T5InverseSquareRootAnnealing:
     constant_steps: int
 
     def __call__(self, step: int) -> float:
-        """The learning rate of the step that follows `step` completed ones."""
+        """Return the learning rate after `step` completed steps."""
         if step > max(self.constant_steps, self.max_steps):
             return self.min_lr
         return max(step, self.constant_steps) ** -0.5
@@ -248,12 +248,12 @@ class T5InverseSquareRootAnnealing:
 
 @dataclass(frozen=True, slots=True)
 class RelativeStep:
-    """Adafactor's own: 1 / sqrt(t) of the t-th step, at most 0.01, or 1e-6 t while warming up (arXiv 1804.04235)."""
+    """Adafactor's relative step: 1 / sqrt(t) at step t, at most 0.01, or 1e-6 t with warm-up (arXiv 1804.04235)."""
 
     warmup_init: bool
 
     def __call__(self, step: int) -> float:
-        """The learning rate of the step that follows `step` completed ones."""
+        """Return the learning rate after `step` completed steps."""
         return min(1e-6 * (step + 1) if self.warmup_init else 1e-2, (step + 1) ** -0.5)
 
 
@@ -276,13 +276,13 @@ SCHEDULES: Mapping[str, type[Any]] = {
         PolynomialHoldDecayAnnealing,
     )
 }
-"""The schedules by `model.optim.sched.name`."""
+"""Schedules by `model.optim.sched.name`."""
 
 
 def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
-    """The schedule of `model.optim.sched`; `max_steps` (of the trainer) is its length unless `sched.max_steps` is set.
+    """Build the schedule of `model.optim.sched`; its length is `sched.max_steps`, or else the trainer's `max_steps`.
 
-    Ratios are parts of that length, rounded down as in NeMo. Adafactor's `relative_step` is a schedule of its own.
+    Ratios are fractions of that length, rounded down as in NeMo. Adafactor's `relative_step` is a separate schedule.
     """
     if optim.name == "adafactor" and optim.relative_step:
         return RelativeStep(optim.warmup_init)
@@ -304,7 +304,7 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
 
 
 def steps_of(steps: int | None, ratio: float | None, length: int) -> int:
-    """A number of steps that is given as such, or as a part of `length`, or not at all."""
+    """Resolve a number of steps given as such, as a fraction of `length`, or not at all (0)."""
     if steps is not None:
         return steps
     return int(ratio * length) if ratio is not None else 0

@@ -1,4 +1,4 @@
-"""Words of a command line that are no overrides but were meant as one: `key: value`, `key = value`, `key value`."""
+"""Detect mistyped overrides on the command line: `key: value`, `key = value`, `key value`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _RULE = "is not an override, which is key=value in one word"
 
 
 def told_apart(words: Sequence[str]) -> Iterator[str | Problem]:
-    """The words as typed, but one problem in the place of those that only together make an override."""
+    """Yield the words as typed, with one problem in place of words that together form a mistyped override."""
     index = 0
     while index < len(words):
-        count, meant = _meant(words[index : index + 3])
-        yield words[index] if meant is None else _problem(words[index : index + count], *meant)
+        count, override = _match(words[index : index + 3])
+        yield words[index] if override is None else _problem(words[index : index + count], *override)
         index += count
 
 
 def corrected(key: str, value: str) -> str:
-    """The override to type, as a shell takes it."""
+    """Return `key=value` quoted for a shell, with a secret value redacted."""
     return shlex.quote(f"{key}={REDACTED if is_secret(key) else value}")
 
 
-def _meant(words: Sequence[str]) -> tuple[int, tuple[str, str] | None]:
-    """How many of the words, from the first on, make one override, and its key and value; None: the first is itself."""
+def _match(words: Sequence[str]) -> tuple[int, tuple[str, str] | None]:
+    """Return how many leading words form one override, and its (key, value); None if the first word is not mistyped."""
     first, second, third = (*words, "", "")[:3]
     if match := _COLON.fullmatch(first) or _SPACED.fullmatch(first):
         if match[2]:

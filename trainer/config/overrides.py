@@ -1,7 +1,7 @@
-"""The overrides of the command line: which choose a group, and which set, add or reset a value.
+"""Parse command-line overrides: group choices (`model=gpt_125m`) and values (`trainer.max_steps=100`).
 
-`k=v`, `+k=v` and `++k=v` all set the key; `~k` goes back to the default. Hydra's own grammar reads the values. What is
-given more than once must say the same (`given_twice`).
+`k=v`, `+k=v` and `++k=v` all set the key; `~k` resets it to its default. Values follow Hydra's grammar. Duplicate
+overrides must agree (`given_twice.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .problems import Problem
 from .schema.key_index import key_of_any_family, show_value
 
 MAX_LENGTH = 64 * 1024
-_LONG = 200
-_WITH_A_NAME = "write {}, with the name of a key for NAME"
+_MAX_SHOWN = 200
+_MISSING_NAME_FIX = "write {}, with the name of a key for NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Edit:
 
     Attributes:
         path: dotted path of the key.
-        value: the new value as written; interpolations are not resolved.
-        is_reset: `~key`: back to the default; with `~key=VALUE` only from that value.
+        value: the new value; interpolations unresolved.
+        is_reset: True for `~key`, which resets the key to its default; `~key=VALUE` only if it has that value.
         typed: the override as typed.
     """
 
@@ -44,18 +44,18 @@ class Edit:
 
     @property
     def names_value(self) -> bool:
-        """Whether there is a `=` in what was typed."""
+        """True if the override as typed contains `=`."""
         return "=" in self.typed
 
 
 @dataclass(frozen=True)
 class ParsedOverrides:
-    """The overrides by kind.
+    """Parsed overrides by kind.
 
     Attributes:
         choices: group choices, for Hydra.
         edits: value overrides, in the order given.
-        problems: what could not be read.
+        problems: overrides that could not be parsed or contradict each other.
     """
 
     choices: tuple[Override, ...]
@@ -64,7 +64,7 @@ class ParsedOverrides:
 
 
 def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOverrides:
-    """Read `overrides`; `is_group` tells a group (`model`) from a key (`name`)."""
+    """Parse `overrides`; `is_group` distinguishes a group (`model`) from a key (`name`)."""
     parser = OverridesParser.create()
     choices: list[Override] = []
     edits: list[Edit] = []
@@ -76,7 +76,7 @@ def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOv
         try:
             override = parse_one(parser, typed)
             if is_group(override.key_or_group) and not isinstance(override.value(), dict):
-                choices.append(_checked_choice(override))
+                choices.append(_check_choice(override))
             else:
                 edits.append(_edit(override, typed))
         except UnreadableError as error:
@@ -86,7 +86,12 @@ def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOv
 
 
 class UnreadableError(Exception):
-    """An override that is not used: the rule it breaks, and the way out."""
+    """Invalid override.
+
+    Attributes:
+        rule: the violated rule.
+        fix: the way out.
+    """
 
     def __init__(self, rule: str, fix: str = "") -> None:
         super().__init__(rule)
@@ -95,45 +100,45 @@ class UnreadableError(Exception):
 
 
 def parse_one(parser: OverridesParser, typed: str) -> Override:
-    """Read one override.
+    """Parse one override.
 
     Raises:
-        UnreadableError: it cannot be read.
+        UnreadableError: the override is not valid.
     """
     if len(typed) > MAX_LENGTH:
         raise UnreadableError(f"is longer than {MAX_LENGTH // 1024} KiB", "write it into a YAML file")
     if "=" not in typed and not typed.startswith("~"):
-        raise UnreadableError("is not an override", _with_a_value(typed))
+        raise UnreadableError("is not an override", _missing_value_fix(typed))
     key, _, value = typed.partition("=")
     name = key.lstrip("+~")
     if not all(name.split(".")):
         whole = ".".join(part for part in name.split(".") if part)
-        fix = f"write {corrected(whole, value)}" if whole else _WITH_A_NAME.format(corrected("NAME", value))
+        fix = f"write {corrected(whole, value)}" if whole else _MISSING_NAME_FIX.format(corrected("NAME", value))
         raise UnreadableError("cannot be read: a name is missing before `=`", fix)
     try:
         return parser.parse_override(typed)
     except (HydraException, RecursionError, ValueError) as error:
-        text = _as_typed(typed)
+        text = _as_text(typed)
         if text is not None:
             return text
-        said = "its value" if is_secret(key) else " ".join(str(error).split())[:200]
-        raise UnreadableError(f"cannot be read: {said}", _readable(key, value)) from None
+        reason = "its value" if is_secret(key) else " ".join(str(error).split())[:200]
+        raise UnreadableError(f"cannot be read: {reason}", _unreadable_fix(key, value)) from None
 
 
-def _with_a_value(word: str) -> str:
-    """The way out for a word without `=`: a key without its value, or a value without its key."""
+def _missing_value_fix(word: str) -> str:
+    """Return the fix for a word without `=`: a key without its value, or a value without its key."""
     known = key_of_any_family(word.lstrip("+"))
     if known is not None:
         return f"write {word}=VALUE; it takes {known.kind}"
     if re.fullmatch(r"\+{0,2}[A-Za-z_][\w./]*", word):
         return f"write {word}=VALUE, with a value in its place"
-    return _WITH_A_NAME.format(corrected("NAME", word))
+    return _MISSING_NAME_FIX.format(corrected("NAME", word))
 
 
-def _readable(key: str, value: str) -> str:
-    """The way out for a value that Hydra's grammar does not read."""
+def _unreadable_fix(key: str, value: str) -> str:
+    """Return the fix for a value that Hydra's grammar does not accept."""
     known = key_of_any_family(key.lstrip("+~"))
-    if len(value) > _LONG:
+    if len(value) > _MAX_SHOWN:
         value = "VALUE"
     if known is None or known.is_text:
         quoted = '"' + value.replace('"', '\\"') + '"'
@@ -144,8 +149,11 @@ def _readable(key: str, value: str) -> str:
     return f"it takes {known.kind}{example}"
 
 
-def _as_typed(typed: str) -> Override | None:
-    """A value Hydra's grammar does not read: text for a key that takes nothing else, and calls within calls."""
+def _as_text(typed: str) -> Override | None:
+    """Return an override whose value is taken literally, or None.
+
+    Accepts what Hydra's grammar rejects: free text for text keys, and nested resolver calls.
+    """
     key, _, value = typed.partition("=")
     path = key.lstrip("+")
     known = key_of_any_family(path)
@@ -156,7 +164,7 @@ def _as_typed(typed: str) -> Override | None:
     return Override(OverrideType.CHANGE, path, ValueType.ELEMENT, value, input_line=typed)
 
 
-def _checked_choice(override: Override) -> Override:
+def _check_choice(override: Override) -> Override:
     value = override.value()
     if override.is_sweep_override():
         raise UnreadableError("names several choices", "choose one, or train with each: stoker train -m")
@@ -175,7 +183,7 @@ def _edit(override: Override, typed: str) -> Edit:
     if path == "hydra" or path.startswith("hydra."):
         raise UnreadableError(
             "stoker uses Hydra for composition only",
-            "the run directory is exp_manager.exp_dir; folders of files are given with --config-dir",
+            "set the run directory with exp_manager.exp_dir, configuration folders with --config-dir",
         )
     if override.is_sweep_override():
         known = key_of_any_family(path)

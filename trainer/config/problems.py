@@ -1,4 +1,4 @@
-"""What is said about a configuration: problems with value, origin, rule and way out; the state of every key given."""
+"""Configuration errors, each with value, origin, rule and fix, and the state of every given key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .nemo.key_row import State
 
 @dataclass(frozen=True, slots=True)
 class KeyAccount:
-    """One key of the effective configuration, or one that was given and does not act.
+    """One row of `stoker config`: an effective key, or a given key that does not act.
 
     Attributes:
         path: dotted path.
-        value: as YAML would have it; environment values unresolved.
-        state: acts, not yet, refused or historical; None for a key that is not known.
+        value: the value in YAML notation; environment values unresolved.
+        state: acts, not yet, refused or historical; None for an unknown key.
         origin: `conf/model/x.yaml:12`, an override as typed, or `default`.
-        note: for a key that does not act, what it is or why.
+        note: description or reason, for a key that does not act.
     """
 
     path: str
@@ -31,21 +31,21 @@ class KeyAccount:
     note: str = ""
 
     def __post_init__(self) -> None:
-        """Keep no secret."""
+        """Redact a secret value."""
         object.__setattr__(self, "value", shown_value(self.path, self.value))
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that keeps a configuration from being used.
+    """One error in a configuration.
 
     Attributes:
         key: dotted path, or an override as typed.
-        value: the value as YAML would have it; None when there is none to show.
-        origin: where the value came from.
-        rule: what the key must be, and what it is.
-        fix: the way out; empty when the rule says it.
-        also: other keys the rule is about, with values and origins.
+        value: the value in YAML notation; None if there is none to show.
+        origin: origin of the value.
+        rule: the violated rule, with the actual value.
+        fix: the way out; empty if the rule implies it.
+        also: other keys the rule concerns, with values and origins.
     """
 
     key: str
@@ -56,13 +56,13 @@ class Problem:
     also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Keep no secret."""
+        """Redact secrets."""
         if self.value is not None:
             object.__setattr__(self, "value", shown_value(self.key, self.value))
         object.__setattr__(self, "key", without_secrets(self.key))
 
     def lines(self) -> list[str]:
-        """The problem for a terminal: where and what, then the rule, then the way out."""
+        """Return the lines for a terminal: origin and key, rule, other keys, fix."""
         shown = f"{self.key} = {self.value}" if self.value is not None else self.key
         text = [placed(shown, self.key, self.origin), f"    {self.rule}"]
         text += [f"    with {other}" for other in self.also]
@@ -72,14 +72,20 @@ class Problem:
 
 
 def placed(shown: str, key: str, origin: str) -> str:
-    """A key behind the place where it was set; an override as typed says both."""
+    """Prefix a key with its origin, unless the origin is the override itself (`key=value`)."""
     if origin.lstrip("+").startswith(f"{key}="):
         return origin
     return f"{origin}: {shown}" if origin else shown
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be used. Carries every problem, and the account of every key as far as it got."""
+    """Invalid configuration.
+
+    Attributes:
+        problems: every error found.
+        account: the keys as far as they could be resolved.
+        findings: warnings and notes.
+    """
 
     def __init__(
         self,

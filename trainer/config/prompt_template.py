@@ -1,7 +1,7 @@
-"""NeMo's `prompt_template`: how the texts of a record make a prompt, and its answer.
+"""NeMo's `prompt_template`: a format string that turns a record into a prompt and its answer.
 
-It ends with the answer's name: `Question: {question} Answer: {answer}`. Spaces before the answer belong to it, since
-tokens of many vocabularies begin with one.
+The template ends with the answer field: `Question: {question} Answer: {answer}`. Spaces before the answer belong to it,
+since tokens of many vocabularies begin with a space.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Record = Mapping[str, str]
 
 
 class PromptTemplate:
-    """How the texts of a record make a prompt and its answer.
+    """Build the prompt and the answer of a record.
 
     Args:
-        text: the template; names stand in braces.
-        label_key: the name of the answer, with which it ends.
+        text: the template, with field names in braces.
+        label_key: the field of the answer; the template must end with it.
 
     Raises:
-        ValueError: it does not end with the answer, names it twice, or has a single brace.
+        ValueError: it does not end with the answer, contains it twice, or has an unmatched brace.
 
     Attributes:
-        names: what it names, in order, the answer last.
+        names: the fields in order, the answer last.
     """
 
     def __init__(self, text: str, label_key: str) -> None:
@@ -35,9 +35,9 @@ class PromptTemplate:
             raise ValueError(f"must end with the answer, {label}, which `model.data.label_key` names")
         self._parts: list[tuple[str, str]] = []  # literal text before a name, and the name
         last = 0
-        for found in _NAME.finditer(text):
-            self._parts.append((text[last : found.start()] + found[1], found[2]))
-            last = found.end()
+        for match in _NAME.finditer(text):
+            self._parts.append((text[last : match.start()] + match[1], match[2]))
+            last = match.end()
         if any(brace in literal for literal, _ in self._parts for brace in "{}"):
             raise ValueError("must have a name in every pair of braces, and no other braces")
         self.names = tuple(name for _, name in self._parts)
@@ -48,15 +48,15 @@ class PromptTemplate:
         self._space = end[len(self._end) :]
 
     def prompt(self, record: Record) -> str:
-        """The text before the answer."""
+        """Return the text before the answer."""
         return "".join(literal + record[name] for literal, name in self._before) + self._end
 
     def answer(self, record: Record) -> str:
-        """The answer, with the spaces before it."""
+        """Return the answer, with the spaces before it."""
         return self._space + record[self.names[-1]]
 
     def pieces(self, record: Record) -> Iterator[tuple[str, str | None]]:
-        """The prompt in pieces: text and the name that it came from; None for what the template says."""
+        """Yield the prompt in segments: text and the field it came from, None for literal text."""
         for literal, name in self._before:
             fixed = literal.rstrip(" ")
             if fixed:
@@ -67,10 +67,10 @@ class PromptTemplate:
 
 
 def template_of(data: DataBlock) -> PromptTemplate:
-    """The prompt template of a run.
+    """Return the prompt template of a run.
 
     Raises:
-        ValueError: it does not end with the answer, or its braces do not fit.
+        ValueError: it does not end with the answer, or has an unmatched brace.
     """
     text = data.train_ds.prompt_template or f"{{{data.context_key}}} {{{data.label_key}}}"
     return PromptTemplate(text, data.label_key)

@@ -1,4 +1,4 @@
-"""`stoker config`: the effective configuration with origins, as YAML, JSON, a JSON schema, or the docs page."""
+"""Output of `stoker config`: effective configuration with origins as YAML or JSON, JSON schema, docs page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .run_config import RunConfig
 from .schema.key_index import Key, key_of_any_family, schema_blocks, schema_keys, show_value
 from .schema.root import MODEL_BLOCKS, RootBlock
 
-_WIDEST = 48
+_MAX_COMMENT_COLUMN = 48
 
 
 def as_yaml(account: Sequence[KeyAccount]) -> str:
-    """The keys that act as YAML that can be used as a file, origins as comments; then those that do not act."""
+    """Return the keys that act as valid YAML with origins as comments, followed by those that do not act."""
     acting = [row for row in account if row.state is State.ACTS]
-    lines = [*_yaml_lines(acting), *_without_effect([row for row in account if row.state is not State.ACTS])]
+    lines = [*_yaml_lines(acting), *_inactive_lines([row for row in account if row.state is not State.ACTS])]
     return "\n".join(lines)
 
 
@@ -47,18 +47,18 @@ def _yaml_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
         if row.note:
             marks.append(row.note)
         written.append(("  " * len(blocks) + f"{name}: {row.value}", "; ".join(marks)))
-    width = min(_WIDEST, max((len(text) for text, mark in written if mark), default=0))
+    width = min(_MAX_COMMENT_COLUMN, max((len(text) for text, mark in written if mark), default=0))
     for text, mark in written:
         yield f"{text:<{width}}  # {mark}" if mark else text
 
 
-def _without_effect(rows: Sequence[KeyAccount]) -> Iterator[str]:
+def _inactive_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
     if not rows:
         return
     yield ""
-    yield "# Given, but not part of the run:"
+    yield "# Given keys that do not act:"
     shown = [(f"{row.path}: {row.value}", row.state.value if row.state else "unknown", row) for row in rows]
-    width = min(_WIDEST + 12, max(len(text) for text, _, _ in shown))
+    width = min(_MAX_COMMENT_COLUMN + 12, max(len(text) for text, _, _ in shown))
     for text, state, row in shown:
         note = f"  {row.note}" if row.note else ""
         yield f"#   {text:<{width}}  {state:<10}  {row.origin}{note}"
@@ -67,7 +67,7 @@ def _without_effect(rows: Sequence[KeyAccount]) -> Iterator[str]:
 def as_json(
     account: Sequence[KeyAccount], findings: Iterable[Finding], config: RunConfig | None, error: ConfigError | None
 ) -> str:
-    """Everything as one JSON object."""
+    """Return keys, findings and problems as one JSON object."""
     keys: dict[str, Any] = {}
     for row in account:
         key = key_of_any_family(row.path)
@@ -98,7 +98,7 @@ def as_json(
 
 
 def as_key_list(family: Family = "gpt") -> str:
-    """Every key that a family knows, with its state, default and meaning."""
+    """Return a table of all keys known to a family, with state, default and meaning."""
     acting = schema_keys(family)
     rows = [(key.path, State.ACTS.value, show_value(key.default), key.meaning) for key in acting.values()]
     rows += [
@@ -113,9 +113,9 @@ def as_key_list(family: Family = "gpt") -> str:
 
 
 def as_json_schema(family: Family = "gpt") -> str:
-    """A JSON schema of the files of a family, for editors.
+    """Return a JSON schema of a family's configuration files, for editors.
 
-    A value may also be an interpolation, and keys that do not act say so.
+    Every value may also be an interpolation; keys that do not act are described as such.
     """
     schema = RootBlock.model_json_schema()
     schema["properties"]["model"] = {"$ref": f"#/$defs/{MODEL_BLOCKS[family].__name__}"}
@@ -129,7 +129,7 @@ def as_json_schema(family: Family = "gpt") -> str:
                 block["properties"][name] = _or_interpolation(described)
     schema["properties"]["defaults"] = {
         "type": "array",
-        "description": "Hydra's defaults list: the files below this one.",
+        "description": "Hydra's defaults list: the files merged before this one.",
     }
     for row in KEY_TABLE:
         holder, name = _block_for(schema, row.pattern.removesuffix(".*"), family)
@@ -147,7 +147,7 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def _block_for(schema: dict[str, Any], path: str, family: Family) -> tuple[dict[str, Any] | None, str]:
-    """The schema of the block that `path` lies in; the first key of a path that leaves the schema."""
+    """Return the schema of the innermost block around `path`, and the first name of `path` below it."""
     block = schema
     walked = ""
     for name in path.split("."):
@@ -161,7 +161,7 @@ def _block_for(schema: dict[str, Any], path: str, family: Family) -> tuple[dict[
 
 
 def as_docs_page() -> str:
-    """docs/configuration.md: every key, its state, what it takes, its default, its meaning."""
+    """Return docs/configuration.md: every key with state, accepted values, default and meaning."""
     return "\n".join(_docs_lines()) + "\n"
 
 
@@ -171,10 +171,10 @@ def _docs_lines() -> Iterator[str]:
     yield "<!-- Written by `stoker config --docs`; change the schema or the key table instead. -->"
     yield ""
     yield (
-        "Every key that stoker knows. A key is in one of four states: it **acts**; it is **not yet** there (refused, "
-        "unless its value means off); it is **refused** for good; or it is **historical** (known from NeMo, accepted, "
-        "without meaning here). A key that is on none of these lists is an error. Keys marked *own* are stoker's, all "
-        "others are NeMo's and mean what they mean there."
+        "All known keys. A key is in one of four states: it **acts**; it is **not yet** supported (an error, unless "
+        "its value means off); it is **refused** for good; or it is **historical** (known from NeMo, accepted, without "
+        "effect here). Any other key is an error. Keys marked *own* are stoker's; all others are NeMo's, with the same "
+        "meaning."
     )
     yield ""
     yield "## Keys that act"
@@ -185,15 +185,15 @@ def _docs_lines() -> Iterator[str]:
         yield f"## Keys of {name}"
         yield ""
         yield (
-            f"With `model.family: {family}` the keys above hold too, but for these, which are others or have another "
-            "default there, and for those of `model` that GPT alone has."
+            f"With `model.family: {family}` the keys above apply too, except those of `model` that only GPT has, and "
+            "these, which are additional or have another default."
         )
         if family == "t5":
             yield (
-                "`model.encoder` and `model.decoder` each have every key of a stack; one that is written at `model` is "
-                "read for both, with a warning. The table of `model.decoder` lists what `model.encoder` has not."
+                "`model.encoder` and `model.decoder` each have all keys of a stack; one set at `model` applies to "
+                "both, with a warning. The table of `model.decoder` lists only keys that differ from `model.encoder`."
             )
-        yield from _tables(_keys_of_its_own(family), schema_blocks(family))
+        yield from _tables(_family_specific_keys(family), schema_blocks(family))
     titles = {
         State.NOT_YET: "Not yet",
         State.REFUSED: "Refused",
@@ -204,7 +204,7 @@ def _docs_lines() -> Iterator[str]:
         yield f"## {title}"
         yield ""
         accepted = "" if state is State.HISTORICAL else " accepted value |"
-        yield f"| key |{accepted} {'reason' if state is not State.NOT_YET else 'what it is'} |"
+        yield f"| key |{accepted} {'reason' if state is not State.NOT_YET else 'description'} |"
         yield "|---|---|" + ("---|" if accepted else "")
         for row in KEY_TABLE:
             if row.state is not state:
@@ -215,22 +215,22 @@ def _docs_lines() -> Iterator[str]:
             elif row.same_as:
                 value = f"that of `{row.same_as}`"
             yield f"| `{row.pattern}` |" + (f" {value} |" if accepted else "") + f" {_cell(row.note)} |"
-        yield from _values_that_are_not_taken(state)
+        yield from _unsupported_value_rows(state)
 
 
-def _values_that_are_not_taken(state: State) -> Iterator[str]:
-    """Rows of a table of keys that do not act, for those values of keys that do act."""
-    for path, facts in VALUES.items():
+def _unsupported_value_rows(state: State) -> Iterator[str]:
+    """Yield table rows for unsupported values of keys that act."""
+    for path, reasons in VALUES.items():
         key = schema_keys()[path]
-        taken = ", ".join(f"`{_cell(show_value(choice))}`" for choice in key.choices) or _cell(key.kind)
-        for fact in dict.fromkeys(facts.values()):
-            if fact.state is state:
-                values = ", ".join(f"`{_cell(show_value(value))}`" for value in facts if facts[value] == fact)
-                yield f"| `{path}` set to {values} | {taken} | {_cell(fact.note)} |"
+        accepted = ", ".join(f"`{_cell(show_value(choice))}`" for choice in key.choices) or _cell(key.kind)
+        for reason in dict.fromkeys(reasons.values()):
+            if reason.state is state:
+                values = ", ".join(f"`{_cell(show_value(value))}`" for value in reasons if reasons[value] == reason)
+                yield f"| `{path}` set to {values} | {accepted} | {_cell(reason.note)} |"
 
 
-def _keys_of_its_own(family: Family) -> Iterator[Key]:
-    """The keys of a family that GPT does not have as they are; those that both stacks of a T5 have, once."""
+def _family_specific_keys(family: Family) -> Iterator[Key]:
+    """Yield the keys of a family that differ from GPT's; keys that both stacks of a T5 share only once."""
     known = schema_keys()
     own = schema_keys(family)
     for path, key in own.items():
@@ -240,7 +240,7 @@ def _keys_of_its_own(family: Family) -> Iterator[Key]:
 
 
 def _tables(keys: Iterable[Key], blocks: Mapping[str, str]) -> Iterator[str]:
-    """One table for each block."""
+    """Yield a Markdown table for each block."""
     parent = None
     for key in keys:
         above = dotted_paths.parent_of(key.path)
@@ -263,7 +263,7 @@ def _cell(text: str) -> str:
 
 
 def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
-    """Warnings and notes for the terminal, one line each: where the value came from, its key, what is to say of it."""
+    """Yield warnings and notes for the terminal, one line each: origin, key, message, fix."""
     for finding in findings:
         fix = f" ({finding.fix})" if finding.fix else ""
         first = next(iter(finding.keys), "")
@@ -274,5 +274,5 @@ def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def findings_document(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Warnings and notes for `--json`."""
+    """Return warnings and notes for `--json`."""
     return [asdict(finding) for finding in findings]

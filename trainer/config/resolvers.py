@@ -1,4 +1,4 @@
-"""The functions an interpolation may call: NeMo's arithmetic. There is no other resolver and no way to add one."""
+"""Arithmetic functions for interpolations, as in NeMo. No other resolver exists, and none can be registered."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def _numbers(name: str, values: tuple[Any, ...], count: int | None = None) -> tu
         raise ValueError(f"`{name}` needs at least one number")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"`{name}` calculates with numbers, but was given {value!r}")
+            raise ValueError(f"`{name}` takes numbers, but was given {value!r}")
         if isinstance(value, int) and value.bit_length() > 64:
             raise ValueError(f"`{name}` was given a number beyond 64 bits")
     return values
 
 
 def multiply(*values: Any) -> Number:
-    """Product of all values."""
+    """Return the product of all values."""
     return prod(_numbers("multiply", values))
 
 
 def add(*values: Any) -> Number:
-    """Sum of all values; NeMo calls it `sum`."""
+    """Return the sum of all values; NeMo calls it `sum`."""
     return sum(_numbers("sum", values))
 
 
 def subtract(*values: Any) -> Number:
-    """First minus second."""
+    """Return the first minus the second value."""
     a, b = _numbers("subtract", values, 2)
     return a - b
 
@@ -47,19 +47,19 @@ def _divisible(name: str, values: tuple[Any, ...]) -> tuple[Number, Number]:
 
 
 def divide(*values: Any) -> Number:
-    """First divided by second; an integer when it comes out even, so that `${divide:4096,32}` can be a size."""
+    """Return the quotient; an integer if it is exact, so that `${divide:4096,32}` can be a size."""
     a, b = _divisible("divide", values)
     return a // b if a % b == 0 and isinstance(a, int) and isinstance(b, int) else a / b
 
 
 def divide_floor(*values: Any) -> Number:
-    """First divided by second, rounded down (NeMo-Launcher)."""
+    """Return the quotient rounded down (NeMo-Launcher)."""
     a, b = _divisible("divide_floor", values)
     return a // b
 
 
 def divide_ceil(*values: Any) -> Number:
-    """First divided by second, rounded up (NeMo-Launcher)."""
+    """Return the quotient rounded up (NeMo-Launcher)."""
     a, b = _divisible("divide_ceil", values)
     return -(-a // b)
 

@@ -1,25 +1,21 @@
-"""The frozen configuration of one run, with the origin of every value."""
+"""Frozen configuration of one run, with the origin of every value."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...models.config.key_block import Finding
-from ..utils.errors import UserError
 from .problems import KeyAccount
 from .schema.root import RootBlock
-
-MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from.
+    """Origin of a value.
 
     Attributes:
         kind: `file`, `override`, `document` or `default`.
@@ -38,16 +34,16 @@ DEFAULT = Origin("default", "default")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A validated configuration.
+    """Validated configuration.
 
     Attributes:
         root: the typed keys.
-        origins: dotted path to origin, for every leaf of `root` and every key of the user's files.
-        document: plain containers as they go to disk; environment values stay unresolved (`${oc.env:NAME}`).
+        origins: origin by dotted path, for every leaf of `root` and every key of the user's files.
+        document: the configuration as saved, in plain containers; environment values unresolved (`${oc.env:NAME}`).
         findings: warnings and notes to print once.
-        historical: dotted paths that were accepted though they have no meaning here.
-        account: every effective key and every key given that does not act, for `stoker config`.
-        files: the YAML files it was composed from.
+        historical: paths of accepted keys that have no effect here.
+        account: every effective key and every given key that does not act, for `stoker config`.
+        files: the YAML files that were merged.
     """
 
     root: RootBlock
@@ -60,46 +56,9 @@ class RunConfig:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the canonical document: equal on every rank of a run."""
+        """SHA-256 of the document as canonical JSON; equal on all ranks of a run."""
         return hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the document as JSON."""
         path.write_text(json.dumps(self.document, indent=2) + "\n")
-
-    @classmethod
-    def load(cls, path: Path, *, trusted: bool = False) -> RunConfig:
-        """Read and validate what `save` wrote.
-
-        Args:
-            path: the JSON file.
-            trusted: resolve `${oc.env:NAME}` from this environment, as for the run that wrote it. A document that came
-                with a checkpoint is not trusted: such text stays text.
-
-        Raises:
-            UserError: it cannot be read, or is not valid.
-        """
-        try:
-            if path.stat().st_size > MAX_BYTES:
-                raise UserError(f"{path}: is larger than {MAX_BYTES // 1024} KiB")
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: is not JSON: {error}") from None
-        if not isinstance(document, dict):
-            raise UserError(f"{path}: must hold a JSON object")
-        return cls.from_document(document, trusted=trusted, origin=str(path))
-
-    @classmethod
-    def from_document(
-        cls, document: Mapping[str, Any], *, trusted: bool = False, origin: str = "document"
-    ) -> RunConfig:
-        """Validate a document: the same keys, types and rules as for YAML.
-
-        Raises:
-            ConfigError: it is not valid.
-        """
-        from .load import config_from_document
-
-        return config_from_document(document, trusted=trusted, origin=origin)

@@ -1,4 +1,4 @@
-"""Where a run goes, by the keys of `exp_manager` (nemo_semantics 1.2). No torch here."""
+"""Run and checkpoint directories from the keys of `exp_manager` (nemo_semantics 1.2). Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .schema.root import RootBlock
 
 
 def create_place(root: RootBlock, made: list[Path] | None = None) -> Path:
-    """Choose and make the run directory.
+    """Choose and create the run directory.
 
     Args:
-        root: the keys.
-        made: gets the directories that were not there before, in the order in which they were made.
+        root: the configuration.
+        made: list to which the directories created are appended, in order of creation.
 
     Raises:
-        OSError: it cannot be made.
-        UserError: the path cannot be read.
+        OSError: it cannot be created.
+        UserError: the path is invalid.
     """
     keys = root.exp_manager
     made = [] if made is None else made
     if (path := named_place(root)) is not None:
         return make_directory(path, made)
-    parent = make_directory(_place_of_versions(root), made)
+    parent = make_directory(_experiment_directory(root), made)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     number = 0 if keys.use_datetime_version else _next_version(parent)
     while True:
-        # Two runs may start in the same second: mkdir decides, and the second one counts up.
+        # Two runs may start in the same second: mkdir is atomic, so the second one increments its number.
         if keys.use_datetime_version:
             path = parent / (stamp if number == 0 else f"{stamp}_{number}")
         else:
@@ -47,15 +47,15 @@ def create_place(root: RootBlock, made: list[Path] | None = None) -> Path:
 
 
 def named_place(root: RootBlock) -> Path | None:
-    """The run directory, where the keys name it; None where it gets the next number, or the time.
+    """Return the run directory if the keys determine it; None if it gets the next version number or a timestamp.
 
     Raises:
-        UserError: the path cannot be read.
+        UserError: the path is invalid.
     """
     keys = root.exp_manager
     if keys.explicit_log_dir:
         return absolute_path(keys.explicit_log_dir, "explicit_log_dir")
-    parent = _place_of_versions(root)
+    parent = _experiment_directory(root)
     if keys.resume_if_exists:
         return parent
     if keys.version is None:
@@ -63,16 +63,16 @@ def named_place(root: RootBlock) -> Path | None:
     return parent / (f"version_{keys.version}" if isinstance(keys.version, int) else keys.version)
 
 
-def _place_of_versions(root: RootBlock) -> Path:
+def _experiment_directory(root: RootBlock) -> Path:
     keys = root.exp_manager
     return absolute_path(keys.exp_dir or "runs", "exp_dir") / (keys.name or root.name)
 
 
 def make_directory(path: Path, made: list[Path]) -> Path:
-    """Make a directory and what is missing above it; `made` gets what was not there before.
+    """Create a directory and its missing parents; append those created to `made`.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     missing = [above for above in (path, *path.parents) if not above.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -81,11 +81,11 @@ def make_directory(path: Path, made: list[Path]) -> Path:
 
 
 def remove_places(made: Sequence[Path], holding: Collection[Path]) -> None:
-    """Remove directories that were made for a run which is not to be.
+    """Remove the directories created for a run that fails to start.
 
     Args:
-        made: in the order in which they were made.
-        holding: those of them that go with all they hold; of the others, those that are empty.
+        made: the directories, in order of creation.
+        holding: those to remove with their contents; others are removed only if empty.
     """
     for path in reversed(made):
         if path in holding:
@@ -95,28 +95,28 @@ def remove_places(made: Sequence[Path], holding: Collection[Path]) -> None:
 
 
 def checkpoint_place(root: RootBlock, run: Path) -> Path:
-    """Where a run keeps its checkpoints.
+    """Return the checkpoint directory of a run.
 
     Args:
-        root: the keys.
-        run: its directory.
+        root: the configuration.
+        run: the run directory.
 
     Raises:
-        UserError: the path cannot be read.
+        UserError: the path is invalid.
     """
     dirpath = root.exp_manager.checkpoint_callback_params.dirpath
     return absolute_path(dirpath, "checkpoint_callback_params.dirpath") if dirpath else run / "checkpoints"
 
 
 def absolute_path(text: str, key: str) -> Path:
-    """A path that `exp_manager.KEY` gives, `~` read as in a shell.
+    """Return the path of `exp_manager.KEY` as an absolute path, `~` expanded.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the path is invalid.
     """
     return user_path(text, f"exp_manager.{key}").absolute()
 
 
 def _next_version(parent: Path) -> int:
-    taken = [int(match[1]) for path in parent.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
-    return max(taken, default=-1) + 1
+    versions = [int(match[1]) for path in parent.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))]
+    return max(versions, default=-1) + 1

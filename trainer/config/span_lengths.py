@@ -1,4 +1,4 @@
-"""How long the two sides of span corruption are: T5's arithmetic, which fills rows of fixed length to the token."""
+"""Sequence lengths of span corruption: T5's arithmetic, which fills sequences of fixed length without padding."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Corruption(NamedTuple):
-    """How much of a text is corrupted.
+    """Amount of span corruption.
 
     Attributes:
-        density: part of the tokens that are noise, `model.data.masked_lm_prob`.
-        mean_span: tokens in a span on average, `model.data.mean_ngram_size`; NeMo's before the longest are cut.
+        density: fraction of the tokens that are noise, `model.data.masked_lm_prob`.
+        mean_span: mean tokens per span, `model.data.mean_ngram_size`; for NeMo's spans the mean before clipping.
     """
 
     density: float
@@ -18,18 +18,18 @@ class Corruption(NamedTuple):
 
 
 def cut_mean(mean: float, longest: int) -> float:
-    """The mean of lengths from a geometric distribution with `mean` of which the longer ones are cut to `longest`."""
+    """Return the mean of a geometric distribution with `mean` after clipping to `longest`."""
     return mean * (1 - (1 - 1 / mean) ** longest)
 
 
 def noise_counts(length: int, corruption: Corruption) -> tuple[int, int]:
-    """Noise tokens and noise spans of a text, as T5's `random_spans_noise_mask` counts them.
+    """Return the number of noise tokens and noise spans, as T5's `random_spans_noise_mask` counts them.
 
-    At least one token is noise and one is not; every span has a token, and one before it that is not noise.
+    At least one token is noise and one is not; every span has a noise token, and a kept token before it.
 
     Args:
         length: tokens of the text, at least 2.
-        corruption: how much.
+        corruption: noise density and mean span length.
 
     Raises:
         ValueError: the text is too short.
@@ -42,25 +42,25 @@ def noise_counts(length: int, corruption: Corruption) -> tuple[int, int]:
 
 
 def corrupted_lengths(length: int, corruption: Corruption) -> tuple[int, int]:
-    """Tokens on the encoder's and the decoder's side of a text of `length` tokens, each with its end token."""
+    """Return the tokens on the encoder and decoder side of a text of `length` tokens, each including EOS."""
     noise, spans = noise_counts(length, corruption)
     return length - noise + spans + 1, noise + spans + 1
 
 
 def window_length(encoder_length: int, corruption: Corruption, decoder_length: int | None = None) -> int:
-    """The most tokens of text that fill an encoder side of `encoder_length` tokens exactly.
+    """Return the maximum number of text tokens that fill an encoder side of `encoder_length` tokens exactly.
 
-    This is T5's `compute_input_and_target_lengths`, without its exception for a density of one half, which leaves a
-    place of the encoder's side empty. One token more of text makes that side one longer or leaves it as it is, so every
-    length from 3 on can be filled; only with more spans than tokens that stay are there gaps.
+    This is T5's `compute_input_and_target_lengths`, without its special case for a density of one half, which leaves
+    one encoder position unused. One more text token lengthens the encoder side by one or leaves it as it is, so every
+    length from 3 on can be filled; there are gaps only if there are more spans than kept tokens.
 
     Args:
-        encoder_length: with the end token.
-        corruption: how much.
-        decoder_length: what the decoder's side must fit into; None: anything.
+        encoder_length: tokens on the encoder side, including EOS.
+        corruption: noise density and mean span length.
+        decoder_length: maximum tokens on the decoder side; None for no limit.
 
     Raises:
-        ValueError: no text fills the one side and fits into the other.
+        ValueError: no text length fills the encoder side and fits the decoder side.
     """
     if encoder_length < 3:
         raise ValueError(f"`encoder_length` ({encoder_length}) must be at least 3: a token, a sentinel and the end")
@@ -75,7 +75,7 @@ def window_length(encoder_length: int, corruption: Corruption, decoder_length: i
             high = middle
     encoder, decoder = corrupted_lengths(low, corruption)
     if encoder < encoder_length:
-        raise ValueError(f"`encoder_length` ({encoder_length}) is filled by no text; {encoder} is")
+        raise ValueError(f"`encoder_length` ({encoder_length}) cannot be filled exactly; use {encoder}")
     if decoder_length is not None and decoder > decoder_length:
         raise ValueError(f"`decoder_length` ({decoder_length}) must be at least {decoder}")
     return low

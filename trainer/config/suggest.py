@@ -1,4 +1,4 @@
-"""Did you mean: the nearest known key, group option or value."""
+"""Suggestions ("did you mean"): the nearest known key, group option or value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_ACTING = 0.25
 
 
 def distance(a: str, b: str, limit: int) -> int:
-    """Edits (insert, delete, substitute, swap neighbours) from `a` to `b`; `limit` + 1 when there are more."""
+    """Return the Damerau-Levenshtein distance (optimal string alignment) of `a` and `b`, at most `limit` + 1."""
     if abs(len(a) - len(b)) > limit:
         return limit + 1
     start = 0
@@ -42,37 +42,37 @@ def distance(a: str, b: str, limit: int) -> int:
 
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice nearest to `word`, ignoring case and separators; None when none is near."""
-    plain = _plain(word)
+    """Return the choice nearest to `word`, ignoring case and separators; None if none is near."""
+    plain = _normalized(word)
     best: tuple[int, str] | None = None
     for choice in choices:
         limit = max(1, min(len(plain), len(choice)) // 3)
-        edits = distance(plain, _plain(choice), limit)
+        edits = distance(plain, _normalized(choice), limit)
         if edits <= limit and (best is None or edits < best[0]):
             best = (edits, choice)
     if best is None:
-        within = [choice for choice in choices if len(plain) > 2 and _plain(choice).startswith(plain)]
+        within = [choice for choice in choices if len(plain) > 2 and _normalized(choice).startswith(plain)]
         return within[0] if within else None
     return best[1]
 
 
-def _plain(word: str) -> str:
+def _normalized(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
 @lru_cache(maxsize=4096)
 def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) -> tuple[str, ...]:
-    """Known keys that `path` may have meant, the best first.
+    """Return the known keys that `path` may have meant, best first.
 
     Args:
-        path: the dotted path that is not known.
-        known: every known path, and whether it acts; a key that acts is preferred.
-        count: how many to return at most.
+        path: the unknown dotted path.
+        known: (path, acts) of every known key; keys that act are preferred.
+        count: maximum number of keys to return.
     """
     parent, _, name = path.rpartition(".")
     acting = dict(known)
     scored: dict[str, float] = {}
-    edits_of: dict[str, int] = {}  # of the last part of a path, which many have in common
+    edits_of: dict[str, int] = {}  # cached by last name, which many paths share
     limit = 2 if len(path) < 12 else 3
     for candidate, acts in known:
         above, _, last = candidate.rpartition(".")
@@ -87,28 +87,28 @@ def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) ->
             score = min(score, edits_of[last] + _WRONG_PARENT)
         if score < float("inf"):
             scored[candidate] = score + (0 if acts else _NOT_ACTING)
-    foreign = _foreign(name, parent, acting)
+    foreign = _foreign_match(name, parent, acting)
     if foreign is not None and min((scored[key] for key in scored if acting[key]), default=9.0) > 1.0 + (parent != ""):
         scored[foreign] = -1.0
     elif foreign is not None:
         beside = foreign.rpartition(".")[0] == parent or f"{parent}.{name}" in FOREIGN_NAMES
         scored[foreign] = min(scored.get(foreign, 9.0), 0.9 if beside else 1.5)
     if not scored:
-        scored = dict.fromkeys(_same_words(name, tuple(acting)), 9.0)
-    ranked = sorted(scored, key=lambda key: (scored[key], -_common(path, key), len(key), key))
+        scored = dict.fromkeys(_sharing_words(name, tuple(acting)), 9.0)
+    ranked = sorted(scored, key=lambda key: (scored[key], -_common_names(path, key), len(key), key))
     return tuple(ranked[:count])
 
 
-def _foreign(name: str, parent: str, known: dict[str, bool]) -> str | None:
-    """What other frameworks' name for a key is called here, in a T5 below the stack that was named."""
+def _foreign_match(name: str, parent: str, known: dict[str, bool]) -> str | None:
+    """Return the key for a name of another framework; for a T5 below the given stack (or the encoder)."""
     word = name.lower().replace("-", "_")
     target = FOREIGN_NAMES.get(f"{parent}.{word}", FOREIGN_NAMES.get(word, ""))
     below = target.removeprefix("model.")
     return next((path for path in (target, f"{parent}.{below}", f"model.encoder.{below}") if path in known), None)
 
 
-def _same_words(name: str, known: Sequence[str]) -> list[str]:
-    """Keys that share at least two words, or all the words, with `name`."""
+def _sharing_words(name: str, known: Sequence[str]) -> list[str]:
+    """Return keys that share at least two words, or all words, with `name`."""
     words = set(name.lower().split("_")) - {"", "use", "the", "of"}
     ranked = []
     for candidate in known:
@@ -119,8 +119,8 @@ def _same_words(name: str, known: Sequence[str]) -> list[str]:
     return [candidate for _, _, candidate in sorted(ranked)]
 
 
-def _common(path: str, other: str) -> int:
-    """How many names paths begin with in common, plus how many they end with."""
+def _common_names(path: str, other: str) -> int:
+    """Return the number of common leading names of two paths plus that of common trailing names."""
     a, b = path.split("."), other.split(".")
     head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     tail = next((i for i, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), min(len(a), len(b)))

@@ -1,7 +1,7 @@
-"""The jobs of `stoker train -m`: overrides with several values, in Hydra's grammar, to the overrides of each job.
+"""Expand sweep overrides of `stoker train -m` (Hydra's grammar) into the overrides of each job.
 
-`key=1,2`, `choice(1,2)`, `range(1,4)`, `sort(...)`, `shuffle(...)`, and `group=glob(pattern)`; jobs are the cartesian
-product, the last override changing fastest. What has one value is passed on as typed.
+`key=1,2`, `choice(1,2)`, `range(1,4)`, `sort(...)`, `shuffle(...)`, and `group=glob(pattern)`; jobs are the Cartesian
+product, the last override changing fastest. Overrides with one value are passed on as typed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .problems import ConfigError, Problem
 MAX_JOBS = 10_000
 
 Options = Callable[[str], Sequence[str]]
-"""The choices of a group; empty for what is no group."""
+"""Maps a group to its choices; empty if it is not a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Job:
     """One job of a sweep.
 
     Attributes:
-        number: its place in the sweep, from 0.
-        overrides: everything it is started with.
-        swept: those of them that differ from job to job.
+        number: index in the sweep, from 0.
+        overrides: all overrides of the job.
+        swept: the overrides that vary between jobs.
     """
 
     number: int
@@ -41,10 +41,10 @@ class Job:
 
 
 def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
-    """The jobs that overrides make; a single one where nothing has several values.
+    """Return the jobs of a sweep; a single one if no override has several values.
 
     Raises:
-        ConfigError: values that cannot be counted out.
+        ConfigError: an override has no finite list of values.
         UserError: more than 10,000 jobs.
     """
     parser = OverridesParser.create()
@@ -57,14 +57,14 @@ def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
         try:
             override = parse_one(parser, typed)
         except UnreadableError:
-            override = None  # it is reported with everything else that is wrong with the configuration
+            override = None  # reported with the other problems of the configuration
         is_swept = override is not None and override.is_sweep_override()
         if override is not None:
             key = override.get_key_element().lstrip("+~")
             words_of.setdefault(key, []).append(typed)
             varying |= {key} if is_swept else set()
         try:
-            alternatives.append(_values(override, options) if override is not None and is_swept else [typed])
+            alternatives.append(_option_overrides(override, options) if override is not None and is_swept else [typed])
             swept.append(is_swept)
         except UnreadableError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
@@ -73,14 +73,14 @@ def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
         raise ConfigError(problems)
     count = math.prod(map(len, alternatives))
     if count > MAX_JOBS:
-        raise UserError(f"-m: these overrides make {count:,} jobs, and at most {MAX_JOBS:,} are possible")
+        raise UserError(f"-m: these overrides make {count:,} jobs; at most {MAX_JOBS:,} are supported")
     return [
         Job(number, combination, tuple(text for text, varies in zip(combination, swept, strict=True) if varies))
         for number, combination in enumerate(itertools.product(*alternatives))
     ]
 
 
-def _values(override: Override, options: Options) -> list[str]:
+def _option_overrides(override: Override, options: Options) -> list[str]:
     key = override.get_key_element()
     values = override.value()
     if isinstance(values, Glob):
@@ -90,9 +90,9 @@ def _values(override: Override, options: Options) -> list[str]:
         return [f"{key}={name}" for name in names]
     if not override.is_discrete_sweep():
         raise UnreadableError(
-            "is an interval, whose values only a search could choose", f"write {key}=range(...), or values with commas"
+            "is an interval, which a grid sweep does not support", f"write {key}=range(...), or values with commas"
         )
     found = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
     if not found:
-        raise UnreadableError("has no values", "the stop of range(start,stop,step) is not part of it")
+        raise UnreadableError("has no values", "range(start,stop,step) excludes stop")
     return [f"{key}={value}" for value in found]

@@ -1,4 +1,4 @@
-"""From pydantic's errors to problems: key, value, origin, what the key takes, and the nearest allowed value."""
+"""Type the keys with pydantic, and convert its errors into problems with origin, accepted values and fix."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .schema.root import RootBlock, family_of
 from .suggest import closest
 
 _LARGEST = 2**63 - 1
-_TIMES = {"": 1, "k": 1000, "m": 1_000_000}
+_SUFFIXES = {"": 1, "k": 1000, "m": 1_000_000}
 _COUNT = re.compile(r"(\d[\d,_ ]{0,20})([kKmM]?)")
-"""A whole number as people write it: 100k, 1,000,000."""
+"""An integer with suffix or separators: 100k, 1,000,000."""
 Origins = Callable[[str], str]
 
 
@@ -28,11 +28,11 @@ def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], se
     """Type the keys that act.
 
     Args:
-        given: values of keys that act, as plain data; the rest gets its default.
-        origin_of: the origin of a path.
+        given: values of keys that act, as plain data; all others get their default. Invalid ones are removed.
+        origin_of: returns the origin of a path.
 
     Returns:
-        The typed root (keys with problems at their defaults), the problems, and the paths that have them.
+        The typed root (invalid keys have their default), the problems, and the paths of invalid keys.
     """
     problems: list[Problem] = []
     wrong: set[str] = set()
@@ -46,7 +46,7 @@ def typed(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], se
         try:
             return RootBlock.model_validate(given), problems, wrong
         except ValidationError as error:
-            found = _by_key(error, given)
+            found = _errors_by_path(error, given)
             for path, detail in found.items():
                 value = dotted_paths.get(given, path)
                 wrong.add(path)
@@ -59,23 +59,23 @@ def _too_large(value: Any) -> bool:
     return any(isinstance(item, int) and abs(item) > _LARGEST for item in items)
 
 
-def _by_key(error: ValidationError, given: Tree) -> Mapping[str, str]:
-    """The schema path of each error; several errors of one key (the arms of a union) are one."""
+def _errors_by_path(error: ValidationError, given: Tree) -> Mapping[str, str]:
+    """Return the error type by path; several errors of one key (members of a union) count as one."""
     found: dict[str, str] = {}
     family = family_of(given.get("model"))
     keys, blocks = schema_keys(family), schema_blocks(family)
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         path = ""
         for step in item["loc"]:
-            if path == "model" and step in FAMILIES:  # which of the families' blocks it is, no key
+            if path == "model" and step in FAMILIES:  # tag of the family's union member, not a key
                 continue
             longer = dotted_paths.join(path, str(step))
-            # A step may also name an arm of a union (`model.data.data_prefix`), which is not in the tree.
-            named = (
+            # A step may also be a member of a union (`model.data.data_prefix`), which is not in the tree.
+            in_open_block = (
                 open_block_of(longer) is not None
                 and dotted_paths.get(given, longer, dotted_paths.MISSING) != dotted_paths.MISSING
             )
-            if longer not in keys and longer not in blocks and not named:
+            if longer not in keys and longer not in blocks and not in_open_block:
                 break
             path = longer
         found.setdefault(path, item["type"])
@@ -96,17 +96,21 @@ def _problem(path: str, value: Any, origin_of: Origins, family: Family, detail: 
             f"write its keys below `{path}:`",
         )
     return Problem(
-        path, show_value(value), origin_of(path), f"must be {key.kind}{_but(value, key)}", _fix(key, value, detail)
+        path,
+        show_value(value),
+        origin_of(path),
+        f"must be {key.kind}{_kind_note(value, key)}",
+        _fix(key, value, detail),
     )
 
 
-def _but(value: Any, key: Key) -> str:
-    """The kind of the value, where it is not plain from how it is shown."""
+def _kind_note(value: Any, key: Key) -> str:
+    """Return the type of the value in words, if it is not evident from the shown value."""
     if isinstance(value, str) and value and (key.choices or key.is_text):
         return ""
     match value:
         case bool():
-            return ", but is a truth value"
+            return ", but is a boolean"
         case str() if value == "":
             return ", but is empty text"
         case str():
@@ -128,9 +132,9 @@ def _but(value: Any, key: Key) -> str:
 def _fix(key: Key, value: Any, detail: str) -> str:
     if foreign := own_values(plain_path(key.path), value):
         part = "part of " if key.path.endswith(".target_modules") else ""
-        told = [f"{name} is {part}{ours.replace(',', ' and ')}" for name, ours in foreign]
+        mapped = [f"{name} is {part}{ours.replace(',', ' and ')}" for name, ours in foreign]
         ours = dict.fromkeys(own for _, names in foreign for own in names.split(","))
-        return f"{', '.join(told)}: {key.path}=[{','.join(ours)}]"
+        return f"{', '.join(mapped)}: {key.path}=[{','.join(ours)}]"
     if isinstance(value, str) and key.kind.startswith("a list") and value in re.split(r"[ ,]+", key.kind):
         return f"write {key.path}=[{value}]"
     if isinstance(value, str) and value.lower() in ("none", "no", "off") and key.kind.endswith("or null"):
@@ -139,7 +143,7 @@ def _fix(key: Key, value: Any, detail: str) -> str:
         near = closest(value, [str(choice) for choice in key.choices])
         return f"did you mean {key.path}={near}?" if near else ""
     if isinstance(value, str) and "${" in value:
-        return "values that come from the environment are not read from here; set the key"
+        return "environment variables are not resolved here; set the key"
     if value is None:
         return (
             f"leave it out, or write {key.path}={show_value(key.default)}"
@@ -153,18 +157,18 @@ def _fix(key: Key, value: Any, detail: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and key.kind == "true or false" and value in (0, 1):
         return f"write {key.path}={'true' if value else 'false'}"
     if isinstance(value, str):
-        return _instead_of_text(key, value)
+        return _fix_for_text(key, value)
     if key.path == "trainer.max_steps" and value == -1:
-        return "stoker ends a run, and its schedule, after a number of steps; NeMo's -1 has no counterpart"
+        return "set a number of steps, which the schedule needs; NeMo's -1 is not supported"
     return ""
 
 
-def _instead_of_text(key: Key, value: str) -> str:
+def _fix_for_text(key: Key, value: str) -> str:
     from .yaml_reader import scalar
 
     plain = scalar(value)
     if not isinstance(plain, str) and plain is not None:
         return f"write {show_value(plain)} without quotes"
     if "integer" in key.kind and (match := _COUNT.fullmatch(value)):
-        return f"write {key.path}={int(re.sub('[,_ ]', '', match[1])) * _TIMES[match[2].lower()]}"
+        return f"write {key.path}={int(re.sub('[,_ ]', '', match[1])) * _SUFFIXES[match[2].lower()]}"
     return f"such as {key.path}={show_value(key.default)}" if key.default is not None else ""

@@ -1,9 +1,8 @@
-"""Read one YAML file within bounds, as plain containers, and remember the line of every key.
+"""Read one YAML file with size limits into plain containers, with the line of every key.
 
-The bounds are checked on the stream of events, before anything is built: a file cannot make stoker use more memory or
-time than its own size warrants (aliases are counted as what they expand to). YAML 1.1 as OmegaConf reads it, with two
-differences: `1e-3` is a number there and here, but base-60 numbers and dates are plain strings here, so that an
-unquoted `max_time: 6:11:00:00` means what it says.
+The limits are checked on the event stream, before anything is built, with aliases counted as what they expand to: a
+file cannot cause more memory or time than its size warrants. Values follow YAML 1.1 as OmegaConf reads it (`1e-3` is a
+number), except that base-60 numbers and dates are strings, so that an unquoted `max_time: 6:11:00:00` works.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NULL = re.compile(r"(?:~|null|Null|NULL|)$")
 
 
 class _Loader(_Base):
-    """The safe loader with the implicit types of this file's docstring."""
+    """Safe loader with the implicit types described in the module docstring."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -51,7 +50,12 @@ for _tag, _pattern, _first in (
 
 
 class YamlError(ValueError):
-    """A file that is not read: what is wrong, and the line."""
+    """Invalid YAML file.
+
+    Attributes:
+        message: the error, without the path.
+        line: the line, if known.
+    """
 
     def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
@@ -61,14 +65,14 @@ class YamlError(ValueError):
 
 @dataclass
 class YamlFile:
-    """What one file holds.
+    """Content of one YAML file.
 
     Attributes:
         path: the file.
         tree: its keys, without the defaults list.
-        lines: line of each key, by dotted path.
-        defaults: the Hydra defaults list, if there is one.
-        package: the package of the `# @package` header, if there is one.
+        lines: line number by dotted path.
+        defaults: Hydra's defaults list, if there is one.
+        package: package of the `# @package` header, if there is one.
     """
 
     path: Path
@@ -82,7 +86,7 @@ def read(path: Path) -> YamlFile:
     """Read `path`.
 
     Raises:
-        YamlError: the file cannot be read, is not YAML, or breaks a bound.
+        YamlError: the file cannot be read, is not YAML, or exceeds a limit.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -96,10 +100,10 @@ def read(path: Path) -> YamlFile:
 
 
 def parse(text: str, path: Path) -> YamlFile:
-    """Read the YAML in `text`, which came from `path`.
+    """Parse the YAML `text` of the file `path`.
 
     Raises:
-        YamlError: it is not YAML, or breaks a bound.
+        YamlError: the text is not YAML, or exceeds a limit.
     """
     file = YamlFile(path, {}, package=_package(text))
     try:
@@ -124,7 +128,7 @@ def parse(text: str, path: Path) -> YamlFile:
 
 
 def scalar(text: str) -> Any:
-    """The value that `text` has as a plain YAML scalar."""
+    """Return the value of `text` as a plain YAML scalar, or `text` itself if it is not one."""
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -133,7 +137,7 @@ def scalar(text: str) -> Any:
 
 
 def _package(text: str) -> str | None:
-    """The package named by a `# @package` comment in the head of the file, as Hydra reads it."""
+    """Return the package of a `# @package` comment in the head of the file, as Hydra reads it."""
     for line in text[:512].splitlines():
         found = re.match(r"\s*#\s*@package\s+(\S+)\s*$", line)
         if found:
@@ -144,7 +148,7 @@ def _package(text: str) -> str | None:
 
 
 def _check_bounds(text: str) -> None:
-    """Count nodes (aliases as what they expand to), aliases and depth on the event stream."""
+    """Check the numbers of nodes (aliases expanded) and aliases, and the depth, on the event stream."""
     total, aliases, documents = 0, 0, 0
     weights: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = []
@@ -159,12 +163,12 @@ def _check_bounds(text: str) -> None:
             if aliases > MAX_ALIASES:
                 raise YamlError(f"has more than {MAX_ALIASES} aliases (`*name`)", line)
             if event.anchor not in weights:
-                raise YamlError(f"alias `*{event.anchor}` lies inside what it names", line)
+                raise YamlError(f"alias `*{event.anchor}` is inside its own anchor", line)
             total += weights[event.anchor]
         elif isinstance(event, yaml.NodeEvent):
             tag = getattr(event, "tag", None)
             if tag is not None and tag not in _PLAIN_TAGS and tag != "!":
-                raise YamlError(f"has the tag `{tag}`; only plain values are read, a file cannot make objects", line)
+                raise YamlError(f"has the tag `{tag}`; only plain values are supported, not objects", line)
             total += 1
             if isinstance(event, yaml.CollectionStartEvent):
                 open_nodes.append((event.anchor, total - 1))
@@ -181,7 +185,7 @@ def _check_bounds(text: str) -> None:
 
 
 def _build(node: yaml.Node, path: str, lines: dict[str, int]) -> Any:
-    """Plain containers from the nodes below `path`; `lines` takes the line of each key."""
+    """Return plain containers built from the nodes below `path`; `lines` receives the line of each key."""
     if isinstance(node, yaml.MappingNode):
         return _build_mapping(node, path, lines)
     if isinstance(node, yaml.SequenceNode):

@@ -1,4 +1,4 @@
-"""Adapters and the frozen weights they belong to: how a run begins with one, goes on with one, or is asked with one."""
+"""Load adapters and their base weights for training, resuming and inference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ...models.hf.config_fields import shown
 from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trained_of
-from ..config.run_config import RunConfig
+from ..config.load import config_from_document
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
@@ -22,26 +22,26 @@ from .merge_adapter import first_difference
 from .pretrained import BaseWeights, check_base, digest_of, find_base
 
 KEY = "model.peft.restore_from_path"
-_IN_PEFT = ("lora", "ia3")
-"""Schemes that peft's format holds, which knows of its base no more than a name."""
+_HF_PEFT_SCHEMES = ("lora", "ia3")
+"""PEFT schemes with an equivalent in the format of Hugging Face PEFT, which identifies the base model by name only."""
 
 
 def load_initial_adapter(
     root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: BaseWeights | None
 ) -> Iterator[str]:
-    """Copy the trained parameters that `model.peft.restore_from_path` names, if it names some.
+    """Load the adapter of `model.peft.restore_from_path`, if it is set.
 
     Args:
         root: the configuration.
-        model: with what `model.peft` adds; its trained parameters are filled in place.
-        tokenizer: of this run.
-        base: the frozen weights; None for random ones.
+        model: the model with its PEFT modules; its trainable parameters are loaded in place.
+        tokenizer: the tokenizer of this run.
+        base: the frozen base weights; None for randomly initialized ones.
 
     Yields:
-        Lines for the log.
+        Log lines.
 
     Raises:
-        UserError: there is no adapter, or it does not fit the model, or was trained on another.
+        UserError: there is no adapter, it does not fit the model, or was trained on other base weights.
     """
     named = root.model.peft.restore_from_path
     if named is None:
@@ -49,7 +49,7 @@ def load_initial_adapter(
     path = user_path(named, KEY)
     if is_peft_folder(path):
         folder = read_peft_folder(path)
-        yield from _doubts(folder, base)
+        yield from _check_base_name(folder, base)
         _load_peft_folder(folder, root, model, tokenizer)
         yield f"trained parameters from {path}"
         return
@@ -64,39 +64,38 @@ def load_initial_adapter(
 
 
 def _check_trained_on(checkpoint: Checkpoint, base: BaseWeights) -> Iterator[str]:
-    """See that an adapter was trained on these weights; a line where that cannot be known.
+    """Check that an adapter was trained on these base weights; yield a warning if that cannot be determined.
 
-    The record is a hash of files, and the same weights may lie in others: converted, split or rounded. So where the
-    hash differs, the weights decide, if those it was trained on are still there.
+    The checkpoint records a hash of the weight files, but the same weights may be stored in other files (converted,
+    split or rounded). So if the hash differs, the weights themselves are compared, if the original files still exist.
 
     Raises:
-        UserError: it was trained on others.
+        UserError: it was trained on other weights.
     """
-    wanted = checkpoint.state.base
-    if wanted is None or digest_of(base) == wanted.sha256:
+    recorded = checkpoint.state.base
+    if recorded is None or digest_of(base) == recorded.sha256:
         return
-    both = f"{checkpoint.path} was trained on {wanted.path}, and this run begins with {base.path}"
-    former = _still_there(wanted)
-    if former is None:
-        yield f"warning: {both}: other files, and the former are no longer there, so whether weights differ is unknown"
+    both = f"{checkpoint.path} was trained on {recorded.path}, but this run starts from {base.path}"
+    original = _unchanged_base(recorded)
+    if original is None:
+        yield f"warning: {both}: the files differ and the original ones are gone, so the weights cannot be compared"
         return
-    different = first_difference(former, base)
+    different = first_difference(original, base)
     if different is None:
         return
-    scheme = RunConfig.from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
+    scheme = config_from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
     raise UserError(
-        f"`{KEY}`: {both}, whose weights are others ({different} is the first); set "
-        f"model.restore_from_path={wanted.path}"
+        f"`{KEY}`: {both}, whose weights differ (first in {different}); set model.restore_from_path={recorded.path}"
         + (
-            f"; to move it to other weights all the same: stoker convert {checkpoint.path} FOLDER, and {KEY}=FOLDER"
-            if scheme in _IN_PEFT
+            f"; to use it with these weights anyway: stoker convert {checkpoint.path} FOLDER, then {KEY}=FOLDER"
+            if scheme in _HF_PEFT_SCHEMES
             else ""
         )
     )
 
 
-def _still_there(record: BaseRecord) -> BaseWeights | None:
-    """The weights of a record, if they are where they were and as they were."""
+def _unchanged_base(record: BaseRecord) -> BaseWeights | None:
+    """Return the recorded base weights if they still exist at their path, unchanged; else None."""
     try:
         base = find_base(Path(record.path))
         return base if digest_of(base) == record.sha256 else None
@@ -104,78 +103,78 @@ def _still_there(record: BaseRecord) -> BaseWeights | None:
         return None
 
 
-def _doubts(folder: PeftFolder, base: BaseWeights | None) -> Iterator[str]:
-    """A line where a folder in peft's format names another base; a name proves nothing."""
+def _check_base_name(folder: PeftFolder, base: BaseWeights | None) -> Iterator[str]:
+    """Yield a warning if an adapter in Hugging Face PEFT format names another base model; a name proves nothing."""
     named = folder.config.get("base_model_name_or_path")
     if base is None or not isinstance(named, str) or not named.strip("/"):
         return
     last = re.split(r"[/\\]", named.rstrip("/"))[-1]
     if last not in re.split(r"[/\\]|--", str(base.path.absolute())):
         yield (
-            f"warning: {folder.path} names {shown(named)} as the model it was trained on, and this run begins with "
-            f"{base.path}; whether their weights differ cannot be seen"
+            f"warning: {folder.path} names {shown(named)} as its base model, but this run starts from {base.path}; "
+            "the weights cannot be compared"
         )
 
 
 def _load_peft_folder(folder: PeftFolder, root: RootBlock, model: nn.Module, tokenizer: Tokenizer) -> None:
-    wanted = trained_of(model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+    trainable = trained_of(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
     found = trained_tensors(folder, root, tokenizer, shapes)
     with torch.no_grad():
-        for name, parameter in wanted.items():
-            piece = piece_of(parameter)
-            piece.local.copy_(found[name][piece.start : piece.start + len(piece.local)])
+        for name, parameter in trainable.items():
+            shard = piece_of(parameter)
+            shard.local.copy_(found[name][shard.start : shard.start + len(shard.local)])
 
 
 def base_of_adapter(checkpoint: Checkpoint, named: Path | None = None) -> BaseWeights | None:
-    """The frozen weights that a checkpoint belongs to; None for a whole model, and where they were random.
+    """Find the base weights of a checkpoint; None for a full model, or if they were randomly initialized.
 
     Args:
-        checkpoint: a whole model or an adapter.
-        named: where they are now; None: where they were when it was written.
+        checkpoint: a full model or an adapter.
+        named: current path of the base weights; None for the path recorded in the checkpoint.
 
     Raises:
-        UserError: they are not there, or `named` is, and there is nothing that could belong to it.
+        UserError: the base weights do not exist, or `named` is given but the checkpoint has no base weights.
     """
     if not checkpoint.is_adapter or checkpoint.state.base is None:
         if named is not None:
-            has = "an adapter of random weights, which are made again" if checkpoint.is_adapter else "a whole model"
-            raise UserError(f"--base {named}: {checkpoint.path} holds {has}; leave --base out")
+            content = "an adapter of randomly initialized weights" if checkpoint.is_adapter else "a whole model"
+            raise UserError(f"--base {named}: {checkpoint.path} holds {content}; leave --base out")
         return None
     return find_named_base(checkpoint) if named is None else find_base(named, "--base")
 
 
 def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, *, cast: bool) -> None:
-    """Copy the weights of a checkpoint into a model: those of an adapter after the weights it belongs to.
+    """Load the weights of a checkpoint into a model: for an adapter, its base weights first.
 
     Args:
-        checkpoint: a whole model or an adapter.
-        model: as its configuration describes it.
-        base: the frozen weights of an adapter; None takes them from where they were when it was written.
-        cast: accept other dtypes than the model's, and convert.
+        checkpoint: a full model or an adapter.
+        model: the model of its configuration.
+        base: base weights of an adapter; None for the path recorded in the checkpoint.
+        cast: convert dtypes that differ from the model's instead of raising.
 
     Raises:
-        UserError: the weights do not fit the model, or those of the base are not there or are others.
+        UserError: the weights do not fit the model, or the base weights are missing or have changed.
     """
-    wanted = checkpoint.state.base
-    if checkpoint.is_adapter and wanted is not None:
+    recorded = checkpoint.state.base
+    if checkpoint.is_adapter and recorded is not None:
         base = find_named_base(checkpoint) if base is None else base
-        check_base(base, wanted, checkpoint.path)
+        check_base(base, recorded, checkpoint.path)
         base.load(model)
     checkpoint.load_weights(model, cast=cast)
 
 
 def find_named_base(checkpoint: Checkpoint) -> BaseWeights:
-    """The frozen weights that an adapter names.
+    """Find the base weights at the path recorded in an adapter checkpoint.
 
     Raises:
-        UserError: they are not where they were.
+        UserError: the path does not exist.
     """
     assert checkpoint.state.base is not None
     path = Path(checkpoint.state.base.path)
     if not path.exists():
         raise UserError(
-            f"checkpoint {checkpoint.path} holds an adapter of {path}, which is not there; put it back, or name the "
-            "place it has now: --base FOLDER"
+            f"checkpoint {checkpoint.path} holds an adapter of {path}, which does not exist; give its current path "
+            "with --base FOLDER"
         )
     return find_base(path, f"the base of {checkpoint.path}")

@@ -14,6 +14,7 @@ from ..checkpoint.run_environment import stoker_version
 from ..checkpoint.sharded_safetensors import file_name
 from ..checkpoint.writer import seal
 from ..config import dotted_paths
+from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, from_document
@@ -84,7 +85,7 @@ def convert_adapter(
         return from_peft(source, target, base, dtype)
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.averaged() if average else checkpoint
-    root = RunConfig.from_document(
+    root = config_from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     ).root
     if not merge:
@@ -170,7 +171,7 @@ def from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype 
     for name, value in keys.items():
         dotted_paths.put(document, f"model.peft.{name}", value)
     dotted_paths.put(document, "model.restore_from_path", str(weights.path.absolute()))
-    whole = RunConfig.from_document(document, trusted=False, origin=str(source))
+    whole = config_from_document(document, trusted=False, origin=str(source))
     model = shapes_only(whole.root, tokenizer, peft_slice(whole.root.model.peft))
     shapes = {name: tuple(tensor.shape) for name, tensor in trained_of(model).items()}
     tensors = trained_tensors(folder, whole.root, tokenizer, shapes)
@@ -190,7 +191,7 @@ def base_config(base: BaseWeights) -> tuple[RunConfig, Tokenizer]:
     """Return the configuration of a base model, and its tokenizer."""
     if base.checkpoint is not None:
         origin = str(base.path / "config.json")
-        config = RunConfig.from_document(base.checkpoint.config_document, trusted=False, origin=origin)
+        config = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin)
         return config, from_document(base.checkpoint.saved_tokenizer)
     with open_source(base.path) as source:
         return run_of(source, checked(source))

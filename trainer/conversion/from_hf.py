@@ -39,6 +39,7 @@ from ..checkpoint.run_environment import stoker_version
 from ..checkpoint.sharded_safetensors import file_name
 from ..checkpoint.writer import seal
 from ..config.batch_spec import sample_form
+from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, saved_document
@@ -241,7 +242,7 @@ def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> 
     """
     model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_in(found.folder or source.path)}
     document = {"name": NAME, "model": model}
-    root = RunConfig.from_document(document, trusted=False, origin=f"{source.path} ({source.fields})").root
+    root = config_from_document(document, trusted=False, origin=f"{source.path} ({source.fields})").root
     try:
         return root, fitting_tokenizer(root, keys["override_vocab_size"])
     except UserError as error:
@@ -252,7 +253,7 @@ def run_of(source: Source, incoming: Incoming) -> tuple[RunConfig, Tokenizer]:
     """Return a run configuration of the unmodified model, and its tokenizer."""
     keys = incoming.tokenizer_folder.keys_in(incoming.tokenizer_folder.folder or source.path)
     document = {"name": NAME, "model": {**incoming.keys, "tokenizer": keys}}
-    config = RunConfig.from_document(document, trusted=False, origin=f"{source.path} ({source.fields})")
+    config = config_from_document(document, trusted=False, origin=f"{source.path} ({source.fields})")
     return config, incoming.tokenizer
 
 
@@ -367,7 +368,7 @@ def _write(
     record = write_tensor_stream(step / weights, facts, tensor_of)
     keys = incoming.tokenizer_folder.keys_in(target / FOLDER)
     model = {**incoming.keys, "tokenizer": keys}
-    config = RunConfig.from_document({"name": NAME, "model": model}, trusted=False, origin=str(source / CONFIG))
+    config = config_from_document({"name": NAME, "model": model}, trusted=False, origin=str(source / CONFIG))
     seal(step, {weights: record}, state_of(config.root), config.document, saved_document(incoming.tokenizer))
     incoming.tokenizer_folder.copy(folder / FOLDER)
     for group, block in (("model", incoming.keys), ("tokenizer", keys)):

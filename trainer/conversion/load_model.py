@@ -1,7 +1,4 @@
-"""A trained model, ready to be asked: what generation and evaluation start from.
-
-It comes out of a checkpoint, or out of a folder of Hugging Face's as it is.
-"""
+"""Load a trained model for generation and evaluation, from a stoker checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ from ...models.config.t5 import T5Keys
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.batch_spec import sample_form
 from ..config.data_task import task_name
+from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
 from ..data.tokenizers.bos import text_start
@@ -41,15 +39,15 @@ from .size_check import check_claimed_size
 
 @dataclass(frozen=True)
 class Restored:
-    """A model in evaluation mode and what it was trained with.
+    """A loaded model in evaluation mode, with its configuration and tokenizer.
 
     Attributes:
-        path: the checkpoint `step-N`, or the folder, it came from.
-        state: where the run stood; of a folder of Hugging Face's that of a run that has not begun.
-        config: the configuration of that run.
-        tokenizer: the one it was trained with.
-        model: on `device`, without dropout.
-        device: where the model is.
+        path: the checkpoint `step-N` or the Hugging Face folder.
+        state: training state of the checkpoint; for a Hugging Face folder that of a run at step 0.
+        config: the configuration of the run.
+        tokenizer: the tokenizer the model was trained with.
+        model: the model on `device`, in eval mode.
+        device: device of the model.
         precision: dtypes of weights and arithmetic.
     """
 
@@ -63,15 +61,15 @@ class Restored:
 
     @property
     def context(self) -> int:
-        """Most tokens the model was trained to attend to."""
+        """Context length of the model in tokens."""
         return sequence_length(self.config.root)
 
     @property
     def text_start(self) -> list[int]:
-        """The tokens before a text that the model goes on with.
+        """Tokens to put before a prompt.
 
-        A run that was trained on a stream of documents has seen each after the eos of the one before; of any other
-        model its tokenizer knows what a text begins with.
+        A GPT trained here on concatenated documents has seen each document after the EOS token of the previous one, so
+        it gets that token; for other models the tokenizer determines it (BOS).
         """
         documents = self.state.consumed_samples > 0 and task_name(self.config.root.model) == "gpt"
         if documents and self.tokenizer.eos_id is not None:
@@ -83,49 +81,49 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
     """Load a model.
 
     Args:
-        path: a run directory, its checkpoints directory or one step in it; of several the newest valid one is taken,
-            and damaged ones are named on standard error. Or a folder of Hugging Face's.
-        device_name: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `mps`.
-        base: where the frozen weights of an adapter are now; None: where they were when it was trained.
-        average: take the moving average of the weights that were trained.
+        path: a run directory, its checkpoints directory or a step in it; of several checkpoints the newest valid one is
+            loaded, and damaged ones are reported on standard error. Or a Hugging Face folder.
+        device_name: `auto` (a CUDA GPU if there is one, else the CPU), `cpu`, `cuda` or `mps`.
+        base: current path of the base weights of an adapter; None for the path recorded in the checkpoint.
+        average: load the EMA of the trained weights.
 
     Raises:
-        UserError: no usable model, or no such device; or an adapter whose frozen weights are not there.
+        UserError: there is no usable model or no such device, or the base weights of an adapter are missing.
     """
     device = choose_device(device_name)
     if is_foreign(path) and not is_peft_folder(path):
-        found = _in_folder(path, base, average=average)
+        saved = _open_hf_folder(path, base, average=average)
     else:
-        found = _in_checkpoint(path, base, average=average)
-    config, tokenizer = found.config, found.tokenizer
+        saved = _open_checkpoint(path, base, average=average)
+    config, tokenizer = saved.config, saved.tokenizer
     keys = config.root.model
     if device.type == "cuda":
         precision = plan_precision(config.root.trainer, keys.megatron_amp_O2, device)
     else:
         precision = PrecisionPlan("fp32", torch.float32)
-        # What was wished for a GPU says nothing about this device; the environment's flags still hold.
-        anything = {"attention_backend": "auto", "use_flash_attention": None, "transformer_engine": None}
+        # Backend keys of a GPU run do not apply to this device; environment variables still do.
+        defaults = {"attention_backend": "auto", "use_flash_attention": None, "transformer_engine": None}
         for at, stack in stacks_of_keys(keys).items():
-            for name, neutral in anything.items():
-                if (wish := getattr(stack, name)) != neutral:
-                    told = f"note: `model.{at}{name}` ({wish}) of the run is not applied on {device.type}"
-                    print(told, file=sys.stderr)
+            for name, default in defaults.items():
+                if (value := getattr(stack, name)) != default:
+                    note = f"note: `model.{at}{name}` ({value}) of the run is not applied on {device.type}"
+                    print(note, file=sys.stderr)
         if isinstance(keys, T5Keys):
             stacks = {"encoder": keys.encoder, "decoder": keys.decoder}
-            keys = keys.model_copy(update={name: stack.model_copy(update=anything) for name, stack in stacks.items()})
+            keys = keys.model_copy(update={name: stack.model_copy(update=defaults) for name, stack in stacks.items()})
         else:
-            keys = keys.model_copy(update=anything)
+            keys = keys.model_copy(update=defaults)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
     form = sample_form(config.root)
-    need, there = count_parameters(keys, vocab_size, form) * precision.weights.itemsize, host_memory()
-    if there is not None and need > there:
+    needed, available = count_parameters(keys, vocab_size, form) * precision.weights.itemsize, host_memory()
+    if available is not None and needed > available:
         raise UserError(
-            f"{found.name} cannot run here: the weights of its configuration need "
-            f"{need / 2**30:,.1f} GiB, of {there / 2**30:,.1f} GiB there are"
+            f"{saved.name} cannot run here: the weights of its configuration need {needed / 2**30:,.1f} GiB, but there "
+            f"are {available / 2**30:,.1f} GiB"
         )
     try:
         model = build_model(
-            keys.model_copy(update={"compile": False}),  # would take longer than most answers
+            keys.model_copy(update={"compile": False}),  # compiling would take longer than most generations
             vocab_size=vocab_size,
             device=device,
             dtype=precision.weights,
@@ -137,21 +135,21 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
             peft=peft_slice(keys.peft),
         )
     except ValueError as error:
-        raise UserError([f"{found.name} cannot run here:", *str(error).splitlines()]) from None
-    found.load(model)
-    return Restored(found.path, found.state, config, tokenizer, model.eval(), device, precision)
+        raise UserError([f"{saved.name} cannot run here:", *str(error).splitlines()]) from None
+    saved.load(model)
+    return Restored(saved.path, saved.state, config, tokenizer, model.eval(), device, precision)
 
 
-class _Found(NamedTuple):
-    """A model that nothing has been built of.
+class _SavedModel(NamedTuple):
+    """Description of a saved model, before it is built.
 
     Attributes:
-        name: for messages.
-        path: where it is.
-        state: where the run stood.
-        config: the configuration of that run.
-        tokenizer: the one it was trained with.
-        load: copies the weights into the model.
+        name: name in messages.
+        path: the checkpoint or folder.
+        state: training state of the checkpoint.
+        config: the configuration of the run.
+        tokenizer: the tokenizer the model was trained with.
+        load: loads the weights into a model.
     """
 
     name: str
@@ -162,45 +160,45 @@ class _Found(NamedTuple):
     load: Callable[[nn.Module], None]
 
 
-def _in_checkpoint(path: Path, base: Path | None, *, average: bool) -> _Found:
-    """The model of a checkpoint; arguments as in `restore`."""
+def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedModel:
+    """Open a stoker checkpoint; arguments as in `restore`."""
     checkpoint, complaints = find_checkpoint(path)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     checkpoint = checkpoint.averaged() if average else checkpoint
     name = f"checkpoint {checkpoint.path}"
-    config = RunConfig.from_document(
+    config = config_from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     )
     try:
         tokenizer = from_document(checkpoint.saved_tokenizer)
     except ValueError as error:
         raise UserError(f"{name} cannot be used: tokenizer.json: {error}") from None
-    frozen = base_of_adapter(checkpoint, base)
-    if frozen is not None or not checkpoint.is_adapter:
-        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, frozen)
-    load = partial(load_with_base, checkpoint, base=frozen, cast=True)
-    return _Found(name, checkpoint.path, checkpoint.state, config, tokenizer, load)
+    base_weights = base_of_adapter(checkpoint, base)
+    if base_weights is not None or not checkpoint.is_adapter:
+        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, base_weights)
+    load = partial(load_with_base, checkpoint, base=base_weights, cast=True)
+    return _SavedModel(name, checkpoint.path, checkpoint.state, config, tokenizer, load)
 
 
-def _in_folder(path: Path, base: Path | None, *, average: bool) -> _Found:
-    """The model of a folder of Hugging Face's; arguments as in `restore`."""
+def _open_hf_folder(path: Path, base: Path | None, *, average: bool) -> _SavedModel:
+    """Open a Hugging Face folder; arguments as in `restore`."""
     if average:
-        raise UserError(f"--ema: {path} is a model of Hugging Face's, which holds no moving average")
+        raise UserError(f"--ema: {path} is a Hugging Face model, which has no EMA weights")
     if base is not None:
         raise UserError(f"--base {base}: {path} holds a whole model; leave --base out")
     try:
         with open_source(path) as source:
             config, tokenizer = run_of(source, check(source, None, ()))
     except UserError as error:
-        cure = f"`stoker convert {path} FOLDER` takes --tokenizer and --ignore-field, and makes a checkpoint of it"
-        raise UserError([*error.lines, cure]) from None
+        fix = f"`stoker convert {path} FOLDER` takes --tokenizer and --ignore-field, and writes a stoker checkpoint"
+        raise UserError([*error.lines, fix]) from None
     load = BaseWeights(path, None).load
-    return _Found(str(path), path, state_of(config.root), config, tokenizer, load)
+    return _SavedModel(str(path), path, state_of(config.root), config, tokenizer, load)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device a user names.
+    """Return the device of a `--device` option.
 
     Raises:
         UserError: this machine, or this build of torch, does not have it.

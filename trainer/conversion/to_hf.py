@@ -21,7 +21,7 @@ from ...models.hf.weight_layout import Geometry
 from ...models.hf.weight_map import Placed
 from ..checkpoint.reader import Checkpoint, find_checkpoint
 from ..config.batch_spec import sample_form
-from ..config.run_config import RunConfig
+from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, from_document
 from ..data.tokenizers.vocabulary import model_vocabulary
@@ -104,7 +104,7 @@ def convert_to_hf(
     """
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.averaged() if average else checkpoint
-    root = RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
+    root = config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
     try:
         ours = from_document(checkpoint.saved_tokenizer)
         vocab_size = model_vocabulary(root, ours)

@@ -1,4 +1,4 @@
-"""Start from the weights of another run: what fine-tuning begins with."""
+"""Load pretrained weights and adapters into a new run (fine-tuning)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...models.config.family_rules import stacks_of_keys
 from ...models.config.memory import MemoryKeys
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
-from ..config.run_config import RunConfig
+from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
 from ..data.tokenizers.tokenizer import Tokenizer, makes_same_tokens
@@ -20,7 +20,7 @@ from ..utils.text import counted
 from .adapter_weights import load_initial_adapter
 from .pretrained import KEY, BaseWeights, foreign_keys, tokenizer_keys
 
-_SAME_FUNCTION = {
+_FUNCTION_PRESERVING_KEYS = {
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "init_method_std", "use_scaled_init_method"),
     *("use_flash_attention", "attention_backend", "transformer_engine", "masked_softmax_fusion"),
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_dropout", "moe_router_bias_update_rate"),
@@ -28,38 +28,38 @@ _SAME_FUNCTION = {
     "moe_router_dtype",
     *MemoryKeys.model_fields,
 }
-"""Keys of a stack that leave it the same function of its weights."""
+"""Keys of a stack that do not change the function its weights compute at inference."""
 
 
 def load_initial_weights(
     root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: BaseWeights | None
 ) -> Iterator[str]:
-    """Copy the weights that `model.restore_from_path` and `model.peft.restore_from_path` name, in any dtype.
+    """Load the weights of `model.restore_from_path` and `model.peft.restore_from_path`, converting dtypes.
 
     Args:
         root: the configuration.
-        model: of the same shape; filled in place. Its optimizer must be made afterwards, from these weights.
-        tokenizer: of this run.
-        base: what `model.restore_from_path` names; None for nothing.
+        model: a model of the same shapes; loaded in place. Build its optimizer afterwards, from these weights.
+        tokenizer: the tokenizer of this run.
+        base: the weights of `model.restore_from_path`; None if it is not set.
 
     Yields:
-        Lines for the log.
+        Log lines.
 
     Raises:
-        UserError: they are of another family or shape, or of another tokenizer, whose token ids mean other things.
+        UserError: the family, the shapes or the tokenizer differ.
     """
     if base is not None:
         yield from base.complaints
-        trained = _trained_as(base)
+        trained = _trained_model_keys(base)
         if trained is not None and trained.family != root.model.family:
             raise UserError(
                 f"`{KEY}`: {base.path} holds a model of `family: {trained.family}`, but `model.family` is "
                 f"{root.model.family}; use a checkpoint of that family"
             )
-        if not _has_tokenizer_of(base, root.model.tokenizer, tokenizer):
+        if not _has_same_tokenizer(base, root.model.tokenizer, tokenizer):
             raise UserError(
-                f"`{KEY}`: {base.path} has another tokenizer than this run, so its weights mean other tokens; use "
-                "its `model.tokenizer`"
+                f"`{KEY}`: {base.path} was trained with a different tokenizer, so token ids do not match; use its "
+                "`model.tokenizer`"
             )
         base.load(model)
         if trained is None:
@@ -71,22 +71,22 @@ def load_initial_weights(
     yield from load_initial_adapter(root, model, tokenizer, base)
 
 
-def _has_tokenizer_of(base: BaseWeights, keys: TokenizerBlock, tokenizer: Tokenizer) -> bool:
-    """Whether token ids mean to these weights what they mean in a run; also where nobody knows."""
+def _has_same_tokenizer(base: BaseWeights, keys: TokenizerBlock, tokenizer: Tokenizer) -> bool:
+    """Return True if the weights were trained with the tokenizer of the run, or if that is unknown."""
     if base.checkpoint is not None:
         return makes_same_tokens(base.checkpoint.tokenizer_document, tokenizer.to_document())
     theirs = tokenizer_keys(base.path)
     files = dict.fromkeys(("type", "model", "vocab_file", "merge_file"))
     if not theirs or all(getattr(keys, name) == value for name, value in {**files, **theirs}.items()):
         return True
-    if {keys.library, theirs["library"]} & {"byte-level", "char"}:  # no file says what their tokens are
+    if {keys.library, theirs["library"]} & {"byte-level", "char"}:  # without a tokenizer file to compare
         return False
     one, other = (tokenizer_of_keys(each) for each in (keys, keys.model_copy(update={**files, **theirs})))
     return makes_same_tokens(one.to_document(), other.to_document())
 
 
-def _trained_as(base: BaseWeights) -> AnyModelBlock | None:
-    """The model that weights are of, by its keys; None where this version does not know them."""
+def _trained_model_keys(base: BaseWeights) -> AnyModelBlock | None:
+    """Return the model keys the weights were trained with; None if this version does not support them."""
     if base.checkpoint is None:
         with foreign_keys(base.path) as incoming:
             return MODEL_BLOCKS[incoming.architecture.family].model_validate(incoming.keys)
@@ -95,21 +95,21 @@ def _trained_as(base: BaseWeights) -> AnyModelBlock | None:
 
 
 def configuration_of(checkpoint: Checkpoint) -> RootBlock | None:
-    """The configuration of the run that wrote a checkpoint; None where this version does not know its keys."""
+    """Return the configuration stored in a checkpoint; None if this version does not support its keys."""
     try:
-        return RunConfig.from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
+        return config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
     except UserError:
         return None
 
 
 def other_functions(model: AnyModelBlock, trained: AnyModelBlock) -> Iterator[str]:
-    """Keys of a model with which weights of its shapes compute something else than trained: positions, norms, masks."""
+    """Yield a warning for each key (positions, norms, masks) with which the same weights compute another function."""
     before = stacks_of_keys(trained)
     for at, stack in stacks_of_keys(model).items():
-        for name, now in stack.model_dump(include=set(StackKeys.model_fields) - _SAME_FUNCTION).items():
+        for name, now in stack.model_dump(include=set(StackKeys.model_fields) - _FUNCTION_PRESERVING_KEYS).items():
             then = getattr(before[at], name)
             if then != now:
                 yield (
-                    f"`model.{at}{name}` is {now}, but these weights were trained with {then}: the model begins as "
-                    "another function than they were"
+                    f"`model.{at}{name}` is {now}, but these weights were trained with {then}: before training, the "
+                    "model computes a different function"
                 )

@@ -1,4 +1,4 @@
-"""The parts of a run, each made from the configuration: device, model, optimizer, validation, checkpoints, rates."""
+"""Build the components of a run from the configuration: device, model, optimizer, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from ..utils.text import counted
 
 
 def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
-    """The device of `trainer.accelerator`; `auto` takes a CUDA GPU where there is one, else the CPU.
+    """Return the device of `trainer.accelerator`; `auto` is a CUDA GPU if there is one, else the CPU.
 
     Raises:
-        UserError: it is not there.
+        UserError: there is no such device.
     """
     keys = root.trainer
     kind = {"gpu": "cuda", "auto": "cuda" if torch.cuda.is_available() else "cpu"}.get(
@@ -69,10 +69,10 @@ def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
     if kind != "cuda":
         return torch.device(kind)
     let_segments_grow()
-    index, there = (ranks or Ranks()).local_rank, torch.cuda.device_count()
-    if index and index >= there:
+    index, gpus = (ranks or Ranks()).local_rank, torch.cuda.device_count()
+    if index and index >= gpus:
         raise UserError(
-            f"`trainer.devices` ({keys.devices}): this machine has {counted(there, 'GPU')}; use trainer.devices={there}"
+            f"`trainer.devices` ({keys.devices}): this machine has {counted(gpus, 'GPU')}; use trainer.devices={gpus}"
         )
     return torch.device(kind, index)
 
@@ -80,7 +80,7 @@ def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
 def build_data_parallel(
     root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: Ranks
 ) -> DataParallel | None:
-    """What cuts the model over the ranks, or None for one process."""
+    """Return the data-parallel strategy (DDP, FSDP2 or HSDP), or None for one process."""
     layout = layout_of(root, ranks.world_size)
     return (
         None if layout is None else data_parallel(layout, device, reduce_dtype(root, precision.weights), ranks.timeout)
@@ -88,13 +88,13 @@ def build_data_parallel(
 
 
 def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> Mapping[str, Decision]:
-    """Find out whether the model can be had here, before anything is built or written.
+    """Check that the model can run on this device, before anything is built or written.
 
     Returns:
-        What was chosen for each attention and kind of call.
+        The attention backend decision for each attention and kind of call.
 
     Raises:
-        UserError: no attention backend may run, or `model.compile` cannot be had.
+        UserError: no attention backend is available, or `model.compile` is not supported.
     """
     keys = root.model
     try:
@@ -120,10 +120,10 @@ def build_model(
     device: torch.device,
     data_parallel: DataParallel | None = None,
 ) -> LanguageModel:
-    """The model with its initial weights.
+    """Build the model with its initial weights.
 
     Raises:
-        UserError: it cannot fit, no attention backend may run, or `model.compile` cannot be had.
+        UserError: it does not fit in memory, no attention backend is available, or `model.compile` is not supported.
     """
     check_memory(root, precision, device, data_parallel.layout if data_parallel else None)
     try:
@@ -146,7 +146,7 @@ def build_model(
 def build_optimizer(
     root: RootBlock, model: LanguageModel, precision: PrecisionPlan, data_parallel: DataParallel | None = None
 ) -> Optimizer:
-    """The optimizer of `model.optim` over all parameters of the model."""
+    """Build the optimizer of `model.optim` for all parameters of the model."""
     return optimizer_factory.build_optimizer(
         root.model,
         model.named_parameters(),
@@ -158,7 +158,7 @@ def build_optimizer(
 
 
 def build_rates(root: RootBlock, model: LanguageModel, device: torch.device, processes: int = 1) -> Rates:
-    """What turns the time of a step into tokens per second and MFU, of all processes together."""
+    """Return the token and FLOP counts from which throughput and MFU of all processes are computed."""
     form = sample_form(root)
     tokens = form.length + form.decoder_length
     peak = bf16_peak(device_name(device))
@@ -173,19 +173,19 @@ def build_rates(root: RootBlock, model: LanguageModel, device: torch.device, pro
 
 
 def check_metrics(root: RootBlock, data: Data) -> list[str]:
-    """Find out whether the metrics that decide something can be measured on these data.
+    """Check that the monitored metrics can be measured on the data.
 
     Returns:
-        One warning for each that never is.
+        One warning for each metric that is never measured.
 
     Raises:
-        UserError: early stopping would wait for one.
+        UserError: early stopping monitors such a metric with `strict`.
     """
     if data.token_bytes.any():
         return []
     manager, at = root.exp_manager, "exp_manager"
     params, stopping = manager.checkpoint_callback_params, manager.early_stopping_callback_params
-    why = "is never measured: the tokens of this tokenizer do not add up to the bytes of a text"
+    why = "is never measured: the byte lengths of this tokenizer's tokens do not add up to that of the text"
     warnings: list[str] = []
     if manager.create_early_stopping_callback and stopping.monitor == "bits_per_byte":
         line = f"`{at}.early_stopping_callback_params.monitor` (bits_per_byte) {why}; use val_loss"
@@ -198,13 +198,13 @@ def check_metrics(root: RootBlock, data: Data) -> list[str]:
 
 
 def check_splits(root: RootBlock, data: Data) -> list[str]:
-    """Find out whether the splits are what the keys ask for.
+    """Check the validation split.
 
     Returns:
-        A warning where `model.data.splits_string` had nothing to divide.
+        A warning if `model.data.splits_string` has no effect.
 
     Raises:
-        UserError: nothing would be left to validate on.
+        UserError: no validation samples would be left.
     """
     if root.trainer.limit_val_batches and data.validation is not None:
         validated_samples(root, data.validation)
@@ -212,10 +212,9 @@ def check_splits(root: RootBlock, data: Data) -> list[str]:
     if not data.has_own_splits or keys.splits_string == DataBlock.model_fields["splits_string"].default:
         return []
     if keys.train_ds.file_names is not None:
-        return []  # a rule of the configuration has told
+        return []  # reported by a configuration rule
     return [
-        f"`model.data.splits_string` ({keys.splits_string}) has no effect: {keys.path} has splits of its own; leave "
-        "it out"
+        f"`model.data.splits_string` ({keys.splits_string}) has no effect: {keys.path} has its own splits; leave it out"
     ]
 
 
@@ -228,28 +227,28 @@ def build_validation(
     ranks: Ranks | None = None,
     data_parallel: DataParallel | None = None,
 ) -> Validate | None:
-    """A function that validates on the samples `trainer.limit_val_batches` asks for, or None for 0."""
+    """Return a function that validates on `trainer.limit_val_batches` of the samples, or None if that is 0."""
     limit = root.trainer.limit_val_batches
     if not limit or data.validation is None:
         return None
     samples = validated_samples(root, data.validation)
     size = root.model.micro_batch_size
     per_global_batch = root.model.global_batch_size // size
-    all_asked = limit if isinstance(limit, int) else None
+    default_batches = limit if isinstance(limit, int) else None
 
-    def validate(global_batches: int | None, is_told_to_stop: Callable[[], bool] | None) -> EvaluationResult:
+    def validate(global_batches: int | None, should_stop: Callable[[], bool] | None) -> EvaluationResult:
         model.eval()
-        asked = all_asked if global_batches is None else global_batches
+        batches = default_batches if global_batches is None else global_batches
         try:
             return evaluate(
                 summed_loss(model, precision, device),
                 samples,
                 token_bytes=data.token_bytes,
                 batch_size=size,
-                limit_batches=None if asked is None else asked * per_global_batch,
+                limit_batches=None if batches is None else batches * per_global_batch,
                 device=device,
                 ranks=ranks,
-                is_told_to_stop=is_told_to_stop,
+                is_told_to_stop=should_stop,
             )
         finally:
             if data_parallel is not None:
@@ -268,26 +267,26 @@ def build_save(
     saver: Saver,
     average: EMA | None = None,
 ) -> Save | None:
-    """A function that writes a checkpoint of a step, or None where none would be kept."""
+    """Return a function that saves a checkpoint of a step, or None if no checkpoint would be kept."""
     keys = config.root.exp_manager
     params = keys.checkpoint_callback_params
     if not keys.create_checkpoint_callback or (params.save_top_k == 0 and not params.save_last):
         return None
 
-    def save(step: int, figures: Mapping[str, float], loop: LoopState) -> Path:
+    def save(step: int, metrics: Mapping[str, float], loop: LoopState) -> Path:
         state = start.model_copy(
             update={
                 "step": step,
                 "updates": module.optimizer_state.step_count,
                 "consumed_samples": plan.consumed(step),
-                "val_loss": figures.get("val_loss"),
-                "metrics": {name: value for name, value in figures.items() if name != "val_loss"},
+                "val_loss": metrics.get("val_loss"),
+                "metrics": {name: value for name, value in metrics.items() if name != "val_loss"},
                 "loop": loop,
             }
         )
-        kind, held = saved_of(module.model)
+        kind, state_dict = saved_of(module.model)
         tensors = {
-            kind: {name: piece_of(tensor) for name, tensor in held.items()},
+            kind: {name: piece_of(tensor) for name, tensor in state_dict.items()},
             OPTIMIZER: module.optimizer_state.pieces(),
         }
         if average is not None:
@@ -298,7 +297,7 @@ def build_save(
 
 
 def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callable[[], None]:
-    """A function that deletes the checkpoints that are not kept; a run that is stopping keeps its newest one."""
+    """Return a function that applies checkpoint retention; a run that is being stopped keeps its newest checkpoint."""
     params = root.exp_manager.checkpoint_callback_params
 
     def clean() -> None:
@@ -316,20 +315,20 @@ def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callab
 def build_recorder(
     root: RootBlock, model: LanguageModel, device: torch.device, processes: int, say: Callable[[str], None]
 ) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
-    """What makes recordings of micro batches, None where they run kernel by kernel; see `model.enable_cuda_graph`.
+    """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
-    Where it is not asked for by name, a recording there is no memory for is told to `say`, and the run goes on without.
+    With `enable_cuda_graph: null`, a capture that runs out of memory is logged with `say` and falls back to eager.
     """
     if not uses_cuda_graph(root, device, processes, model.attention_decisions):
         return None
-    give_up = None if root.model.enable_cuda_graph else say
-    return lambda run: RecordedMicroBatches(run, model.parameters(), give_up)
+    on_failure = None if root.model.enable_cuda_graph else say
+    return lambda run: RecordedMicroBatches(run, model.parameters(), on_failure)
 
 
 def build_average(
     root: RootBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
 ) -> EMA | None:
-    """The moving average of the weights that `exp_manager.ema` asks for, of the weights as they are now."""
+    """Build the EMA of `exp_manager.ema`, initialized from the current weights; None if disabled."""
     keys = root.exp_manager.ema
     if not keys.enable:
         return None

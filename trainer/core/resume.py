@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, and what must or should be as it was."""
+"""Resume from a checkpoint: choose it, check its compatibility with the run, load its weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..checkpoint.writer import remove_leftovers
 from ..config import dotted_paths
 from ..config.batch_spec import sample_form
 from ..config.data_task import task_name
-from ..config.pretrained_config import SHAPES
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
 from ..conversion.adapter_weights import load_with_base
 from ..conversion.pretrained import BaseWeights
+from ..conversion.pretrained_config import SHAPES
 from ..conversion.warm_start import configuration_of, other_functions
 from ..data.build_datasets import Data
 from ..device.precision import PrecisionPlan
@@ -28,38 +28,39 @@ from ..optim.optimizer_factory import settings
 from ..utils.environment import user_path
 from ..utils.errors import EXIT_IO, UserError
 
-_KEYS = {
-    "seed": ("model.seed", "dropout and the order of the data go on differently"),
-    "global_batch_size": ("model.global_batch_size", "the data go on where they were, with other steps"),
+_FIELD_KEYS = {
+    "seed": ("model.seed", "dropout and the data order differ from here on"),
+    "global_batch_size": ("model.global_batch_size", "the data position is kept, but the batch size differs"),
     "micro_batch_size": ("model.micro_batch_size", "dropout masks and rounding differ"),
-    "sequence_length": ("model.data.seq_length", "samples are cut differently, so some text is seen again or skipped"),
-    "decoder_length": ("model.data.seq_length_dec", "samples are cut differently"),
+    "sequence_length": ("model.data.seq_length", "samples are split differently: some text is repeated or skipped"),
+    "decoder_length": ("model.data.seq_length_dec", "samples are split differently"),
     "precision": ("trainer.precision", "rounding differs"),
 }
-_SOURCES = {"data_impl", "path", "data_prefix", "dataset_kwargs", "context_key", "label_key"}  # in the fingerprint
-_NOT_SAMPLES = {
-    *_SOURCES,
+_SOURCE_KEYS = {"data_impl", "path", "data_prefix", "dataset_kwargs", "context_key", "label_key"}  # in the fingerprint
+_EXCLUDED_DATA_KEYS = {
+    *_SOURCE_KEYS,
     *("seq_length", "seq_length_dec"),  # in the lengths
     *("index_mapping_dir", "num_workers", "train_ds", "validation_ds", "test_ds"),
 }
-_HOW_TRAINED = (
+_TRAINING_ONLY_KEYS = (
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
     *("moe_input_jitter_eps", "moe_router_bias_update_rate"),
 )
-"""Keys of a stack that change its training and leave it the same function of its weights."""
-_SETS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
+"""Keys of a stack that change its training, but not the function its weights compute at inference."""
+_FILE_KEYS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
 
 
 def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint a run starts from, and lines about those that were passed over or cleared away.
+    """Return the checkpoint a run resumes from, and log lines about damaged or removed ones.
 
-    A checkpoint of this run (`resume_if_exists`) goes before `resume_from_checkpoint`, as in NeMo: it is further on.
+    A checkpoint of this run (`resume_if_exists`) takes precedence over `resume_from_checkpoint`, as in NeMo: it is more
+    recent.
 
     Raises:
-        UserError: nothing usable where a checkpoint must be, or the disk is read-only (exit code 74).
+        UserError: there is no valid checkpoint but there must be one, or the disk is read-only (exit code 74).
     """
     lines: list[str] = []
-    if keys.create_checkpoint_callback:  # otherwise the directory may be that of a run that saves right now
+    if keys.create_checkpoint_callback:  # otherwise another run may be saving to this directory
         try:
             removed = remove_leftovers(directory.checkpoints)
         except OSError as error:
@@ -92,13 +93,13 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
 
 
 def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: BaseRecord | None = None) -> RunState:
-    """The state of this run before its first step, as its checkpoints will record it.
+    """Return the state of this run at step 0, as recorded in its checkpoints.
 
     Args:
         root: the configuration.
-        data: what it trains on.
-        precision: of weights and arithmetic.
-        base: the frozen weights that it trains an adapter of; None for none.
+        data: the training data.
+        precision: dtypes of weights and arithmetic.
+        base: base weights of an adapter; None for full training.
     """
     form = sample_form(root)
     return RunState(
@@ -116,8 +117,11 @@ def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: Ba
         },
         data_fingerprint=data.fingerprint,
         data_keys={
-            **root.model.data.model_dump(exclude=_NOT_SAMPLES),
-            **{f"train_ds.{name}": value for name, value in root.model.data.train_ds.model_dump(exclude=_SETS).items()},
+            **root.model.data.model_dump(exclude=_EXCLUDED_DATA_KEYS),
+            **{
+                f"train_ds.{name}": value
+                for name, value in root.model.data.train_ds.model_dump(exclude=_FILE_KEYS).items()
+            },
             "dataset_type": task_name(root.model),
         },
         base=base,
@@ -128,19 +132,20 @@ def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: Ba
 def check_resumed(
     checkpoint: Checkpoint, now: RunState, tokenizer_document: dict[str, Any], root: RootBlock
 ) -> list[str]:
-    """Compare a checkpoint with the run that goes on from it.
+    """Check that a run can resume from a checkpoint.
 
     Args:
-        checkpoint: it goes on from.
-        now: its state before its first step.
-        tokenizer_document: of its tokenizer.
-        root: its configuration.
+        checkpoint: the checkpoint to resume from.
+        now: state of the run at step 0.
+        tokenizer_document: tokenizer of the run.
+        root: configuration of the run.
 
     Returns:
-        One warning for each difference that keeps the run from going on exactly as it would have.
+        One warning for each difference that makes the resumed run differ from an uninterrupted one.
 
     Raises:
-        UserError: other data or another tokenizer: the position in the data would mean nothing; or another optimizer.
+        UserError: data or tokenizer differ, so that the position in the data is meaningless; or the optimizer or the
+            base weights differ.
     """
     saved = checkpoint.state
     if saved.data_fingerprint != now.data_fingerprint:
@@ -148,13 +153,14 @@ def check_resumed(
             [
                 f"checkpoint {checkpoint.path} was trained on other data: fingerprint {saved.data_fingerprint[:16]}, "
                 f"now {now.data_fingerprint[:16]}",
-                *_other_data(checkpoint, now, root),
-                f"use the same data, or start a new run from these weights: {_new_run_from(checkpoint)}",
+                *_explain_other_data(checkpoint, now, root),
+                f"use the same data, or start a new run from these weights: {_new_run_overrides(checkpoint)}",
             ]
         )
     if checkpoint.tokenizer_document != tokenizer_document:
         raise UserError(
-            f"checkpoint {checkpoint.path} has another tokenizer than `model.tokenizer` now gives; use the same one"
+            f"checkpoint {checkpoint.path} was trained with a different tokenizer than `model.tokenizer`; use the same "
+            "one"
         )
     before, after = saved.optimizer.get("optim.name", "adamw"), now.optimizer["optim.name"]
     if before != after:
@@ -164,11 +170,12 @@ def check_resumed(
         )
     if (saved.base is None) != (now.base is None) or (saved.base and now.base and saved.base.sha256 != now.base.sha256):
         raise UserError(
-            f"checkpoint {checkpoint.path} belongs to {saved.base.path if saved.base else 'no frozen weights'}, but "
-            f"this run to {now.base.path if now.base else 'none'}; use the same model.restore_from_path and model.peft"
+            f"checkpoint {checkpoint.path} was trained on {saved.base.path if saved.base else 'no base weights'}, but "
+            f"this run uses {now.base.path if now.base else 'none'}; use the same model.restore_from_path and "
+            "model.peft"
         )
     warnings: list[str] = []
-    for field, (key, effect) in _KEYS.items():
+    for field, (key, effect) in _FIELD_KEYS.items():
         before, after = getattr(saved, field), getattr(now, field)
         if before != after:
             warnings.append(f"`{key}` was {before} in {checkpoint.path.name} and is {after} now: {effect}")
@@ -176,13 +183,13 @@ def check_resumed(
         before, after = saved.data_keys[key], now.data_keys[key]
         if before != after:
             warnings.append(
-                f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are made "
+                f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are built "
                 "differently"
             )
     before = configuration_of(checkpoint)
     if before is not None and before.model.family == root.model.family:
         warnings += other_functions(root.model, before.model)
-    warnings += _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _HOW_TRAINED)
+    warnings += _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _TRAINING_ONLY_KEYS)
     for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
         before, after = saved.optimizer.get(key), now.optimizer.get(key)
         if before != after:
@@ -194,39 +201,41 @@ def check_resumed(
 
 
 def load_resumed(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, root: RootBlock) -> None:
-    """Copy the weights of the checkpoint that a run goes on from into its model.
+    """Load the weights of the checkpoint a run resumes from.
 
     Args:
-        checkpoint: a whole model or an adapter.
-        model: of the run.
-        base: the frozen weights of an adapter.
-        root: the configuration of the run.
+        checkpoint: a full model or an adapter.
+        model: model of the run.
+        base: base weights of an adapter.
+        root: configuration of the run.
 
     Raises:
-        UserError: the weights do not fit; names the keys that have changed, before the tensors that differ.
+        UserError: the weights do not fit; the message names the changed keys, then the tensors that differ.
     """
     try:
         load_with_base(checkpoint, model, base, cast=False)
     except MisfitError as error:
-        changed = _changed_keys(checkpoint, root, _is_of_shape)
+        changed = _changed_keys(checkpoint, root, _changes_shapes)
         raise UserError([*changed, *error.lines]) from None
 
 
-def _is_of_shape(path: str) -> bool:
-    """Whether a key may change the shapes of weights."""
+def _changes_shapes(path: str) -> bool:
+    """Return True if a key may change the shapes of weights."""
     if path.startswith("model.peft."):
         return path != "model.peft.restore_from_path"
     return path.rpartition(".")[2] in SHAPES | {"max_position_embeddings", "encoder_seq_length"}
 
 
-def _is_of_data(path: str) -> bool:
-    """Whether a key says which data are read."""
-    return path.startswith("model.data.") and not {*path.split(".")}.isdisjoint(_SOURCES | _SETS | {"splits_string"})
+def _selects_data(path: str) -> bool:
+    """Return True if a key selects the data."""
+    return path.startswith("model.data.") and not {*path.split(".")}.isdisjoint(
+        _SOURCE_KEYS | _FILE_KEYS | {"splits_string"}
+    )
 
 
-def _other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[str]:
-    """Why the data of a checkpoint are not those of a run."""
-    if changed := _changed_keys(checkpoint, root, _is_of_data):
+def _explain_other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[str]:
+    """Explain why the data of a checkpoint differ from those of the run."""
+    if changed := _changed_keys(checkpoint, root, _selects_data):
         return changed
     data = root.model.data
     if data.data_impl in ("pystd", "pystd_docstring"):
@@ -239,19 +248,19 @@ def _other_data(checkpoint: Checkpoint, now: RunState, root: RootBlock) -> list[
     return [f"what `model.data.data_impl={data.data_impl}` reads has changed since"]
 
 
-def _new_run_from(checkpoint: Checkpoint) -> str:
-    """The keys with which a new run has the weights of a checkpoint."""
+def _new_run_overrides(checkpoint: Checkpoint) -> str:
+    """Return the overrides for a new run that starts from the weights of a checkpoint."""
     key = "model.peft.restore_from_path" if checkpoint.is_adapter else "model.restore_from_path"
     return f"{key}={checkpoint.path}, with another exp_manager.explicit_log_dir"
 
 
-def _changed_keys(checkpoint: Checkpoint, root: RootBlock, asked: Callable[[str], bool]) -> list[str]:
-    """A line for each key that a run has and its checkpoint had otherwise; none where that configuration is no more.
+def _changed_keys(checkpoint: Checkpoint, root: RootBlock, selected: Callable[[str], bool]) -> list[str]:
+    """Return a line for each key that has changed since the checkpoint; none if its configuration cannot be read.
 
     Args:
-        checkpoint: the run goes on from.
-        root: its configuration.
-        asked: whether a key, by its path, is of interest.
+        checkpoint: the checkpoint to resume from.
+        root: configuration of the run.
+        selected: predicate on the path of a key.
     """
     saved = configuration_of(checkpoint)
     if saved is None:
@@ -260,7 +269,7 @@ def _changed_keys(checkpoint: Checkpoint, root: RootBlock, asked: Callable[[str]
     return [
         f"`{path}` was {before.get(path)} in {checkpoint.path.name} and is {after.get(path)} now"
         for path in {**before, **after}
-        if asked(path) and before.get(path) != after.get(path)
+        if selected(path) and before.get(path) != after.get(path)
     ]
 
 

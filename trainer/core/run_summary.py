@@ -1,4 +1,4 @@
-"""What a run says of itself: at its start, what is trained, on what and how; at its end, what was moved."""
+"""Log lines that describe a run: model, data and settings at its start, offloading traffic at its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def describe(
     device: torch.device,
     layout: DataLayout | None = None,
 ) -> Iterator[str]:
-    """What is about to be trained, on what and how, one line each."""
+    """Yield the log lines at the start of a run: device, data, model, attention, recomputation, offloading, steps."""
     keys, form = root.model, sample_form(root)
     ranks = layout.replicas * layout.shards if layout else 1
     micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
@@ -48,9 +48,9 @@ def describe(
     width = next(iter(stacks.values())).hidden_size
     parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
     trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
-    whole = count_parameters(keys, data.vocab_size, form)
-    each = f" ({active:,} for each token)" if active < whole else ""
-    yield f"model {whole:,} parameters{each}, {layers}, hidden size {width}"
+    total = count_parameters(keys, data.vocab_size, form)
+    active_text = f" ({active:,} for each token)" if active < total else ""
+    yield f"model {total:,} parameters{active_text}, {layers}, hidden size {width}"
     if keys.peft.is_on:
         share = 100 * trained / parameters
         yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
@@ -77,7 +77,7 @@ def describe(
         yield f"warning: {note}"
     yield from describe_offload(root, described, model, device)
     if uses_cuda_graph(root, device, ranks, model.attention_decisions):
-        yield f"micro batches run as a CUDA graph, after {WARM_UP} that warm up"
+        yield f"micro batches run as a CUDA graph after {WARM_UP} warm-up micro batches"
     yield (
         f"{counted(root.trainer.max_steps, 'step')} of {counted(keys.global_batch_size, 'sample')} in "
         f"{counted(micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
@@ -91,59 +91,59 @@ def describe(
 def describe_offload(
     root: RootBlock, described: FamilySlice, model: LanguageModel, device: torch.device
 ) -> Iterator[str]:
-    """What `cpu_offloading` does in this run, a line for each stack that asks for it."""
+    """Yield a line for each stack with `cpu_offloading`."""
     peft = peft_slice(root.model.peft)
-    made_again = made_again_for_copies(described, model.attention_decisions, peft, compiled=model.compiled)
-    each = zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), made_again, strict=True)
-    for at, part, stack, again in each:
+    recomputed = made_again_for_copies(described, model.attention_decisions, peft, compiled=model.compiled)
+    rows = zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), recomputed, strict=True)
+    for at, part, stack, modules in rows:
         offload = part.offload
         if offload is None:
             continue
         of_stack = f" of the {at[:-1]}" if at else ""
         if stack.activation_offload is None and stack.weight_offload is None:
-            if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
+            if root.trainer.accelerator == "auto":  # else a configuration rule has warned already
                 yield f"warning: `model.{at}cpu_offloading` (True) has no effect on {device.type}"
             continue
-        parts: list[str] = []
+        tensors: list[str] = []
+        if stack.activation_offload is not None:
+            tensors.append("activations")
         if stack.weight_offload is not None:
             moved = stack.weight_offload.sent_bytes / 2**30
-            parts.append(f"their weights, {moved:,.2f} GiB, which a micro batch moves there and back")
-        if stack.activation_offload is not None:
-            parts.append("what they save for the backward")
-        kept = f"{counted(offload.layers, 'layer')}{of_stack}"
-        instead = f"; made again, not moved: {named(again)}" if again else ""
-        yield f"host memory keeps of the first {kept} {' and '.join(reversed(parts))}{instead}"
+            tensors.append(f"weights ({moved:,.2f} GiB to host memory and back per micro batch)")
+        layers = f"{counted(offload.layers, 'layer')}{of_stack}"
+        instead = f"; recomputed instead of offloaded: {named(modules)}" if modules else ""
+        yield f"CPU offloading of the first {layers}: {' and '.join(tensors)}{instead}"
 
 
 def describe_moved(model: LanguageModel) -> Iterator[str]:
-    """What `cpu_offloading` has moved in each micro batch, and the host memory it took, in a line after training."""
+    """Yield the line after training with the bytes `cpu_offloading` moved per micro batch and the host memory used."""
     stacks = stacks_of(model)
     offloads = [part for stack in stacks for part in (stack.activation_offload, stack.weight_offload) if part]
     if offloads:
         moved = sum(part.sent_bytes for part in offloads) / 2**30
         held = max(part.copies.host_bytes for part in offloads) / 2**30  # they share a pool
         yield (
-            f"offloading moved {moved:,.2f} GiB to host memory and back in a micro batch, and took {held:,.2f} GiB of "
-            "host memory"
+            f"CPU offloading moved {moved:,.2f} GiB to host memory and back per micro batch, and used {held:,.2f} GiB "
+            "of host memory"
         )
 
 
 def describe_host_state(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
-    """What `model.cpu_offloading_optimizer` and `exp_manager.ema.cpu_offload` do, where they are asked for."""
-    average = root.exp_manager.ema
-    if average.enable and average.cpu_offload and device.type != "cuda":
+    """Yield lines about `model.cpu_offloading_optimizer` and `exp_manager.ema.cpu_offload`, if they are set."""
+    ema = root.exp_manager.ema
+    if ema.enable and ema.cpu_offload and device.type != "cuda":
         yield f"warning: `exp_manager.ema.cpu_offload` (True) has no effect on {device.type}"
     if not root.model.cpu_offloading_optimizer:
         return
     host = optimizer.host_state
     if host is None:
-        if root.trainer.accelerator == "auto":  # the keys do not tell which device that is; else a rule has said it
+        if root.trainer.accelerator == "auto":  # else a configuration rule has warned already
             yield f"warning: `model.cpu_offloading_optimizer` (True) has no effect on {device.type}"
         return
     held, moved, slots = (
         f"{size / 2**30:,.2f} GiB" for size in (host.plan.host_bytes, host.plan.moved_bytes, sum(host.plan.slots))
     )
     yield (
-        f"optimizer state in host memory, {held}: each step moves {moved} to the device and as much back, through "
-        f"{slots} there"
+        f"optimizer state in host memory, {held}: each step moves {moved} to the device and back, through {slots} of "
+        "device buffers"
     )

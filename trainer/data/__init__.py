@@ -1,1 +1,1 @@
-"""Tokenizers, sources of text and the batches made of them."""
+"""Tokenizers, data sources, and the samples and batches made from them."""

@@ -1,4 +1,4 @@
-"""From the configuration to the samples of a run, whatever its data are made of."""
+"""Build the train, validation and test samples of a run from its configuration, for every data source."""
 
 from __future__ import annotations
 
@@ -38,23 +38,22 @@ MOCK_EVALUATION_SAMPLES = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains and evaluates on.
+    """Train, validation and test samples of a run, with their tokenizer.
 
     Attributes:
-        tokenizer: text to token ids, saved with every checkpoint.
-        vocab_size: vocabulary of the model: the tokenizer's, or `model.override_vocab_size`.
+        tokenizer: maps text to token ids; saved with every checkpoint.
+        vocab_size: vocabulary size of the model: that of the tokenizer, or `model.override_vocab_size`.
         train: training samples, endless.
-        validation: held-out samples that end, or None where the split is empty.
-        test: the same, of the third split.
-        fingerprint: SHA-256 of the text (or a name for mock data): equal data have equal fingerprints. Of tokenized
-            data only places spread over them are read for it.
-        description: one paragraph for the reader of a log.
-        token_bytes: UTF-8 bytes each token id stands for, int64 [vocab_size]: what turns nats per token into bits per
-            byte.
-        corpus: the text itself, by split; None for tokenized, mock and installed data, and for pairs.
-        pairs: pairs of texts for an encoder and a decoder, by split; None for everything else.
-        examples: what a GPT is fine-tuned on, by split; None for everything else.
-        has_own_splits: the pairs or examples say themselves what is held out, not `model.data.splits_string`.
+        validation: held-out samples, finite; None if the split is empty.
+        test: the same for the third split.
+        fingerprint: SHA-256 of the text (a name for mock data): equal data have equal fingerprints. Of tokenized data
+            only blocks spread evenly over the ids are hashed.
+        description: one paragraph for the log.
+        token_bytes: number of UTF-8 bytes of each token id, int64 [V]; converts nats per token to bits per byte.
+        corpus: the text by split; None for tokenized, mock, plugin and paired data.
+        pairs: text pairs of an encoder-decoder model by split; None for all other data.
+        examples: fine-tuning examples of a GPT by split; None for all other data.
+        has_own_splits: the pairs or examples come with their own splits; `model.data.splits_string` is ignored.
     """
 
     tokenizer: Tokenizer
@@ -72,52 +71,52 @@ class Data:
 
     @property
     def validation_bytes(self) -> int:
-        """UTF-8 bytes of the validation text; 0 where there is none."""
+        """UTF-8 bytes of the validation text; 0 without text."""
         return len(self.corpus.text("validation")) if self.corpus else 0
 
     def split(self, name: Split) -> AnySamples | None:
-        """The samples of a split by name."""
+        """Return the samples of a split by name."""
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
 
 def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
-    """Read the text, tokenize it and cut it into samples.
+    """Read and tokenize the data, and build the samples of all splits.
 
-    Batches are what the task of the run needs (`model.data.dataset_type`); with `reset_position_ids` or
-    `reset_attention_mask` those of a GPT tell which document each token belongs to.
+    The kind of batch depends on the task (`model.data.dataset_type`). With `reset_position_ids` or
+    `reset_attention_mask`, GPT batches carry the document index of each token.
 
     Args:
         root: the configuration.
-        tokenizer: the one of a checkpoint, to go on with; None builds what `model.tokenizer` asks for.
+        tokenizer: tokenizer restored from a checkpoint; None builds the one of `model.tokenizer`.
 
     Raises:
-        UserError: text that cannot be read or tokenized, a split too short for the sequence length, a vocabulary too
-            small for the tokenizer, or a tokenizer without a token that the task needs.
+        UserError: the text cannot be read or tokenized, a split is shorter than the sequence length, the vocabulary is
+            smaller than the tokenizer's, or the tokenizer lacks a token that the task needs.
     """
     task = task_of(root)
-    keys = root.model
-    if keys.data.data_impl in PAIR_SOURCES:
-        found = with_chat(root, tokenizer or named_tokenizer(root) or ByteTokenizer())
-        return _exemplary(root, task, found) if task.name == "sft" else _paired(root, task, found)
-    data = _of_text(root, task, tokenizer)
+    model = root.model
+    if model.data.data_impl in PAIR_SOURCES:
+        tokenizer = with_chat(root, tokenizer or named_tokenizer(root) or ByteTokenizer())
+        return _fine_tuning_data(root, task, tokenizer) if task.name == "sft" else _pair_data(root, task, tokenizer)
+    data = _stream_data(root, task, tokenizer)
     with_chat(root, data.tokenizer)
     return data
 
 
-def _of_text(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
-    keys = root.model
-    if keys.data.data_impl == "mock":
-        return _mock(root, task, tokenizer or ByteTokenizer())
-    if keys.data.data_impl == "mmap":
-        return _mapped(root, task, tokenizer)
-    if keys.data.data_impl not in BUILT_IN:
-        return _installed(root, task, tokenizer or named_tokenizer(root) or ByteTokenizer())
-    return _text(root, task, tokenizer)
+def _stream_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
+    model = root.model
+    if model.data.data_impl == "mock":
+        return _mock_data(root, task, tokenizer or ByteTokenizer())
+    if model.data.data_impl == "mmap":
+        return _tokenized_data(root, task, tokenizer)
+    if model.data.data_impl not in BUILT_IN:
+        return _plugin_data(root, task, tokenizer or named_tokenizer(root) or ByteTokenizer())
+    return _text_data(root, task, tokenizer)
 
 
-def _text(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
-    """The text of files; `tokenizer` is that of a checkpoint."""
-    keys = root.model
+def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
+    """Build data from text files; `tokenizer` is restored from a checkpoint."""
+    model = root.model
     corpus = read_corpus(root)
     tokenizer = tokenizer_of_task(root, task, tokenizer or tokenizer_of_text(root, corpus))
     vocab_size = model_vocabulary(root, tokenizer)
@@ -125,7 +124,7 @@ def _text(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
     if samples["validation"] is None and root.trainer.limit_val_batches:
         raise UserError(
             f"the validation split of {corpus.name} is empty: {corpus.files} file(s), "
-            f"`model.data.splits_string={keys.data.splits_string}`; give it more files or a larger share, or set "
+            f"`model.data.splits_string={model.data.splits_string}`; give it more files or a larger share, or set "
             "`trainer.limit_val_batches=0`"
         )
     held: Any = samples
@@ -143,10 +142,10 @@ def _text(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
 def _text_samples(
     root: RootBlock, make: TaskSamples, corpus: Corpus, tokenizer: Tokenizer
 ) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
-    """The samples and the number of tokens of each split.
+    """Return the samples and the number of tokens of each split.
 
     Raises:
-        UserError: the training split is too short for one.
+        UserError: the training split is too short for one sample.
     """
     samples: dict[Split, AnySamples | None] = {}
     if make.takes_documents:
@@ -169,37 +168,39 @@ def _text_samples(
 
 
 def sequence_length(root: RootBlock) -> int:
-    """Tokens in a sample, of the encoder where there are two sides: `model.data.seq_length`, or the model's length."""
+    """Return `model.data.seq_length`, or the model's own; the encoder's length for encoder-decoder models."""
     return length_of(root.model)
 
 
 def _length_key(root: RootBlock) -> str:
-    """The key that says how long the samples are."""
+    """Return the key that sets the sequence length."""
     if root.model.data.seq_length is not None:
         return "model.data.seq_length"
     return "model.seq_length" if root.model.family == "t5" else "model.encoder_seq_length"
 
 
 def _too_short(root: RootBlock, task: Task, corpus: Corpus, tokens: int) -> str:
-    """What to do about a training split that has no room for one window."""
+    """Return the error message for a training split shorter than one window."""
     data = root.model.data
     key = _length_key(root)
     text = f"{tokens:,} tokens of the training split of {corpus.name} (`model.data.splits_string={data.splits_string}`)"
     if task.window > task.length:
-        return f"`{key}` ({task.length}) takes {task.window + 1:,} tokens of text, but there are {text}; use more text"
-    way_out = f"use at most {tokens - 1}, or more text" if tokens > 1 else "use more text"
-    return f"`{key}` ({task.length}) must be below the {text}; {way_out}"
+        return f"`{key}` ({task.length}) needs {task.window + 1:,} tokens of text, but there are {text}; use more text"
+    fix = f"use at most {tokens - 1}, or more text" if tokens > 1 else "use more text"
+    return f"`{key}` ({task.length}) must be below the {text}; {fix}"
 
 
-def _mapped(root: RootBlock, task: Task, kept: Tokenizer | None) -> Data:
-    """Tokenized data; `kept` is the tokenizer of a checkpoint."""
+def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer | None) -> Data:
+    """Build data from memory-mapped token ids; `checkpoint_tokenizer` is restored from a checkpoint."""
     splits = open_splits(root)
-    named_by = "the tokenizer of the checkpoint" if kept else f"`model.tokenizer` ({root.model.tokenizer.library})"
+    named_by = f"`model.tokenizer` ({root.model.tokenizer.library})"
+    if checkpoint_tokenizer:
+        named_by = "the tokenizer of the checkpoint"
 
     def extended(tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer_of_task(root, task, tokenizer)
 
-    tokenizer = choose_tokenizer(splits, kept or named_tokenizer(root), named_by, extended)
+    tokenizer = choose_tokenizer(splits, checkpoint_tokenizer or named_tokenizer(root), named_by, extended)
     tokenizer = tokenizer or extended(ByteTokenizer())
     make = TaskSamples(root, task, tokenizer)
     samples, tokens = split_samples(root, splits, tokenizer, make)
@@ -223,16 +224,16 @@ def _mapped(root: RootBlock, task: Task, kept: Tokenizer | None) -> Data:
             f"{counted(documents, 'document')}; "
             + ", ".join(f"{split} {counted(tokens[split], 'token')}" for split in SPLITS)
             + f"; {tokenizer.to_document()['tokenizer']} tokenizer"
-            + (" (taken for that of the data, which do not say)" if splits.document() is None else "")
-            + f", vocabulary {tokenizer.vocab_size}; {_sequences(task)}; fingerprint {splits.fingerprint[:12]}"
+            + (" (assumed; the data do not record theirs)" if splits.document() is None else "")
+            + f", vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}; fingerprint {splits.fingerprint[:12]}"
         ),
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
     )
 
 
-def _installed(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
-    """The data set of another package."""
+def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    """Build data from a dataset plugin."""
     tokenizer = tokenizer_of_task(root, task, tokenizer)
     keys = root.model.data.model_dump(mode="json")
     name = root.model.data.data_impl
@@ -245,21 +246,21 @@ def _installed(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         raise UserError(f"`model.data.data_impl` ({name}) has no validation split; set `trainer.limit_val_batches=0`")
     source = installed_datasets()[name]
     version = source.dist.version if source.dist else ""
-    told = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
+    identity = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
     vocab_size = model_vocabulary(root, tokenizer)
     return Data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         **samples,
-        fingerprint=hashlib.sha256(told.encode()).hexdigest(),
-        description=f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequences(task)}",
+        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+        description=f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}",
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
     )
 
 
 def read_pairs(root: RootBlock) -> TextPairs:
-    """The pairs of texts that `model.data` names, split."""
+    """Read the text pairs of `model.data`, by split."""
     data = root.model.data
     if data.data_impl == "pystd_docstring":
         return read_docstrings(parse_proportions(data.splits_string))
@@ -268,16 +269,16 @@ def read_pairs(root: RootBlock) -> TextPairs:
     return TextPairs(source.name, pairs, fingerprint_of(pairs), source.has_own_splits)
 
 
-def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
-    """Pairs of texts."""
+def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    """Build data from text pairs for an encoder-decoder model."""
     texts = read_pairs(root)
     tokenizer = tokenizer_of_task(root, task, tokenizer)
     vocab_size = model_vocabulary(root, tokenizer)
     make = TaskSamples(root, task, tokenizer)
-    found = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
-    samples: Any = {split: make.of_pairs(pairs, training=split == "train") for split, pairs in found.items()}
+    token_pairs = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
+    samples: Any = {split: make.of_pairs(pairs, training=split == "train") for split, pairs in token_pairs.items()}
     _check_splits(root, texts.name, samples, texts.inputs)
-    cut = [sum(pairs.cut[side] for pairs in found.values()) for side in range(2)]
+    truncated = [sum(pairs.cut[side] for pairs in token_pairs.values()) for side in range(2)]
     return Data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -287,7 +288,7 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
             f"{texts.name}: "
             + ", ".join(f"{split} {len(pairs):,} pair{'s' * (len(pairs) != 1)}" for split, pairs in texts.pairs.items())
             + f"; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
-            f"{_sequences(task)}; cut to these: inputs {cut[0]:,}, targets {cut[1]:,}; fingerprint "
+            f"{_sequence_lengths(task)}; truncated: inputs {truncated[0]:,}, targets {truncated[1]:,}; fingerprint "
             f"{texts.fingerprint[:12]}"
         ),
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
@@ -298,23 +299,23 @@ def _paired(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
 
 
 def _needed_splits(root: RootBlock) -> tuple[Split, ...]:
-    """Those that a run cannot do without."""
+    """Return the splits that must not be empty."""
     return ("train", "validation") if root.trainer.limit_val_batches else ("train",)
 
 
 def _check_splits(
     root: RootBlock, name: str, samples: Mapping[Split, AnySamples | None], inputs: Callable[[], list[str]]
 ) -> None:
-    """Find out whether there is something to train on, and to validate on where that is asked for.
+    """Check that the splits needed for training, and validation if enabled, are not empty.
 
     Args:
         root: the configuration.
         name: of the data, for messages.
         samples: of each split.
-        inputs: gives what the examples of all splits begin with: equal ones are in one split.
+        inputs: returns the inputs of the examples of all splits; equal inputs are assigned to one split.
 
     Raises:
-        UserError: there is not.
+        UserError: a needed split is empty.
     """
     data = root.model.data
     for split in _needed_splits(root):
@@ -333,32 +334,33 @@ def _check_splits(
         )
 
 
-def _exemplary(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
-    """Prompts with answers, or conversations, for a GPT."""
+def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+    """Build supervised fine-tuning data (prompts with answers, or conversations) for a GPT."""
     vocab_size = model_vocabulary(root, tokenizer)
-    made = fine_tuning(root, task, tokenizer)
-    samples: Any = made.samples
+    sft = fine_tuning(root, task, tokenizer)
+    samples: Any = sft.samples
     for split in _needed_splits(root):
-        made.check(split, task.length, _length_key(root))
-    _check_splits(root, made.records.name, samples, made.records.inputs)
-    fingerprint = made.records.fingerprint()
+        sft.check(split, task.length, _length_key(root))
+    _check_splits(root, sft.records.name, samples, sft.records.inputs)
+    fingerprint = sft.records.fingerprint()
     return Data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         **samples,
         fingerprint=fingerprint,
         description=(
-            f"{made.records.name}: {made.describe()}; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary "
-            f"{tokenizer.vocab_size}; {'packed ' * task.packed}{_sequences(task)}; fingerprint {fingerprint[:12]}"
+            f"{sft.records.name}: {sft.describe()}; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary "
+            f"{tokenizer.vocab_size}; {'packed ' * task.packed}{_sequence_lengths(task)}; "
+            f"fingerprint {fingerprint[:12]}"
         ),
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
-        examples=made.examples,
-        has_own_splits=made.records.has_own_splits,
+        examples=sft.examples,
+        has_own_splits=sft.records.has_own_splits,
     )
 
 
-def _mock(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+def _mock_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     tokenizer = tokenizer_of_task(root, task, tokenizer)
     vocab_size = model_vocabulary(root, tokenizer)
     make = TaskSamples(root, task, tokenizer)
@@ -373,27 +375,27 @@ def _mock(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         validation=validation,
         test=test,
         fingerprint=f"mock-{vocab_size}",
-        description=f"mock: random tokens out of {vocab_size:,}, {_sequences(task)}; there is nothing to learn",
+        description=f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(task)}; there is nothing to learn",
         token_bytes=bytes_of_ids(tokenizer, vocab_size),
         corpus=None,
     )
 
 
-def _sequences(task: Task) -> str:
-    """How long the samples are, in words."""
+def _sequence_lengths(task: Task) -> str:
+    """Return the sequence lengths as text."""
     if not task.has_two_sides:
         return f"sequences of {task.length:,}"
     return f"sequences of {task.length:,} and {task.decoder_length:,} (encoder, decoder)"
 
 
 def _describe(corpus: Corpus, tokens: dict[Split, int], tokenizer: Tokenizer, task: Task) -> str:
-    parts = ", ".join(
+    counts = ", ".join(
         f"{split} {tokens[split]:,} tokens in {len(texts):,} document{'s' * (len(texts) != 1)}"
         for split, texts in corpus.documents.items()
     )
     return (
         f"{corpus.name}: {corpus.files:,} file{'s' * (corpus.files != 1)}"
-        f"{f' ({corpus.left_out})' if corpus.left_out else ''}; {parts}; "
+        f"{f' ({corpus.left_out})' if corpus.left_out else ''}; {counts}; "
         f"{tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
-        f"{_sequences(task)}; fingerprint {corpus.fingerprint[:12]}"
+        f"{_sequence_lengths(task)}; fingerprint {corpus.fingerprint[:12]}"
     )

@@ -1,4 +1,4 @@
-"""Text or pairs that a trained model is evaluated on, made into samples as those of its own data were."""
+"""Evaluation data for a trained model, given by `--data-path`, processed in the same way as its own data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .tokenizers.vocabulary import bytes_of_ids, model_vocabulary
 
 
 def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[AnySamples, NDArray[np.int64], Corpus]:
-    """Samples over a whole text file or folder, for a trained model, the bytes of each token id, and the text.
+    """Return samples over a whole text file or folder, the bytes per token id, and the text.
 
-    They are made as those of the run's own data were.
+    The samples are built in the same way as those of the run's own data.
 
     Raises:
         UserError: the text cannot be read or tokenized, or is too short to predict anything.
@@ -46,30 +46,35 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> tuple[
 def evaluation_examples(
     path: Path, root: RootBlock, tokenizer: Tokenizer
 ) -> tuple[AnySamples, NDArray[np.int64], FineTuning]:
-    """Samples of all prompts with answers, or conversations, of a JSONL file or folder, the bytes of each token id, and
-    what they were made of (as validation).
+    """Return samples of all prompts with answers, or conversations, of a JSONL file or folder.
 
-    Of a folder that holds `train.jsonl` they are those of its `validation.jsonl`.
+    If the folder has a `train.jsonl`, only its `validation.jsonl` is used.
+
+    Returns:
+        The samples, the bytes per token id, and the examples (as validation split).
 
     Raises:
-        UserError: it cannot be read, or nothing in it can be predicted.
+        UserError: it cannot be read, or has no token to predict.
     """
-    made = held_out_examples(path, root, task_of(root), tokenizer)
-    samples = made.samples["validation"]
+    sft = held_out_examples(path, root, task_of(root), tokenizer)
+    samples = sft.samples["validation"]
     if samples is None:
         raise UserError(f"--data-path: {path} holds nothing to evaluate on")
-    return samples, bytes_of_ids(tokenizer, model_vocabulary(root, tokenizer)), made
+    return samples, bytes_of_ids(tokenizer, model_vocabulary(root, tokenizer)), sft
 
 
 def evaluation_pairs(
     path: Path, root: RootBlock, tokenizer: Tokenizer
 ) -> tuple[AnySamples, NDArray[np.int64], TextPairs]:
-    """Samples of all pairs of a JSONL file or folder, the bytes of each token id, and the pairs (as validation).
+    """Return samples of all pairs of a JSONL file or folder.
 
-    Of a folder that holds `train.jsonl` they are those of its `validation.jsonl`.
+    If the folder has a `train.jsonl`, only its `validation.jsonl` is used.
+
+    Returns:
+        The samples, the bytes per token id, and the pairs (as validation split).
 
     Raises:
-        UserError: it cannot be read, or holds no pair.
+        UserError: it cannot be read, or has no pair.
     """
     data = root.model.data
     texts = read_jsonl(path, (0.0, 1.0, 0.0), data.context_key, data.label_key, named_by="--data-path")

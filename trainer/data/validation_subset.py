@@ -1,4 +1,4 @@
-"""Which held-out samples a validation takes: `trainer.limit_val_batches` and `model.data.validation_drop_last`."""
+"""Validation subset: `trainer.limit_val_batches` and `model.data.validation_drop_last`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from .datasets.seq2seq import AnySamples
 
 
 def validated_samples(root: RootBlock, samples: AnySamples) -> AnySamples:
-    """The samples that validations choose from; a number of batches (`limit_val_batches`, int) is counted in these.
+    """Return the validation samples after a fractional `limit_val_batches` and `validation_drop_last`.
+
+    An integer `limit_val_batches` is applied later, as a number of batches of these.
 
     Args:
         root: the configuration.
-        samples: all that are held out for validation.
+        samples: all validation samples.
 
     Raises:
-        UserError: no whole batch is left of them, where only whole ones count.
+        UserError: no complete batch is left with `validation_drop_last`.
     """
     limit, size = root.trainer.limit_val_batches, root.model.global_batch_size
     count = samples.samples
@@ -28,7 +30,7 @@ def validated_samples(root: RootBlock, samples: AnySamples) -> AnySamples:
             part = f" (`trainer.limit_val_batches` {limit:g} of {samples.samples:,})" if count < samples.samples else ""
             raise UserError(
                 f"`model.data.validation_drop_last` (True) leaves nothing to validate on: {counted(count, 'sample')}"
-                f"{part}, no whole batch of `model.global_batch_size` ({size}); use "
+                f"{part}, less than a batch of `model.global_batch_size` ({size}); use "
                 "model.data.validation_drop_last=false"
             )
         count -= count % size

@@ -1,4 +1,4 @@
-"""Whether the micro batches of a run can be recorded as CUDA graphs, see `cuda_graph.py`."""
+"""Decide whether the micro batches of a run can be captured as CUDA graphs, see `cuda_graph.py`."""
 
 from __future__ import annotations
 
@@ -25,74 +25,71 @@ from ..utils.errors import UserError
 def uses_cuda_graph(
     root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, Decision] | None = None
 ) -> bool:
-    """Whether micro batches are recorded: `model.enable_cuda_graph`, where null means wherever they can be.
+    """Return True if micro batches are captured: `model.enable_cuda_graph`, where null means if supported.
 
     Args:
-        root: the keys.
-        device: of this process.
-        processes: of the run.
+        root: the configuration.
+        device: device of this process.
+        processes: number of processes of the run.
         decisions: see `why_not_recorded`.
 
     Raises:
-        UserError: they shall be, but the device is not CUDA, there are several processes, or the host has to wait.
+        UserError: `enable_cuda_graph` is True, but capture is not supported.
     """
-    wish, reason = root.model.enable_cuda_graph, why_not_recorded(root, device, processes, decisions)
-    if wish and reason:
+    enabled, reason = root.model.enable_cuda_graph, why_not_recorded(root, device, processes, decisions)
+    if enabled and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
-    return wish is not False and reason is None
+    return enabled is not False and reason is None
 
 
 def why_not_recorded(
     root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, Decision] | None = None
 ) -> str | None:
-    """Why micro batches of a run cannot be recorded, whether they shall be or not; None where they can.
+    """Return the reason why micro batches cannot be captured, whether enabled or not; None if they can.
 
     Args:
-        root: the keys.
-        device: of this process.
-        processes: of the run.
-        decisions: what was chosen for each attention in training, by which some recomputation has no effect; None
-            where that is not known, and all of it counts.
+        root: the configuration.
+        device: device of this process.
+        processes: number of processes of the run.
+        decisions: attention backend decisions in training, which make some recomputation a no-op; None if unknown, then
+            all recomputation counts.
     """
     if device.type != "cuda":
-        return f"records work of a CUDA device, but this run is on {device.type}"
+        return f"needs a CUDA device, but this run is on {device.type}"
     if processes > 1:
-        return f"records no communication, but this run has {processes} processes"
+        return f"does not support communication, but this run has {processes} processes"
     if any(offload_slice(keys) for keys in stacks_of_keys(root.model).values()):
-        return "keeps the memory of a recording to itself, which `cpu_offloading` (True) would give back in between"
-    return _what_experts_need(root) or _what_recomputation_needs(root, decisions or {})
+        return "keeps its memory pool for the graph, but `cpu_offloading` (True) must free memory in between"
+    return _expert_reason(root) or _recompute_reason(root, decisions or {})
 
 
-def _what_experts_need(root: RootBlock) -> str | None:
-    """Why a micro batch with such experts cannot be recorded; None where it can, or has none."""
+def _expert_reason(root: RootBlock) -> str | None:
+    """Return the reason why a micro batch with experts cannot be captured; None if it can, or has none."""
     for keys in stacks_of_keys(root.model).values():
         moe = moe_slice(keys, of_t5=isinstance(root.model, T5Keys))
         if moe is None:
             continue
-        one_by_one = not HAS_TRITON or str(root.trainer.precision).startswith("64")
-        if moe.reads_counts or (one_by_one and not moe.pad_to_capacity):
+        looped = not HAS_TRITON or str(root.trainer.precision).startswith("64")
+        if moe.reads_counts or (looped and not moe.pad_to_capacity):
             return (
-                "records no waits of the host, as experts need that run one after the other: those of "
-                "`moe_grouped_gemm` (False), of fp64, and without Triton"
+                "does not support host synchronization, which experts need that run one by one: with "
+                "`moe_grouped_gemm` (False), in fp64, or without Triton"
             )
     return None
 
 
-def _what_recomputation_needs(root: RootBlock, decisions: Mapping[str, Decision]) -> str | None:
-    """Why a micro batch of which parts run twice cannot be recorded; None where it can, or nothing is recomputed."""
+def _recompute_reason(root: RootBlock, decisions: Mapping[str, Decision]) -> str | None:
+    """Return the reason why a micro batch with recomputation cannot be captured; None if it can, or has none."""
     family = family_slice(root.model, vocab_size=root.model.override_vocab_size or 1, form=sample_form(root))
     for stack, recompute in zip(family.stacks, acting_recompute(family, decisions), strict=True):
         if recomputes_draws(replace(stack, recompute=recompute), peft_slice(root.model.peft)):
             keys = [f"`{name}` ({value})" for name, value in _recompute_keys(root)]
-            return (
-                f"records no state of random generators, which {' and '.join(keys)} need where noise or dropout is "
-                "drawn again"
-            )
+            return f"does not capture RNG state, which {' and '.join(keys)} must restore to recompute noise or dropout"
     return None
 
 
 def _recompute_keys(root: RootBlock) -> Iterator[tuple[str, Any]]:
-    """The keys that switch recomputation on, of every stack."""
+    """Yield the keys that enable recomputation, of every stack, with their values."""
     for at, keys in stacks_of_keys(root.model).items():
         for name in ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute"):
             if value := getattr(keys, name):

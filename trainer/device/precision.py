@@ -1,4 +1,4 @@
-"""What `trainer.precision` and `model.megatron_amp_O2` mean on a device: dtypes of weights and arithmetic."""
+"""Dtypes of weights and arithmetic from `trainer.precision` and `model.megatron_amp_O2`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class PrecisionPlan:
     """The dtypes of a run.
 
     Attributes:
-        name: one line for the log.
+        name: description for the log.
         weights: dtype of the model's parameters.
-        main_weights: the optimizer keeps fp32 copies of narrower parameters and updates those.
-        autocast: dtype of the arithmetic where it differs from the weights' (torch.autocast), else None.
+        main_weights: the optimizer keeps and updates fp32 copies of lower-precision parameters.
+        autocast: compute dtype (torch.autocast) if it differs from that of the weights, else None.
     """
 
     name: str
@@ -27,12 +27,12 @@ class PrecisionPlan:
     autocast: torch.dtype | None = None
 
     def context(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context a forward pass runs in."""
+        """Return the autocast context of the forward pass."""
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
 
 
 def plan_precision(trainer: TrainerBlock, megatron_amp_O2: bool, device: torch.device) -> PrecisionPlan:  # noqa: N803
-    """Read the precision keys; null is bf16 on a CUDA device with bf16 tensor cores (sm_80 on), fp32 elsewhere."""
+    """Resolve the precision keys; null is bf16 on a CUDA device with bf16 tensor cores (sm_80+), fp32 elsewhere."""
     precision = trainer.precision
     if precision is None:
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

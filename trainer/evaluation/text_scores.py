@@ -1,4 +1,4 @@
-"""How near written texts are to those that were wanted: exact match and ROUGE-L."""
+"""Text generation metrics: exact match and ROUGE-L."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NO_WORD = re.compile(r"[^a-z0-9]+")
+_NON_WORD = re.compile(r"[^a-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """Means over pairs of texts.
+    """Mean scores over pairs of target and prediction.
 
     Attributes:
-        exact_match: share of texts that are equal, white space at both ends aside.
+        exact_match: fraction of predictions equal to the target, up to leading and trailing white space.
         rouge_l: mean of `rouge_l`.
-        texts: how many there were.
+        texts: number of pairs.
     """
 
     exact_match: float
@@ -25,10 +25,10 @@ class TextScores:
 
 
 def score_texts(targets: Sequence[str], written: Sequence[str]) -> TextScores:
-    """Score what was written against what was wanted, text by text.
+    """Score predictions (`written`) against targets.
 
     Raises:
-        ValueError: no texts, or not as many of the one as of the other.
+        ValueError: there are none, or their numbers differ.
     """
     if len(targets) != len(written) or not targets:
         raise ValueError(f"`written` ({len(written)}) must be as many as `targets` ({len(targets)}), and not empty")
@@ -43,27 +43,28 @@ def score_texts(targets: Sequence[str], written: Sequence[str]) -> TextScores:
 def rouge_l(target: str, written: str) -> float:
     """ROUGE-L (Lin 2004, https://aclanthology.org/W04-1013, section 3.1) with beta 1, 0 to 1.
 
-    With L the length of the longest common subsequence of words, m words wanted and n written, recall is R = L / m,
-    precision P = L / n, and the score 2 R P / (R + P). Words are runs of ASCII letters and digits in lower case,
-    without stemming, as in the rouge-score package, whose numbers these are.
+    With L the length of the longest common subsequence of words, m words in the target and n in the prediction, recall
+    is R = L / m, precision P = L / n, and the score 2 R P / (R + P). Words are lower-case runs of ASCII letters and
+    digits, without stemming; results equal those of the rouge-score package.
     """
-    wanted, found = words_of(target), words_of(written)
-    common = _longest_common_subsequence(wanted, found)
+    reference, prediction = words_of(target), words_of(written)
+    common = _lcs_length(reference, prediction)
     # 2 R P / (R + P) = 2 L / (m + n)
-    return 2 * common / (len(wanted) + len(found)) if common else 0.0
+    return 2 * common / (len(reference) + len(prediction)) if common else 0.0
 
 
 def words_of(text: str) -> list[str]:
-    """Runs of ASCII letters and digits in lower case."""
-    return _NO_WORD.sub(" ", text.lower()).split()
+    """Split a text into lower-case runs of ASCII letters and digits."""
+    return _NON_WORD.sub(" ", text.lower()).split()
 
 
-def _longest_common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
+def _lcs_length(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the length of the longest common subsequence (dynamic programming over one row)."""
     lengths = [0] * (len(second) + 1)
     for word in first:
         diagonal = 0
-        for place, other in enumerate(second, 1):
-            above = lengths[place]
-            lengths[place] = diagonal + 1 if word == other else max(above, lengths[place - 1])
+        for column, other in enumerate(second, 1):
+            above = lengths[column]
+            lengths[column] = diagonal + 1 if word == other else max(above, lengths[column - 1])
             diagonal = above
     return lengths[-1]

@@ -1,6 +1,6 @@
-"""The loop of generation: step after step of one batch of texts, recorded as a CUDA graph where that is worth it.
+"""Decode loop: generates one token per step for a batch of sequences, with a CUDA graph for longer generations.
 
-On a GPU the host launches a step before it reads what the one before has chosen: the GPU never waits for the host.
+On a GPU the host launches a step before it reads the tokens of the previous one, so the GPU never waits for the host.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..utils.errors import UserError
 from .sampling import DIVERGED, Sampling, uniforms
 
 _EAGER_STEPS = 2
-"""Before a step is recorded: they compile kernels, and let libraries take their memory."""
+"""Warm-up steps before graph capture: they compile kernels and let libraries allocate workspaces."""
 _WORTH_RECORDING = 24
-"""Tokens; recording takes as long as some steps."""
+"""Fewest tokens for which graph capture pays off; it takes as long as a few steps."""
 
 
 class _Pending(NamedTuple):
-    """Tokens on their way to the host."""
+    """Tokens being copied to the host."""
 
     tokens: Tensor
     arrived: torch.cuda.Event | None
@@ -35,18 +35,18 @@ class _Pending(NamedTuple):
 
 
 class TokenLoop:
-    """Goes on with batch after batch of texts.
+    """Generate tokens for batch after batch of sequences.
 
     Args:
-        decoder: the texts of a batch.
-        sampling: how a token is chosen.
-        most: tokens that a text goes on for, at most.
-        vocabulary: logits of a row.
-        device: of the decoder.
-        within: makes the context of the arithmetic that a step runs in.
-        start: token that every text begins with, where the decoder reads other texts than it writes; None where it goes
-            on with what it reads. Then texts that fill its slots go on from their last half.
-        recorded: a step may become a CUDA graph.
+        decoder: the model with the KV cache of a batch.
+        sampling: sampling parameters.
+        most: maximum number of new tokens per sequence.
+        vocabulary: number of logits per row.
+        device: device of the decoder.
+        within: returns the autocast context of a step.
+        start: decoder start token of an encoder-decoder; None for a decoder-only model, which continues its prompts. In
+            that case sequences that fill the KV cache continue from their last half.
+        recorded: allow CUDA graph capture of a step.
     """
 
     def __init__(
@@ -71,98 +71,102 @@ class TokenLoop:
         self._replay: Callable[[], None] | None = None
         self._steps = 0
         rows = decoder.rows
-        # MPS knows no fp64, in which tokens are drawn
-        self._chooser = torch.device("cpu") if device.type == "mps" else device
+        # MPS does not support fp64, which sampling uses
+        self._sampling_device = torch.device("cpu") if device.type == "mps" else device
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._count = torch.zeros(1, dtype=torch.int64, device=self._chooser)
-        drawn = most if sampling.temperature > 0 else 1
-        self._uniforms = torch.zeros(rows, drawn, dtype=torch.float64, device=self._chooser)
+        self._count = torch.zeros(1, dtype=torch.int64, device=self._sampling_device)
+        draws = most if sampling.temperature > 0 else 1
+        self._uniforms = torch.zeros(rows, draws, dtype=torch.float64, device=self._sampling_device)
         penalty = sampling.repetition_penalty != 1
-        self._seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self._chooser) if penalty else None
+        self._seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=self._sampling_device) if penalty else None
         pinned = device.type == "cuda"
         self._on_host = [torch.zeros(rows, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
-        self._ended: set[int] = set()
+        self._finished: set[int] = set()
 
     def end(self, row: int) -> None:
-        """Nobody asks for further tokens of this row; what it gives until the others have ended is of no meaning."""
-        self._ended.add(row)
+        """Mark a row as finished; its tokens are meaningless from then on, until all rows have finished."""
+        self._finished.add(row)
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Iterator[list[int]]:
-        """The next token of every text, again and again, `most` times.
+        """Generate `most` tokens for every prompt, a step at a time.
 
         Args:
-            prompts: what is read, one for each row of the decoder at most, none empty.
-            seeds: of the random numbers of each text.
+            prompts: token ids, none empty, at most as many as the decoder has rows.
+            seeds: random seed of each sequence.
 
         Yields:
-            A token of each prompt.
+            The next token of each sequence.
 
         Raises:
             UserError: the model has diverged.
         """
-        rows, blank = self._decoder.rows, [0]
-        texts = [list(prompt) for prompt in prompts]
-        self._ended = set()
+        rows, padding = self._decoder.rows, [0]
+        sequences = [list(prompt) for prompt in prompts]
+        self._finished = set()
         self._count.zero_()
-        self._uniforms[: len(texts)] = uniforms(seeds, self._uniforms.shape[1]).to(self._chooser)
+        self._uniforms[: len(sequences)] = uniforms(seeds, self._uniforms.shape[1]).to(self._sampling_device)
         if self._seen is not None:
             self._seen.zero_()
-            for row, text in enumerate(texts):
-                self._seen[row, text if self._start is None else [self._start]] = True
+            for row, sequence in enumerate(sequences):
+                self._seen[row, sequence if self._start is None else [self._start]] = True
         pending: _Pending | None = None
         for number in range(self._most):
             if number == 0:
-                self._begin([*texts, *[blank] * (rows - len(texts))])
-            elif self._is_full(texts, 0 if pending is None else 1):
+                self._prefill([*sequences, *[padding] * (rows - len(sequences))])
+            elif self._is_full(sequences, 0 if pending is None else 1):
                 if pending is not None:
-                    yield self._taken(pending, texts)
+                    yield self._append(pending, sequences)
                     pending = None
-                texts = [self._kept(row, text) for row, text in enumerate(texts)]
-                self._begin([*texts, *[blank] * (rows - len(texts))])
+                sequences = [self._truncate(row, sequence) for row, sequence in enumerate(sequences)]
+                self._prefill([*sequences, *[padding] * (rows - len(sequences))])
             else:
                 self._advance()
             sent = self._send(number)
             if sent.arrived is None:
-                yield self._taken(sent, texts)
+                yield self._append(sent, sequences)
             else:
                 if pending is not None:
-                    yield self._taken(pending, texts)
+                    yield self._append(pending, sequences)
                 pending = sent
         if pending is not None:
-            yield self._taken(pending, texts)
+            yield self._append(pending, sequences)
 
-    # ---------------------------------------------------------------- texts
+    # ---------------------------------------------------------------- sequences
 
-    def _taken(self, pending: _Pending, texts: list[list[int]]) -> list[int]:
-        """The tokens that have arrived, which the texts that the decoder sees take."""
-        tokens = pending.read()[: len(texts)]
-        for row, (token, text) in enumerate(zip(tokens, texts, strict=True)):
-            if token == DIVERGED and row not in self._ended:
+    def _append(self, pending: _Pending, sequences: list[list[int]]) -> list[int]:
+        """Wait for the pending tokens, append them to the sequences and return them."""
+        tokens = pending.read()[: len(sequences)]
+        for row, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
+            if token == DIVERGED and row not in self._finished:
                 raise UserError("the largest logit of the next token is not finite: the model has diverged")
-            text.append(token)
+            sequence.append(token)
         return tokens
 
-    def _is_full(self, texts: Sequence[Sequence[int]], unread: int) -> bool:
-        """Whether a text that goes on has no slot left for its last token."""
+    def _is_full(self, sequences: Sequence[Sequence[int]], unread: int) -> bool:
+        """Return True if the KV cache of an unfinished row has no slot left for its last token."""
         if self._start is not None:
             return False
-        return any(len(text) + unread > self._decoder.slots for row, text in enumerate(texts) if row not in self._ended)
+        return any(
+            len(sequence) + unread > self._decoder.slots
+            for row, sequence in enumerate(sequences)
+            if row not in self._finished
+        )
 
-    def _kept(self, row: int, text: list[int]) -> list[int]:
-        """What is read again of a text when one is full."""
-        if row in self._ended:
+    def _truncate(self, row: int, sequence: list[int]) -> list[int]:
+        """Return the tokens to prefill again when the KV cache is full: the last half of a row that does not fit."""
+        if row in self._finished:
             return [0]
         slots = self._decoder.slots
-        return text if len(text) <= slots else text[-max(1, slots // 2) :]
+        return sequence if len(sequence) <= slots else sequence[-max(1, slots // 2) :]
 
     # ---------------------------------------------------------------- steps
 
-    def _begin(self, texts: Sequence[Sequence[int]]) -> None:
-        """Read texts, and choose the token that follows each."""
-        longest = max(map(len, texts))
-        tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-        lengths = torch.tensor([len(text) for text in texts])
+    def _prefill(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Prefill the KV cache with the sequences and sample the next token of each."""
+        longest = max(map(len, sequences))
+        tokens = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences])
+        lengths = torch.tensor([len(sequence) for sequence in sequences])
         with self._within():
             logits = self._decoder.begin(tokens.to(self._device), lengths.to(self._device))
         if logits is None:
@@ -170,7 +174,7 @@ class TokenLoop:
             self._tokens.fill_(self._start)
             self._advance()
         else:
-            self._choose(logits)
+            self._sample(logits)
 
     def _advance(self) -> None:
         if self._replay is not None:
@@ -189,20 +193,20 @@ class TokenLoop:
     def _step(self) -> None:
         with self._within():
             logits = self._decoder.step(self._tokens.clamp(min=0))
-        self._choose(logits)
+        self._sample(logits)
 
-    def _choose(self, logits: Tensor) -> None:
-        """Choose tokens, where the next step finds them."""
-        place = self._count.clamp(max=self._uniforms.shape[1] - 1)
-        numbers = self._uniforms.index_select(1, place)[:, 0]
-        chosen = self._sampling.choose(logits.to(self._chooser), numbers, self._seen)
+    def _sample(self, logits: Tensor) -> None:
+        """Sample tokens into the input buffer of the next step."""
+        column = self._count.clamp(max=self._uniforms.shape[1] - 1)
+        numbers = self._uniforms.index_select(1, column)[:, 0]
+        tokens = self._sampling.choose(logits.to(self._sampling_device), numbers, self._seen)
         if self._seen is not None:
-            self._seen.scatter_(1, chosen.clamp(min=0)[:, None], True)
-        self._tokens.copy_(chosen)
+            self._seen.scatter_(1, tokens.clamp(min=0)[:, None], True)
+        self._tokens.copy_(tokens)
         self._count.add_(1)
 
     def _send(self, number: int) -> _Pending:
-        """Have the tokens copied to the host, where two copies lie in turns."""
+        """Start copying the tokens to the host, alternating between two buffers."""
         host = self._on_host[number % 2]
         if self._device.type != "cuda":
             host.copy_(self._tokens)

@@ -1,4 +1,4 @@
-"""Texts that an encoder-decoder writes, greedily: the most probable token, again and again, until the end token."""
+"""Greedy generation with an encoder-decoder model, up to the end token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .text_generator import Generator, Limits
 
 
 class Writer:
-    """Reads inputs and writes what a model answers to them.
+    """Generate outputs of an encoder-decoder model for input texts.
 
     Args:
-        model: in evaluation mode, built for calls of generation.
-        tokenizer: its own, with an end token.
-        shape: inputs are cut to the encoder's side, answers end with the decoder's.
-        precision: arithmetic of the model.
-        device: where the model is.
+        model: model in evaluation mode, built for generation.
+        tokenizer: tokenizer of the model, with an EOS token.
+        shape: inputs are truncated to the encoder length, outputs to the decoder length.
+        precision: dtypes of the model.
+        device: device of the model.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Writer:
         self._generator = Generator(model, tokenizer, precision, device, shape.encoder)
 
     def answers(self, inputs: Sequence[str], batch_size: int) -> list[str]:
-        """The answer to each input.
+        """Generate the output of each input.
 
         Args:
-            inputs: texts.
-            batch_size: how many are read at once; answers depend on it by rounding only.
+            inputs: input texts.
+            batch_size: number of inputs per batch; changes outputs by rounding only.
         """
         ids = self._tokenizer.encode_batch(inputs)
-        prompts = [[*one[: self._shape.encoder - 1].tolist(), self._eos_id] for one in ids]
-        written = self._generator.write(prompts, Limits(self._shape.decoder), batch_size=batch_size)
-        return [self._tokenizer.decode(one.tokens) for one in written]
+        prompts = [[*row[: self._shape.encoder - 1].tolist(), self._eos_id] for row in ids]
+        outputs = self._generator.write(prompts, Limits(self._shape.decoder), batch_size=batch_size)
+        return [self._tokenizer.decode(output.tokens) for output in outputs]

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedily, or at random by temperature, top-k and nucleus (top-p); and text as it appears."""
+"""Sampling of the next token (greedy, temperature, top-k, top-p) and streaming detokenization."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor
 from ..data.tokenizers.tokenizer import Tokenizer
 
 DIVERGED = -1
-"""Stands for a token where no logit is the largest: a model that has diverged gives NaN."""
+"""Token id of a row whose largest logit is not finite (a diverged model returns NaN)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most probable token.
-        top_k: tokens to draw from, the most probable; None for all.
-        top_p: draw from the fewest tokens whose probabilities sum to at least this; None for all.
-        repetition_penalty: what makes tokens that are there already less probable: their positive logits are divided by
-            it, their negative ones multiplied (CTRL, arXiv 1909.05858); 1 leaves them.
+        temperature: divides the logits; 0 is greedy decoding.
+        top_k: sample from the k most probable tokens; None for all.
+        top_p: sample from the fewest tokens whose probabilities sum to at least this; None for all.
+        repetition_penalty: positive logits of tokens already in the sequence are divided by it, negative ones
+            multiplied (CTRL, arXiv 1909.05858); 1 is off.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -50,43 +50,43 @@ class Sampling:
             raise ValueError(f"`repetition_penalty` ({self.repetition_penalty}) must be above 0; use 1 for none")
 
     def choose(self, logits: Tensor, uniforms: Tensor, seen: Tensor | None = None) -> Tensor:
-        """One token for each row, without a wait for the device.
+        """Sample one token per row, without a host sync.
 
         Args:
-            logits: (rows, vocabulary), any float dtype; masked tokens are -inf.
-            uniforms: fp64 (rows,), random numbers in [0, 1), one of which decides a row.
-            seen: bool (rows, vocabulary), the tokens that are there already; for `repetition_penalty` only.
+            logits: (B, V), any float dtype; masked tokens are -inf.
+            uniforms: fp64 (B,), random numbers in [0, 1), one per row.
+            seen: bool (B, V), the tokens already in the sequence; only for `repetition_penalty`.
 
         Returns:
-            int64 (rows,); `DIVERGED` in a row whose largest logit is not finite.
+            int64 (B,); `DIVERGED` in a row whose largest logit is not finite.
         """
         if seen is not None:
-            wide = logits.float()
-            less = torch.where(wide < 0, wide * self.repetition_penalty, wide / self.repetition_penalty)
-            logits = torch.where(seen, less, wide)
-        largest, best = logits.max(dim=-1)
+            logits = logits.float()
+            penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = torch.where(seen, penalized, logits)
+        largest, token = logits.max(dim=-1)
         if self.temperature > 0:
-            best = self._drawn(logits, largest, uniforms)
-        return torch.where(torch.isfinite(largest), best, DIVERGED)
+            token = self._sample(logits, largest, uniforms)
+        return torch.where(torch.isfinite(largest), token, DIVERGED)
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """The distribution that a token is drawn from.
+        """Return the distribution that tokens are sampled from.
 
-        Temperature comes first, then top-k (Fan et al. 2018), then top-p (nucleus sampling, Holtzman et al. 2020) on
-        what top-k left, renormalised: the order most libraries use. Equal logits are ranked by token id, so exactly k
-        tokens are left.
+        Temperature is applied first, then top-k (Fan et al. 2018), then top-p (nucleus sampling, Holtzman et al. 2020)
+        on the remaining tokens, renormalised: the order most libraries use. Equal logits are ranked by token id, so
+        exactly k tokens remain.
 
         Args:
-            logits: (..., vocabulary), the largest of each row finite.
+            logits: (..., V), the largest of each row finite.
 
         Returns:
-            Probabilities like `logits`, in fp64.
+            Probabilities of the shape of `logits`, in fp64.
         """
         probabilities, order = self._ranked(logits)
         return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)
 
-    def _drawn(self, logits: Tensor, largest: Tensor, uniforms: Tensor) -> Tensor:
-        """The first token with which the sum of the probabilities exceeds the random number."""
+    def _sample(self, logits: Tensor, largest: Tensor, uniforms: Tensor) -> Tensor:
+        """Inverse transform sampling: the first token whose cumulative probability exceeds the random number."""
         order = None
         if self.top_k is None and (self.top_p is None or self.top_p == 1):
             probabilities = torch.exp((logits.double() - largest.double()[:, None]) / self.temperature)
@@ -94,45 +94,45 @@ class Sampling:
             probabilities, order = self._ranked(logits)
         sums = probabilities.cumsum(dim=-1)
         total = sums[:, -1:]
-        # rounding must not reach the total, which tokens of no probability have too
-        wanted = (uniforms[:, None] * total).clamp(max=total * (1 - 2.0**-52))
-        place = torch.searchsorted(sums, wanted, right=True).clamp(max=sums.shape[-1] - 1)
-        return (place if order is None else order.gather(-1, place))[:, 0]
+        # rounding must not reach the total: trailing tokens of probability 0 have that cumulative sum too
+        threshold = (uniforms[:, None] * total).clamp(max=total * (1 - 2.0**-52))
+        index = torch.searchsorted(sums, threshold, right=True).clamp(max=sums.shape[-1] - 1)
+        return (index if order is None else order.gather(-1, index))[:, 0]
 
     def _ranked(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities from the largest to the smallest, and their tokens."""
+        """Return the probabilities in descending order, and their token ids."""
         scores, order = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
-        keep = torch.arange(scores.shape[-1], device=scores.device)
-        # Subtracting the largest first keeps a tiny temperature from overflowing to inf - inf.
+        rank = torch.arange(scores.shape[-1], device=scores.device)
+        # Subtract the largest before dividing, or a tiny temperature overflows to inf - inf.
         scores = (scores - scores[..., :1]) / (self.temperature or 1.0)
-        most = 1 if self.temperature == 0 else self.top_k
-        if most is not None:
-            scores = scores.masked_fill(keep >= most, float("-inf"))
+        top_k = 1 if self.temperature == 0 else self.top_k
+        if top_k is not None:
+            scores = scores.masked_fill(rank >= top_k, float("-inf"))
         probabilities = torch.softmax(scores, -1)
         if self.top_p is not None and self.top_p < 1:
-            # A token stays while those before it do not reach p; the first always does.
+            # A token is kept if those before it sum to less than p; the first always is.
             before = probabilities.cumsum(-1).roll(1, -1)
-            probabilities = probabilities.masked_fill((before >= self.top_p) & (keep > 0), 0.0)
+            probabilities = probabilities.masked_fill((before >= self.top_p) & (rank > 0), 0.0)
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         return probabilities, order
 
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """The random numbers of texts, fp64 (len(seeds), count): those of a text depend on its seed alone."""
+    """Return the random numbers of each sequence, fp64 (len(seeds), count); each row depends on its seed alone."""
     return torch.stack(
         [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
     )
 
 
 class TextStream:
-    """Tokens in, printable text out as soon as it is certain.
+    """Incremental detokenization: tokens in, printable text out as soon as it is final.
 
-    A character whose bytes are not all there yet is held back, and so is text that may turn out to begin a stop string.
+    Incomplete UTF-8 characters are held back, and so is text that may be the start of a stop string.
 
     Args:
-        tokenizer: turns ids into bytes.
-        stop: strings that end the text, which does not include them.
-        names: what is written for tokens that have no text, such as sentinels.
+        tokenizer: decodes ids to bytes.
+        stop: strings that end the text; not included in it.
+        names: text of tokens without text of their own, such as sentinels.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class TextStream:
         self.stopped = False
 
     def feed(self, token: int) -> str:
-        """The text that is certain after one more token; sets `stopped` when a stop string has appeared."""
+        """Add a token and return the text that is final now; sets `stopped` when a stop string appears."""
         if token in self._names:
             return self._advance(self._decoder.decode(b"", final=True) + self._names[token])
         return self._advance(self._decoder.decode(self._tokenizer.decode_bytes([token])))
 
     def close(self) -> str:
-        """The text that was held back, once no more tokens come."""
+        """Return the text held back, at the end of the sequence."""
         text = self._advance(self._decoder.decode(b"", final=True))
         if self.stopped:
             return text
@@ -169,11 +169,11 @@ class TextStream:
             self._held = ""
             return text[: min(ends)]
         held = max((_overlap(text, string) for string in self._stop), default=0)
-        certain = len(text) - held
-        self._held = text[certain:]
-        return text[:certain]
+        final = len(text) - held
+        self._held = text[final:]
+        return text[:final]
 
 
 def _overlap(text: str, string: str) -> int:
-    """Length of the longest end of `text` that begins `string` without completing it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `string`."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if string.startswith(text[-n:])), 0)

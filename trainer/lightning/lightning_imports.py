@@ -1,7 +1,7 @@
-"""Lightning without what it never needs here, the first import of it in a process.
+"""Import Lightning without the optional dependencies of torchmetrics.
 
-Lightning imports torchmetrics, and that imports transformers, matplotlib and more wherever they are installed: 2.6 s
-instead of 0.4, beside torch and its compiler. Here neither is used; who wants torchmetrics whole imports it first.
+Lightning imports torchmetrics, which imports transformers, matplotlib and more if they are installed: 2.6 s instead of
+0.4 s, on top of torch and its compiler. Neither is used here. To get all of torchmetrics, import it before stoker.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ EXTRAS = (
     "gammatone", "librosa", "matplotlib", "nltk", "pesq", "pystoi", "regex", "scienceplots", "scipy", "torch_fidelity",
     "torchvision", "transformers",
 )  # fmt: skip
-"""What torchmetrics asks for while it is imported, to have more metrics."""
+"""Optional packages that torchmetrics probes for at import time."""
 
 
 @contextmanager
 def _without_extras() -> Iterator[None]:
-    """Within it they seem not to be installed."""
-    is_there, is_available = RequirementCache.__bool__, imports.package_available
+    """Report the packages in `EXTRAS` as not installed within this context."""
+    is_available, package_available = RequirementCache.__bool__, imports.package_available
 
-    def seems_there(self: RequirementCache) -> bool:
-        asked: Any = self.requirement or self.module
-        return not str(asked).startswith(EXTRAS) and is_there(self)
+    def is_available_and_not_extra(self: RequirementCache) -> bool:
+        requirement: Any = self.requirement or self.module
+        return not str(requirement).startswith(EXTRAS) and is_available(self)
 
-    def seems_available(package_name: str) -> bool:
-        return package_name not in EXTRAS and is_available(package_name)
+    def package_available_and_not_extra(package_name: str) -> bool:
+        return package_name not in EXTRAS and package_available(package_name)
 
-    RequirementCache.__bool__, imports.package_available = seems_there, seems_available
+    RequirementCache.__bool__ = is_available_and_not_extra
+    imports.package_available = package_available_and_not_extra
     try:
         yield
     finally:
-        RequirementCache.__bool__, imports.package_available = is_there, is_available
+        RequirementCache.__bool__, imports.package_available = is_available, package_available
 
 
 with _without_extras():

@@ -1,9 +1,9 @@
-"""The LightningModule: one `training_step` is one global batch and one optimizer step.
+"""LightningModule: one `training_step` is one global batch and one optimizer step.
 
-Every micro batch's loss is divided by the number of target tokens of the whole global batch, over all ranks, so
-accumulation and data parallelism are exact however labels are distributed. The random generators are seeded anew before
-every micro batch from (seed, step, number of the micro batch), so a resumed run draws the same dropout masks without
-any saved state, on any number of ranks.
+The loss of every micro batch is divided by the number of target tokens of the whole global batch over all ranks, so
+gradient accumulation and data parallelism are exact however labels are distributed. The random generators are reseeded
+before every micro batch from (seed, step, micro batch index), so a resumed run has the same dropout masks without saved
+RNG state, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from .lightning_imports import pl
 
 
 class LanguageModule(pl.LightningModule):
-    """Trains a language model by manual optimization.
+    """Train a language model with manual optimization.
 
     Args:
-        model: has `batch_loss(fields, denominator)`, as the models of all families do.
-        optimizer: over the parameters of `model`.
-        schedule: completed steps to learning rate.
-        feed: the global batches, from `step` on.
+        model: a model with `batch_loss(fields, denominator)`, as all families have.
+        optimizer: optimizer of the parameters of `model`.
+        schedule: learning rate by completed steps.
+        feed: dataloader of global batches, starting at `step`.
         precision: autocast of the forward pass.
-        seed: seeds dropout, with step and micro batch.
+        seed: seed of dropout, combined with step and micro batch.
         step: completed optimizer steps.
-        ranks: the processes of the run.
-        data_parallel: what cut the model over them; None for one process.
-        recorder: makes of what runs micro batches another that does, see `cuda_graph.py`; None to run them as they are.
-        experts: goes with the steps of a model with experts.
+        ranks: the ranks of the run.
+        data_parallel: the data-parallel strategy of the model; None for one process.
+        recorder: wraps the function that runs a micro batch with CUDA graph capture, see `cuda_graph.py`; None: eager.
+        experts: expert load balancing, called before and after each step; None without experts.
 
     Attributes:
-        optimizer_state: the optimizer itself; Lightning keeps a wrapper of its own.
+        optimizer_state: the unwrapped optimizer; Lightning wraps it.
         step: completed optimizer steps.
         lr: learning rate of the last step.
-        unread: loss and gradient norm of each step since they were last read, as tensors on the device.
+        unread: loss and gradient norm of each step since the last read, as device tensors.
     """
 
     def __init__(
@@ -80,26 +80,28 @@ class LanguageModule(pl.LightningModule):
         self.data_parallel = data_parallel
         if data_parallel is not None:
             data_parallel.attach(self.model, optimizer)
-        self._run: RunMicroBatch = self._loss_and_gradients if recorder is None else recorder(self._loss_and_gradients)
+        self._run_micro_batch: RunMicroBatch = (
+            self._loss_and_gradients if recorder is None else recorder(self._loss_and_gradients)
+        )
         self.experts = experts
         self._weight_offloads = weight_offloads(model)
         self.lr = schedule(step)
         self.unread: list[tuple[Tensor, Tensor]] = []
 
     def configure_optimizers(self) -> Optimizer:
-        """One optimizer, so that Lightning's global step counts once per global batch."""
+        """Return the one optimizer, so that Lightning's global step counts global batches."""
         return self.optimizer_state
 
     def train_dataloader(self) -> BatchFeed:
-        """Endless; the step count ends a run."""
+        """Return the dataloader; it is infinite, `max_steps` ends the run."""
         return self.feed
 
     def transfer_batch_to_device(self, batch: GlobalBatch, device: torch.device, dataloader_idx: int) -> GlobalBatch:
-        """Nothing to do: the feed has copied it ahead."""
+        """Return the batch as is: the dataloader has already copied it to the device."""
         return batch
 
     def training_step(self, batch: GlobalBatch, batch_idx: int) -> None:
-        """Forward and backward of every micro batch, then clip, update and advance the schedule; no host sync."""
+        """Run forward and backward of every micro batch, clip, update, advance the LR schedule; no host sync."""
         optimizer: Any = self.optimizers()
         state = self.optimizer_state
         device = batch.labels.device
@@ -113,14 +115,14 @@ class LanguageModule(pl.LightningModule):
             seed_generators(micro_batch_seed(self.seed, self.step, number), device)
             if self.data_parallel is not None:
                 self.data_parallel.before_micro_batch(first=number == first, last=number == last)
-            losses.append(self._run(fields, targets))
+            losses.append(self._run_micro_batch(fields, targets))
             if accumulates:
                 state.accumulate()
         self.lr = self.schedule(self.step)
         state.set_lr(self.lr)
         if self.data_parallel is not None:
             self.data_parallel.before_update()
-        for offload in self._weight_offloads:  # a layer that no gradient went through has not fetched them
+        for offload in self._weight_offloads:  # a layer without a backward pass has not fetched its weights
             offload.to_device()
         optimizer.step()
         if self.data_parallel is not None:
@@ -132,22 +134,22 @@ class LanguageModule(pl.LightningModule):
         self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
 
     def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
-        """Forward and backward of one micro batch, without a wait: its loss; gradients are added to `.grad`."""
+        """Run forward and backward of one micro batch without a host sync; return its loss, accumulate into `.grad`."""
         with self.precision.context(targets.device):
             loss = self.model.batch_loss(fields, targets)
-        # Not `manual_backward`: its hooks and scaling do nothing here, and cost as much as a small kernel's work.
+        # Not `manual_backward`: its hooks and loss scaling do nothing here, but cost about as much as a small kernel.
         loss.backward()
         return loss.detach()
 
     def take_unread(self) -> Callable[[], list[tuple[float, float]]]:
-        """Send loss and gradient norm of the steps since the last call to the host, oldest first, without a wait.
+        """Start copying loss and gradient norm of the steps since the last call to the host, oldest first.
 
         Returns:
-            What gives them and waits for them: with `ExpertLoad.take`, the one place the host waits.
+            A function that waits for the values and returns them: with `ExpertLoad.take`, the only host sync.
         """
         if not self.unread:
             return list
-        # Every rank has its own part of the loss, and the norm of the gradients of all.
+        # The loss is a partial sum of each rank; the gradient norm is already global.
         losses = self.ranks.sum_(torch.stack([loss.float() for loss, _ in self.unread]))
         norms = torch.stack([norm.float() for _, norm in self.unread])
         self.unread.clear()
@@ -155,12 +157,12 @@ class LanguageModule(pl.LightningModule):
         return lambda: list(zip(*values.get().tolist(), strict=True))
 
     def read_unread(self) -> list[tuple[float, float]]:
-        """Loss and gradient norm of the steps since the last call, oldest first; waits for the device."""
+        """Return loss and gradient norm of the steps since the last call, oldest first; waits for the device."""
         return self.take_unread()()
 
 
 def micro_batch_seed(seed: int, step: int, micro_batch: int) -> int:
-    """A 63-bit seed for the random generators, a pure function of its arguments."""
+    """Return a 63-bit seed for the random generators: a hash of the arguments."""
     digest = hashlib.blake2b(struct.pack("<QQQ", seed % (1 << 64), step, micro_batch), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -1,12 +1,12 @@
-"""The load of every expert over the steps of a run: `expert_load.json` in its directory, and a picture of it.
+"""Expert load (tokens per expert) over the steps of a run: `expert_load.json` in the run directory, and a heat map.
 
     expert_load.json
-        layers   names of the layers with experts, first to last
-        experts  experts of each
-        stride   reports in a row
-        rows     of steps `first_step` to `step`: for each layer the tokens that chose each expert
+        layers   names of the MoE layers, first to last
+        experts  number of experts of each layer
+        stride   log steps summed in one row
+        rows     for steps `first_step` to `step`: tokens routed to each expert, per layer
 
-The file stays small: once there are too many rows, neighbours are added up, and every row is of twice as many steps.
+The file size is bounded: when there are too many rows, adjacent rows are summed and the stride doubles.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from ..utils.safetensors_io import DamagedFileError, read_json
 
 MOST_ROWS = 256
 MOST_NUMBERS = 1 << 18
-"""In a file: about 2 MB."""
+"""Most counts in a file: about 2 MB."""
 
 Counts = Annotated[tuple[Annotated[tuple[int, ...], Field(strict=False)], ...], Field(strict=False)]
 
 
 class LoadRow(Block):
-    """The load over some steps.
+    """Expert load summed over steps `first_step` to `step`, counted from 1.
 
-    `first_step` to `step` are counted from 1; `reports` is how many regular reports have been added up; `tokens` holds
-    for each layer the tokens of each expert.
+    `reports` is the number of regular log steps in it; `tokens` holds the tokens of each expert, per layer.
     """
 
     first_step: int = Field(ge=1)
@@ -45,7 +44,7 @@ class LoadRow(Block):
     tokens: Counts
 
     def plus(self, later: LoadRow) -> LoadRow:
-        """This row and the one after it."""
+        """Return the sum of this row and the one after it."""
         pairs = zip(self.tokens, later.tokens, strict=True)
         return LoadRow(
             first_step=self.first_step,
@@ -56,7 +55,7 @@ class LoadRow(Block):
 
 
 class LoadDocument(Block):
-    """What the file holds."""
+    """Schema of `expert_load.json`."""
 
     format: Literal[1] = 1
     layers: Annotated[tuple[str, ...], Field(strict=False)]
@@ -66,23 +65,23 @@ class LoadDocument(Block):
 
 
 class LoadMap:
-    """Follows the load of the experts and keeps it in files.
+    """Accumulate the expert load and write it to `expert_load.json` and a PNG.
 
     Args:
-        path: of the JSON file; the picture goes beside it.
-        experts: name of each layer to the number of its experts.
-        resumed_at: the step the run goes on from, with what the file holds of the steps before; 0 begins anew.
+        path: the JSON file; the PNG is written beside it.
+        experts: number of experts by layer name.
+        resumed_at: the step the run resumes from, keeping the file's rows up to it; 0 starts empty.
     """
 
     def __init__(self, path: Path, experts: Mapping[str, int], *, resumed_at: int = 0) -> None:
         self._path = path
         self._layers = tuple(experts)
         self._experts = tuple(experts.values())
-        self._most_rows = max(8, min(MOST_ROWS, MOST_NUMBERS // max(1, sum(self._experts))))
+        self._max_rows = max(8, min(MOST_ROWS, MOST_NUMBERS // max(1, sum(self._experts))))
         self._stride = 1
         self._rows: list[LoadRow] = []
-        self._last = resumed_at
-        self._drawn: int | None = None
+        self._last_step = resumed_at
+        self._drawn_step: int | None = None
         known = _read(path) if resumed_at else None
         if known is not None and (known.layers, known.experts) == (self._layers, self._experts):
             self._stride = known.stride
@@ -90,24 +89,25 @@ class LoadMap:
 
     @property
     def document(self) -> LoadDocument:
-        """What the file would hold now."""
+        """The current contents of the file."""
         return LoadDocument(layers=self._layers, experts=self._experts, stride=self._stride, rows=tuple(self._rows))
 
     def add(self, step: int, tokens: Sequence[Sequence[float]], *, regular: bool) -> None:
-        """Take the load since the last call.
+        """Add the load since the last call.
 
         Args:
-            step: the last of its steps.
-            tokens: of each expert of each layer.
-            regular: an unbroken run reports at this step too; only such reports fill a row.
+            step: the last step it covers.
+            tokens: tokens of each expert, per layer.
+            regular: an uninterrupted run logs at this step too; only such log steps count towards the stride, so that
+                a resumed run has the same rows.
         """
         counts = tuple(tuple(map(round, layer)) for layer in tokens)
-        row = LoadRow(first_step=self._last + 1, step=step, reports=int(regular), tokens=counts)
+        row = LoadRow(first_step=self._last_step + 1, step=step, reports=int(regular), tokens=counts)
         if self._rows and self._rows[-1].reports < self._stride:
             row = self._rows.pop().plus(row)
         self._rows.append(row)
-        self._last = step
-        if len(self._rows) > self._most_rows:
+        self._last_step = step
+        if len(self._rows) > self._max_rows:
             first, second = self._rows[::2], self._rows[1::2]
             self._rows = [a.plus(b) for a, b in zip(first, second, strict=False)] + first[len(second) :]
             self._stride *= 2
@@ -116,34 +116,34 @@ class LoadMap:
         """Write the JSON file.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         text = json.dumps(self.document.model_dump(), separators=(",", ":"))
         replace_file(self._path, text.encode() + b"\n")
 
     def draw(self) -> None:
-        """Draw the picture, unless it is there; `can_draw` must hold.
+        """Write the heat map, unless it is up to date; requires `can_draw()`.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
-        if self._rows and self._drawn != self._last:
-            self._drawn = self._last
+        if self._rows and self._drawn_step != self._last_step:
+            self._drawn_step = self._last_step
             replace_file(self._path.with_suffix(".png"), picture(self.document))
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def variation(tokens: np.ndarray) -> float:
-    """Coefficient of variation of the tokens of the experts: their standard deviation over their mean."""
+    """Return the coefficient of variation of the tokens per expert: standard deviation over mean."""
     return float(tokens.std() / tokens.mean()) if tokens.sum() else 0.0
 
 
 def picture(document: LoadDocument) -> bytes:
-    """A PNG: above, the variation of the load of each layer; below, the load of each expert; both over steps."""
+    """Return a PNG: load CV of each layer above, load of each expert below, both over steps."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     rows = document.rows
@@ -185,12 +185,12 @@ def picture(document: LoadDocument) -> bytes:
 
 
 def _short(layer: str) -> str:
-    """`decoder 3` for `decoder.layers.3.mlp`."""
+    """Shorten a layer name: `decoder.layers.3.mlp` to `decoder 3`."""
     return layer.removesuffix(".mlp").replace(".layers.", " ")
 
 
 def _read(path: Path) -> LoadDocument | None:
-    """What a file holds, or None where it is not one of ours: a picture is no reason to stop a run."""
+    """Read a file; None if it is missing or invalid, as a statistics file is no reason to stop a run."""
     try:
         document = LoadDocument.model_validate(read_json(path))
     except (DamagedFileError, ValidationError):

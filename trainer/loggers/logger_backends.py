@@ -1,7 +1,7 @@
-"""Where figures go besides metrics.jsonl: TensorBoard, CSV, Weights & Biases, MLflow.
+"""Metric loggers besides metrics.jsonl: TensorBoard, CSV, Weights & Biases, MLflow.
 
-Each is a `MetricSink`. What goes over a network is sent from a thread of its own, so a slow or dead server never holds
-up a step. No secret passes through here: W&B and MLflow read theirs from the environment themselves.
+Each is a `MetricSink`. Network loggers run in a background thread, so a slow or dead server never blocks a training
+step. No secret passes through here: the W&B and MLflow clients read theirs from the environment.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from ..utils.errors import UserError
 from ..utils.redaction import without_secrets, words_without_secrets
 from ..utils.text import counted
 
-_WAITING_RECORDS = 4096
-_SECONDS_TO_FINISH = 60.0
-_IDENTITIES = "loggers.json"
-_IDENTITY = re.compile(r"[\w\-]{1,64}")
-_MAX_IDENTITIES_BYTES = 4096
+_MAX_QUEUED_RECORDS = 4096
+_CLOSE_TIMEOUT_SECONDS = 60.0
+_RUN_IDS_FILE = "loggers.json"
+_RUN_ID = re.compile(r"[\w\-]{1,64}")
+_MAX_RUN_IDS_BYTES = 4096
 
 
 class MetricSink(Protocol):
-    """A place that figures go to."""
+    """Interface of a metric logger."""
 
-    def log(self, step: int, figures: Mapping[str, float], group: str) -> None:
-        """Take figures of a step; `group` is `train` or `validation`."""
+    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
+        """Log the metrics of a step; `group` is `train` or `validation`."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Flush and close; `failed` says that the run ended in an error."""
+        """Flush and close; `failed`: the run ended with an error."""
         ...
 
 
 def check_loggers(keys: ExpManagerBlock) -> None:
-    """Find out whether the packages of the loggers are installed, before anything is built.
+    """Check that the packages of the enabled loggers are installed, before anything is built.
 
     Raises:
-        UserError: one is missing; gives the command that installs it.
+        UserError: a package is missing; the message has the command that installs it.
     """
     for name, wanted in (("wandb", keys.create_wandb_logger), ("mlflow", keys.create_mlflow_logger)):
         if wanted and importlib.util.find_spec(name) is None:
@@ -63,15 +63,15 @@ def check_loggers(keys: ExpManagerBlock) -> None:
 
 
 def open_sinks(config: RunConfig, directory: Path, resumed_at: int) -> dict[str, MetricSink]:
-    """Every sink that the configuration asks for, by name.
+    """Open the enabled loggers, by name.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         directory: the run directory; its metrics.jsonl holds no step after `resumed_at`.
-        resumed_at: the step the run goes on from; 0 for a new run.
+        resumed_at: the step the run resumes from; 0 for a new run.
 
     Raises:
-        UserError: one of them cannot start.
+        UserError: a logger cannot start.
     """
     keys = config.root.exp_manager
     sinks: dict[str, MetricSink] = {}
@@ -81,10 +81,10 @@ def open_sinks(config: RunConfig, directory: Path, resumed_at: int) -> dict[str,
         if keys.create_csv_logger:
             sinks["CSV"] = CsvSink(directory / "metrics.csv", directory / "metrics.jsonl")
         if keys.create_wandb_logger:
-            wandb = WandbSink(keys.wandb_logger_kwargs, directory, config.document, goes_on=resumed_at > 0)
+            wandb = WandbSink(keys.wandb_logger_kwargs, directory, config.document, resume=resumed_at > 0)
             sinks["W&B"] = Background(wandb)
         if keys.create_mlflow_logger:
-            mlflow = MlflowSink(keys.mlflow_logger_kwargs, directory, config.root.name, goes_on=resumed_at > 0)
+            mlflow = MlflowSink(keys.mlflow_logger_kwargs, directory, config.root.name, resume=resumed_at > 0)
             sinks["MLflow"] = Background(mlflow)
     except BaseException:
         for sink in sinks.values():
@@ -94,24 +94,24 @@ def open_sinks(config: RunConfig, directory: Path, resumed_at: int) -> dict[str,
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard.
+    """TensorBoard event files.
 
     Args:
-        directory: of the event files.
+        directory: directory of the event files.
         keys: settings of the writer.
-        resumed_at: events of later steps are hidden; the run is about to measure them again.
+        resumed_at: events of later steps are purged; the resumed run logs those steps again.
     """
 
     def __init__(self, directory: Path, keys: SummaryWriterBlock, resumed_at: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # a second of import
+        from torch.utils.tensorboard import SummaryWriter  # lazily: the import takes a second
 
         self._writer: Any = SummaryWriter(
             str(directory), purge_step=resumed_at + 1 if resumed_at else None, **keys.model_dump()
         )
 
-    def log(self, step: int, figures: Mapping[str, float], group: str) -> None:
-        """One scalar for each figure, named `group/figure`."""
-        for name, value in figures.items():
+    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
+        """Log one scalar per metric, named `group/metric`."""
+        for name, value in metrics.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self, *, failed: bool) -> None:
@@ -120,11 +120,11 @@ class TensorBoardSink:
 
 
 class CsvSink:
-    """A table of all figures, one row for each line of metrics.jsonl; what a row does not have is empty.
+    """CSV table with one row per line of metrics.jsonl; missing metrics are empty cells.
 
     Args:
-        path: of the table, which is made anew.
-        records: the metrics.jsonl that it begins with.
+        path: the CSV file; rewritten from `records`.
+        records: the run's metrics.jsonl so far.
     """
 
     def __init__(self, path: Path, records: Path) -> None:
@@ -136,9 +136,9 @@ class CsvSink:
         self._columns = list(dict.fromkeys(["step", *(name for row in self._rows for name in row)]))
         self._write_all()
 
-    def log(self, step: int, figures: Mapping[str, float], group: str) -> None:
-        """Add a row; with a figure that is new, the table is written again with one more column."""
-        row = {"step": step, **figures, "time": round(time.time(), 3)}
+    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
+        """Append a row; a metric not seen before adds a column, so the table is rewritten."""
+        row = {"step": step, **metrics, "time": round(time.time(), 3)}
         self._rows.append(row)
         new = [name for name in row if name not in self._columns]
         self._columns += new
@@ -149,7 +149,7 @@ class CsvSink:
             csv.DictWriter(file, self._columns).writerow(row)
 
     def close(self, *, failed: bool) -> None:
-        """Nothing to do: every row is on the disk."""
+        """Do nothing: every row is already written."""
 
     def _write_all(self) -> None:
         table = io.StringIO(newline="")
@@ -160,24 +160,24 @@ class CsvSink:
 
 
 class WandbSink:
-    """Weights & Biases, by its own client.
+    """Weights & Biases.
 
     Args:
         keys: settings.
         directory: the run directory.
-        document: the configuration, environment values unresolved.
-        goes_on: take up the run that an earlier process of this run directory began.
+        document: the configuration, environment variables unresolved.
+        resume: continue the W&B run that an earlier process of this run directory started.
 
     Raises:
-        UserError: the client refuses to start.
+        UserError: the client cannot start.
     """
 
-    def __init__(self, keys: WandbBlock, directory: Path, document: Mapping[str, Any], *, goes_on: bool) -> None:
+    def __init__(self, keys: WandbBlock, directory: Path, document: Mapping[str, Any], *, resume: bool) -> None:
         wandb: Any = importlib.import_module("wandb")
-        identity = keys.id or (_identity_of(directory, "wandb") if goes_on else None) or secrets.token_hex(4)
+        run_id = keys.id or (_read_run_id(directory, "wandb") if resume else None) or secrets.token_hex(4)
         save_dir = user_path(keys.save_dir, "exp_manager.wandb_logger_kwargs.save_dir") if keys.save_dir else directory
         try:
-            with _command_line_without_secrets():
+            with _redacted_argv():
                 self._run: Any = wandb.init(
                     project=keys.project,
                     name=keys.name or directory.name,
@@ -187,44 +187,45 @@ class WandbSink:
                     tags=keys.tags or None,
                     notes=keys.notes,
                     dir=str(save_dir),
-                    id=identity,
+                    id=run_id,
                     resume="allow",
                     mode="offline" if keys.offline else None,
                     config=dict(document),
-                    # The terminal is ours; the client's own lines, and a copy of ours, would only be in the way.
+                    # The run prints its own lines; no client output, and no capture of the terminal.
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         except Exception as error:
-            cure = "export WANDB_API_KEY, or WANDB_MODE=offline to sync later"
-            raise _cannot_start("wandb", "W&B", error, cure) from error
-        # Rows have a step of their own: a resumed run may measure steps again that an earlier process has sent.
+            fix = "export WANDB_API_KEY, or WANDB_MODE=offline to sync later"
+            raise _cannot_start("wandb", "W&B", error, fix) from error
+        # A step metric of our own: W&B drops rows whose built-in step does not increase, and a resumed run may log
+        # steps that an earlier process has already sent.
         self._run.define_metric("trainer/global_step")
         self._run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-        _keep_identity(directory, "wandb", identity)
+        _save_run_id(directory, "wandb", run_id)
 
-    def log(self, step: int, figures: Mapping[str, float], group: str) -> None:
-        """One row, with its figures named `group/figure`."""
-        self._run.log({**{f"{group}/{name}": value for name, value in figures.items()}, "trainer/global_step": step})
+    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
+        """Log one row, with metrics named `group/metric`."""
+        self._run.log({**{f"{group}/{name}": value for name, value in metrics.items()}, "trainer/global_step": step})
 
     def close(self, *, failed: bool) -> None:
-        """Send the rest, and whether the run failed."""
+        """Flush, and set the exit code of the W&B run."""
         self._run.finish(exit_code=int(failed))
 
 
 class MlflowSink:
-    """MLflow tracking, by its own client.
+    """MLflow tracking.
 
     Args:
         keys: settings.
         directory: the run directory.
-        name: of the run, for the experiment.
-        goes_on: take up the run that an earlier process of this run directory began.
+        name: name of the run; the default experiment name.
+        resume: continue the MLflow run that an earlier process of this run directory started.
 
     Raises:
-        UserError: the server or store refuses.
+        UserError: the server or store cannot be used.
     """
 
-    def __init__(self, keys: MlflowBlock, directory: Path, name: str, *, goes_on: bool) -> None:
+    def __init__(self, keys: MlflowBlock, directory: Path, name: str, *, resume: bool) -> None:
         tracking: Any = importlib.import_module("mlflow.tracking")
         self._metric: Any = importlib.import_module("mlflow.entities").Metric
         self._prefix = keys.prefix
@@ -237,31 +238,32 @@ class MlflowSink:
             uri = f"sqlite:///{folder}/mlflow.db"
         try:
             self._client: Any = tracking.MlflowClient(tracking_uri=uri)
-            known = keys.run_id or (_identity_of(directory, "mlflow") if goes_on else None)
+            known = keys.run_id or (_read_run_id(directory, "mlflow") if resume else None)
             if known is not None:
                 self._run_id: str = self._client.get_run(known).info.run_id
                 self._client.update_run(self._run_id, status="RUNNING")
             else:
-                self._run_id = self._begin(keys, directory, keys.experiment_name or name)
+                self._run_id = self._create_run(keys, directory, keys.experiment_name or name)
         except Exception as error:
-            raise _cannot_start("mlflow", "MLflow", error, f"is there a server or store at {_shown(uri)}?") from error
-        _keep_identity(directory, "mlflow", self._run_id)
+            fix = f"is there a server or store at {without_secrets(uri)}?"
+            raise _cannot_start("mlflow", "MLflow", error, fix) from error
+        _save_run_id(directory, "mlflow", self._run_id)
 
-    def log(self, step: int, figures: Mapping[str, float], group: str) -> None:
-        """One metric for each figure, named `group/figure`."""
+    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
+        """Log metrics named `group/metric`."""
         now = int(time.time() * 1000)
-        metrics = [self._metric(f"{self._prefix}{group}/{name}", value, now, step) for name, value in figures.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        entries = [self._metric(f"{self._prefix}{group}/{name}", value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._run_id, metrics=entries)
 
     def close(self, *, failed: bool) -> None:
-        """Set the state of the run."""
+        """Set the status of the MLflow run."""
         self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")
 
-    def _begin(self, keys: MlflowBlock, directory: Path, experiment: str) -> str:
+    def _create_run(self, keys: MlflowBlock, directory: Path, experiment: str) -> str:
         found = self._client.get_experiment_by_name(experiment)
         if found is None:
-            where = {"artifact_location": keys.artifact_location} if keys.artifact_location else {}
-            experiment_id = self._client.create_experiment(experiment, **where)
+            location = {"artifact_location": keys.artifact_location} if keys.artifact_location else {}
+            experiment_id = self._client.create_experiment(experiment, **location)
         else:
             experiment_id = found.experiment_id
         run = self._client.create_run(
@@ -273,41 +275,41 @@ class MlflowSink:
 
 
 class Background:
-    """Hands figures to another sink from a thread of its own.
+    """Run another logger in a background thread.
 
-    The first error there is raised once, at the next `log`; figures that could not be sent are counted.
+    The first error of the thread is raised once, by the next `log`; records that could not be sent are counted.
 
     Args:
-        sink: the other one.
-        seconds_to_finish: how long `close` waits for what has not been sent.
+        sink: the wrapped logger.
+        seconds_to_finish: longest time `close` waits for queued records.
     """
 
-    def __init__(self, sink: MetricSink, seconds_to_finish: float = _SECONDS_TO_FINISH) -> None:
+    def __init__(self, sink: MetricSink, seconds_to_finish: float = _CLOSE_TIMEOUT_SECONDS) -> None:
         self._sink = sink
         self._seconds = seconds_to_finish
-        self._records: queue.Queue[tuple[int, Mapping[str, float], str] | None] = queue.Queue(_WAITING_RECORDS)
+        self._records: queue.Queue[tuple[int, Mapping[str, float], str] | None] = queue.Queue(_MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
         self._raised = False
-        self._lost = 0
+        self._num_lost = 0
         self._failed = False
         self._thread = threading.Thread(target=self._run, name=type(sink).__name__, daemon=True)
         self._thread.start()
 
-    def log(self, step: int, figures: Mapping[str, float], group: str) -> None:
-        """Queue figures; never waits."""
+    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
+        """Queue a record; never blocks."""
         try:
-            self._records.put_nowait((step, dict(figures), group))
+            self._records.put_nowait((step, dict(metrics), group))
         except queue.Full:
-            self._lost += 1
+            self._num_lost += 1
         if self._error is not None and not self._raised:
             self._raised = True
             raise self._error
 
     def close(self, *, failed: bool) -> None:
-        """Wait a while for what is queued.
+        """Wait up to `seconds_to_finish` for queued records.
 
         Raises:
-            RuntimeError: figures were not sent.
+            RuntimeError: records were not sent.
         """
         self._failed = failed
         deadline = time.monotonic() + self._seconds
@@ -317,7 +319,7 @@ class Background:
             pass
         else:
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        lost = self._lost + self._records.qsize()
+        lost = self._num_lost + self._records.qsize()
         if lost or self._error is not None:
             raise RuntimeError(f"{counted(lost, 'record')} could not be sent") from self._error
         if self._thread.is_alive():
@@ -329,7 +331,7 @@ class Background:
                 self._sink.log(*record)
             except Exception as error:
                 self._error = self._error or error
-                self._lost += 1
+                self._num_lost += 1
         try:
             self._sink.close(failed=self._failed)
         except Exception as error:
@@ -337,14 +339,14 @@ class Background:
 
 
 @contextmanager
-def _command_line_without_secrets() -> Iterator[None]:
-    """For a client that takes `sys.argv` down: it has no setting for that."""
-    words = sys.argv
-    sys.argv = words_without_secrets(words)
+def _redacted_argv() -> Iterator[None]:
+    """Redact `sys.argv`, which the W&B client records without a setting to turn that off."""
+    argv = sys.argv
+    sys.argv = words_without_secrets(argv)
     try:
         yield
     finally:
-        sys.argv = words
+        sys.argv = argv
 
 
 def _cannot_start(package: str, name: str, error: Exception, fix: str) -> UserError:
@@ -355,22 +357,18 @@ def _cannot_start(package: str, name: str, error: Exception, fix: str) -> UserEr
     )
 
 
-def _shown(uri: str) -> str:
-    return without_secrets(uri)
-
-
-def _identity_of(directory: Path, package: str) -> str | None:
-    """The run that an earlier process began, or None; the file is ours, but a user may have touched it."""
-    path = directory / _IDENTITIES
+def _read_run_id(directory: Path, package: str) -> str | None:
+    """Return the logger's run id that an earlier process saved, or None; validated, as users may edit the file."""
+    path = directory / _RUN_IDS_FILE
     try:
-        if path.stat().st_size > _MAX_IDENTITIES_BYTES:
+        if path.stat().st_size > _MAX_RUN_IDS_BYTES:
             return None
-        identity = json.loads(path.read_text(encoding="utf-8"))[package]
+        run_id = json.loads(path.read_text(encoding="utf-8"))[package]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return identity if isinstance(identity, str) and _IDENTITY.fullmatch(identity) else None
+    return run_id if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id) else None
 
 
-def _keep_identity(directory: Path, package: str, identity: str) -> None:
-    known = {name: found for name in ("wandb", "mlflow") if (found := _identity_of(directory, name))}
-    replace_file(directory / _IDENTITIES, (json.dumps({**known, package: identity}, indent=2) + "\n").encode())
+def _save_run_id(directory: Path, package: str, run_id: str) -> None:
+    known = {name: found for name in ("wandb", "mlflow") if (found := _read_run_id(directory, name))}
+    replace_file(directory / _RUN_IDS_FILE, (json.dumps({**known, package: run_id}, indent=2) + "\n").encode())

@@ -1,4 +1,4 @@
-"""The terminal: a live panel where there is one, plain aligned lines everywhere else."""
+"""Training progress on the terminal: a live progress panel on a TTY, aligned log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _REDRAW_SECONDS = 0.2
 
 
 class Panel:
-    """Shows where a run stands.
+    """Show the progress of a run.
 
     Args:
         max_steps: steps of the whole run.
-        live: show the panel; it still falls back to lines when the output is not a terminal.
+        live: show the live panel; falls back to lines if the output is not a terminal.
         title: heading of the panel.
     """
 
@@ -27,42 +27,42 @@ class Panel:
         self._max_steps = max_steps
         self._title = title
         self._live: Any = None
-        self._wants_live = live and self._console.is_terminal
+        self._use_live = live and self._console.is_terminal
         self._report: StepReport | None = None
         self._val_loss: float | None = None
         self._step_seconds: float | None = None
-        self._drawn = 0.0
+        self._drawn_at = 0.0
 
     def say(self, line: str) -> None:
-        """Print a line, above the panel where there is one."""
+        """Print a line, above the live panel if there is one."""
         console = self._live.console if self._live is not None else self._console
         console.print(line, markup=False)
 
     def show_step(self, report: StepReport) -> None:
-        """Show the figures of a step."""
+        """Show the metrics of a step."""
         self._report = report
         self._step_seconds = report.step_seconds or self._step_seconds
-        if self._wants_live:
+        if self._use_live:
             self._draw()
         else:
             self.say(step_line(report, self._max_steps, self.remaining_seconds()))
 
-    def show_validation(self, step: int, figures: dict[str, float]) -> None:
-        """Show the result of a validation."""
-        self._val_loss = figures["val_loss"]
-        if self._wants_live and self._live is not None:
+    def show_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Show the metrics of a validation."""
+        self._val_loss = metrics["val_loss"]
+        if self._use_live and self._live is not None:
             self._draw(force=True)
         else:
-            self.say(validation_line(step, self._max_steps, figures))
+            self.say(validation_line(step, self._max_steps, metrics))
 
     def remaining_seconds(self) -> float | None:
-        """Estimated time to the last step, without validation and checkpoints."""
+        """Estimate the remaining time in seconds, without validation and checkpoints; None before the first report."""
         if self._report is None or self._step_seconds is None:
             return None
         return (self._max_steps - self._report.step) * self._step_seconds
 
     def close(self) -> None:
-        """Leave the last state of the panel on the screen."""
+        """Stop the live panel; its last state stays on the screen."""
         if self._live is not None:
             self._draw(force=True)
             self._live.stop()
@@ -70,9 +70,9 @@ class Panel:
 
     def _draw(self, *, force: bool = False) -> None:
         now = time.monotonic()
-        if not force and self._live is not None and now - self._drawn < _REDRAW_SECONDS:
+        if not force and self._live is not None and now - self._drawn_at < _REDRAW_SECONDS:
             return
-        self._drawn = now
+        self._drawn_at = now
         if self._live is None:
             from rich.live import Live
 
@@ -114,7 +114,7 @@ class Panel:
 
 
 def step_line(report: StepReport, max_steps: int, remaining: float | None) -> str:
-    """One aligned line; figures that were not measured are left out."""
+    """Format a step as an aligned line; metrics that were not measured are left out."""
     parts = [
         f"step {report.step:>{len(str(max_steps))}}/{max_steps}",
         f"loss {report.loss:7.4f}",
@@ -136,20 +136,20 @@ def step_line(report: StepReport, max_steps: int, remaining: float | None) -> st
     return "  ".join(parts)
 
 
-def validation_line(step: int, max_steps: int, figures: dict[str, float]) -> str:
-    """One aligned line with the validation loss and whatever was measured with it."""
-    others = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items() if name != "val_loss")
-    return f"step {step:>{len(str(max_steps))}}/{max_steps}  val loss {figures['val_loss']:.4f}  {others}".rstrip()
+def validation_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
+    """Format a validation as an aligned line: loss, then the other metrics."""
+    others = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items() if name != "val_loss")
+    return f"step {step:>{len(str(max_steps))}}/{max_steps}  val loss {metrics['val_loss']:.4f}  {others}".rstrip()
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as short as they can be: `45 s`, `3:07`, `2:03:00`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+    """Format seconds as short as possible: `45 s`, `3:07`, `2:03:00`."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    minutes, secs = divmod(total, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
 def _optional(value: float | None, form: str) -> str:

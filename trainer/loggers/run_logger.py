@@ -1,4 +1,4 @@
-"""What a run measures, and where it is written: metrics.jsonl, run.log, the terminal, and the sinks of `loggers`."""
+"""Run logger: writes metrics and log lines to metrics.jsonl, run.log, the terminal and the loggers of `loggers.py`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .progress_bar import Panel
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one log line says; rates are None where there was nothing to measure them on.
+    """Metrics of one log step; rates are None if they could not be measured.
 
     Attributes:
         step: completed optimizer steps.
-        loss: training loss, mean over the good steps since the last regular report, nats per token.
-        grad_norm: norm of the last step's gradients before clipping.
+        loss: training loss, mean over the finite steps since the last regular report, nats per token.
+        grad_norm: gradient norm of the last step before clipping.
         lr: learning rate of the last step.
         consumed_samples: samples trained on since the start of training.
-        skipped_steps: steps since the start of training whose gradients were not finite.
-        step_seconds: mean time of a step since the last report, validation and checkpoints left out.
-        tokens_per_second: the same as a rate.
-        mfu: model FLOPs over the dense bf16 peak of all cards of the run.
+        skipped_steps: steps skipped since the start of training because gradients were not finite.
+        step_seconds: mean step time since the last report, without validation and checkpoints.
+        tokens_per_second: throughput over the same time.
+        mfu: model FLOPs over the dense bf16 peak of all devices of the run.
         memory_gib: peak memory of the device, or of the process on a CPU.
-        experts: the load of the experts since the last regular report (`ExpertLoad.take`); empty without experts.
+        experts: expert load since the last regular report (`ExpertLoad.take`); empty without experts.
     """
 
     step: int
@@ -51,22 +51,22 @@ class StepReport:
     experts: Mapping[str, float] = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
-        """Name to value, of those that were measured."""
+        """Return the measured metrics by name."""
         fields = ("loss", "grad_norm", "lr", "consumed_samples", "skipped_steps", "step_seconds", "tokens_per_second")
         values = {name: getattr(self, name) for name in (*fields, "mfu", "memory_gib")}
         return {name: value for name, value in values.items() if value is not None} | dict(self.experts)
 
 
 class Journal:
-    """Writes a run's figures and lines to every place they go. One process of a run has one; the others are silent.
+    """Log metrics and lines of a run to files, terminal and loggers. Active on rank 0; `silent` on the others.
 
-    A context: leaving it closes everything, and tells the sinks when the run failed.
+    A context manager: on exit it closes everything, and the loggers learn if the run failed.
 
     Args:
-        directory: the run directory; None writes nothing anywhere (`silent`).
+        directory: the run directory; None writes nothing (`silent`).
         panel: the terminal; None prints nothing.
-        resumed_at: a run that goes on at this step drops figures of later steps, which it is about to measure again.
-        validates_again: and those of the validation of this step.
+        resumed_at: the step the run resumes from; metrics of later steps are dropped, as those steps are run again.
+        validates_again: also drop the validation metrics of that step.
 
     Raises:
         UserError: the files cannot be written (exit code 74).
@@ -93,7 +93,7 @@ class Journal:
     def open(
         cls, config: RunConfig, directory: Path, panel: Panel, *, resumed_at: int, validates_again: bool = False
     ) -> Journal:
-        """The journal of the process that writes for all, with the loggers of the configuration.
+        """Open the logger of rank 0, with the loggers of the configuration.
 
         Raises:
             UserError: the files cannot be written (exit code 74), or a logger cannot start.
@@ -111,12 +111,12 @@ class Journal:
 
     @classmethod
     def silent(cls) -> Journal:
-        """The journal of every other process."""
+        """Return the disabled logger of every other rank."""
         return cls(None, None)
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes files for the run."""
+        """True if this process writes the files of the run."""
         return self._log is not None
 
     def __enter__(self) -> Journal:
@@ -126,13 +126,13 @@ class Journal:
         self.close(failed=kind is not None)
 
     def say(self, line: str) -> None:
-        """A line for the terminal and run.log."""
+        """Log a line to the terminal and run.log."""
         if self._panel is not None:
             self._panel.say(line)
         self.note(line)
 
     def note(self, text: str) -> None:
-        """Text for run.log only."""
+        """Log text to run.log only."""
         if self._log is None:
             return
         try:
@@ -142,22 +142,22 @@ class Journal:
             raise _cannot_write(error) from error
 
     def report(self, report: StepReport) -> None:
-        """The figures of a step."""
+        """Log the metrics of a step."""
         self._write(report.step, report.figures(), "train")
         if self._panel is not None:
             self._panel.show_step(report)
 
-    def report_validation(self, step: int, figures: dict[str, float]) -> None:
-        """The figures of a validation: `val_loss` and what was measured with it."""
-        self._write(step, figures, "validation")
+    def report_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of a validation: `val_loss` and those measured with it."""
+        self._write(step, metrics, "validation")
         if self._panel is not None:
-            self._panel.show_validation(step, figures)
+            self._panel.show_validation(step, metrics)
 
     def close(self, *, failed: bool = False) -> None:
-        """Flush and close everything; a second time does nothing.
+        """Flush and close everything; a second call does nothing.
 
         Args:
-            failed: the run ended in an error.
+            failed: the run ended with an error.
         """
         if self._panel is not None:
             self._panel.close()
@@ -169,14 +169,14 @@ class Journal:
         self._sinks = {}
         for file in (self._metrics, self._log):
             if file is not None:
-                with suppress(OSError):  # what it holds still was refused before, and that was told
+                with suppress(OSError):  # a failed write of the buffered rest has been reported before
                     file.close()
         self._metrics = self._log = None
 
-    def _write(self, step: int, figures: dict[str, float], group: str) -> None:
+    def _write(self, step: int, metrics: dict[str, float], group: str) -> None:
         if self._metrics is None:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         try:
             self._metrics.write(json.dumps({"step": step, **finite, "time": round(time.time(), 3)}) + "\n")
             self._metrics.flush()
@@ -184,22 +184,22 @@ class Journal:
             raise _cannot_write(error) from error
         for name, sink in self._sinks.items():
             try:
-                sink.log(step, figures, group)
+                sink.log(step, metrics, group)
             except Exception as error:
                 self._warn(name, error)
 
     def _warn(self, name: str, error: Exception, *, closing: bool = False) -> None:
-        """Say once that a logger fails: a run is worth more than its figures elsewhere."""
+        """Warn once that a logger fails, and keep training."""
         if name in self._warned and not closing:
             return
         self._warned.add(name)
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         text = " ".join(f"{type(error).__name__}: {error}{cause}".split())[:300]
-        self.say(f"warning: {name} fails, and training goes on without it: {text}")
+        self.say(f"warning: {name} failed; training continues without it: {text}")
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Peak memory in GiB: allocated on a CUDA device, resident of the process elsewhere; None where unknown."""
+    """Return the peak memory in GiB: allocated on a CUDA device, else resident size of the process; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     try:
@@ -211,12 +211,12 @@ def peak_memory_gib(device: torch.device) -> float | None:
 
 
 def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
-    """Keep the whole lines of steps up to `step`; the last line of a killed run may be torn.
+    """Truncate metrics.jsonl to complete lines of steps up to `step`; the last line of a killed run may be cut off.
 
     Args:
-        path: of metrics.jsonl.
-        step: where the run goes on.
-        validates_again: without the validation of that step.
+        path: the metrics.jsonl.
+        step: the step the run resumes from.
+        validates_again: also drop the validation of that step.
     """
     if not path.exists():
         return
@@ -225,8 +225,8 @@ def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
         for line in file:
             try:
                 document = json.loads(line)
-                again = validates_again and document["step"] == step and "val_loss" in document
-                if line.endswith("\n") and document["step"] <= step and not again:
+                repeated = validates_again and document["step"] == step and "val_loss" in document
+                if line.endswith("\n") and document["step"] <= step and not repeated:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue

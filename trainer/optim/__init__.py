@@ -1,1 +1,1 @@
-"""Optimizers of a run, all over the same base: decay groups, main weights, clipping, rows of sharded parameters."""
+"""Optimizers on a common base class: weight-decay groups, main weights, clipping, sharded parameters."""

@@ -1,7 +1,7 @@
-"""AdamW (arXiv 1711.05101) as a run uses it: one pass over weights, moments and gradients (`kernels.adamw`).
+"""Fused AdamW (arXiv 1711.05101): one pass over weights, moments and gradients (`kernels.adamw`).
 
-With `scale_parameter` the step of each weight is in proportion to its size, as Adafactor's: nanoT5's AdamWScale (Nawrot
-2023, arXiv 2309.02373), without which AdamW does not train T5 with learning rates as large as Adafactor's.
+With `scale_parameter`, the step of each weight is proportional to its RMS, as in Adafactor: nanoT5's AdamWScale (Nawrot
+2023, arXiv 2309.02373), without which AdamW does not train T5 with the large learning rates of Adafactor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...kernels.optim.adamw_kernel import adamw_step
 from .base_optimizer import Optimizer, arithmetic_dtype
 
 LEAST_SIZE = 1e-3
-"""Of a weight, for `scale_parameter`: Adafactor's, so that weights that begin at zero can move."""
+"""Lower bound of the RMS of a weight for `scale_parameter`, as in Adafactor, so that zero weights are updated."""
 
 
 class AdamW(Optimizer):
@@ -26,13 +26,13 @@ class AdamW(Optimizer):
     Args:
         named_parameters: name and parameter.
         lr: learning rate until `set_lr` is called.
-        betas: decay of the running mean and of the running square.
-        eps: added to the root of the running square.
+        betas: decay rates of the first and second moments.
+        eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        scale_parameter: multiply the learning rate of a weight by its root mean square, at least `LEAST_SIZE`; not its
-            weight decay.
-        fused: end of a parameter's name to the rows of its parts, each of which has a size of its own: weights that
-            hold several projections one below the other.
+        scale_parameter: multiply the learning rate of a weight, but not its weight decay, by its RMS, at least
+            `LEAST_SIZE`.
+        fused: rows of each projection of a fused weight, by suffix of the parameter name; `scale_parameter` takes the
+            RMS of each projection separately.
         common: the other arguments of `Optimizer`.
     """
 
@@ -53,11 +53,11 @@ class AdamW(Optimizer):
         super().__init__(named_parameters, {"lr": lr, "betas": betas, "eps": eps}, weight_decay=weight_decay, **common)
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Both moments, zero."""
+        """Return the first and second moments, zero."""
         return {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
 
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Yes, but for the size of the weight that `scale_parameter` takes."""
+        """Return True, unless `scale_parameter` needs the RMS of the weight."""
         return not self.scale_parameter
 
     def update(
@@ -68,24 +68,24 @@ class AdamW(Optimizer):
         states: list[dict[str, Tensor]],
         scale: Tensor,
     ) -> None:
-        """One fused pass; see `Optimizer.update`."""
+        """Update all weights with one fused kernel; see `Optimizer.update`."""
         tensors: list[_Tensors] = []
         counts: list[int] = []
         for name, parameter, weight, gradient, state in zip(
             group["names"], group["params"], weights, gradients, states, strict=True
         ):
             main = state["main"]
-            one = main if main.dtype == weight.dtype else weight
-            whole = _Tensors(one, main, gradient, state["exp_avg"], state["exp_avg_sq"])
+            target = main if main.dtype == weight.dtype else weight
+            shard_tensors = _Tensors(target, main, gradient, state["exp_avg"], state["exp_avg_sq"])
             if not self.scale_parameter:
-                tensors.append(whole)
+                tensors.append(shard_tensors)
                 continue
-            piece = self.piece_of(parameter)
-            # the experts of a layer have one size together
-            parts = self._parts(name, piece.rows) if parameter.ndim < 3 else [piece.rows]
-            for rows, part in _cut(whole, piece.start, parts):
+            shard = self.piece_of(parameter)
+            # The experts of a layer share one RMS.
+            parts = self._parts(name, shard.rows) if parameter.ndim < 3 else [shard.rows]
+            for rows, part in _split(shard_tensors, shard.start, parts):
                 tensors.append(part)
-                counts.append(parameter.numel() * rows // piece.rows)
+                counts.append(parameter.numel() * rows // shard.rows)
         if not tensors:
             return
         adamw_step(
@@ -97,25 +97,25 @@ class AdamW(Optimizer):
             weight_decay=group["weight_decay"],
             step=self.updates,
             grad_scale=scale,
-            rates=self._sizes([part.main for part in tensors], counts) if self.scale_parameter else None,
+            rates=self._rms([part.main for part in tensors], counts) if self.scale_parameter else None,
         )
 
     def _parts(self, name: str, rows: int) -> list[int]:
-        """Rows of the projections that a weight holds."""
-        for end, parts in self.fused.items():
-            if name.endswith(end):
+        """Return the rows of each projection of a weight."""
+        for suffix, parts in self.fused.items():
+            if name.endswith(suffix):
                 return list(parts)
         return [rows]
 
-    def _sizes(self, mains: list[Tensor], counts: list[int]) -> Tensor:
-        """Root mean square of each weight, at least `LEAST_SIZE`: from its rows here, and its numbers on all ranks."""
+    def _rms(self, mains: list[Tensor], counts: list[int]) -> Tensor:
+        """Return the RMS of each weight, at least `LEAST_SIZE`, from its local shard and its full element count."""
         norms = torch._foreach_norm(mains, 2, dtype=arithmetic_dtype(mains[0]))  # pyright: ignore[reportPrivateImportUsage]
         shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])  # pyright: ignore[reportPrivateImportUsage]
         return self.sum_over_shards(torch.stack(shares).square()).sqrt().clamp(min=LEAST_SIZE)
 
 
 class _Tensors(NamedTuple):
-    """What belongs to one weight, or to some rows of it: all of one shape."""
+    """Tensors of one weight, or of some of its rows, all of one shape."""
 
     weight: Tensor
     main: Tensor
@@ -124,19 +124,19 @@ class _Tensors(NamedTuple):
     exp_avg_sq: Tensor
 
 
-def _cut(whole: _Tensors, start: int, parts: list[int]) -> Iterator[tuple[int, _Tensors]]:
-    """The rows of each part of a weight, and how many rows that part has on all ranks.
+def _split(shard: _Tensors, start: int, parts: list[int]) -> Iterator[tuple[int, _Tensors]]:
+    """Split a local shard into the projections of a fused weight; yield the full number of rows of each and its part.
 
     Args:
-        whole: this rank's rows.
-        start: the first of them.
-        parts: rows of each part.
+        shard: tensors of the local shard.
+        start: index of its first row in the full weight.
+        parts: rows of each projection.
     """
     if len(parts) == 1:
-        yield parts[0], whole
+        yield parts[0], shard
         return
     begin = -start
     for rows in parts:
         low, high = max(begin, 0), max(begin + rows, 0)
-        yield rows, _Tensors(*(tensor[low:high] for tensor in whole))
+        yield rows, _Tensors(*(tensor[low:high] for tensor in shard))
         begin += rows

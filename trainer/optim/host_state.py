@@ -1,16 +1,15 @@
-"""Optimizer state that lives in host memory and goes through the device during an update, bucket by bucket.
+"""Optimizer state in host memory, streamed through the device bucket by bucket during an update.
 
-While bucket i is updated, bucket i + 1 comes and bucket i - 1 leaves, each on a lane of its own:
+While bucket i is updated, bucket i + 1 is fetched and bucket i - 1 is written back, each on a CUDA stream of its own:
 
     in       0  1  2  3  4
     compute     0  1  2  3  4
     out            0  1  2  3  4
 
-The update is the one without this, on the device by the same kernels, so its results are the same bits. Device memory
-for `SLOTS` buckets is held during the update only, when that of the activations is free.
+The update runs on the device with the same kernels as without offloading, so results are bitwise identical. Device
+memory for `SLOTS` buckets is allocated during the update only, when the memory of activations is free.
 
-Source: Rajbhandari et al. 2021, arXiv 2104.07857 (state outside of the device, moved through it); there the update of
-what does not fit is the CPU's.
+Source: ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857), where offloaded state is updated on the CPU instead.
 """
 
 from __future__ import annotations
@@ -25,21 +24,20 @@ from ...models.memory.host_copies import Copies
 from .state_buckets import SLOTS, Bucket, BucketPlan, Place
 
 Update = Callable[[Bucket, list[dict[str, Tensor]]], None]
-"""Updates a bucket: the states of its stretches, on the device, are changed in place."""
+"""Updates a bucket: changes the states of its parameters, on the device, in place."""
 
 
 class HostState:
-    """The state of all parameters, in host memory.
+    """State of all parameters in host memory.
 
     Args:
-        plan: what lies where, and what moves together.
-        copies: between host memory and the device.
+        plan: buckets and memory layout.
+        copies: copy engine between host memory and the device.
 
     Attributes:
-        plan: the same.
+        plan: as given.
         memory: all host memory, uint8.
-        tensors: group, then parameter: its state in host memory, by key; whole, for checkpoints. To be read after
-            `settle`.
+        tensors: views of the state in host memory by key, for each group and parameter; call `settle` before reading.
     """
 
     def __init__(self, plan: BucketPlan, copies: Copies) -> None:
@@ -51,24 +49,24 @@ class HostState:
         )
 
     def run(self, update: Update) -> None:
-        """Have every bucket updated, in order; nothing here waits for the device.
+        """Update all buckets in order, without blocking the host.
 
-        When the work that is submitted after this call runs, all state is in host memory again.
+        All state is back in host memory before device work submitted after this call runs.
         """
         copies, buckets = self._copies, self.plan.buckets
         copies.begin()
         slots = [copies.new(size) for size in self.plan.slots]
-        coming: dict[int, list[Any]] = {}
-        leaving: dict[int, list[Any]] = {}
+        fetches: dict[int, list[Any]] = {}
+        write_backs: dict[int, list[Any]] = {}
 
-        def wait(marks: list[Any]) -> None:
-            for mark in marks:
-                copies.wait(mark)
+        def wait(events: list[Any]) -> None:
+            for event in events:
+                copies.wait(event)
 
         def fetch(number: int) -> None:
-            wait(leaving.pop(number - SLOTS, []))  # then its slot is free
-            coming[number] = [
-                copies.fetch(host, memory) for host, memory in self._both_ends(buckets[number], slots[number % SLOTS])
+            wait(write_backs.pop(number - SLOTS, []))  # then its slot is free
+            fetches[number] = [
+                copies.fetch(host, memory) for host, memory in self._copy_views(buckets[number], slots[number % SLOTS])
             ]
 
         for number, bucket in enumerate(buckets):
@@ -76,19 +74,20 @@ class HostState:
                 fetch(0)
             if number + 1 < len(buckets):
                 fetch(number + 1)
-            wait(coming.pop(number))
+            wait(fetches.pop(number))
             slot = slots[number % SLOTS]
             update(bucket, [_views(stretch.state, slot) for stretch in bucket.stretches])
-            leaving[number] = [copies.send(memory, host) for host, memory in self._both_ends(bucket, slot)]
-        for marks in leaving.values():  # only then may others have the memory of the slots
-            wait(marks)
+            write_backs[number] = [copies.send(memory, host) for host, memory in self._copy_views(bucket, slot)]
+        for events in write_backs.values():  # before the memory of the slots is freed
+            wait(events)
 
     def settle(self) -> None:
-        """Wait until host memory holds what the updates so far have made: for whoever reads it there."""
+        """Wait until host memory contains the results of all updates so far; call before reading it."""
         if self._copies.device.type == "cuda":
             torch.cuda.synchronize(self._copies.device)
 
-    def _both_ends(self, bucket: Bucket, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _copy_views(self, bucket: Bucket, slot: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the host and device views of each transfer of a bucket."""
         return [(self.memory[host : host + size], slot[device : device + size]) for host, device, size in bucket.copies]
 
 

@@ -1,7 +1,7 @@
-"""Muon: hidden matrices move along their orthogonalised momentum, all other parameters by AdamW.
+"""Muon: orthogonalized momentum for hidden matrices, AdamW for all other parameters.
 
-Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) and Liu et al. 2025 (arXiv 2502.16982), with the numbers
-of torch.optim.Muon. Embeddings, the output head, norms and biases are AdamW's, as both papers advise.
+Sources: Jordan et al. 2024 (kellerjordan.github.io/posts/muon) and Liu et al. 2025 (arXiv 2502.16982), with the
+constants of torch.optim.Muon. Embeddings, output head, norms and biases use AdamW, as both papers advise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ EPS = 1e-7
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether Muon moves a parameter: a matrix that is neither a table (of embeddings, of T5's biases) nor the head.
+    """Return True for parameters updated by Muon: matrices except embeddings, relative position biases and the head.
 
-    Or a stack of matrices, one of each expert of a layer. The biases of all experts of a layer are no matrix.
+    Includes the stacked matrices of experts, but not their stacked biases.
     """
     parts = name.split(".")
     tables = any(part in ("head", "score_positions", "cross_positions") or part.endswith("embedding") for part in parts)
@@ -32,11 +32,11 @@ def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Bring all singular values of a matrix near 1 (between about 0.7 and 1.2) by Newton-Schulz iteration.
+    """Orthogonalize a matrix approximately by Newton-Schulz iteration: singular values end between about 0.7 and 1.2.
 
     Args:
-        matrix: (rows, columns), or a stack (matrices, rows, columns); the arithmetic is in its dtype.
-        steps: iterations.
+        matrix: (rows, columns) or batched (matrices, rows, columns); computed in its dtype.
+        steps: number of iterations.
     """
     a, b, c = COEFFICIENTS
     is_stack, is_tall = matrix.ndim == 3, matrix.shape[-2] > matrix.shape[-1]
@@ -52,13 +52,13 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def rate_factor(rule: str, rows: int, columns: int) -> float:
-    """What the learning rate of a matrix is multiplied by.
+    """Return the factor of the learning rate of a matrix.
 
     Args:
-        rule: `match_rms_adamw`: the step has the root mean square of AdamW's, so AdamW's learning rates fit;
-            `original`: sqrt(rows / columns) for matrices that are taller than wide.
-        rows: of the matrix.
-        columns: of the matrix.
+        rule: `match_rms_adamw`: match the RMS of AdamW's update, so that AdamW's learning rates can be used;
+            `original`: sqrt(max(1, rows / columns)).
+        rows: rows of the matrix.
+        columns: columns of the matrix.
     """
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -66,24 +66,24 @@ def rate_factor(rule: str, rows: int, columns: int) -> float:
 
 
 class Muon(AdamW):
-    """Muon over the hidden matrices of a model, AdamW over the rest, at one learning rate.
+    """Muon for the hidden matrices of a model, AdamW for the rest, with one learning rate.
 
-    A weight that holds several projections one below the other (`fused`) is orthogonalised part by part, as if each
-    were a weight of its own: together they would share their singular values, and one would press the others down.
+    Each projection of a fused weight (`fused`) is orthogonalized separately, as if it were a weight of its own:
+    otherwise a projection with large gradients would suppress the singular values of the others.
 
-    Where parameters are cut over ranks, each matrix is gathered whole, orthogonalised by every rank, and each rank
-    keeps its rows; of experts every rank has whole ones, and moves those. The iteration is in bf16, as torch's, and in
+    With sharded parameters, each matrix is all-gathered, orthogonalized on every rank, and each rank updates its local
+    shard; experts are sharded by whole matrices and need no gathering. The iteration is in bf16, as in torch, and in
     fp64 for fp64 weights.
 
     Args:
         named_parameters: name and parameter.
         lr: learning rate until `set_lr` is called.
         momentum: decay of the running mean of gradients.
-        nesterov: look one step ahead.
-        ns_steps: Newton-Schulz iterations.
+        nesterov: use Nesterov momentum.
+        ns_steps: number of Newton-Schulz iterations.
         adjust_lr_fn: see `rate_factor`.
-        fused: end of a parameter's name to the rows of its parts.
-        adamw: the arguments of `AdamW`, for the rest and for all.
+        fused: rows of each projection of a fused weight, by suffix of the parameter name.
+        adamw: arguments of `AdamW`.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Muon(AdamW):
         super().__init__(named_parameters, lr=lr, fused=fused, **adamw)
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """The running mean of gradients of a hidden matrix, AdamW's moments of the others; zero."""
+        """Return the momentum buffer of a hidden matrix, or AdamW's moments; zero."""
         if is_hidden_matrix(name, shape):
             return {"momentum_buffer": torch.zeros_like(main)}
         return super().initial_state(name, main, shape)
 
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
-        """AdamW's parameters; a matrix is one thing."""
+        """Return False for hidden matrices, else as in AdamW."""
         return not is_hidden_matrix(name, shape) and super().is_elementwise(name, shape)
 
     def update(
@@ -122,7 +122,7 @@ class Muon(AdamW):
         states: list[dict[str, Tensor]],
         scale: Tensor,
     ) -> None:
-        """Matrices one after the other, then AdamW on the rest; see `Optimizer.update`."""
+        """Update matrices one after the other, then the rest with AdamW; see `Optimizer.update`."""
         rest = []
         for index, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
             if "momentum_buffer" in states[index]:
@@ -130,11 +130,11 @@ class Muon(AdamW):
             else:
                 rest.append(index)
 
-        def of_rest(values: list[Any]) -> list[Any]:
+        def select(values: list[Any]) -> list[Any]:
             return [values[index] for index in rest]
 
-        others = {**group, **{key: of_rest(group[key]) for key in ("names", "params")}}
-        super().update(others, of_rest(weights), of_rest(gradients), of_rest(states), scale)
+        adamw_group = {**group, **{key: select(group[key]) for key in ("names", "params")}}
+        super().update(adamw_group, select(weights), select(gradients), select(states), scale)
 
     def _update_matrix(
         self,
@@ -156,10 +156,10 @@ class Muon(AdamW):
         narrow = direction.to(torch.float64 if dtype == torch.float64 else torch.bfloat16)
 
         is_stack, rows = parameter.ndim == 3, parameter.shape[-2]
-        whole = narrow if is_stack else self.gather_rows(narrow, rows)
+        full = narrow if is_stack else self.gather_rows(narrow, rows)
         steps = [
             orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape[-2:])
-            for part in whole.split(self._parts(name, rows), dim=-2)
+            for part in full.split(self._parts(name, rows), dim=-2)
         ]
         step = torch.cat(steps, dim=-2)
         if not is_stack:

@@ -1,4 +1,4 @@
-"""The optimizer of a run from its keys."""
+"""Build the optimizer from its configuration keys."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor, "m
 def build_optimizer(
     keys: AnyModelBlock, named_parameters: Iterable[tuple[str, nn.Parameter]], **common: Any
 ) -> Optimizer:
-    """The optimizer of `model.optim` over the parameters of the model.
+    """Build the optimizer of `model.optim` for the parameters of the model.
 
     Args:
-        keys: the configuration of the model; `optim` is read, and the geometry of fused weights.
+        keys: configuration of the model: `optim`, and the shapes of fused weights.
         named_parameters: name and parameter.
-        common: arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`, and how to
-            reach the rows of other ranks.
+        common: arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`, and the
+            collectives for sharded parameters.
     """
     optim = keys.optim
     kind = optimizer_kind(optim.name)
@@ -56,23 +56,23 @@ def build_optimizer(
 
 
 def is_state_on_host(keys: AnyModelBlock, device: torch.device) -> bool:
-    """Whether main weights and state are kept in host memory: `cpu_offloading_optimizer`, on a CUDA device."""
+    """Return True if main weights and state are kept in host memory: `cpu_offloading_optimizer` on a CUDA device."""
     return keys.cpu_offloading_optimizer and device.type == "cuda"
 
 
 def host_copies(keys: AnyModelBlock, device: torch.device) -> Copies | None:
-    """The argument `host` of `Optimizer`; None where the state stays on the device."""
+    """Return the argument `host` of `Optimizer`; None to keep the state on the device."""
     return PinnedState(device) if is_state_on_host(keys, device) else None
 
 
 def fused_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:
-    """The weights that hold several projections one below the other: end of their names to the rows of each part."""
+    """Return the rows of each projection of the fused weights, by suffix of the parameter name."""
     model = family_slice(keys, vocab_size=1, form=SampleForm(length=sample_length_of(keys)))
     if not isinstance(model, T5Slice):
         return _fused_rows("", model.stack)
     rows: dict[str, tuple[int, ...]] = {}
     for name, stack in zip(("encoder", "decoder"), model.stacks, strict=True):
-        for layer in range(stack.num_layers):  # each stack has heads of its own, so whole names
+        for layer in range(stack.num_layers):  # full names, since the stacks may differ in shape
             rows |= _fused_rows(f"{name}.layers.{layer}.", stack)
     key_rows = model.cross_attention.groups * model.cross_attention.head_dim
     return rows | {"cross_attention.kv.weight": (key_rows, key_rows)}
@@ -94,20 +94,20 @@ def _fused_rows(prefix: str, stack: StackSlice) -> dict[str, tuple[int, ...]]:
 
 
 def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float | None]:
-    """What a checkpoint records of optimizer and schedule: the keys that act, below `model`, with their values.
+    """Return the optimizer and schedule settings recorded in a checkpoint: effective keys, relative to `model`.
 
     Args:
-        optim: the keys.
-        max_steps: of the trainer.
+        optim: configuration keys of the optimizer.
+        max_steps: `trainer.max_steps`.
     """
     found: dict[str, Any] = {"optim.name": optimizer_kind(optim.name), "optim.weight_decay": optim.weight_decay}
     found |= {f"optim.{key}": value for key, value in optimizer_settings(optim).items()}
     if found["optim.name"] == "adamw" and not found["optim.scale_parameter"]:
-        del found["optim.scale_parameter"]  # checkpoints from before there was this choice do not name it
+        del found["optim.scale_parameter"]  # absent in checkpoints older than this key
     schedule = build_schedule(optim, max_steps)
     for field in fields(schedule):
-        below = "optim" if field.name == "lr" or hasattr(schedule, "warmup_init") else "optim.sched"
-        found[f"{below}.{field.name}"] = getattr(schedule, field.name)
+        block = "optim" if field.name == "lr" or hasattr(schedule, "warmup_init") else "optim.sched"
+        found[f"{block}.{field.name}"] = getattr(schedule, field.name)
     if hasattr(schedule, "warmup_init"):
         found["optim.relative_step"] = True
     else:
@@ -116,19 +116,19 @@ def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float |
 
 
 def count_state(keys: AnyModelBlock, vocab_size: int, trained: int | None = None) -> int:
-    """Numbers an optimizer keeps for a model besides main weights, at least: its small vectors are left out.
+    """Return a lower bound of the elements of optimizer state besides main weights; Adafactor's vectors are left out.
 
     Args:
-        keys: the configuration of the model.
-        vocab_size: tokens of the tokenizer.
-        trained: parameters that are trained where others are frozen; None: all are.
+        keys: configuration of the model.
+        vocab_size: vocabulary size of the tokenizer.
+        trained: number of trainable parameters, if others are frozen; None: all.
     """
     parameters = count_parameters(keys, vocab_size) if trained is None else trained
     kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)
     if kind == "adamw":
         return 2 * parameters
     if kind == "muon" and trained is not None:
-        return parameters  # its matrices have one number for each
+        return parameters  # lower bound: one element per parameter of a matrix
     if kind == "muon":
         model = family_slice(keys, vocab_size=vocab_size, form=SampleForm(length=sample_length_of(keys)))
         cross = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)

@@ -1,4 +1,4 @@
-"""Host memory for the state of an optimizer, and the copies between it and a CUDA device."""
+"""Pinned host memory for optimizer state, and copies between it and a CUDA device."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ _PORTABLE = 1
 
 
 class PinnedState(CudaCopies):
-    """Copies whose host memory is pinned to the byte: it holds one state for as long as the run lasts.
+    """Copy engine with exactly sized pinned host memory, for state that is kept for the whole run.
 
-    PyTorch's allocator of pinned memory rounds up to a power of two, which of tens of GiB may be twice as much.
+    PyTorch's caching host allocator rounds up to a power of two, up to twice as much, which matters for tens of GiB.
     """
 
     _pinned = 0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is pinned."""
+        """See `Copies`."""
         return self._pinned
 
     def host(self, size: int) -> Tensor:
-        """So many bytes of pinned host memory, uint8 [size].
+        """Allocate pinned host memory, uint8 (size,).
 
         Raises:
-            UserError: the system does not give or pin that much.
+            UserError: the memory cannot be allocated or pinned.
         """
-        wish, cure = "`model.cpu_offloading_optimizer` (True)", "use model.cpu_offloading_optimizer=False"
-        asked = f"{size / 2**30:,.1f} GiB of host memory"
+        key, advice = "`model.cpu_offloading_optimizer` (True)", "use model.cpu_offloading_optimizer=False"
+        amount = f"{size / 2**30:,.1f} GiB of host memory"
         try:
             memory = torch.empty(size, dtype=torch.uint8)
         except RuntimeError as error:
-            raise UserError(f"{wish}: the system does not give {asked}; {cure}") from error
+            raise UserError(f"{key}: cannot allocate {amount}; {advice}") from error
         if not size:
             return memory
         error = _register(memory, self.device)
         if error:
-            raise UserError(f"{wish}: the system does not pin {asked} (CUDA error {error}); {cure}")
+            raise UserError(f"{key}: cannot pin {amount} (CUDA error {error}); {advice}")
         self._pinned += size
-        # It must not be given back while it is pinned; the end of the process does both.
+        # Unpin before the memory is freed with this object; at exit, the operating system does both.
         weakref.finalize(self, _unregister, memory, self.device).atexit = False
         return memory
 
     def give_back(self, host: Tensor) -> None:
-        """Nothing: it is given back with this object."""
+        """Do nothing: the memory is freed with this object."""
 
 
 def _register(memory: Tensor, device: torch.device) -> int:
-    """Pin memory that is there; returns the error of CUDA, 0 for none. torch itself pins shared memory so."""
+    """Pin allocated memory, as torch does for shared memory; return the CUDA error code, 0 for success."""
     cudart: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         return int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))

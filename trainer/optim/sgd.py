@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum, as torch.optim.SGD: weight decay is added to the gradient (L2)."""
+"""SGD with momentum, as torch.optim.SGD: weight decay is added to the gradient (L2)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .base_optimizer import Optimizer, arithmetic_dtype, overwrite, write_weight
 
 
 class SGD(Optimizer):
-    """Gradient descent: g' = g + weight_decay * w; m = momentum * m + g'; w -= lr * m.
+    """SGD: g' = g + weight_decay * w; m = momentum * m + g'; w -= lr * m.
 
     With `nesterov` the step is g' + momentum * m (Sutskever et al. 2013); without momentum it is g'.
 
     Args:
         named_parameters: name and parameter.
         lr: learning rate until `set_lr` is called.
-        momentum: decay of the running sum of gradients; 0 keeps none.
-        nesterov: look one step ahead.
-        weight_decay: added to the gradient, times the weight, after clipping.
+        momentum: decay of the running sum of gradients; 0 for no momentum.
+        nesterov: use Nesterov momentum.
+        weight_decay: L2 penalty: times the weight, it is added to the clipped gradient.
         common: the other arguments of `Optimizer`.
 
     Raises:
@@ -45,11 +45,11 @@ class SGD(Optimizer):
         super().__init__(named_parameters, {"lr": lr}, weight_decay=weight_decay, **common)
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """The running sum of gradients, zero, in the dtype of the weight; nothing without momentum."""
+        """Return the momentum buffer, zero, in the dtype of the weight; nothing without momentum."""
         return {"momentum_buffer": torch.zeros_like(main)} if self.momentum else {}
 
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def update(
@@ -60,7 +60,7 @@ class SGD(Optimizer):
         states: list[dict[str, Tensor]],
         scale: Tensor,
     ) -> None:
-        """One weight after the other; see `Optimizer.update`."""
+        """Update one weight after the other; see `Optimizer.update`."""
         live = scale >= 0
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
             main = state["main"]

@@ -1,7 +1,8 @@
-"""Which state of an optimizer goes through the device together, and where each tensor of it lies. Arithmetic only.
+"""Bucketing of offloaded optimizer state, and the memory layout of its tensors. Arithmetic only.
 
-Host memory is one long row of bytes. A bucket is what moves at once: the states of neighbouring parameters, one stretch
-of that row and so one copy; or a stretch of the elements of one large parameter, one copy for each of its tensors.
+Host memory is one contiguous buffer. A bucket is the unit of transfer: the states of neighbouring parameters, which are
+contiguous in that buffer and therefore one copy; or a slice of the elements of one large parameter, with one copy for
+each of its state tensors.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 64 * 2**20
-"""Of state in a bucket: a millisecond of the host link, against microseconds to start a copy."""
+"""Bytes of state per bucket: about a millisecond of transfer, against microseconds to launch a copy."""
 SLOTS = 3
-"""Buckets on the device at once: one that comes, one that is updated, one that leaves."""
-_ALIGNMENT = 256  # bytes; that of torch's own allocations for the kernels is 16 at least
-_GRAIN = 1024  # elements; a cut at a multiple of it leaves vector instructions the elements they had
+"""Device buffers: for the bucket being fetched, the one being updated, and the one being written back."""
+_ALIGNMENT = 256  # bytes; more than the 16 bytes that vectorized kernels need
+_GRAIN = 1024  # elements; slices start at multiples of it, so that vectorized kernels process the same vectors
 
 
 class Place(NamedTuple):
-    """Where a tensor lies in a row of bytes."""
+    """Location of a tensor in a byte buffer."""
 
     start: int
     shape: tuple[int, ...]
@@ -31,16 +32,16 @@ class Place(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
-        """The tensor there, sharing memory with the bytes."""
+        """Return a view of the buffer as the tensor."""
         return memory[self.start : self.start + self.size].view(self.dtype).view(self.shape)
 
 
 class Copy(NamedTuple):
-    """Bytes that host memory and a bucket's memory on the device have in common: where in each, and how many."""
+    """One transfer: offset in host memory, offset in the bucket's device memory, and size, in bytes."""
 
     host: int
     device: int
@@ -49,13 +50,13 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The state of one parameter on this rank.
+    """Shapes of the state of one parameter on this rank.
 
     Attributes:
         tensors: key to shape and dtype.
-        most_bytes: of the rank that has the most of it; the same number on every rank.
-        elements: that a state of separate elements has: each tensor has so many, and they may be cut anywhere. None:
-            the state must be on the device as a whole.
+        most_bytes: bytes of the largest shard; the same number on every rank.
+        elements: elements of each tensor, for an elementwise update that may be split anywhere; None: the state must be
+            on the device as a whole.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -65,12 +66,12 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A parameter in a bucket.
+    """A parameter, or a slice of one, in a bucket.
 
     Attributes:
-        index: of the parameter in its group.
-        state: its tensors in the memory of the bucket.
-        cut: first element and the one after the last, where the bucket has only these, as vectors; None: all.
+        index: index of the parameter in its group.
+        state: locations of its state tensors in the memory of the bucket.
+        cut: element range `start, stop`, if the bucket has only these, as vectors; None: all.
     """
 
     index: int
@@ -78,18 +79,18 @@ class Stretch:
     cut: tuple[int, int] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """What the bucket has of a contiguous tensor of the shape of this rank's rows, sharing its memory."""
+        """Return a view of the slice of a contiguous tensor, shaped like the local shard of the parameter."""
         return tensor if self.cut is None else tensor.view(-1)[slice(*self.cut)]
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What moves at once.
+    """State that is transferred and updated at once.
 
     Attributes:
-        group: of the parameters.
-        stretches: the parameters, in order.
-        copies: between host memory and that of the bucket.
+        group: index of the parameter group.
+        stretches: parameters, in order.
+        copies: transfers between host memory and the bucket's memory.
         size: bytes of the bucket's memory.
     """
 
@@ -104,9 +105,9 @@ class BucketPlan:
     """All buckets of an optimizer.
 
     Attributes:
-        homes: group, then parameter: where its state lies in host memory, by key.
+        homes: locations in host memory by key, for each group and each parameter in it.
         buckets: in the order of the update.
-        host_bytes: of host memory.
+        host_bytes: total bytes of host memory.
     """
 
     homes: tuple[tuple[Mapping[str, Place], ...], ...]
@@ -115,51 +116,54 @@ class BucketPlan:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Bytes of device memory for each of `SLOTS` buckets in flight; bucket i goes through slot i % `SLOTS`."""
+        """Bytes of each of the `SLOTS` device buffers; bucket i uses buffer i % `SLOTS`."""
         return tuple(max((bucket.size for bucket in self.buckets[slot::SLOTS]), default=0) for slot in range(SLOTS))
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that one step copies to the device, and as many back."""
+        """Bytes copied to the device per step, and the same number back."""
         return sum(copy.size for bucket in self.buckets for copy in bucket.copies)
 
 
 def plan_buckets(groups: Sequence[Sequence[StateShape]], limit: int = BUCKET_BYTES) -> BucketPlan:
-    """Cut the state of all parameters into buckets, those of a group one after the other.
+    """Assign the state of all parameters to buckets, group by group.
 
-    Ranks that hold different rows get the same buckets, so that what they send each other during an update agrees; of
-    a state that is cut, only what a rank has.
+    Ranks with different shards get the same assignment of parameters to buckets, so that collectives during an update
+    match; only a large state that is sliced gets as many buckets as its local shard needs.
 
     Args:
-        groups: group, then parameter: its state.
-        limit: bytes of a bucket; a state that must be on the device as a whole may be larger.
+        groups: state shapes, for each group and each parameter in it.
+        limit: maximal bytes of a bucket; a state that must be on the device as a whole may be larger.
     """
     homes: list[tuple[Mapping[str, Place], ...]] = []
     buckets: list[Bucket] = []
     end = 0
     for group, states in enumerate(groups):
-        found: list[Mapping[str, Place]] = []
+        group_homes: list[Mapping[str, Place]] = []
         for indices in _pack([state.most_bytes for state in states], limit):
             begin = end
             for index in indices:
-                placed, end = _put(states[index].tensors, end)
-                found.append(placed)
+                places, end = _lay_out(states[index].tensors, end)
+                group_homes.append(places)
             elements = states[indices[0]].elements
             if elements is not None and states[indices[0]].most_bytes > limit:
-                buckets.extend(_cut(group, indices[0], found[-1], elements, limit))
+                buckets.extend(_slice(group, indices[0], group_homes[-1], elements, limit))
                 continue
             stretches = tuple(
-                Stretch(index, {key: place._replace(start=place.start - begin) for key, place in found[index].items()})
+                Stretch(
+                    index,
+                    {key: place._replace(start=place.start - begin) for key, place in group_homes[index].items()},
+                )
                 for index in indices
             )
             copies = (Copy(begin, 0, end - begin),) if end > begin else ()
             buckets.append(Bucket(group, stretches, copies, end - begin))
-        homes.append(tuple(found))
+        homes.append(tuple(group_homes))
     return BucketPlan(tuple(homes), tuple(buckets), end)
 
 
 def _pack(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Neighbours that together have at most `limit` bytes, or one that alone has more."""
+    """Yield ranges of neighbours with at most `limit` bytes together, or of one with more."""
     first, filled = 0, 0
     for index, size in enumerate(sizes):
         if index > first and filled + size > limit:
@@ -170,27 +174,27 @@ def _pack(sizes: Sequence[int], limit: int) -> Iterator[range]:
         yield range(first, len(sizes))
 
 
-def _put(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], start: int) -> tuple[Mapping[str, Place], int]:
-    """Tensors one behind the other from `start` on, and where the next one would begin."""
-    placed: dict[str, Place] = {}
+def _lay_out(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], start: int) -> tuple[Mapping[str, Place], int]:
+    """Place tensors consecutively from `start`; return their locations and the next free offset."""
+    places: dict[str, Place] = {}
     for key, (shape, dtype) in tensors.items():
-        placed[key] = Place(start, shape, dtype)
-        start = _aligned(start + placed[key].size)
-    return placed, start
+        places[key] = Place(start, shape, dtype)
+        start = _aligned(start + places[key].size)
+    return places, start
 
 
-def _cut(group: int, index: int, home: Mapping[str, Place], elements: int, limit: int) -> Iterator[Bucket]:
-    """Buckets of so many elements each that their tensors have at most `limit` bytes together."""
-    width = sum(place.dtype.itemsize for place in home.values())
-    step = max(_GRAIN, limit // width // _GRAIN * _GRAIN)
-    for first in range(0, elements, step):
-        last = min(first + step, elements)
-        state, size = _put({key: ((last - first,), place.dtype) for key, place in home.items()}, 0)
+def _slice(group: int, index: int, home: Mapping[str, Place], elements: int, limit: int) -> Iterator[Bucket]:
+    """Slice the state of one parameter into buckets of at most `limit` bytes (at least `_GRAIN` elements)."""
+    element_bytes = sum(place.dtype.itemsize for place in home.values())
+    step = max(_GRAIN, limit // element_bytes // _GRAIN * _GRAIN)
+    for start in range(0, elements, step):
+        stop = min(start + step, elements)
+        state, size = _lay_out({key: ((stop - start,), place.dtype) for key, place in home.items()}, 0)
         copies = tuple(
-            Copy(place.start + first * place.dtype.itemsize, state[key].start, state[key].size)
+            Copy(place.start + start * place.dtype.itemsize, state[key].start, state[key].size)
             for key, place in home.items()
         )
-        yield Bucket(group, (Stretch(index, state, (first, last)),), copies, size)
+        yield Bucket(group, (Stretch(index, state, (start, stop)),), copies, size)
 
 
 def _aligned(size: int) -> int:

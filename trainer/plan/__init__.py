@@ -1,1 +1,1 @@
-"""What a run will take, before it runs: memory by closed forms, time by a roofline, and what would make it fit."""
+"""Estimate memory (closed forms) and step time (roofline) of a run in advance, and find settings that fit."""

@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start, or that has just run out of memory."""
+"""Plan of a run that is about to start, and advice for a run that ran out of memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .search import suggestions
 
 
 def plan_here(root: RootBlock, device: torch.device, *, world_size: int, vocab_size: int | None) -> Plan | None:
-    """The plan of a run on this machine; None where its attention or compilation cannot be had, which others tell.
+    """Plan a run on this machine; None if its attention or compilation is not supported, reported elsewhere.
 
     Args:
-        root: the keys.
+        root: validated configuration.
         device: of this process.
-        world_size: processes of the run.
-        vocab_size: tokens of the tokenizer.
+        world_size: number of processes.
+        vocab_size: of the tokenizer.
     """
     target = target_here(root, device, world_size)
     try:
@@ -28,21 +28,22 @@ def plan_here(root: RootBlock, device: torch.device, *, world_size: int, vocab_s
 
 
 def out_of_memory_lines(root: RootBlock, plan: Plan | None) -> list[str]:
-    """Which keys would have helped, and by how much.
+    """Return lines that list the keys that lower memory, and by how much.
 
     Args:
-        root: the keys.
-        plan: of the run that failed; None where there is none.
+        root: validated configuration.
+        plan: of the run that failed; None if there is none.
     """
     if plan is None or plan.facts.target.device != "cuda":
         return ["use a smaller model.micro_batch_size, shorter samples or a smaller model"]
     target: Target = plan.facts.target
-    lines = [f"planned were {gib(plan.needed)}, of {gib(plan.available or 0)} that the device has"]
+    lines = [f"the plan estimated {gib(plan.needed)} of {gib(plan.available or 0)} device memory"]
     if plan.facts.is_recorded:
         lines.append(
-            "micro batches run as CUDA graphs, whose memory nothing else can use: model.enable_cuda_graph=False"
+            "CUDA graphs use a memory pool of their own, not shared with other tensors; "
+            "`model.enable_cuda_graph=False` frees it"
         )
     changes = suggestions(root, target, plan)
     if not changes:
         return [*lines, "use shorter samples or a smaller model"]
-    return [*lines, "what would need less:", *change_lines(plan, changes)]
+    return [*lines, "changes that need less memory:", *change_lines(plan, changes)]

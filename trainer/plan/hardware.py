@@ -1,4 +1,4 @@
-"""The cards a run can be planned for: memory, speeds, and which part of them training reaches."""
+"""GPU table for `stoker plan`: memory size, peak rates, and the fraction of them that training reaches."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A GPU as a plan sees it.
+    """Specification of a GPU.
 
     Attributes:
-        name: as the driver reports it; it tells the peak.
-        memory: bytes there are in all, as the driver reports them.
+        name: as reported by the driver; the peak is looked up by it.
+        memory: total bytes as reported by the driver.
         capability: CUDA compute capability.
-        bandwidth: bytes a second to its own memory, from the data sheet.
-        host_link: bytes a second to the host in one direction, as copies of pinned memory reach it.
-        peer_link: bytes a second to the other cards of its machine, as NCCL's sums reach it.
-        measured: the parts below were measured on this card; otherwise they are those of the H100.
-        matmul_part: of its dense bf16 peak, what matrix products of a training step reach.
-        attention_part: likewise fused attention of long sequences, forward and backward together, causal FLOPs counted
-            at half.
-        bandwidth_part: of its bandwidth, what pointwise kernels reach.
+        bandwidth: memory bandwidth in bytes/s, from the data sheet.
+        host_link: bytes/s to the host in one direction, as reached by copies of pinned memory.
+        peer_link: bytes/s to the other GPUs of its machine, as reached by NCCL collectives.
+        measured: the fractions below were measured on this GPU; otherwise they are those of the H100.
+        matmul_part: fraction of the dense bf16 peak that matmuls of a training step reach.
+        attention_part: the same for fused attention on long sequences, forward and backward together, with half of all
+            FLOPs counted for a causal mask.
+        bandwidth_part: fraction of the memory bandwidth that pointwise kernels reach.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Card:
 
     @property
     def peak(self) -> float | None:
-        """Dense bf16 FLOP/s, None where it is not known."""
+        """Dense bf16 FLOP/s; None if not known."""
         return bf16_peak(self.name)
 
 
 # Memory is about what `torch.cuda.get_device_properties` reports, which is less than the data sheet's size; bandwidths
-# are those of the data sheets. The parts are those with which the steps of docs/benchmarks.md that an H100 ran come out
-# best: 1.2 B at 4,096 to 106,496 tokens, wide and T5 within 2 %, LoRA 4 %, experts 5 %. They agree with its kernels
-# alone: GEMMs at 700 to 760 of 989 TFLOP/s, attention at 565 with sequences of 16,384.
+# are those of the data sheets. The fractions are a fit to the H100 steps of docs/benchmarks.md: 1.2 B at 4,096 to
+# 106,496 tokens, wide and T5 within 2 %, LoRA 4 %, MoE 5 %. They agree with single kernels on the H100: GEMMs at 700 to
+# 760 of 989 TFLOP/s, attention at 565 with sequences of 16,384.
 _TABLE: dict[str, Card] = {
     "h100": Card(
         name="NVIDIA H100 80GB HBM3", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=3.35e12, host_link=50e9,
@@ -111,18 +111,18 @@ _PRODUCTS = {
     "rtx4090": "RTX 4090",
     "rtx5090": "RTX 5090",
 }
-"""What is said of each card in the names of its product, of which other forms have speeds like it."""
+"""Pattern of each GPU's product name as reported by the driver, including variants of similar speed."""
 CARD_NAMES = tuple(_TABLE)
 DEFAULT_CARD = "h100"
 
 
 def card_named(text: str) -> Card:
-    """The card of `--device`: a name of the table, a size of memory (`80GiB`, `24GB`), or both (`h100:40GiB`).
+    """Parse `--device`: a name in the table, a memory size (`80GiB`, `24GB`), or both (`h100:40GiB`).
 
-    A size alone is a card like the H100 with so much memory, of which nothing was measured.
+    A size alone is an H100 with that much memory, not marked as measured.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `text` is none of these.
     """
     name, colon, size = text.lower().partition(":")
     if name in _TABLE and not colon:
@@ -130,7 +130,7 @@ def card_named(text: str) -> Card:
     memory = _bytes(size if colon else name)
     if memory is None or (colon and name not in _TABLE):
         raise ValueError(
-            f"`--device` ({text}) must be one of {', '.join(CARD_NAMES)}, a size as 80GiB, or both as h100:40GiB."
+            f"`--device` ({text}) must be one of {', '.join(CARD_NAMES)}, a size like 80GiB, or both like h100:40GiB."
         )
     if colon:
         return replace(_TABLE[name], memory=memory)
@@ -138,23 +138,29 @@ def card_named(text: str) -> Card:
 
 
 def card_of(driver_name: str, memory: int, capability: tuple[int, int]) -> Card:
-    """The card of this machine: its own memory, and the speeds of the table's card that its name says it is."""
-    said = {key: re.search(rf"\b{pattern}\b", driver_name) for key, pattern in _PRODUCTS.items()}
-    hits = {key: len(match.group()) for key, match in said.items() if match}
-    if hits:  # the name that says most; of one name in several sizes, the nearest
-        named = [_TABLE[key] for key, length in hits.items() if length == max(hits.values())]
-        like = min(named, key=lambda card: abs(card.memory - memory))
-    else:
-        cards = list(_TABLE.values())
-        alike = [card for card in cards if card.capability == capability]
-        alike += [card for card in cards if card.capability[0] == capability[0]]
-        like = [*alike, _TABLE[DEFAULT_CARD]][0]
-    measured = like.measured and like.name == driver_name
-    return replace(like, name=driver_name, memory=memory, capability=capability, measured=measured)
+    """Return the specification of an installed GPU: its own memory, and the rates of the most similar GPU in the table.
+
+    Args:
+        driver_name: product name reported by the driver.
+        memory: total bytes.
+        capability: CUDA compute capability.
+    """
+    matches = {key: re.search(rf"\b{pattern}\b", driver_name) for key, pattern in _PRODUCTS.items()}
+    lengths = {key: len(match.group()) for key, match in matches.items() if match}
+    if lengths:  # the longest match; among sizes of one product the nearest
+        named = [_TABLE[key] for key, length in lengths.items() if length == max(lengths.values())]
+        similar = min(named, key=lambda gpu: abs(gpu.memory - memory))
+    else:  # the same compute capability, or at least the same major one
+        gpus = list(_TABLE.values())
+        candidates = [gpu for gpu in gpus if gpu.capability == capability]
+        candidates += [gpu for gpu in gpus if gpu.capability[0] == capability[0]]
+        similar = [*candidates, _TABLE[DEFAULT_CARD]][0]
+    measured = similar.measured and similar.name == driver_name
+    return replace(similar, name=driver_name, memory=memory, capability=capability, measured=measured)
 
 
 def _bytes(text: str) -> int | None:
-    """A size in words; None where it is no size."""
+    """Parse a size such as `80GiB`; None if it is not one."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(tib|tb|gib|gb|g|mib|mb)", text.strip().lower())
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What memory and time of a run follow from: its slices, the attention it will take, and what each rank holds."""
+"""Inputs of a memory and time estimate: model slices, attention backends, sharding layout and target device."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from .trainable_count import count_trained
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a run is planned for.
+    """Device and software that a run is planned for.
 
     Attributes:
-        device: kind of device.
-        capability: CUDA compute capability, None elsewhere.
-        card: the card, None where there is none.
-        memory: bytes of the device, None where unknown or for a CPU.
-        software: what is installed there, or taken to be.
-        flags: what the environment says about attention there.
-        world_size: processes of the run.
-        host_memory: bytes of the host for each process, None where unknown.
+        device: device type.
+        capability: CUDA compute capability; None on other devices.
+        card: GPU; None without one.
+        memory: device memory in bytes; None for a CPU or if unknown.
+        software: installed, or assumed, packages.
+        flags: attention flags from environment variables.
+        world_size: number of processes.
+        host_memory: host memory per process in bytes; None if unknown.
     """
 
     device: str
@@ -66,11 +66,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
-    """Bytes of a number.
+    """Bytes per element.
 
     Attributes:
-        weights: of the parameters and their gradients.
-        compute: of what is multiplied.
+        weights: of parameters and their gradients.
+        compute: of matmul operands.
         stream: of the residual stream.
     """
 
@@ -80,31 +80,31 @@ class Widths:
 
     @property
     def casts_weights(self) -> bool:
-        """Whether layers multiply with narrow copies of their weights (autocast)."""
+        """True if layers multiply with low-precision copies of their weights (autocast)."""
         return self.compute < self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFacts:
-    """One stack of a run and the micro batch that goes through it.
+    """One transformer stack and the shape of its micro batches.
 
     Attributes:
-        name: `encoder` or `decoder` of a T5, empty elsewhere.
-        stack: what it is.
-        batch: samples in a micro batch.
-        length: tokens of a sample.
-        attention: the choice for its self-attention in training.
-        cross: its cross-attention, None without one.
-        cross_attention: the choice for that in training.
-        memory_length: tokens of a sample that cross-attention reads.
-        widths: bytes of its numbers.
-        compiled: whether its layers run through torch.compile.
-        learnt: projections of a layer whose matrices, or updates of them, are trained, and so keep what they read.
-        spares_norms: these projections keep the stream and not its norm, see `models.normed_linear`.
-        low_rank_mlp: its MLPs with low-rank updates are one operation, see `kernels.lora_gated_mlp`.
-        low_rank_experts: its experts have low-rank updates, see `kernels.moe.lora_experts`.
-        trains_router: the router of its experts is trained.
-        begins: its first layer whose backward pass runs.
+        name: `encoder` or `decoder` for T5, otherwise empty.
+        stack: configuration of the stack.
+        batch: samples per micro batch.
+        length: tokens per sample.
+        attention: backend chosen for self-attention in training.
+        cross: configuration of cross-attention; None without one.
+        cross_attention: backend chosen for cross-attention in training.
+        memory_length: tokens per sample of the encoder output that cross-attention reads.
+        widths: bytes per element.
+        compiled: layers run through torch.compile.
+        learnt: projections whose weights or LoRA updates are trained, and which therefore save their input.
+        spares_norms: these projections save the residual stream, not the norm's output; see `models.normed_linear`.
+        low_rank_mlp: MLPs with LoRA run as one fused operation; see `kernels.lora_gated_mlp`.
+        low_rank_experts: experts have LoRA updates; see `kernels.moe.lora_experts`.
+        trains_router: the MoE router is trained.
+        begins: index of the first layer whose backward pass runs.
     """
 
     name: str
@@ -126,40 +126,40 @@ class StackFacts:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch."""
+        """Tokens per micro batch."""
         return self.batch * self.length
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether any of its attentions keeps scores for the backward pass."""
+        """True if self- or cross-attention saves its scores for the backward pass."""
         cross = self.cross_attention
         return self.attention.keeps_scores or (cross is not None and cross.keeps_scores)
 
     @property
     def memory_tokens(self) -> int:
-        """Tokens of a micro batch that cross-attention reads."""
+        """Tokens per micro batch that cross-attention reads."""
         return self.batch * self.memory_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Everything a plan reads.
+    """All inputs of an estimate.
 
     Attributes:
-        keys: the configuration of the model and of its batches.
-        target: where it runs.
-        family: what the model is.
-        form: its samples.
-        stacks: its stacks, in the order data goes through them.
-        precision: of the run.
-        layout: what each rank holds; None for one process.
-        reduce_width: bytes of a gradient that is summed over ranks.
-        micro_batches: of a rank in each step.
-        average_width: bytes of each number of the moving average, 0 without one.
-        average_on_host: the average is in host memory.
-        average_every: steps between two updates of it.
-        vocab_size: tokens of the tokenizer.
-        can_be_recorded: a micro batch can run as a CUDA graph, whether it shall or not.
+        keys: configuration of the model and its batches.
+        target: device and software.
+        family: configuration of the model family.
+        form: shape of a sample.
+        stacks: stacks in forward order.
+        precision: dtypes of the run.
+        layout: sharding layout; None for one process.
+        reduce_width: bytes per gradient element in the reduction over ranks.
+        micro_batches: per rank and step.
+        average_width: bytes per element of the exponential moving average (EMA); 0 without one.
+        average_on_host: the EMA is in host memory.
+        average_every: steps between two updates of the EMA.
+        vocab_size: of the tokenizer.
+        can_be_recorded: micro batches can run as CUDA graphs, whether or not they are configured to.
     """
 
     keys: AnyModelBlock
@@ -179,47 +179,47 @@ class RunFacts:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether micro batches run as CUDA graphs, which the host launches at once."""
+        """True if micro batches run as CUDA graphs, each launched with one call."""
         return self.can_be_recorded and self.keys.enable_cuda_graph is not False
 
     @property
     def ranks(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.target.world_size
 
     @property
     def shards(self) -> int:
-        """Ranks that hold different rows of the optimizer's state."""
+        """Number of shards of the optimizer state."""
         return self.layout.shards if self.layout else 1
 
     @property
     def widths(self) -> Widths:
-        """Bytes of the numbers outside of the stacks, which are those within."""
+        """Bytes per element, the same in all stacks and outside of them."""
         return self.stacks[0].widths
 
     @property
     def out_tokens(self) -> int:
-        """Tokens of a micro batch whose next one is predicted."""
+        """Output positions per micro batch, for which logits are computed."""
         return self.stacks[-1].tokens
 
     @property
     def compiled(self) -> bool:
-        """Whether layers are compiled."""
+        """True if layers run through torch.compile."""
         return self.stacks[0].compiled
 
 
 def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab_size: int | None = None) -> RunFacts:
-    """What a plan of these keys reads.
+    """Collect the inputs of an estimate from a configuration.
 
     Args:
-        root: the keys; the rules have found no error in them.
-        target: where the run will be.
-        precision: of the run there.
-        vocab_size: tokens of the tokenizer; None where it is not known, which `override_vocab_size` makes up for.
+        root: validated configuration.
+        target: device and software.
+        precision: dtypes of the run on that device.
+        vocab_size: of the tokenizer; if None, `override_vocab_size` is used.
 
     Raises:
-        ValueError: no attention backend is left, compilation cannot be had, or the vocabulary is too small.
-        UserError: micro batches shall be recorded as CUDA graphs and cannot be.
+        ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
+        UserError: CUDA graphs are required but not supported for this run.
     """
     keys, form = root.model, sample_form(root)
     vocab_size = vocab_size or keys.override_vocab_size or 1
@@ -233,16 +233,16 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
         "deterministic": not target.flags.allow_nondeterministic,
     }
     peft = peft_slice(keys.peft)
-    read = form  # what its layers read
+    layer_form = form  # prompt tuning lengthens the sequences that layers see
     if isinstance(peft, PromptSlice):
-        read = replace(form, length=form.length + peft.virtual_tokens)
+        layer_form = replace(form, length=form.length + peft.virtual_tokens)
     decisions: dict[str, Decision] = {}
-    for planned in planned_attentions(family, read, common):
-        asked: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
-        decisions[planned.name] = decide(planned.attention, asked, target.flags, target.software)["training"]
+    for planned in planned_attentions(family, layer_form, common):
+        calls: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
+        decisions[planned.name] = decide(planned.attention, calls, target.flags, target.software)["training"]
     in_training = {f"{name} training".strip(): decision for name, decision in decisions.items()}
-    recording = (root, torch.device(target.device), target.world_size, in_training)
-    uses_cuda_graph(*recording)  # refuses what is asked for and cannot be had
+    graph_args = (root, torch.device(target.device), target.world_size, in_training)
+    uses_cuda_graph(*graph_args)  # raises if CUDA graphs are required but not supported
     dropout = any(map(has_dropout, family.stacks)) or peft_dropout(peft) > 0
     compiled, _ = compile_policy(keys.compile, target.device, target.software.torch, dropout=dropout)
     widths = Widths(
@@ -251,25 +251,25 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
         stream=precision.weights.itemsize if precision.autocast else dtype.itemsize,
     )
     layout = layout_of(root, target.world_size)
-    summed = reduce_dtype(root, precision.weights) or precision.weights
-    average = root.exp_manager.ema
+    gradient_dtype = reduce_dtype(root, precision.weights) or precision.weights
+    ema = root.exp_manager.ema
     return RunFacts(
         keys=keys,
         target=target,
         family=family,
         form=form,
         stacks=_stacks(
-            family, read, decisions, keys, widths, count_trained(keys, vocab_size, form).begins, compiled=compiled
+            family, layer_form, decisions, keys, widths, count_trained(keys, vocab_size, form).begins, compiled=compiled
         ),
         precision=precision,
         layout=layout,
-        reduce_width=summed.itemsize,
+        reduce_width=gradient_dtype.itemsize,
         micro_batches=keys.global_batch_size // keys.micro_batch_size // target.world_size,
-        average_width=max(4, precision.weights.itemsize) if average.enable else 0,
-        average_on_host=average.cpu_offload and target.device == "cuda",
-        average_every=average.every_n_steps,
+        average_width=max(4, precision.weights.itemsize) if ema.enable else 0,
+        average_on_host=ema.cpu_offload and target.device == "cuda",
+        average_every=ema.every_n_steps,
         vocab_size=vocab_size,
-        can_be_recorded=why_not_recorded(*recording) is None,
+        can_be_recorded=why_not_recorded(*graph_args) is None,
     )
 
 
@@ -286,42 +286,42 @@ def _stacks(
     peft = peft_slice(keys.peft)
     cross = family.cross_attention if isinstance(family, T5Slice) else None
     names, lengths = (("encoder", "decoder"), (form.length, form.decoder_length)) if cross else (("",), (form.length,))
-    found: list[StackFacts] = []
-    for number, (name, stack, length) in enumerate(zip_longest(names, family.stacks, lengths)):
-        reads, call = cross if number else None, decisions[name].call
-        found.append(
+    stacks: list[StackFacts] = []
+    for index, (name, stack, length) in enumerate(zip_longest(names, family.stacks, lengths)):
+        stack_cross, call = cross if index else None, decisions[name].call
+        stacks.append(
             StackFacts(
                 name=name,
                 stack=stack,
                 batch=keys.micro_batch_size,
                 length=length,
                 attention=decisions[name],
-                cross=reads,
-                cross_attention=decisions["cross"] if reads else None,
-                memory_length=form.length if reads else 0,
+                cross=stack_cross,
+                cross_attention=decisions["cross"] if stack_cross else None,
+                memory_length=form.length if stack_cross else 0,
                 widths=widths,
                 compiled=compiled,
-                learnt=_learnt(peft),
+                learnt=_trained_projections(peft),
                 spares_norms=compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack),
                 low_rank_experts=isinstance(peft, LoRASlice)
                 and peft.layers.numbers is None
                 and bool(peft.targets & {"mlp_fc1", "mlp_fc2"}),
                 trains_router=peft is None or isinstance(peft, SelectiveSlice),
                 low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
-                begins=begins[number],
+                begins=begins[index],
             )
         )
-    return tuple(found)
+    return tuple(stacks)
 
 
-def _learnt(peft: PeftSlice | None) -> frozenset[Projection]:
+def _trained_projections(peft: PeftSlice | None) -> frozenset[Projection]:
     return peft.targets if isinstance(peft, LoRASlice) and peft.layers.numbers is None else PROJECTIONS
 
 
 def precision_there(root: RootBlock, target: Target) -> PrecisionPlan:
-    """The precision of a run on a device that need not be here: null is decided by the capability of the target."""
+    """Return the precision of a run on the target device; null is resolved from the target's compute capability."""
     trainer = root.trainer
     if trainer.precision is None:
-        narrow = target.device == "cuda" and (target.capability or (0, 0)) >= (8, 0)
-        trainer = trainer.model_copy(update={"precision": "bf16" if narrow else "32"})
+        has_bf16 = target.device == "cuda" and (target.capability or (0, 0)) >= (8, 0)
+        trainer = trainer.model_copy(update={"precision": "bf16" if has_bf16 else "32"})
     return plan_precision(trainer, root.model.megatron_amp_O2, torch.device(target.device))

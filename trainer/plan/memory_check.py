@@ -1,7 +1,7 @@
-"""Whether a run can fit at all: a lower bound of its memory in closed form, before anything is built.
+"""Out-of-memory check before a run: a closed-form lower bound of its memory, before anything is built.
 
-`plan` says what a run on a GPU will take; this is the part of it that holds for every device, backend and compiler, so
-that nothing is refused that could run.
+`plan` estimates the memory of a run on a GPU; this bound holds for every device, backend and compiler, so a run that
+could fit is never rejected.
 """
 
 from __future__ import annotations
@@ -42,20 +42,19 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 def check_memory(
     root: RootBlock, precision: PrecisionPlan, device: torch.device, layout: DataLayout | None = None
 ) -> None:
-    """Refuse a run that needs more memory than its device, or its host, has.
+    """Reject a run that needs more memory than its device or its host has.
 
-    The bound holds for any run: weights, gradients and the optimizer's state; the input of each layer and what goes
-    through its experts, which the backward pass needs; the mask that keeps packed documents apart; the prepared
-    batches. A run that passes may still be too large.
+    The lower bound counts weights, gradients and optimizer state; the saved input of each layer and the saved expert
+    activations; the attention mask of packed documents; the prefetched batches. A run that passes may still not fit.
 
     Args:
-        root: the keys.
-        precision: of the run.
-        device: of this process.
-        layout: what each process holds; None for one process.
+        root: the configuration.
+        precision: dtypes of the run.
+        device: device of this process.
+        layout: data-parallel layout; None for one process.
 
     Raises:
-        UserError: it cannot fit; names the keys that decide it.
+        UserError: the run cannot fit; the message names the keys that determine the size.
     """
     keys = root.model
     form = sample_form(root)
@@ -66,51 +65,54 @@ def check_memory(
     stacks = model.stacks
     lengths = (form.length, form.decoder_length)[: len(stacks)]
     table = rotary_tables(stacks)
-    width = precision.weights.itemsize
+    itemsize = precision.weights.itemsize
     main = main_weight_bytes(precision)
-    kept = count_state(keys, vocab_size, trained) if keys.peft.is_on else count_state(keys, vocab_size)
-    average = root.exp_manager.ema
-    averaged = trained * max(width, 4) if average.enable else 0
+    state_size = count_state(keys, vocab_size, trained) if keys.peft.is_on else count_state(keys, vocab_size)
+    ema = root.exp_manager.ema
+    ema_bytes = trained * max(itemsize, 4) if ema.enable else 0
     shards = layout.shards if layout else 1
     ranks = layout.replicas * shards if layout else 1
-    weights = (parameters + trained) * width // (1 if layout is None or layout.whole_weights else shards)
-    averaged //= shards
-    average_on_host = averaged if average.cpu_offload and device.type == "cuda" else 0
-    optimizer = (trained * main + kept * (main or width)) // shards
+    # weights and gradients
+    weights = (parameters + trained) * itemsize // (1 if layout is None or layout.whole_weights else shards)
+    ema_bytes //= shards
+    ema_on_host = ema_bytes if ema.cpu_offload and device.type == "cuda" else 0
+    optimizer = (trained * main + state_size * (main or itemsize)) // shards
     on_host = optimizer if is_state_on_host(keys, device) else 0
     manager = root.exp_manager
     if manager.create_checkpoint_callback and manager.checkpoint_callback_params.async_save:
-        on_host *= 2  # a checkpoint is written from a copy
-    state = weights + (0 if on_host else optimizer) + averaged - average_on_host + table
-    narrow = (precision.autocast or precision.weights).itemsize
+        on_host *= 2  # an asynchronous save writes from a copy in host memory
+    state = weights + (0 if on_host else optimizer) + ema_bytes - ema_on_host + table
+    compute_itemsize = (precision.autocast or precision.weights).itemsize
     tokens = [keys.micro_batch_size * length for length in lengths]
-    sized = list(zip(stacks, tokens, strict=True))
-    begun = list(zip(sized, counts.begins, strict=True))  # no layer before these keeps anything
-    activations = sum(_kept(stack, n, max(first, _offloaded(stack, device))) for (stack, n), first in begun) * narrow
-    sent = sum(_kept(stack, n, first) for (stack, n), first in begun) * narrow - activations
-    beside = _weights_on_host(model, device, width)
-    # at most so many weights are on the host when the backward begins
-    away = parameters * width if any(_offloaded(stack, device, weights=True) for stack in stacks) else 0
+    # layers before `first` need no backward pass and save nothing
+    spans = list(zip(stacks, tokens, counts.begins, strict=True))
+    activations = compute_itemsize * sum(
+        _saved_activations(stack, n, max(first, _num_offloaded_layers(stack, device))) for stack, n, first in spans
+    )
+    offloaded = compute_itemsize * sum(_saved_activations(stack, n, first) for stack, n, first in spans) - activations
+    weights_on_host = _weights_on_host(model, device, itemsize)
+    # upper bound of the weights that are on the host when the backward pass starts
+    away = parameters * itemsize if any(_num_offloaded_layers(stack, device, weights=True) for stack in stacks) else 0
     mask = _mask_bytes(root, precision, device)
-    # tokens and labels in int64, and the numbers of documents in int32
-    numbers = 4 * (form.packed or form.restart)
-    of_sample = sum(lengths) * (8 + numbers) + lengths[-1] * 8
-    batches = keys.global_batch_size // ranks * of_sample * BATCHES_AHEAD
+    # tokens and labels in int64, document ids in int32
+    document_id_bytes = 4 * (form.packed or form.restart)
+    sample_bytes = sum(lengths) * (8 + document_id_bytes) + lengths[-1] * 8
+    batches = keys.global_batch_size // ranks * sample_bytes * BATCHES_AHEAD
     host = host_memory()
     if host is not None:
         host //= max(1, ranks // root.trainer.num_nodes)
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
     each = " in each process" if ranks > 1 else ""
     if isinstance(keys, T5Keys):
-        length, packs, places = "seq_length data.seq_length_dec", "packed_sequence", ("encoder.", "decoder.")
+        length, packing_key, prefixes = "seq_length data.seq_length_dec", "packed_sequence", ("encoder.", "decoder.")
     else:
-        length, packs, places = "encoder_seq_length", "reset_attention_mask", ("",)
-    depth, width, rows = [], [], []
-    for place, stack in zip(places, stacks, strict=True):
-        depth += [f"{place}num_layers", f"{place}hidden_size"]
-        width += [f"{place}ffn_hidden_size", *(f"{place}{size}" for size in _EXPERT_SIZES if stack.moe)]
-        rows += [f"{place}{size}" for size in _EXPERT_ROWS if stack.moe]
-    for need, has, what, names in (
+        length, packing_key, prefixes = "encoder_seq_length", "reset_attention_mask", ("",)
+    depth, width, rows = [], [], []  # keys of the size in each dimension, for the message
+    for prefix, stack in zip(prefixes, stacks, strict=True):
+        depth += [f"{prefix}num_layers", f"{prefix}hidden_size"]
+        width += [f"{prefix}ffn_hidden_size", *(f"{prefix}{size}" for size in _EXPERT_SIZES if stack.moe)]
+        rows += [f"{prefix}{size}" for size in _EXPERT_ROWS if stack.moe]
+    for needed, limit, what, names in (
         (
             state,
             available,
@@ -127,42 +129,42 @@ def check_memory(
         (
             state + activations + mask - away,
             available,
-            f"the model, the activations of one micro batch and the mask of `data.{packs}` need",
+            f"the model, the activations of one micro batch and the mask of `data.{packing_key}` need",
             f"micro_batch_size {length}",
         ),
         (
             on_host,
             host,
-            f"the optimizer's state and main weights in host memory need{each}",
+            f"the optimizer state and main weights in host memory need{each}",
             f"cpu_offloading_optimizer {' '.join(depth + width)}",
         ),
         (
-            on_host + average_on_host,
+            on_host + ema_on_host,
             host,
-            f"the averages of `exp_manager.ema.cpu_offload` and what else is in host memory need{each}",
+            f"the EMA weights of `exp_manager.ema.cpu_offload` and the optimizer state in host memory need{each}",
             f"cpu_offloading_optimizer {' '.join(depth + width)}",
         ),
         (
-            on_host + average_on_host + sent + beside,
+            on_host + ema_on_host + offloaded + weights_on_host,
             host,
-            f"the activations of a micro batch and whatever else offloading keeps in host memory need{each}",
-            f"micro_batch_size {length} {' '.join(f'{place}cpu_offloading_num_layers' for place in places)} "
+            f"the activations of a micro batch and everything else offloaded to host memory need{each}",
+            f"micro_batch_size {length} {' '.join(f'{prefix}cpu_offloading_num_layers' for prefix in prefixes)} "
             f"cpu_offloading_optimizer {' '.join(depth)}",
         ),
-        (batches, host, "the batches prepared ahead need", f"global_batch_size {length}"),
+        (batches, host, "the prefetched batches need", f"global_batch_size {length}"),
     ):
-        if has is not None and need > has:
-            values = ", ".join(f"`{name}` ({value})" for name in names.split() if (value := _value(keys, name)))
+        if limit is not None and needed > limit:
+            values = ", ".join(f"`{name}` ({value})" for name in names.split() if (value := _key_value(keys, name)))
             raise UserError(
                 [
-                    f"out of memory: {what} at least {need / _GIB:,.1f} GiB, of {has / _GIB:,.1f} GiB there are",
-                    f"    it follows from {values} below `model`; use smaller ones",
+                    f"out of memory: {what} at least {needed / _GIB:,.1f} GiB, but there are {limit / _GIB:,.1f} GiB",
+                    f"    this follows from {values} below `model`; use smaller values",
                 ]
             )
 
 
-def _offloaded(stack: StackSlice, device: torch.device, *, weights: bool = False) -> int:
-    """How many of the first layers have their activations, or their weights, in host memory."""
+def _num_offloaded_layers(stack: StackSlice, device: torch.device, *, weights: bool = False) -> int:
+    """Return the number of first layers with activations (or weights) offloaded to host memory."""
     offload = stack.offload
     if offload is None or device.type != "cuda":
         return 0
@@ -170,25 +172,25 @@ def _offloaded(stack: StackSlice, device: torch.device, *, weights: bool = False
 
 
 def _weights_on_host(model: FamilySlice, device: torch.device, itemsize: int) -> int:
-    """Bytes of the weights that have a copy in host memory: the matrices of the first layers, but for small ones."""
+    """Return the bytes of the weights with a copy in host memory: the larger matrices of the offloaded layers."""
     total = 0
     for stack in model.stacks:
         cross = model.cross_attention if isinstance(model, T5Slice) and stack is model.stacks[-1] else None
-        for layer in range(_offloaded(stack, device, weights=True)):
+        for layer in range(_num_offloaded_layers(stack, device, weights=True)):
             moe = stack.moe if stack.moe is not None and stack.moe.layers[layer] else None
-            sizes = (count * itemsize for count in _matrices(stack, moe, cross))
+            sizes = (count * itemsize for count in _matrix_sizes(stack, moe, cross))
             total += sum(size for size in sizes if size >= LEAST_SIZE)
     return total
 
 
-def _matrices(stack: StackSlice, moe: MoESlice | None, cross: AttentionSlice | None) -> Iterator[int]:
-    """Numbers in each matrix of a layer, with these experts and this cross-attention; all experts have one."""
+def _matrix_sizes(stack: StackSlice, moe: MoESlice | None, cross: AttentionSlice | None) -> Iterator[int]:
+    """Yield the number of elements of each weight matrix of a layer; all experts share one stacked matrix."""
     own = stack.attention
-    asked, read = own.heads * own.head_dim, 2 * own.groups * own.head_dim
-    rows = [asked + read, asked]
+    q, kv = own.heads * own.head_dim, 2 * own.groups * own.head_dim
+    rows = [q + kv, q]
     if cross is not None:
-        asked, read = cross.heads * cross.head_dim, 2 * cross.groups * cross.head_dim
-        rows += [asked, read, asked]
+        q, kv = cross.heads * cross.head_dim, 2 * cross.groups * cross.head_dim
+        rows += [q, kv, q]
     widths = [stack.mlp.ffn_hidden_size]
     if moe is not None:
         widths = [moe.experts * moe.ffn_hidden_size, moe.shared_ffn_hidden_size or 0]
@@ -198,24 +200,24 @@ def _matrices(stack: StackSlice, moe: MoESlice | None, cross: AttentionSlice | N
     yield from (stack.hidden_size * number for number in rows)
 
 
-def _kept(stack: StackSlice, tokens: int, first: int) -> int:
-    """Numbers that the layers from `first` on keep of a micro batch at least."""
-    return stack.hidden_size * _kept_inputs(stack, first) * tokens + _kept_in_experts(stack, tokens, first)
+def _saved_activations(stack: StackSlice, tokens: int, first: int) -> int:
+    """Return a lower bound of the elements that the layers from `first` on save for backward, per micro batch."""
+    return stack.hidden_size * _num_saved_inputs(stack, first) * tokens + _saved_in_experts(stack, tokens, first)
 
 
-def _kept_inputs(stack: StackSlice, first: int) -> int:
-    """How many of these layers keep their input at least: of those that are recomputed together, the first."""
+def _num_saved_inputs(stack: StackSlice, first: int) -> int:
+    """Return the number of layers from `first` on that save their input; a recomputed chunk saves that of its first."""
     recompute = stack.recompute
     if recompute is None or recompute.layers <= first:
         return stack.num_layers - first
     return stack.num_layers - recompute.layers + -(-recompute.layers // recompute.chunk) - -(-first // recompute.chunk)
 
 
-def _kept_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
-    """Numbers that the experts of these layers keep of a micro batch at least: what comes out of the first projections.
+def _saved_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
+    """Return a lower bound of the elements that experts save for backward: the outputs of their first projections.
 
-    Each of the `topk` experts of a token has a row, as far as their capacity allows; with padding every expert has as
-    many rows as its capacity.
+    Each token has a row in each of its `topk` experts, up to the capacity; with padding every expert has as many rows
+    as its capacity.
     """
     moe = stack.moe
     recompute = stack.recompute
@@ -230,7 +232,7 @@ def _kept_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
 
 
 def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> int:
-    """Bytes of the masks that keep packed documents apart, 0 where the attention backends need none."""
+    """Return the bytes of the attention masks of packed documents; 0 if the attention backends need none."""
     form = sample_form(root)
     if not form.packed:
         return 0
@@ -243,7 +245,7 @@ def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device)
             micro_batch_size=root.model.micro_batch_size,
             form=form,
         )
-    except ValueError:  # no backend may run, which is told next, with its reasons
+    except ValueError:  # no backend is available; the attention check reports that with its reasons
         return 0
     masks = (
         max(plan.decisions[planned.label(kind)].mask_bytes for kind in planned.calls) for planned in plan.attentions
@@ -251,8 +253,8 @@ def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device)
     return sum(masks)
 
 
-def _value(keys: AnyModelBlock, path: str) -> Any:
-    """The value at a path below `model`."""
+def _key_value(keys: AnyModelBlock, path: str) -> Any:
+    """Return the value of a dotted key below `model`."""
     value: Any = keys
     for name in path.split("."):
         value = getattr(value, name)
@@ -260,23 +262,23 @@ def _value(keys: AnyModelBlock, path: str) -> Any:
 
 
 def host_memory() -> int | None:
-    """Bytes of memory this process may use: the machine's, or its container's limit; None where unknown."""
+    """Return the host memory in bytes: the machine's, or the limit of its container (cgroup); None if unknown."""
     limits: list[int] = []
     with contextlib.suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # `max` is no number: no limit
+        with contextlib.suppress(OSError, ValueError):  # `max` means no limit
             limits.append(int(Path(path).read_text()))
     return min(limits, default=None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the device or the host, as Python, numpy or torch tell it."""
+    """Return True if the error is a failed allocation on the device or the host, from Python, NumPy or torch."""
     if isinstance(error, torch.OutOfMemoryError) or is_out_of_host_memory(error):
         return True
     return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Whether an allocation of host memory failed."""
+    """Return True if the error is a failed allocation of host memory."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

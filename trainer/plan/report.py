@@ -1,4 +1,4 @@
-"""A plan in words and as JSON."""
+"""Format a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -16,43 +16,49 @@ from .search import NOTHING_GIVEN, Change, Given
 from .state_memory import CONTEXT
 from .timeline import Moment
 
-_HELD = {
-    "weights": "weights",
-    "main_weights": "main weights",
-    "optimizer": "optimizer state",
-    "average": "average of the weights",
-    "gradient_sums": "sums of gradients",
-    "tables": "tables and masks",
-    "batches": "batches",
-    "workspace": "library workspace",
+_LABELS = {
+    "average of the weights": "EMA of the weights",
+    "sums of gradients": "gradient accumulators",
+    "activations made again": "recomputed activations",
+    "matrix products": "matmuls",
+    "starting kernels": "kernel launches",
+    "copies not hidden": "exposed offload copies",
+    "messages": "communication",
+    "stream": "residual stream",
 }
-_AT_PEAK = {
-    "gradients": "gradients",
-    "activations": "activations",
-    "recomputed": "activations made again",
-    "logits": "logits and the loss",
-    "working": "working memory",
-}
-_LEAST_SHOWN = GIB // 200
-LEAST_WAITING = 0.1
-"""Part of a step that the card waits for the host, from which on it is told."""
+"""Labels in the text report for names of the JSON document, where they differ."""
+_MIN_SHOWN = GIB // 200
+_MIN_WAITING = 0.1
+"""Fraction of the step spent waiting for the host above which CUDA graphs are recommended."""
 
 
 def gib(size: float) -> str:
-    """A size in GiB, or in MiB where it is small."""
+    """Format a size in GiB, or in MiB if it is small."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.0f} MiB"
 
 
 def categories(plan: Plan) -> list[tuple[str, int]]:
-    """What there is at the peak, by what it is, as many bytes as the peak in all."""
+    """Return (name, bytes) of each kind of memory at the peak; their sum is the peak."""
     held, peak = plan.memory.held, plan.memory.peak
-    found = [(name, getattr(held, field)) for field, name in _HELD.items()]
-    found[0] = (found[0][0], found[0][1] - peak.away)
-    return found + [(name, getattr(peak, field)) for field, name in _AT_PEAK.items()]
+    return [
+        ("weights", held.weights - peak.away),
+        ("main weights", held.main_weights),
+        ("optimizer state", held.optimizer),
+        ("average of the weights", held.average),
+        ("sums of gradients", held.gradient_sums),
+        ("tables and masks", held.tables),
+        ("batches", held.batches),
+        ("library workspace", held.workspace),
+        ("gradients", peak.gradients),
+        ("activations", peak.activations),
+        ("activations made again", peak.recomputed),
+        ("logits and the loss", peak.logits),
+        ("working memory", peak.working),
+    ]
 
 
-def activation_parts(plan: Plan) -> list[tuple[str, int]]:
-    """What layers keep for the backward pass, by part, on the device or on the host."""
+def _activation_parts(plan: Plan) -> list[tuple[str, int]]:
+    """Return (part, bytes) of what layers save for the backward pass, on the device or on the host; largest first."""
     found: dict[str, int] = {}
     for layer in plan.memory.layers:
         if layer.is_idle:
@@ -75,56 +81,68 @@ def activation_parts(plan: Plan) -> list[tuple[str, int]]:
 
 
 def summary(plan: Plan) -> list[str]:
-    """A few lines for the beginning of a run."""
+    """Return a few lines for the log at the start of a run."""
     device = plan.facts.target
     if device.device != "cuda":
         return [
-            f"plan: {gib(plan.memory.held.total)} of weights and optimizer state, with gradients and what layers keep "
+            f"plan: {gib(plan.memory.held.total)} of weights and optimizer state; with gradients and activations "
             f"about {gib(plan.allocated)}"
         ]
     largest = sorted(categories(plan), key=lambda item: -item[1])[:4]
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in largest if size >= _LEAST_SHOWN)
+    parts = ", ".join(f"{_LABELS.get(name, name)} {gib(size)}" for name, size in largest if size >= _MIN_SHOWN)
     lines = [f"plan: {gib(plan.allocated)} at the peak ({plan.memory.peak.where}): {parts}"]
     if plan.available is not None:
-        there = f"of {gib(plan.available)}"
         if plan.needed <= plan.available:
-            lines[0] += f"; {gib(plan.available - plan.needed)} left {there}"
+            lines[0] += f"; {gib(plan.available - plan.needed)} left of {gib(plan.available)}"
         else:
             lines.append(
-                f"warning: plan: needs {gib(plan.needed)} with what the allocator and CUDA take, {there}; "
-                "`stoker plan --fit` with the same keys finds some that fit"
+                f"warning: plan: needs {gib(plan.needed)} including allocator overhead and the CUDA context, of "
+                f"{gib(plan.available)}; `stoker plan --fit` with the same keys searches for settings that fit"
             )
     if plan.time is not None:
         time = plan.time
-        again = f", {time.recomputed_flops / 1e12:,.1f} of them again" if time.recomputed_flops else ""
+        recomputed = f", {time.recomputed_flops / 1e12:,.1f} of them recomputed" if time.recomputed_flops else ""
         lines.append(
-            f"plan: {(time.model_flops + time.recomputed_flops) / 1e12:,.1f} TFLOP a step{again}, about "
-            f"{_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s{_how_sure(plan)}"
+            f"plan: {(time.model_flops + time.recomputed_flops) / 1e12:,.1f} TFLOP per step{recomputed}, about "
+            f"{_seconds(time.seconds)}, {time.tokens_per_second:,.0f} tokens/s{_not_measured(plan)}"
         )
-        lines += [f"plan: {line}" for line in _idle_card(plan)]
+        lines += [f"plan: {line}" for line in _cuda_graph_advice(plan)]
     if plan.on_host:
-        lines.append(f"plan: {gib(plan.on_host)} in host memory for each process")
+        lines.append(f"plan: {gib(plan.on_host)} of host memory per process")
     if plan.short_of_host:
-        lines.append(f"warning: plan: that is {gib(plan.short_of_host)} more in host memory than there is")
+        lines.append(f"warning: plan: {gib(plan.short_of_host)} more host memory is needed than available")
     return lines
 
 
 def comparison(plan: Plan, allocated: int, reserved: int) -> str:
-    """What was measured beside what was planned."""
+    """Return a line that compares measured with planned memory.
 
-    def beside(measured: int, planned: int) -> str:
+    Args:
+        plan: of the run.
+        allocated: measured `torch.cuda.max_memory_allocated`.
+        reserved: measured `torch.cuda.max_memory_reserved`.
+    """
+
+    def compare(measured: int, planned: int) -> str:
         return f"{gib(measured)} (planned {gib(planned)}, {100 * (planned / measured - 1):+.1f} %)"
 
     return (
-        f"memory at the peak: allocated {beside(allocated, plan.allocated)}, reserved {beside(reserved, plan.reserved)}"
+        f"memory at the peak: allocated {compare(allocated, plan.allocated)}, "
+        f"reserved {compare(reserved, plan.reserved)}"
     )
 
 
 def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> Iterator[str]:
-    """The whole plan, in lines."""
+    """Yield the lines of the full text report.
+
+    Args:
+        plan: of the run.
+        changes: suggested changes of keys.
+        given: values set by files and the command line.
+    """
     facts, target = plan.facts, plan.facts.target
-    each = f", {plan.active:,} for each token" if plan.active < plan.parameters else ""
-    yield f"model        {plan.parameters:,} parameters{each}"
+    active = f", {plan.active:,} active per token" if plan.active < plan.parameters else ""
+    yield f"model        {plan.parameters:,} parameters{active}"
     yield f"device       {_device(plan)}"
     ranks = f"{facts.ranks} processes, " if facts.ranks > 1 else ""
     layout = f"{facts.layout.name}, " if facts.layout else ""
@@ -133,49 +151,50 @@ def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) 
         f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
         f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.is_recorded}"
     )
-    for stack, again, recompute in zip(facts.stacks, made_again(facts), saved_by_recomputation(facts), strict=True):
+    for stack, modules, recompute in zip(facts.stacks, made_again(facts), saved_by_recomputation(facts), strict=True):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
-        how = "compiled" if stack.compiled else "as written"
+        mode = "compiled" if stack.compiled else "eager"
         saves = (recompute.description if recompute else "") or "nothing"
         yield (
-            f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {how}, attention "
-            f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack, again)}"
+            f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {mode}, attention "
+            f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack, modules)}"
         )
     yield ""
     yield f"memory       {gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
     for name, size in categories(plan):
-        if size >= _LEAST_SHOWN:
-            yield f"  {name:<26} {size / GIB:>9,.2f} GiB"
-    parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in activation_parts(plan) if size >= _LEAST_SHOWN)
-    yield f"  layers keep, in GiB: {parts}" if parts else "  layers keep nothing worth telling"
-    yield f"  {_where_else(plan)}"
+        if size >= _MIN_SHOWN:
+            yield f"  {_LABELS.get(name, name):<26} {size / GIB:>9,.2f} GiB"
+    saved = [(_LABELS.get(name, name), size) for name, size in _activation_parts(plan) if size >= _MIN_SHOWN]
+    parts = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in saved)
+    yield f"  saved by layers, in GiB: {parts}" if parts else f"  layers save less than {gib(_MIN_SHOWN)}"
+    yield f"  {_by_moment(plan)}"
     yield (
         f"  {gib(plan.reserved)} reserved by the allocator, {gib(plan.needed)} with the CUDA context ({gib(CONTEXT)})"
     )
     if plan.on_host:
-        yield f"  {gib(plan.on_host)} in host memory{' for each process' * (facts.ranks > 1)}"
+        yield f"  {gib(plan.on_host)} of host memory{' per process' * (facts.ranks > 1)}"
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
         yield f"  fits, with {gib(left)} left" if left >= 0 else f"  does not fit: {gib(-left)} too much"
     if plan.short_of_host:
-        yield f"  does not fit: {gib(plan.short_of_host)} more in host memory than there is"
+        yield f"  does not fit: {gib(plan.short_of_host)} more host memory is needed than available"
     yield ""
     yield from _time_lines(plan)
     if changes:
         yield ""
-        yield "to need less" if plan.fits else "to fit"
+        yield "changes that need less memory" if plan.fits else "changes that could make it fit"
         yield from change_lines(plan, changes, given)
         if plan.fits is False and not any(change.plan.fits for change in changes):
-            yield "  none of these is enough alone; `stoker plan --fit` with the same keys looks for several together"
+            yield "  no single change is enough; `stoker plan --fit` with the same keys searches combinations"
     if target.card is not None and not target.card.measured and plan.time is not None:
         yield ""
-        yield "the speeds of this card are those of the H100 in the same part of its peak, not measured"
+        yield "the efficiencies of this GPU are not measured; those of the H100 are used"
 
 
-def _offloaded(stack: StackFacts, again: frozenset[RecomputeModule]) -> str:
-    """What a stack keeps in host memory, and what it makes again so that it need not be moved."""
+def _offloaded(stack: StackFacts, recomputed: frozenset[RecomputeModule]) -> str:
+    """Describe what a stack offloads, and which modules it recomputes to avoid copies."""
     what = _on_host(stack)
-    instead = f", which make {named(again)} again" if again else ""
+    instead = f", which recompute {named(recomputed)}" if recomputed else ""
     return f"; {what} on the host{instead}" if what else ""
 
 
@@ -188,65 +207,65 @@ def _on_host(stack: StackFacts) -> str:
 
 
 def change_lines(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> Iterator[str]:
-    """Changes with their effect, one line each: what is needed of the device, then overrides and what they replace."""
+    """Yield one line for each change: memory needed, effects, overrides and the words they replace."""
     for change in changes:
         more = change.plan.needed - plan.needed
-        told = [f"{'+' if more > 0 else '-'}{gib(abs(more))}"]
+        effects = [f"{'+' if more > 0 else '-'}{gib(abs(more))}"]
         if plan.time and change.plan.time:
-            told.append(f"step {100 * (change.plan.seconds / plan.seconds - 1):+.0f} %")
+            effects.append(f"step {100 * (change.plan.seconds / plan.seconds - 1):+.0f} %")
         if change.plan.on_host:
-            told.append(f"{gib(change.plan.on_host)} on the host")
+            effects.append(f"{gib(change.plan.on_host)} on the host")
         if change.plan.fits is False:
-            told.append("does not fit yet")
+            effects.append("does not fit yet")
         replaced = change.replaced(given)
         instead = f"  (instead of {' '.join(replaced)})" if replaced else ""
-        yield f"  {gib(change.plan.needed)} ({', '.join(told)})  {' '.join(change.overrides(given))}{instead}"
+        yield f"  {gib(change.plan.needed)} ({', '.join(effects)})  {' '.join(change.overrides(given))}{instead}"
 
 
-def _where_else(plan: Plan) -> str:
-    """The highest moment of each kind."""
+def _by_moment(plan: Plan) -> str:
+    """List the memory at each kind of moment: the loss, the highest layer, the embeddings, the update."""
     kinds: dict[str, Moment] = {}
     for moment in plan.memory.moments:
         kind = "a layer, backward" if moment.where.startswith("layer") else moment.where
         if kind not in kinds or moment.total > kinds[kind].total:
             kinds[kind] = moment
-    told = ", ".join(f"{kind} {(plan.memory.held.total + moment.total) / GIB:,.1f}" for kind, moment in kinds.items())
-    return f"by moment, in GiB: {told}"
+    sizes = ", ".join(f"{kind} {(plan.memory.held.total + moment.total) / GIB:,.1f}" for kind, moment in kinds.items())
+    return f"by moment, in GiB: {sizes}"
 
 
 def _time_lines(plan: Plan) -> Iterator[str]:
     time = plan.time
     if time is None:
-        wide = plan.facts.widths.compute != 2
-        yield f"time         not known: there is no figure of this device's speed{' in this precision' * wide}"
+        other_precision = plan.facts.widths.compute != 2
+        yield f"time         not known: no peak is known for this device{' in this precision' * other_precision}"
         return
-    again = f" and {time.recomputed_flops / 1e12:,.1f} recomputed" if time.recomputed_flops else ""
+    recomputed = f" and {time.recomputed_flops / 1e12:,.1f} recomputed" if time.recomputed_flops else ""
     yield (
-        f"time         about {_seconds(time.seconds)} a step, {time.tokens_per_second:,.0f} tokens/s, MFU "
-        f"{100 * time.mfu:.0f} %: {time.model_flops / 1e12:,.1f} TFLOP{again}"
+        f"time         about {_seconds(time.seconds)} per step, {time.tokens_per_second:,.0f} tokens/s, MFU "
+        f"{100 * time.mfu:.0f} %: {time.model_flops / 1e12:,.1f} TFLOP{recomputed}"
     )
     for name, seconds in time.parts.items():
         if seconds >= time.seconds / 1000:
-            yield f"  {name:<26} {seconds * 1e3:>9,.1f} ms"
-    yield from (f"  {line}" for line in _idle_card(plan))
+            yield f"  {_LABELS.get(name, name):<26} {seconds * 1e3:>9,.1f} ms"
+    yield from (f"  {line}" for line in _cuda_graph_advice(plan))
     if time.sent:
-        card = plan.facts.target.card
-        assert card is not None
+        gpu = plan.facts.target.card
+        assert gpu is not None
         yield (
-            f"  {gib(time.sent)} a step to the host and back, {1e3 * time.sent / card.host_link:,.0f} ms each way at "
-            f"{card.host_link / 1e9:,.0f} GB/s"
+            f"  {gib(time.sent)} per step to the host and back, {1e3 * time.sent / gpu.host_link:,.0f} ms each way at "
+            f"{gpu.host_link / 1e9:,.0f} GB/s"
         )
 
 
-def _idle_card(plan: Plan) -> Iterator[str]:
-    """What to do about a card that waits for the host, where something can be done."""
+def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
+    """Recommend CUDA graphs if the GPU waits for kernel launches and graphs are supported."""
     facts, time = plan.facts, plan.time
     assert time is not None
     waiting = time.parts["waiting for the host"]
-    if facts.can_be_recorded and not facts.is_recorded and waiting > LEAST_WAITING * time.seconds:
+    if facts.can_be_recorded and not facts.is_recorded and waiting > _MIN_WAITING * time.seconds:
         yield (
-            f"the host launches this model's kernels more slowly than the card runs them: model.enable_cuda_graph=null "
-            f"would take about {_seconds(time.seconds - waiting)} a step"
+            f"the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph=null` a step "
+            f"takes about {_seconds(time.seconds - waiting)}"
         )
 
 
@@ -256,9 +275,9 @@ def _device(plan: Plan) -> str:
     return name if plan.available is None else f"{name}, {gib(plan.available)}"
 
 
-def _how_sure(plan: Plan) -> str:
-    card = plan.facts.target.card
-    return "" if card is None or card.measured else " (speeds of this card not measured)"
+def _not_measured(plan: Plan) -> str:
+    gpu = plan.facts.target.card
+    return "" if gpu is None or gpu.measured else " (efficiencies of this GPU not measured)"
 
 
 def _seconds(seconds: float) -> str:
@@ -268,7 +287,7 @@ def _seconds(seconds: float) -> str:
 
 
 def as_document(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> dict[str, Any]:
-    """Everything as plain data; sizes in bytes, times in seconds."""
+    """Return the plan as a JSON document; sizes in bytes, times in seconds."""
     facts, target = plan.facts, plan.facts.target
     return {
         "device": {
@@ -296,7 +315,7 @@ def as_document(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GI
             "short_of_host": plan.short_of_host,
             "peak_at": plan.memory.peak.where,
             "at_peak": dict(categories(plan)),
-            "layers_keep": dict(activation_parts(plan)),
+            "layers_keep": dict(_activation_parts(plan)),
             "moments": {moment.where: plan.memory.held.total + moment.total for moment in plan.memory.moments},
         },
         "fits": plan.fits,
@@ -319,7 +338,7 @@ def _attention(facts: RunFacts) -> Iterator[tuple[str, str]]:
 
 
 def change_document(change: Change, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
-    """A change as plain data."""
+    """Return a change as a JSON document."""
     return {
         "overrides": change.overrides(given),
         "instead_of": change.replaced(given),

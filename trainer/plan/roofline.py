@@ -1,8 +1,8 @@
-"""What a step computes and moves, from which a roofline gives its time.
+"""Roofline estimate of step time from FLOPs and bytes moved.
 
-Matrix products, attention, and pointwise kernels run one after the other, each at the part of the card's peak that it
-was measured to reach; messages between ranks are added, copies to the host count where they do not fit beside the
-computation. The parts that are no constant of a card come from the training step of docs/benchmarks.md.
+Matmuls, attention and pointwise kernels run one after the other, each at its measured fraction of the GPU's peak;
+communication between ranks is added, and copies to the host count where they do not overlap with computation.
+Efficiencies that are not properties of a GPU were measured in the training steps of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from .state_memory import main_weight_bytes, parameters_of, state_of, trained_of
 from .timeline import MemoryPlan, PlacedLayer
 from .transfers import sent_by, waited_for_copies
 
-BACKWARD_OF_ATTENTION = 2.5
-"""FLOPs of fused attention's backward pass, in those of its forward: five products to two."""
-PASSES_COMPILED, PASSES_AS_WRITTEN = 4.8, 8.0
-"""How often pointwise kernels, forward and backward, move the bytes that a layer keeps. Compiled: what is left of the
-measured step when everything else is taken off; as written: from the difference that compiling makes."""
-PASSES_OF_SCORES, PASSES_FROM_SUMS = 7.0, 3.5
-"""Likewise of the scores of unfused attention: products, softmax and their gradients; and where scores come again from
-log-sum-exps. Both measured on an H100, as 108 and 97 ms of a step."""
-SLOW_ATTENTION = 0.63
-"""The speed of FlashAttention 2 on Hopper in that of the kernels written for it."""
-NARROW_HEADS, NARROW = 64, 0.75
-"""Heads no wider than the first: what fused attention reaches, in what it does with wider ones. On an H100 in a step
-with experts 325 TFLOP/s, in one of LoRA with heads of 128 434."""
-GROUPED = 0.875
-"""The speed of grouped matrix products in that of whole ones, of the same step with experts: 640 TFLOP/s."""
-HOST_SECONDS_OF_LAYER, HOST_SECONDS_AS_WRITTEN = 3.6e-3, 4.5e-3
-"""What a host needs to launch a layer, forward and backward, compiled and not: T5 base beside an H100, measured as 84
-ms of 24 compiled layers; the other is an estimate from the number of launches."""
+_ATTENTION_BACKWARD_RATIO = 2.5
+"""FLOPs of fused attention's backward pass over those of its forward pass: five matmuls to two."""
+_POINTWISE_PASSES_COMPILED, _POINTWISE_PASSES_EAGER = 4.8, 8.0
+"""Times that pointwise kernels, forward and backward, move the saved bytes of a layer. Compiled: from the remainder of
+the measured step after everything else is subtracted; eager: from the difference that compiling makes."""
+_SCORE_PASSES, _SCORE_PASSES_RECOMPUTED = 7.0, 3.5
+"""Times that unfused attention moves its scores (matmuls, softmax and their gradients), and the same if scores are
+recomputed from log-sum-exps. Both measured on an H100, as 108 and 97 ms of a step."""
+_FLASH2_ON_HOPPER = 0.63
+"""Speed of FlashAttention 2 on Hopper relative to kernels written for Hopper."""
+_NARROW_HEAD_DIM, NARROW = 64, 0.75
+"""Head width up to which fused attention is slower, and its speed relative to wider heads. On an H100 325 TFLOP/s in an
+MoE step; 434 in a LoRA step with heads of 128."""
+_GROUPED_GEMM_SPEED = 0.875
+"""Speed of grouped GEMMs relative to dense ones, in the same MoE step: 640 TFLOP/s."""
+HOST_SECONDS_OF_LAYER, _HOST_SECONDS_OF_EAGER_LAYER = 3.6e-3, 4.5e-3
+"""Launch time of a layer on the host, forward and backward, compiled and eager: T5 base with an H100, measured as 84 ms
+for 24 compiled layers; the eager figure is an estimate from the number of launches."""
 CARD_SECONDS_OF_LAYER = 0.15e-3
-"""What a card needs for a layer of a CUDA graph, however small it is: 65 kernels of some 2 us, an estimate."""
-FILLING_TOKENS = 256
-"""Matrix products of so many tokens run at half their speed, for they leave much of the card idle: an estimate."""
-FILLING_KEYS = 600
-"""Fused attention over so many keys runs at half the speed of long sequences. On an H100, heads of 128, causal: 331
+"""Minimum GPU time of a layer in a CUDA graph: 65 kernels of about 2 us, an estimate."""
+_HALF_SPEED_TOKENS = 256
+"""Tokens at which matmuls reach half their speed because they do not fill the GPU: an estimate."""
+_HALF_SPEED_KEYS = 600
+"""Keys at which fused attention reaches half its speed on long sequences. On an H100, heads of 128, causal: 331
 TFLOP/s over 1,024 keys, 503 over 4,096, 565 over 16,384."""
-MEASURED_TOKENS = 16_384
-"""Of the step that gave the speeds of the cards."""
+_MEASURED_TOKENS = 16_384
+"""Tokens per micro batch of the steps in which the efficiencies in `cards` were measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one pass through some layers computes and moves.
+    """FLOPs and bytes moved by one pass through some layers.
 
     Attributes:
-        matmul: FLOPs of matrix products.
-        grouped: of those, what experts have.
+        matmul: FLOPs of matmuls, grouped ones included.
+        grouped: FLOPs of the grouped GEMMs of experts.
         attention: FLOPs of fused attention.
         moved: bytes that pointwise kernels read and write.
     """
@@ -77,23 +77,23 @@ class Work:
         )
 
     @property
-    def slow_matmul(self) -> float:
-        """FLOPs that whole matrix products have in the time of these."""
-        return self.matmul + self.grouped * (1 / GROUPED - 1)
+    def dense_equivalent(self) -> float:
+        """FLOPs of dense matmuls that take the same time."""
+        return self.matmul + self.grouped * (1 / _GROUPED_GEMM_SPEED - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The time of a step of all ranks.
+    """Time of a training step over all ranks.
 
     Attributes:
-        seconds: of the step.
-        model_flops: of the step, recomputed ones not counted.
-        recomputed_flops: of the step.
-        tokens: of the step.
-        peak_flops: of all cards; None where it is not known.
-        parts: seconds by what takes them.
-        sent: bytes a rank sends to its host in a step, and as many come back.
+        seconds: time of the step.
+        model_flops: FLOPs of the step without recomputation.
+        recomputed_flops: FLOPs of recomputation.
+        tokens: of the global batch.
+        peak_flops: peak FLOP/s of all GPUs.
+        parts: seconds by component.
+        sent: bytes a rank copies to its host per step; as many are copied back.
     """
 
     seconds: float
@@ -106,20 +106,20 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Throughput of all ranks."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs in those that the cards could do."""
+        """Model FLOPs utilization."""
         return self.model_flops / self.seconds / self.peak_flops
 
 
 # ---------------------------------------------------------------- FLOPs
 
 
-def visible_pairs(attention: AttentionSlice, queries: int, keys: int) -> float:
-    """Pairs of a query and a key that a sample's attention computes, causal ones counted at half."""
+def _attended_pairs(attention: AttentionSlice, queries: int, keys: int) -> float:
+    """Number of (query, key) pairs that are not masked in one sample; a causal mask counts half of all pairs."""
     if attention.causal:
         left = -1 if attention.window is None else attention.window[0]
         width = keys if left < 0 else min(left + 1, keys)
@@ -131,18 +131,17 @@ def visible_pairs(attention: AttentionSlice, queries: int, keys: int) -> float:
     return pairs
 
 
-def attention_forward(attention: AttentionSlice, decision: Decision, batch: int, queries: int, keys: int) -> Work:
-    """Scores and values of a micro batch; unfused attention multiplies and moves all pairs."""
+def _attention_forward(attention: AttentionSlice, decision: Decision, batch: int, queries: int, keys: int) -> Work:
+    """Work of the core of an attention (scores and weighted values); unfused attention computes masked pairs too."""
     width = attention.heads * attention.head_dim
     if not decision.keeps_scores:
-        return Work(attention=4.0 * width * batch * visible_pairs(attention, queries, keys))
+        return Work(attention=4.0 * width * batch * _attended_pairs(attention, queries, keys))
     pairs = float(batch * queries * keys)
-    passes = PASSES_OF_SCORES / 3
-    return Work(matmul=4.0 * width * pairs, moved=decision.call.score_bytes * passes)
+    return Work(matmul=4.0 * width * pairs, moved=decision.call.score_bytes * (_SCORE_PASSES / 3))
 
 
 def projections_forward(facts: StackFacts, *, experts: bool) -> tuple[float, float]:
-    """FLOPs of the matrix products of a layer in a forward pass, and of the last of them."""
+    """Forward FLOPs of the matmuls of a layer, and of the last one (fc2; 0 with experts)."""
     stack, tokens = facts.stack, facts.tokens
     hidden = stack.hidden_size
     total = tokens * _attention_weights(stack, stack.attention)
@@ -165,90 +164,93 @@ def _attention_weights(stack: StackSlice, attention: AttentionSlice) -> int:
     return stack.hidden_size * (2 * query + 2 * key)
 
 
-def grouped_forward(facts: StackFacts) -> float:
-    """FLOPs of the grouped matrix products of a layer with experts in a forward pass."""
+def _grouped_forward(facts: StackFacts) -> float:
+    """Forward FLOPs of the grouped GEMMs of an MoE layer."""
     stack, moe = facts.stack, facts.stack.moe
     assert moe is not None
     return 2.0 * rows_of(moe, facts.tokens) * (3 if stack.mlp.gated else 2) * stack.hidden_size * moe.ffn_hidden_size
 
 
-def experts_forward(facts: StackFacts) -> float:
-    """FLOPs of the experts of a layer, its router and shared expert in a forward pass."""
-    with_experts, _ = projections_forward(facts, experts=True)
-    attention_alone = 2.0 * facts.tokens * _attention_weights(facts.stack, facts.stack.attention)
+def _experts_forward(facts: StackFacts) -> float:
+    """Forward FLOPs of router, experts and shared expert of an MoE layer."""
+    total, _ = projections_forward(facts, experts=True)
+    attention = 2.0 * facts.tokens * _attention_weights(facts.stack, facts.stack.attention)
     if facts.cross is not None:
         query, key = facts.cross.heads * facts.cross.head_dim, facts.cross.groups * facts.cross.head_dim
-        attention_alone += 2.0 * facts.stack.hidden_size * (2 * facts.tokens * query + 2 * facts.memory_tokens * key)
-    return with_experts - attention_alone
+        attention += 2.0 * facts.stack.hidden_size * (2 * facts.tokens * query + 2 * facts.memory_tokens * key)
+    return total - attention
 
 
 # ---------------------------------------------------------------- a micro batch
 
 
 def _attentions(facts: StackFacts) -> Iterator[tuple[AttentionSlice, Decision, Work]]:
-    """The attentions of a layer, with what the core of each does in a forward pass."""
-    stack, own, across, decision = facts.stack, facts.attention, facts.cross, facts.cross_attention
-    yield stack.attention, own, attention_forward(stack.attention, own, facts.batch, facts.length, facts.length)
-    if across is not None and decision is not None:
-        yield across, decision, attention_forward(across, decision, facts.batch, facts.length, facts.memory_length)
+    """Yield self- and cross-attention of a layer, each with the forward work of its core."""
+    stack, own, cross, decision = facts.stack, facts.attention, facts.cross, facts.cross_attention
+    yield stack.attention, own, _attention_forward(stack.attention, own, facts.batch, facts.length, facts.length)
+    if cross is not None and decision is not None:
+        yield cross, decision, _attention_forward(cross, decision, facts.batch, facts.length, facts.memory_length)
 
 
 def core_forward(facts: StackFacts, *, again: bool = False) -> Work:
-    """The core of all attentions of a layer in a forward pass; `again`: the backward makes the scores again."""
+    """Forward work of the cores of all attentions of a layer; `again`: the backward pass recomputes the scores."""
     total = Work()
     for attention, decision, work in _attentions(facts):
-        from_sums = again and decision.keeps_scores and scores_come_from_sums(attention, decision)
-        total += replace(work, moved=work.moved * PASSES_FROM_SUMS / PASSES_OF_SCORES) if from_sums else work
+        from_log_sum_exp = again and decision.keeps_scores and scores_come_from_sums(attention, decision)
+        if from_log_sum_exp:
+            work = replace(work, moved=work.moved * _SCORE_PASSES_RECOMPUTED / _SCORE_PASSES)
+        total += work
     return total
 
 
-def scores_again(facts: StackFacts) -> Work:
-    """What it takes to make the scores of attentions again, of those that keep any."""
-    again = Work()
+def _recompute_scores(facts: StackFacts) -> Work:
+    """Work to recompute the scores of the attentions that otherwise save them."""
+    total = Work()
     for attention, decision, work in _attentions(facts):
         if decision.keeps_scores:
-            # from log-sum-exps two products are added, and nothing moves but what `core_forward` has counted
-            again += replace(work, moved=0.0) if scores_come_from_sums(attention, decision) else work
-    return again
+            # from log-sum-exps: two more matmuls, and no bytes besides those counted in `core_forward`
+            total += replace(work, moved=0.0) if scores_come_from_sums(attention, decision) else work
+    return total
 
 
-def layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
-    """Forward and backward of a layer but for what is recomputed; frozen weights have no gradients."""
+def _layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
+    """Work of a layer's forward and backward pass without recomputation; frozen weights have no gradients."""
     facts, experts = layer.stack, _has_experts(layer)
     matmul, _ = projections_forward(facts, experts=experts)
     core = core_forward(facts, again="core_attention" in layer.modules)
-    passes = PASSES_COMPILED if facts.compiled else PASSES_AS_WRITTEN
-    kept = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
+    passes = _POINTWISE_PASSES_COMPILED if facts.compiled else _POINTWISE_PASSES_EAGER
+    saved = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
     if layer.is_idle:
-        moved = passes * (kept + layer.memory.boundary) / 3
-        return Work(matmul=matmul, grouped=grouped_forward(facts) if experts else 0.0, moved=moved) + core
+        moved = passes * (saved + layer.memory.boundary) / 3
+        return Work(matmul=matmul, grouped=_grouped_forward(facts) if experts else 0.0, moved=moved) + core
     return Work(
         matmul=(2 if frozen else 3) * matmul + 3 * core.matmul,
-        grouped=(2 if frozen else 3) * grouped_forward(facts) if experts else 0.0,
-        attention=(1 + BACKWARD_OF_ATTENTION) * core.attention,
-        moved=passes * (kept + layer.memory.boundary) + 3 * core.moved,
+        grouped=(2 if frozen else 3) * _grouped_forward(facts) if experts else 0.0,
+        attention=(1 + _ATTENTION_BACKWARD_RATIO) * core.attention,
+        moved=passes * (saved + layer.memory.boundary) + 3 * core.moved,
     )
 
 
 def recomputed_work(layer: PlacedLayer) -> Work:
-    """What the backward pass of a layer does again."""
+    """Work of recomputation in the backward pass of a layer."""
     if layer.is_idle:
         return Work()
     facts, experts = layer.stack, _has_experts(layer)
     core = core_forward(facts)
     if layer.is_recomputed:
         matmul, last = projections_forward(facts, experts=experts)
-        spared = last if facts.compiled and layer.recompute.chunk == 1 else 0.0
-        moved = layer_work(layer).moved - 3 * core.moved
-        grouped = grouped_forward(facts) if experts else 0.0
-        return Work(matmul=matmul - spared, grouped=grouped, moved=moved / 3) + core
+        # the backward pass does not need the output of fc2, so the compiler does not recompute it
+        skipped = last if facts.compiled and layer.recompute.chunk == 1 else 0.0
+        moved = _layer_work(layer).moved - 3 * core.moved
+        grouped = _grouped_forward(facts) if experts else 0.0
+        return Work(matmul=matmul - skipped, grouped=grouped, moved=moved / 3) + core
     modules = layer.modules
-    again = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
+    total = Work(moved=2.0 * recomputed(layer.memory.kept, modules - {"core_attention"}))
     if "core_attention" in modules:
-        again += scores_again(facts)
+        total += _recompute_scores(facts)
     if "moe" in modules and experts:
-        again += Work(matmul=experts_forward(facts), grouped=grouped_forward(facts))
-    return again
+        total += Work(matmul=_experts_forward(facts), grouped=_grouped_forward(facts))
+    return total
 
 
 def _has_experts(layer: PlacedLayer) -> bool:
@@ -256,8 +258,8 @@ def _has_experts(layer: PlacedLayer) -> bool:
     return moe is not None and moe.layers[layer.number]
 
 
-def ends_work(facts: RunFacts) -> Work:
-    """Embeddings, head and loss of a micro batch."""
+def _embedding_and_loss_work(facts: RunFacts) -> Work:
+    """Work of embeddings, head and loss for one micro batch."""
     vocab, hidden = facts.family.padded_vocab_size, facts.stacks[-1].stack.hidden_size
     e = facts.widths.compute
     logits = facts.out_tokens * vocab
@@ -265,11 +267,12 @@ def ends_work(facts: RunFacts) -> Work:
     return Work(matmul=(4.0 if facts.keys.peft.is_on else 6.0) * logits * hidden, moved=moved)
 
 
-def updates_work(facts: RunFacts) -> Work:
-    """What LoRA adds to a micro batch: three narrow products for each of its matrices, that move what they read.
+def _lora_work(facts: RunFacts) -> Work:
+    """Work that LoRA adds to a micro batch: three low-rank matmuls for each adapter matrix, bound by what they read.
 
-    A linear layer's input is read twice and its gradient written once more, its result written and the gradient of
-    that read once more (`kernels.lora_linear`); between the projections of an MLP that is one operation, only the last.
+    The input of a linear layer is read twice more and its gradient written once more; its output is written once more
+    and the gradient of that read once more (`kernels.lora_linear`). In a fused MLP only the output's part is added
+    between its projections.
     """
     peft = peft_slice(facts.keys.peft)
     if not isinstance(peft, LoRASlice):
@@ -283,31 +286,32 @@ def updates_work(facts: RunFacts) -> Work:
 
 
 def _messages(facts: RunFacts) -> float:
-    """Bytes over the link between cards in a step, as sums count them."""
+    """Bytes a GPU sends to its peers per step, in ring all-reduces, reduce-scatters and all-gathers."""
     layout = facts.layout
     if layout is None:
         return 0.0
-    part = (facts.ranks - 1) / facts.ranks
-    weights, summed = parameters_of(facts) * facts.widths.weights, trained_of(facts) * facts.reduce_width
+    peers = (facts.ranks - 1) / facts.ranks
+    gradients = trained_of(facts) * facts.reduce_width
     if layout.whole_weights:
         weights = trained_of(facts) * facts.widths.weights
-        return part * (2 * summed if layout.shards == 1 else summed + weights)
+        return peers * (2 * gradients if layout.shards == 1 else gradients + weights)
+    weights = parameters_of(facts) * facts.widths.weights
     gathers = 2 if layout.reshard_after_forward else 1
-    return part * facts.micro_batches * (gathers * weights + summed)
+    return peers * facts.micro_batches * (gathers * weights + gradients)
 
 
 def _update_bytes(facts: RunFacts) -> float:
-    """Bytes that the update of a step moves in the memory of the card."""
+    """Bytes of GPU memory that the optimizer's update reads and writes per step."""
     main = main_weight_bytes(facts.precision) or facts.widths.weights
     state = state_of(facts) / trained_of(facts)
     gradient = facts.widths.weights
-    each = main * 2 + state * main * 2 + gradient * 2 + facts.widths.weights
-    sums = (2 * 4 + gradient) * facts.micro_batches if facts.micro_batches > 1 else 0
-    return trained_of(facts) / facts.shards * each + trained_of(facts) * sums
+    per_parameter = main * 2 + state * main * 2 + gradient * 2 + facts.widths.weights
+    accumulation = (2 * 4 + gradient) * facts.micro_batches if facts.micro_batches > 1 else 0
+    return trained_of(facts) / facts.shards * per_parameter + trained_of(facts) * accumulation
 
 
-def _orthogonalised(facts: RunFacts, memory: MemoryPlan) -> float:
-    """FLOPs of Muon's iterations: 4 m^2 n + 2 m^3 each for an m x n matrix, m <= n."""
+def _newton_schulz_flops(facts: RunFacts, memory: MemoryPlan) -> float:
+    """FLOPs of Muon's Newton-Schulz iterations: 4 m^2 n + 2 m^3 each for an m x n matrix, m <= n."""
     if optimizer_kind(facts.keys.optim.name) != "muon" or facts.keys.peft.is_on:
         return 0.0
     steps, total = optimizer_settings(facts.keys.optim)["ns_steps"], 0.0
@@ -322,61 +326,62 @@ def _orthogonalised(facts: RunFacts, memory: MemoryPlan) -> float:
     return total * steps / facts.shards
 
 
-def _averaging(facts: RunFacts, memory: MemoryPlan, card: Card) -> float:
-    """Seconds that the moving average of the weights takes: read, mixed, written; copied where its source is elsewhere.
+def _ema_seconds(facts: RunFacts, memory: MemoryPlan, gpu: Card) -> float:
+    """Seconds per step of updating the EMA: read, update, write; plus a copy if weights and EMA are on two devices.
 
-    What a host takes to mix one that lies there is not known.
+    The time a host needs to update an EMA in its memory is not known, and counts as zero.
     """
     size = trained_of(facts) / facts.shards * facts.average_width
-    from_host = memory.held.on_host > 0 and main_weight_bytes(facts.precision) > 0
-    copied = size / card.host_link if facts.average_on_host != from_host else 0.0
-    mixed = 0.0 if facts.average_on_host else 3 * size / (card.bandwidth * card.bandwidth_part)
-    return (copied + mixed) / facts.average_every
+    source_on_host = memory.held.on_host > 0 and main_weight_bytes(facts.precision) > 0
+    copy = size / gpu.host_link if facts.average_on_host != source_on_host else 0.0
+    update = 0.0 if facts.average_on_host else 3 * size / (gpu.bandwidth * gpu.bandwidth_part)
+    return (copy + update) / facts.average_every
 
 
 # ---------------------------------------------------------------- time
 
 
 def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
-    """The time of a step on the card of the target; None where its peak is not known.
+    """Estimate the time of a step on the target's GPU; None if its peak is not known for this precision.
 
-    The peaks are those of 16-bit numbers; fp32 and fp64 are calculated as such, at a small part of them.
+    The peaks are those of 16-bit matmuls; fp32 and fp64 run at a small fraction of them.
     """
-    card = facts.target.card
-    if card is None or card.peak is None or facts.widths.compute != 2:
+    gpu = facts.target.card
+    if gpu is None or gpu.peak is None or facts.widths.compute != 2:
         return None
-    plain, again = ends_work(facts) + updates_work(facts), Work()
+    model_work, recompute = _embedding_and_loss_work(facts) + _lora_work(facts), Work()
     for layer in memory.layers:
-        plain += layer_work(layer, frozen=facts.keys.peft.is_on)
-        again += recomputed_work(layer)
+        model_work += _layer_work(layer, frozen=facts.keys.peft.is_on)
+        recompute += recomputed_work(layer)
     micro = facts.micro_batches
-    fused = card.peak * _attention_speed(facts) * card.attention_part
-    products = card.peak * card.matmul_part * _filled(facts)
+    attention_speed = gpu.peak * _attention_efficiency(facts) * gpu.attention_part
+    matmul_speed = gpu.peak * gpu.matmul_part * _matmul_efficiency(facts)
     parts = {
-        "matrix products": micro * plain.slow_matmul / products,
-        "attention": micro * plain.attention / fused,
-        "pointwise": micro * plain.moved / (card.bandwidth * card.bandwidth_part),
-        "recomputed": micro * _seconds(again, card, products, fused),
+        "matrix products": micro * model_work.dense_equivalent / matmul_speed,
+        "attention": micro * model_work.attention / attention_speed,
+        "pointwise": micro * model_work.moved / (gpu.bandwidth * gpu.bandwidth_part),
+        "recomputed": micro * _seconds(recompute, gpu, matmul_speed, attention_speed),
     }
     computing = sum(parts.values())
 
-    def times(layer: PlacedLayer) -> tuple[float, float]:
-        plain = _seconds(layer_work(layer, frozen=facts.keys.peft.is_on), card, products, fused)
+    def forward_and_backward(layer: PlacedLayer) -> tuple[float, float]:
+        work = _layer_work(layer, frozen=facts.keys.peft.is_on)
+        seconds = _seconds(work, gpu, matmul_speed, attention_speed)
         if layer.is_idle:
-            return plain, 0.0
-        return plain / 3, plain * 2 / 3 + _seconds(recomputed_work(layer), card, products, fused)
+            return seconds, 0.0
+        return seconds / 3, seconds * 2 / 3 + _seconds(recomputed_work(layer), gpu, matmul_speed, attention_speed)
 
-    host = HOST_SECONDS_OF_LAYER if facts.compiled else HOST_SECONDS_AS_WRITTEN
+    host = HOST_SECONDS_OF_LAYER if facts.compiled else _HOST_SECONDS_OF_EAGER_LAYER
     layers = micro * len(memory.layers)
     parts["starting kernels"] = max(0.0, layers * CARD_SECONDS_OF_LAYER - computing)
     parts["waiting for the host"] = 0.0
     if not facts.is_recorded:
         parts["waiting for the host"] = max(0.0, layers * host - computing - parts["starting kernels"])
-    parts["copies not hidden"] = micro * waited_for_copies(memory.layers, times, card.host_link)
-    update = _update_bytes(facts) / (card.bandwidth * card.bandwidth_part)
-    update += _orthogonalised(facts, memory) / products
-    parts["update"] = max(update, memory.held.on_host / card.host_link) + _averaging(facts, memory, card)
-    parts["messages"] = _messages(facts) / card.peer_link
+    parts["copies not hidden"] = micro * waited_for_copies(memory.layers, forward_and_backward, gpu.host_link)
+    update = _update_bytes(facts) / (gpu.bandwidth * gpu.bandwidth_part)
+    update += _newton_schulz_flops(facts, memory) / matmul_speed
+    parts["update"] = max(update, memory.held.on_host / gpu.host_link) + _ema_seconds(facts, memory, gpu)
+    parts["messages"] = _messages(facts) / gpu.peer_link
     samples = facts.keys.global_batch_size
     return StepTime(
         seconds=sum(parts.values()),
@@ -384,34 +389,35 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
         * training_flops_per_sample(
             facts.keys, facts.family.padded_vocab_size, facts.form, frozen=facts.keys.peft.is_on
         ),
-        recomputed_flops=facts.ranks * micro * (again.matmul + again.attention),
+        recomputed_flops=facts.ranks * micro * (recompute.matmul + recompute.attention),
         tokens=samples * (facts.form.length + facts.form.decoder_length),
-        peak_flops=card.peak * facts.ranks,
+        peak_flops=gpu.peak * facts.ranks,
         parts=parts,
         sent=micro * sum(map(sent_by, memory.layers)) + memory.held.on_host,
     )
 
 
-def _attention_speed(facts: RunFacts) -> float:
-    """The speed of the attention that was chosen, in that of the best for the card over many keys."""
+def _attention_efficiency(facts: RunFacts) -> float:
+    """Speed of the chosen attention backend, relative to the GPU's best one on long sequences."""
     slow = ("sdpa_flash", "sdpa_efficient", "flash_attn")
     capability = facts.target.capability or (0, 0)
     last = facts.stacks[-1]
-    speed = SLOW_ATTENTION if capability >= (9, 0) and last.attention.backend in slow else 1.0
+    speed = _FLASH2_ON_HOPPER if capability >= (9, 0) and last.attention.backend in slow else 1.0
+    speed *= NARROW if last.stack.attention.head_dim <= _NARROW_HEAD_DIM else 1.0
     keys = max(stack.length for stack in facts.stacks)
-    return speed * (NARROW if last.stack.attention.head_dim <= NARROW_HEADS else 1.0) * keys / (keys + FILLING_KEYS)
+    return speed * keys / (keys + _HALF_SPEED_KEYS)
 
 
-def _filled(facts: RunFacts) -> float:
-    """The speed of matrix products of a micro batch, in that of the measured one."""
+def _matmul_efficiency(facts: RunFacts) -> float:
+    """Speed of matmuls of this micro batch, relative to the measured one."""
 
     def speed(tokens: int) -> float:
-        return tokens / (tokens + FILLING_TOKENS)
+        return tokens / (tokens + _HALF_SPEED_TOKENS)
 
-    return speed(max(stack.tokens for stack in facts.stacks)) / speed(MEASURED_TOKENS)
+    return speed(max(stack.tokens for stack in facts.stacks)) / speed(_MEASURED_TOKENS)
 
 
-def _seconds(work: Work, card: Card, products: float, attention: float) -> float:
-    """Of some work on a card whose matrix products and attention have these FLOP/s."""
-    moving = work.moved / (card.bandwidth * card.bandwidth_part)
-    return work.slow_matmul / products + work.attention / attention + moving
+def _seconds(work: Work, gpu: Card, matmul_speed: float, attention_speed: float) -> float:
+    """Seconds of `work` at the given FLOP/s of matmuls and attention."""
+    pointwise = work.moved / (gpu.bandwidth * gpu.bandwidth_part)
+    return work.dense_equivalent / matmul_speed + work.attention / attention_speed + pointwise

@@ -1,4 +1,4 @@
-"""The plan of a run: what it takes of memory and time on a device, and whether it fits."""
+"""Plan of a run: estimated memory and step time on a device, and whether it fits."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .timeline import MemoryPlan, memory_plan
 from .transfers import sent_by
 
 FRAGMENTS = 1.03
-"""What the allocator reserves, in what it has given out at the peak, where its segments grow. Of the runs of seed 3 in
-docs/results/plan_check.jsonl the median is 1.02, all but one have at most 1.04; 1.00 to 1.03 where memory is full."""
+"""Reserved over allocated bytes of torch's allocator at the peak, with expandable segments. Of the runs of seed 3 in
+docs/results/plan_check.jsonl the median is 1.02, all but one have at most 1.04; 1.00 to 1.03 if memory is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run will take.
+    """Estimated memory and step time of a run.
 
     Attributes:
-        facts: what it follows from.
-        parameters: of the model.
-        active: those that a token meets.
-        memory: of each rank.
-        time: of a step; None where the card's peak is not known, or there is no card.
+        facts: inputs of the estimate.
+        parameters: number of parameters.
+        active: number of parameters active for each token.
+        memory: memory of each rank.
+        time: step time; None without a GPU, or if its peak is not known.
     """
 
     facts: RunFacts
@@ -48,58 +48,58 @@ class Plan:
 
     @property
     def allocated(self) -> int:
-        """Bytes that the allocator has given out at the peak: `torch.cuda.max_memory_allocated`."""
+        """Bytes allocated at the peak: `torch.cuda.max_memory_allocated`."""
         return self.memory.total
 
     @property
     def reserved(self) -> int:
-        """Bytes that the allocator holds then: `torch.cuda.max_memory_reserved`."""
+        """Bytes reserved at the peak: `torch.cuda.max_memory_reserved`."""
         return int(self.allocated * FRAGMENTS)
 
     @property
     def needed(self) -> int:
-        """Bytes of the device, the CUDA context included."""
+        """Bytes of device memory needed, including the CUDA context."""
         return self.reserved + CONTEXT
 
     @property
     def available(self) -> int | None:
-        """Bytes the device has; None where that is not known."""
+        """Bytes of device memory; None if not known."""
         return self.facts.target.memory
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has enough, and the host as far as it is known; None where that of neither is."""
+        """True if device memory suffices, and host memory as far as known; None if device memory is not known."""
         return None if self.available is None else self.needed <= self.available and not self.short_of_host
 
     @property
     def on_host(self) -> int:
-        """Bytes of host memory of each rank for what is offloaded; that of layers is taken in slabs."""
+        """Bytes of host memory of each rank for offloading; that of layers is allocated in slabs."""
         held = self.memory.held
         return -(-sum(map(sent_by, self.memory.layers)) // SLAB) * SLAB + held.on_host + held.average_on_host
 
     @property
     def short_of_host(self) -> int:
-        """Bytes of host memory that are missing, as far as is known."""
-        there = self.facts.target.host_memory
-        return 0 if there is None else max(0, self.on_host - there)
+        """Bytes of host memory that are missing, as far as known."""
+        available = self.facts.target.host_memory
+        return 0 if available is None else max(0, self.on_host - available)
 
     @property
     def seconds(self) -> float:
-        """Of a step; infinite where it is not known, so that plans can be compared by (time, memory)."""
+        """Step time; infinite if not known, so that plans can be compared by (time, memory)."""
         return self.time.seconds if self.time else float("inf")
 
 
 def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None) -> Plan:
-    """Plan a run.
+    """Estimate memory and step time of a run.
 
     Args:
-        root: the keys; the rules have found no error in them.
-        target: where it will be.
-        vocab_size: tokens of the tokenizer, None where that is not known.
+        root: validated configuration.
+        target: device and software.
+        vocab_size: of the tokenizer; None if not known.
 
     Raises:
-        ValueError: no attention backend is left there, compilation cannot be had, or the vocabulary is too small.
-        UserError: micro batches shall be recorded as CUDA graphs and cannot be.
+        ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
+        UserError: CUDA graphs are required but not supported for this run.
     """
     facts = facts_of(root, target, precision_there(root, target), vocab_size=vocab_size)
     memory = memory_plan(facts)
@@ -113,19 +113,19 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
 
 
 def idle_modules(plan: Plan) -> list[str]:
-    """For each part that shall be recomputed but keeps nothing: why that saves nothing, and what does."""
+    """Explain, for each module whose recomputation saves no memory, why, and name modules that do."""
     facts, peft = plan.facts, peft_slice(plan.facts.keys.peft)
     return list(idle_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled))
 
 
 def saved_by_recomputation(facts: RunFacts) -> tuple[RecomputeSlice | None, ...]:
-    """For each stack, what recomputation saves."""
+    """Return, for each stack, the part of its recomputation that saves memory."""
     peft = peft_slice(facts.keys.peft)
     return saving_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled)
 
 
 def made_again(facts: RunFacts) -> tuple[frozenset[RecomputeModule], ...]:
-    """For each stack, what its offloaded layers make again so that it need not be copied; nothing without a GPU."""
+    """Return, for each stack, the modules its offloaded layers recompute to avoid copies; empty without a GPU."""
     if facts.target.device != "cuda":
         return (frozenset(),) * len(facts.stacks)
     compiled = all(stack.compiled for stack in facts.stacks)
@@ -133,31 +133,37 @@ def made_again(facts: RunFacts) -> tuple[frozenset[RecomputeModule], ...]:
 
 
 def _decisions(facts: RunFacts) -> dict[str, Decision]:
-    """What was chosen for each attention in training, by its label."""
-    found: dict[str, Decision] = {}
+    """Return the backend choice of each attention in training, by its label."""
+    decisions: dict[str, Decision] = {}
     for stack in facts.stacks:
-        found[f"{stack.name} training".strip()] = stack.attention
+        decisions[f"{stack.name} training".strip()] = stack.attention
         if stack.cross_attention is not None:
-            found["cross training"] = stack.cross_attention
-    return found
+            decisions["cross training"] = stack.cross_attention
+    return decisions
 
 
 def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
-    """This machine's device, and its host memory."""
+    """Return the target for a device of this machine.
+
+    Args:
+        root: validated configuration.
+        device: of this process.
+        world_size: number of processes.
+    """
     from .memory_check import host_memory
 
     host = host_memory()
-    card: Card | None = None
+    gpu: Card | None = None
     capability, memory = None, None
     if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        capability, memory = torch.cuda.get_device_capability(device), facts.total_memory
-        card = card_of(device_name(device), memory, capability)
+        capability = torch.cuda.get_device_capability(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        gpu = card_of(device_name(device), memory, capability)
     software = replace(installed(device.type), deterministic_algorithms=bool(root.trainer.deterministic))
     return Target(
         device=device.type,
         capability=capability,
-        card=card,
+        card=gpu,
         memory=memory,
         software=software,
         flags=attention_flags(root),
@@ -167,7 +173,13 @@ def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> T
 
 
 def target_elsewhere(root: RootBlock, card: Card, world_size: int = 1) -> Target:
-    """A card that need not be here, with the software of this machine as it would be beside it."""
+    """Return the target for a GPU that need not be installed, with this machine's software as if it were.
+
+    Args:
+        root: validated configuration.
+        card: the GPU.
+        world_size: number of processes.
+    """
     from ..cli.explain import assumed_software, run_flags
 
     software = assumed_software(root, "cuda")

@@ -1,7 +1,7 @@
-"""Keys that make a run need less memory, each with what it would do, and the search for those that cost the least time.
+"""Suggest changes of keys that lower memory, and search for the fastest settings that fit.
 
-A change is a set of values below `model`. Its effect is that of a plan made with these values, nothing else: there is
-one model of memory.
+A change is a set of values below `model`. Its effect is that of the plan with these values; there is no second memory
+model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .run_plan import Plan, make_plan
 Values = Mapping[str, Any]
 _RECOMPUTE = "activations_checkpoint"
 _CHEAP_FIRST: tuple[RecomputeModule, ...] = ("core_attention", "norm", "mlp_activation", "moe")
-_OF_STACK: dict[str, Any] = {
+_STACK_DEFAULTS: dict[str, Any] = {
     f"{_RECOMPUTE}_granularity": None,
     f"{_RECOMPUTE}_method": None,
     f"{_RECOMPUTE}_num_layers": None,
@@ -41,16 +41,16 @@ _OF_STACK: dict[str, Any] = {
     "cpu_offloading_activations": True,
     "cpu_offloading_weights": True,
 }
-"""The keys of a stack that a change may set, with what they are where nothing is asked for."""
+"""Keys of a stack that a change may set, with their default values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a configuration sets, beside which changes are to be typed.
+    """Keys that a configuration sets already, which overrides of a change must take into account.
 
     Attributes:
         keys: dotted paths that are set, on the command line or in a file.
-        typed: of those on the command line, the word as typed.
+        typed: for those on the command line, path to the argument as typed.
     """
 
     keys: frozenset[str]
@@ -66,42 +66,42 @@ class Change:
 
     Attributes:
         values: key below `model` (`micro_batch_size`, `encoder.cpu_offloading`) to value.
-        plan: the run with them.
+        plan: of the run with these values.
     """
 
     values: Values
     plan: Plan
 
     def overrides(self, given: Given = NOTHING_GIVEN) -> list[str]:
-        """As the command line takes them, beside what is given already."""
-        found: dict[str, Any] = {}
+        """Return the values as command-line overrides, to be added to the keys in `given`."""
+        overrides: dict[str, Any] = {}
         for key, value in self.values.items():
             shared = f"model.{key.rpartition('.')[2]}"
-            if "." in key and shared in given.keys:  # the stacks of a T5 have it from there
-                found[shared] = value
+            if "." in key and shared in given.keys:  # both T5 stacks inherit it from there
+                overrides[shared] = value
             if "." not in key or shared not in given.keys or f"model.{key}" in given.keys:
-                found[f"model.{key}"] = value
-        return [f"{key}={_shown(value)}" for key, value in found.items()]
+                overrides[f"model.{key}"] = value
+        return [f"{key}={_format_value(value)}" for key, value in overrides.items()]
 
     def replaced(self, given: Given) -> list[str]:
-        """The words of the command line that the overrides take the place of: a key is given once."""
-        words = (given.typed.get(override.partition("=")[0]) for override in self.overrides(given))
-        return [word for word in words if word is not None]
+        """Return the arguments of the command line that the overrides replace; a key can be given only once."""
+        arguments = (given.typed.get(override.partition("=")[0]) for override in self.overrides(given))
+        return [argument for argument in arguments if argument is not None]
 
 
 def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -> list[Change]:
-    """What would help, one change at a time: what makes the run fit before what does not, then the fastest.
+    """Return single changes that lower memory: those that make the run fit first, then by step time.
 
     Args:
-        root: the keys.
-        target: where the run will be.
-        plan: the run as it is.
-        most: how many at most.
+        root: validated configuration.
+        target: device and software.
+        plan: of the unchanged run.
+        most: maximum number of changes.
     """
     found: list[Change] = []
     offloading = _offloading(root, target, plan)
     batches = [{"micro_batch_size": each} for each in _micro_batches(root)[1:7]]
-    candidates = (_recomputing(root, plan), offloading, batches, _others(root, target))
+    candidates = (_recompute_modes(root, plan), offloading, batches, _others(root, target))
     for values in chain(*candidates):
         change = _changed(root, target, plan, values)
         if change is not None and change.plan.allocated < 0.99 * plan.allocated:
@@ -113,19 +113,19 @@ def suggestions(root: RootBlock, target: Target, plan: Plan, *, most: int = 6) -
 
 
 def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, Change]:
-    """The values with which the run fits in the least time.
+    """Search for the settings that fit with the least step time.
 
     Args:
-        root: the keys.
-        target: where the run will be.
-        plan: the run as it is.
+        root: validated configuration.
+        target: device and software.
+        plan: of the unchanged run.
 
     Returns:
-        The best change that fits (None where none does), and the one that needs least.
+        The best change that fits (None if none does), and the one that needs the least memory.
     """
-    asis = Change({}, plan)
-    best = asis if plan.fits else None
-    least = asis
+    unchanged = Change({}, plan)
+    best = unchanged if plan.fits else None
+    least = unchanged
     for values in _combinations(root, target, plan):
         change = _with_largest_batch(root, target, plan, values)
         if change is None:
@@ -138,9 +138,9 @@ def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, 
 
 
 def _cost(change: Change) -> tuple[int, int, int]:
-    """Less is better: time to a thousandth, then keys that change, then memory.
+    """Sort key, lower is better: log of the time in steps of 0.1 %, then number of changed keys, then memory.
 
-    Where times are not known: what goes to the host, then keys that change, then what is given up of the memory.
+    If times are not known: host memory, then number of changed keys, then unused device memory.
     """
     seconds, needed = change.plan.seconds, change.plan.needed
     if not math.isfinite(seconds):
@@ -149,38 +149,39 @@ def _cost(change: Change) -> tuple[int, int, int]:
 
 
 def _with_largest_batch(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
-    """The values with the largest micro batch that fits, which takes the least time; with the smallest if none does."""
+    """Combine `values` with the largest micro batch that fits, the fastest one; with the smallest if none fits."""
     sizes = _micro_batches(root)
 
     @cache
-    def of(size: int) -> Change | None:
-        asked = {"micro_batch_size": size, **values}
-        return _changed(root, target, plan, asked) if _differing(root, asked) else Change({}, plan)
+    def with_size(size: int) -> Change | None:
+        combined = {"micro_batch_size": size, **values}
+        return _changed(root, target, plan, combined) if _differing(root, combined) else Change({}, plan)
 
     def fits(size: int) -> bool:
-        change = of(size)
+        change = with_size(size)
         return change is not None and change.plan.fits is True
 
     if fits(sizes[0]):
-        return of(sizes[0])
+        return with_size(sizes[0])
     if not fits(sizes[-1]):
-        return of(sizes[-1])
-    return of(sizes[bisect_left(sizes, True, key=fits)])
+        return with_size(sizes[-1])
+    return with_size(sizes[bisect_left(sizes, True, key=fits)])
 
 
 # ---------------------------------------------------------------- candidates
 
 
 def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Values]:
-    """What is recomputed, what is on the host and how parameters are cut: as it is, off, and in every other way."""
-    recomputing, offloading = _recomputing(root, plan, with_some=True), _offloading(root, target, plan)
-    nothing_again = _in_stacks(root, {f"{_RECOMPUTE}_granularity": None, **_without_moe(plan)})
-    nothing_sent = _in_stacks(root, {"cpu_offloading": False})
-    whole = _in_stacks(root, {**_full("uniform", 1), **_without_moe(plan)})
-    beside = [whole, _in_stacks(root, {f"{_RECOMPUTE}_modules": _cheap_parts(plan)})] if _cheap_parts(plan) else [whole]
-    stacks = [{}, *recomputing, *offloading, *({**mode, **each} for mode in beside for each in offloading)]
-    stacks += [nothing_again, nothing_sent, *({**nothing_sent, **mode} for mode in (nothing_again, *recomputing))]
-    stacks += [{**nothing_again, **each} for each in offloading]
+    """Yield combinations of recomputation, offloading and sharding: unchanged, off, and every other mode."""
+    recomputing, offloading = _recompute_modes(root, plan, partial=True), _offloading(root, target, plan)
+    no_recompute = _in_stacks(root, {f"{_RECOMPUTE}_granularity": None, **_without_moe(plan)})
+    no_offload = _in_stacks(root, {"cpu_offloading": False})
+    combinable = [_in_stacks(root, {**_full("uniform", 1), **_without_moe(plan)})]
+    if cheap := _cheap_modules(plan):
+        combinable.append(_in_stacks(root, {f"{_RECOMPUTE}_modules": cheap}))
+    stacks = [{}, *recomputing, *offloading, *({**mode, **each} for mode in combinable for each in offloading)]
+    stacks += [no_recompute, no_offload, *({**no_offload, **mode} for mode in (no_recompute, *recomputing))]
+    stacks += [{**no_recompute, **each} for each in offloading]
     others = [{}, *_others(root, target)]
     if len(others) > 2:
         others.append({**others[1], **others[2]})
@@ -193,25 +194,25 @@ def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Value
                 yield differing
 
 
-def _recomputing(root: RootBlock, plan: Plan, *, with_some: bool = False) -> list[dict[str, Any]]:
-    """Modes of recomputation, the cheap ones first; `with_some`: also of a part of the layers."""
-    order, cheap = modules_that_save(plan), _cheap_parts(plan)
+def _recompute_modes(root: RootBlock, plan: Plan, *, partial: bool = False) -> list[dict[str, Any]]:
+    """Return recompute modes, cheap ones first; `partial`: also full recomputation of a part of the layers."""
+    order, cheap = modules_that_save(plan), _cheap_modules(plan)
     modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
     layers = min(stack.stack.num_layers for stack in plan.facts.stacks)
-    if with_some and layers > 1:
+    if partial and layers > 1:
         for eighths in range(1, 8):
             number = round(layers * eighths / 8)
             if 0 < number < layers:
                 modes.append({**_full("block", number), f"{_RECOMPUTE}_modules": cheap or None})
     modes.append(_full("uniform", 1))
-    root_of = round(math.sqrt(layers))
-    if root_of > 1:
-        modes.append(_full("uniform", root_of))
+    chunk = round(math.sqrt(layers))
+    if chunk > 1:
+        modes.append(_full("uniform", chunk))
     return [_in_stacks(root, {**mode, **_without_moe(plan)}) for mode in modes]
 
 
 def modules_that_save(plan: Plan) -> list[RecomputeModule]:
-    """The parts of layers that save something in every stack when they are recomputed, the cheap ones first."""
+    """Return the modules whose recomputation saves memory in every stack, cheap ones first."""
     found = set(_CHEAP_FIRST)
     for each in plan.facts.stacks:
         found &= each.stack.acting_modules(range(each.stack.num_layers))
@@ -223,7 +224,7 @@ def modules_that_save(plan: Plan) -> list[RecomputeModule]:
     return sorted(found, key=_CHEAP_FIRST.index)
 
 
-def _cheap_parts(plan: Plan) -> list[RecomputeModule]:
+def _cheap_modules(plan: Plan) -> list[RecomputeModule]:
     return [name for name in modules_that_save(plan) if name != "moe"]
 
 
@@ -241,23 +242,23 @@ def _full(method: str, number: int) -> dict[str, Any]:
 
 
 def _offloading(root: RootBlock, target: Target, plan: Plan) -> list[dict[str, Any]]:
-    """Activations of as many layers in host memory as are copied beside the work, and of more; then all but two layers
-    with their weights.
+    """Return offloading modes: activations of as many layers as can be copied during computation, and of more; then
+    activations and weights of all but two layers.
     """
     layers = min(keys.num_layers for keys in stacks_of_keys(root.model).values())
-    whole = root.model.fsdp  # weights that are cut over ranks stay where they are
-    found: list[dict[str, Any]] = []
-    hidden = _layers_hidden(root, target, plan, layers)
-    for number in sorted({hidden, max(1, layers // 4), max(1, layers // 2), layers - 2}):
+    modes: list[dict[str, Any]] = []
+    overlapped = _layers_overlapped(root, target, plan, layers)
+    for number in sorted({overlapped, max(1, layers // 4), max(1, layers // 2), layers - 2}):
         if 0 < number < layers:
-            found.append(_offload(number, weights=False))
-    if layers > 2 and not whole:  # with one layer less on the host copies are hidden better
-        found.append(_offload(layers - 2, weights=True))
-    return [_in_stacks(root, mode) for mode in found]
+            modes.append(_offload(number, weights=False))
+    # weights sharded by FSDP are not offloaded; L - 2 layers, since copies of L - 1 overlap less
+    if layers > 2 and not root.model.fsdp:
+        modes.append(_offload(layers - 2, weights=True))
+    return [_in_stacks(root, mode) for mode in modes]
 
 
-def _layers_hidden(root: RootBlock, target: Target, plan: Plan, layers: int) -> int:
-    """The activations of how many layers are copied while others calculate, but for a hundredth of a step."""
+def _layers_overlapped(root: RootBlock, target: Target, plan: Plan, layers: int) -> int:
+    """Return the number of layers whose activations can be copied with stalls of at most 1 % of the step."""
 
     def waits(number: int) -> bool:
         values = _in_stacks(root, _offload(number, weights=False))
@@ -266,7 +267,7 @@ def _layers_hidden(root: RootBlock, target: Target, plan: Plan, layers: int) -> 
             return True
         return change.plan.time.parts["copies not hidden"] > change.plan.seconds / 100
 
-    return bisect_left(range(1, layers - 1), True, key=waits)  # a rule warns of all but one
+    return bisect_left(range(1, layers - 1), True, key=waits)  # up to L - 2: a rule warns about L - 1
 
 
 def _offload(number: int, *, weights: bool) -> dict[str, Any]:
@@ -274,64 +275,63 @@ def _offload(number: int, *, weights: bool) -> dict[str, Any]:
 
 
 def _micro_batches(root: RootBlock) -> list[int]:
-    """The size of a micro batch and those it is a multiple of, which leave the global batch as it is; largest first."""
+    """Return the micro batch size and its divisors, which keep the global batch size valid; largest first."""
     size = root.model.micro_batch_size
     return [each for each in range(size, 0, -1) if size % each == 0]
 
 
 def _others(root: RootBlock, target: Target) -> list[dict[str, Any]]:
-    """The optimizer's state on the other side; parameters cut over the ranks, where there are some."""
-    found: list[dict[str, Any]] = []
-    if target.world_size > 1 and not root.model.fsdp:
-        found.append({"fsdp": True})
-    return [*found, {"cpu_offloading_optimizer": not root.model.cpu_offloading_optimizer}]
+    """Return other changes: FSDP if there are several ranks, optimizer offloading toggled."""
+    fsdp: list[dict[str, Any]] = [{"fsdp": True}] if target.world_size > 1 and not root.model.fsdp else []
+    return [*fsdp, {"cpu_offloading_optimizer": not root.model.cpu_offloading_optimizer}]
 
 
 # ---------------------------------------------------------------- plans of changed keys
 
 
 def _in_stacks(root: RootBlock, values: Values) -> dict[str, Any]:
-    """The same values in every stack; those of a kind, recomputation or offloading, that are not given are off."""
+    """Set `values` in every stack; other keys of the same kind (recomputation, offloading) get their defaults."""
     kinds = [kind for kind in (_RECOMPUTE, "cpu_offloading") if any(key.startswith(kind) for key in values)]
-    asked = {key: off for key, off in _OF_STACK.items() if any(key.startswith(kind) for kind in kinds)}
-    return {f"{at}{key}": value for at in stacks_of_keys(root.model) for key, value in {**asked, **values}.items()}
+    defaults = {key: value for key, value in _STACK_DEFAULTS.items() if any(key.startswith(kind) for kind in kinds)}
+    merged = {**defaults, **values}
+    return {f"{prefix}{key}": value for prefix in stacks_of_keys(root.model) for key, value in merged.items()}
 
 
 def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
-    """The run with other values; None where nothing differs, or it cannot be had."""
+    """Plan the run with other values; None if nothing differs or the result is not valid."""
     differing = _differing(root, values)
     if not differing:
         return None
     own: dict[str, Any] = {key: value for key, value in differing.items() if "." not in key}
-    below: dict[str, dict[str, Any]] = {}
+    nested: dict[str, dict[str, Any]] = {}
     for key, value in differing.items():
-        place, _, name = key.rpartition(".")
-        if place:
-            below.setdefault(place, {})[name] = value
-    stacks = {place: getattr(root.model, place).model_copy(update=more) for place, more in below.items()}
+        stack, _, name = key.rpartition(".")
+        if stack:
+            nested.setdefault(stack, {})[name] = value
+    stacks = {stack: getattr(root.model, stack).model_copy(update=update) for stack, update in nested.items()}
     changed = root.model_copy(update={"model": root.model.model_copy(update={**own, **stacks})})
     errors = _errors(changed)
     if errors and errors - _errors(root):
         return None
     try:
         return Change(differing, make_plan(changed, target, vocab_size=plan.facts.vocab_size))
-    except (NoBackendError, UserError):  # another micro batch is another call, and not all can be recorded
+    except (NoBackendError, UserError):  # attention and CUDA graphs may not support another micro batch size
         return None
 
 
 def _differing(root: RootBlock, values: Values) -> dict[str, Any]:
-    """Those of the values that the keys do not have already."""
+    """Return the values that differ from the configuration's."""
     return {key: value for key, value in values.items() if attrgetter(key)(root.model) != value}
 
 
 def _errors(root: RootBlock) -> set[str]:
-    """What the rules refuse."""
+    """Return the messages of all violated rules."""
     facts = Facts(root, frozenset(), frozenset(), {})
     return {finding.message for finding in run_rules(facts) if finding.level == "error"}
 
 
-def _shown(value: Any) -> str:
-    """A value as the command line takes it."""
+def _format_value(value: Any) -> str:
+    """Format a value for the command line."""
     if value is None:
         return "null"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How many parameters of a model are trained: all of them, or what `model.peft` says."""
+"""Count the parameters of a model: all, and those trained with `model.peft`."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ...models.config.peft_slice import peft_slice
 from ...models.peft.apply import trained_parameters
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock
 
-_MEMORY = dict.fromkeys(MemoryKeys.model_fields, True)
-_IDLE: Any = {
-    **_MEMORY,
-    "encoder": _MEMORY,
-    "decoder": _MEMORY,
+_MEMORY_KEYS = dict.fromkeys(MemoryKeys.model_fields, True)
+_IRRELEVANT_KEYS: Any = {
+    **_MEMORY_KEYS,
+    "encoder": _MEMORY_KEYS,
+    "decoder": _MEMORY_KEYS,
     **dict.fromkeys(("data", "optim", "tokenizer", "memory_profile", "micro_batch_size", "global_batch_size"), True),
 }
-"""Keys that change no count: a search among them counts once."""
+"""Keys without effect on the counts, left out of the cache key, so that a search over them counts only once."""
 
 
 class Counts(NamedTuple):
-    """Parameters of a model.
+    """Parameter counts of a model.
 
     Attributes:
-        all: what fine-tuning adds included.
-        trained: those of them that are not frozen.
-        sizes: numbers and dimensions of each tensor that is trained, where not all of the model is.
-        begins: for each stack the first layer whose backward pass runs: what is before it needs no gradient.
+        all: all parameters, including those that PEFT adds.
+        trained: trainable parameters.
+        sizes: (number of elements, number of dimensions) of each trainable tensor; empty without PEFT.
+        begins: for each stack, index of the first layer whose backward pass runs; earlier layers need no gradients.
     """
 
     all: int
@@ -45,21 +45,21 @@ class Counts(NamedTuple):
 
 
 def count_trained(keys: AnyModelBlock, vocab_size: int, form: SampleForm) -> Counts:
-    """Parameters of a model and those that are trained; nothing is allocated.
+    """Count the parameters of a model and those trained; nothing is allocated.
 
     Args:
         keys: the configuration of the model.
-        vocab_size: tokens of the tokenizer.
-        form: the samples.
+        vocab_size: vocabulary size of the tokenizer.
+        form: shape of the samples.
     """
     if not keys.peft.is_on:
         number = count_parameters(keys, vocab_size, form)
         return Counts(number, number, (), (0,) * len(stacks_of_keys(keys)))
-    return _counted(keys.family, keys.model_dump_json(exclude=_IDLE), vocab_size, form)
+    return _count_on_meta(keys.family, keys.model_dump_json(exclude=_IRRELEVANT_KEYS), vocab_size, form)
 
 
 @lru_cache(maxsize=16)
-def _counted(family: Family, keys: str, vocab_size: int, form: SampleForm) -> Counts:
+def _count_on_meta(family: Family, keys: str, vocab_size: int, form: SampleForm) -> Counts:
     block = MODEL_BLOCKS[family].model_validate_json(keys)
     model = build_model(
         block,
@@ -74,23 +74,23 @@ def _counted(family: Family, keys: str, vocab_size: int, form: SampleForm) -> Co
     trained = trained_parameters(model)
     return Counts(
         all=parameter_count(model),
-        trained=sum(each.numel() for each in trained.values()),
-        sizes=tuple((each.numel(), each.ndim) for each in trained.values()),
-        begins=_begins(model),
+        trained=sum(parameter.numel() for parameter in trained.values()),
+        sizes=tuple((parameter.numel(), parameter.ndim) for parameter in trained.values()),
+        begins=_first_backward_layers(model),
     )
 
 
-def _begins(model: LanguageModel) -> tuple[int, ...]:
-    """The first layer of each stack in front of which, or in which, something is trained."""
+def _first_backward_layers(model: LanguageModel) -> tuple[int, ...]:
+    """Return for each stack the index of the first layer with trainable parameters at or before it."""
     stacks = stacks_of(model)
-    late = [model.head, *(part for stack in stacks for part in (*stack.layers, stack.final_norm))]
-    behind = {each for part in late if part is not None for each in part.parameters()}
-    if any(each.requires_grad and each not in behind for each in model.parameters()):
-        return (0,) * len(stacks)  # embeddings, prompts, tables of positions
-    found: list[int] = []
+    modules = [model.head, *(module for stack in stacks for module in (*stack.layers, stack.final_norm))]
+    in_layers = {parameter for module in modules if module is not None for parameter in module.parameters()}
+    if any(parameter.requires_grad and parameter not in in_layers for parameter in model.parameters()):
+        return (0,) * len(stacks)  # embeddings, soft prompts, position tables
+    first: list[int] = []
     for stack in stacks:
-        trains = [any(each.requires_grad for each in layer.parameters()) for layer in stack.layers]
-        found.append(trains.index(True) if any(trains) else len(trains))
-    if len(stacks) > 1 and any(each.requires_grad for each in stacks[0].parameters()):
-        found[1] = 0  # every layer of the decoder reads what the encoder gives
-    return tuple(found)
+        trainable = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in stack.layers]
+        first.append(trainable.index(True) if any(trainable) else len(trainable))
+    if len(stacks) > 1 and any(parameter.requires_grad for parameter in stacks[0].parameters()):
+        first[1] = 0  # every decoder layer attends to the encoder output
+    return tuple(first)

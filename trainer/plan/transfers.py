@@ -1,9 +1,9 @@
-"""How long a step waits for copies between a GPU and its host: layers and link, played through in order.
+"""Simulate CPU offloading to find how long a step stalls on copies between the GPU and its host.
 
-The order is that of `models.offload` for activations, of `models.offload_weights` for weights. Activations go to the
-host while their layer runs, weights when it has run; both have left some layers later, and begin to come back some
-layers before the backward needs them. Layers that are recomputed together run, wait and copy as one. The link does one
-copy after the other, each way by itself.
+The schedule is that of `models.offload` for activations and of `models.offload_weights` for weights. Activations are
+copied to the host while their layer runs, weights after it; both must have been copied some layers later, and are
+prefetched some layers before the backward pass needs them. Layers of a recomputed chunk run, wait and copy as one. The
+link does one copy at a time in each direction.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from .timeline import PlacedLayer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Layers that run together: one, or a chunk.
+    """Layers that run as one: a single layer, or a recomputed chunk. All times are in seconds.
 
     Attributes:
-        numbers: of the layers.
-        forward: seconds of their forward.
-        backward: of their backward, and of what it recomputes.
-        activations: of the copy of what they save, each way.
-        weights: of the copies of the weights of each, each way.
+        numbers: indices of the layers.
+        forward: time of the forward pass.
+        backward: time of the backward pass with recomputation.
+        activations: time of the copy of all saved activations, in one direction.
+        weights: time of the copy of the weights of each layer, in one direction.
     """
 
     numbers: range
@@ -35,20 +35,20 @@ class Run:
 
 
 def sent_by(layer: PlacedLayer) -> int:
-    """Bytes that a layer sends to the host in its forward pass, as many as come back in its backward."""
-    activations, weights = _sent(layer)
+    """Bytes of a layer copied to the host in its forward pass; as many are copied back in its backward pass."""
+    activations, weights = _offloaded_bytes(layer)
     return activations + weights
 
 
 def waited_for_copies(
     layers: Sequence[PlacedLayer], seconds: Callable[[PlacedLayer], tuple[float, float]], link: float
 ) -> float:
-    """Seconds that a micro batch waits in all.
+    """Return the seconds a micro batch stalls on copies.
 
     Args:
-        layers: of all stacks, in order.
-        seconds: what the forward and the backward of a layer take.
-        link: bytes a second each way.
+        layers: of all stacks in forward order.
+        seconds: function that returns the forward and backward time of a layer.
+        link: bytes per second in each direction.
     """
     total = 0.0
     for _, group in groupby(layers, key=lambda layer: id(layer.stack)):
@@ -59,14 +59,14 @@ def waited_for_copies(
         runs: list[Run] = []
         for first in range(0, len(stack), chunk):
             members = stack[first : first + chunk]
-            times, sent = [seconds(layer) for layer in members], [_sent(layer) for layer in members]
+            times, sizes = [seconds(layer) for layer in members], [_offloaded_bytes(layer) for layer in members]
             runs.append(
                 Run(
                     numbers=range(first, first + len(members)),
                     forward=sum(time[0] for time in times),
                     backward=sum(time[1] for time in times),
-                    activations=sum(size[0] for size in sent) / link,
-                    weights=tuple(size[1] / link for size in sent),
+                    activations=sum(size[0] for size in sizes) / link,
+                    weights=tuple(size[1] / link for size in sizes),
                 )
             )
         total += waited(runs, len(stack) - offload.layers)
@@ -74,17 +74,17 @@ def waited_for_copies(
 
 
 def waited(runs: Sequence[Run], away: int) -> float:
-    """Seconds that a forward and a backward wait for copies.
+    """Return the seconds the forward and backward pass of a stack stall on copies.
 
     Args:
-        runs: of a stack, in order.
-        away: its layers that are not offloaded, L - N.
+        runs: of the stack in forward order.
+        away: number of layers that are not offloaded, L - N.
     """
-    return _waited_forward(runs, away) + _waited_backward(runs, away)
+    return _forward_stall(runs, away) + _backward_stall(runs, away)
 
 
-def _sent(layer: PlacedLayer) -> tuple[int, int]:
-    """Bytes of activations and of weights that a layer sends to the host."""
+def _offloaded_bytes(layer: PlacedLayer) -> tuple[int, int]:
+    """Bytes of activations and of weights that a layer offloads."""
     offload = layer.offload
     if offload is None or layer.number >= offload.layers:
         return 0, 0
@@ -92,86 +92,92 @@ def _sent(layer: PlacedLayer) -> tuple[int, int]:
     return activations, layer.memory.parameters * layer.stack.widths.weights * offload.weights
 
 
-def _activations_left(numbers: range, away: int) -> int:
-    """The layers before this one have left before these run (`ForwardPass.layers`)."""
+def _first_activations_on_device(numbers: range, away: int) -> int:
+    """Index of the first layer whose activations are still on the device when `numbers` run (`ForwardPass.layers`)."""
     return min(numbers.start, numbers.stop - away)
 
 
-def _weights_left(numbers: range, away: int) -> int:
-    """The weights of the layers before this one have left when these have run (`WeightOffload.after`)."""
+def _first_weights_on_device(numbers: range, away: int) -> int:
+    """Index of the first layer whose weights are still on the device after `numbers` ran (`WeightOffload.after`)."""
     return min(numbers.start, numbers.stop - max(2, away) + 1)
 
 
 class _Clock:
-    """The time on the device, that at which a link will be free, and how long the device has waited."""
+    """Simulated time of the device, time at which the link is free, and total time the device has stalled."""
 
     def __init__(self) -> None:
-        self.now = self.link = self.waited = 0.0
+        self.now = self.link_free = self.stalled = 0.0
 
-    def copied(self, seconds: float) -> float:
-        """When a copy that may begin now has ended."""
-        self.link = max(self.link, self.now) + seconds
-        return self.link
+    def copy(self, seconds: float) -> float:
+        """Queue a copy on the link and return the time at which it ends."""
+        self.link_free = max(self.link_free, self.now) + seconds
+        return self.link_free
 
-    def wait_for(self, time: float) -> None:
-        """Do nothing until then."""
+    def wait_until(self, time: float) -> None:
+        """Stall the device until `time`."""
         if time > self.now:
-            self.waited += time - self.now
+            self.stalled += time - self.now
             self.now = time
 
 
 class _Copies:
-    """Copies of a kind one way, by the first layer they are of, in seconds."""
+    """Copies of activations or weights in one direction.
+
+    Args:
+        clock: simulated time.
+        seconds: time of each copy, by the index of its (first) layer.
+    """
 
     def __init__(self, clock: _Clock, seconds: dict[int, float]) -> None:
         self._clock = clock
-        self._to_begin = {number: each for number, each in seconds.items() if each}
+        self._pending = {number: each for number, each in seconds.items() if each}
         self._ends: dict[int, float] = {}
 
-    def begin(self, numbers: Iterable[int]) -> None:
-        """Those of these layers, in this order, that have not begun yet."""
+    def start(self, numbers: Iterable[int]) -> None:
+        """Start the pending copies of these layers, in this order."""
         for number in numbers:
-            if number in self._to_begin:
-                self._ends[number] = self._clock.copied(self._to_begin.pop(number))
+            if number in self._pending:
+                self._ends[number] = self._clock.copy(self._pending.pop(number))
 
     def wait(self, numbers: Iterable[int]) -> None:
-        """Until those of these layers that have begun have ended."""
+        """Wait for the started copies of these layers."""
         for number in numbers:
-            self._clock.wait_for(self._ends.get(number, 0.0))
+            self._clock.wait_until(self._ends.get(number, 0.0))
 
 
-def _waited_forward(runs: Sequence[Run], away: int) -> float:
+def _forward_stall(runs: Sequence[Run], away: int) -> float:
     clock = _Clock()
-    activations, weights = _Copies(clock, _activations(runs)), _Copies(clock, _weights(runs))
+    activations, weights = _Copies(clock, _activation_times(runs)), _Copies(clock, _weight_times(runs))
     for run in runs:
-        activations.wait(range(_activations_left(run.numbers, away)))
-        activations.begin(run.numbers)
+        activations.wait(range(_first_activations_on_device(run.numbers, away)))
+        activations.start(run.numbers)
         clock.now += run.forward
-        weights.begin(run.numbers)
-        weights.wait(range(_weights_left(run.numbers, away)))
-    return clock.waited
+        weights.start(run.numbers)
+        weights.wait(range(_first_weights_on_device(run.numbers, away)))
+    return clock.stalled
 
 
-def _waited_backward(runs: Sequence[Run], away: int) -> float:
+def _backward_stall(runs: Sequence[Run], away: int) -> float:
     clock, last = _Clock(), runs[-1].numbers
-    left, weights_left = _activations_left(last, away), _weights_left(last, away)
-    activations = _Copies(clock, {number: each for number, each in _activations(runs).items() if number < left})
-    weights = _Copies(clock, {number: each for number, each in _weights(runs).items() if number < weights_left})
-    ahead = max(1, away - 1, len(runs[0].numbers))
+    # only layers that the forward pass has offloaded by its end are copied back
+    activation_end, weight_end = _first_activations_on_device(last, away), _first_weights_on_device(last, away)
+    activations = _Copies(clock, {at: time for at, time in _activation_times(runs).items() if at < activation_end})
+    weights = _Copies(clock, {at: time for at, time in _weight_times(runs).items() if at < weight_end})
+    prefetch = max(1, away - 1, len(runs[0].numbers))
     for run in reversed(runs):
         first = run.numbers.start
-        activations.begin(reversed(range(max(first - ahead, 0), last.stop)))
-        weights.begin(run.numbers)
-        weights.begin(reversed(range(max(first - len(run.numbers), 0), first)))
+        activations.start(reversed(range(max(first - prefetch, 0), last.stop)))
+        weights.start(run.numbers)
+        weights.start(reversed(range(max(first - len(run.numbers), 0), first)))
         activations.wait(run.numbers)
         weights.wait(run.numbers)
         clock.now += run.backward
-    return clock.waited
+    return clock.stalled
 
 
-def _activations(runs: Sequence[Run]) -> dict[int, float]:
+def _activation_times(runs: Sequence[Run]) -> dict[int, float]:
     return {run.numbers.start: run.activations for run in runs}
 
 
-def _weights(runs: Sequence[Run]) -> dict[int, float]:
+def _weight_times(runs: Sequence[Run]) -> dict[int, float]:
     return {number: each for run in runs for number, each in zip(run.numbers, run.weights, strict=bool(run.weights))}

@@ -1,17 +1,17 @@
-"""Data sets of other packages: entry points of what is installed, and what modules of `--import` register.
+"""Dataset plugins: entry points of installed packages, and datasets registered by modules given with `--import`.
 
-A package offers one in its pyproject.toml:
+A package provides one in its pyproject.toml:
 
     [project.entry-points."stoker.datasets"]
     my_data = "my_package.data:samples"
 
-and `model.data.data_impl=my_data` trains on it. Looking for names imports nothing; the one that is named is imported
-when its samples are needed. Without a package, `stoker train --import my_data model.data.data_impl=my_data` and
+and `model.data.data_impl=my_data` trains on it. Listing the names imports nothing; a dataset is imported when its
+samples are needed. Without a package, `stoker train --import my_data model.data.data_impl=my_data` and
 
     @register_dataset("my_data")
     def samples(data, split, sequence_length, tokenizer, seed): ...
 
-in my_data.py do the same. What a configuration names is thus always code that was installed, or named, on purpose.
+in my_data.py do the same. So a configuration can only run code that was installed, or given, on purpose.
 """
 
 from __future__ import annotations
@@ -30,63 +30,64 @@ if TYPE_CHECKING:
 
 GROUP = "stoker.datasets"
 PAIR_SOURCES = ("jsonl", "huggingface", "pystd_docstring")
-"""Values of `model.data.data_impl` that hold an input and a target each."""
+"""Values of `model.data.data_impl` that provide pairs of input and target."""
 BUILT_IN = ("mmap", "pystd", "text", "mock", *PAIR_SOURCES)
-"""Values of `model.data.data_impl` that need no other package."""
+"""Values of `model.data.data_impl` that need no plugin."""
 _registered: dict[str, importlib.metadata.EntryPoint] = {}
 
 
 class InstalledDataset(Protocol):
-    """What an entry point of the group `stoker.datasets` must be: a function that makes the samples of a split."""
+    """Interface of an entry point of the group `stoker.datasets`: a function that returns the samples of a split."""
 
     def __call__(
         self, data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
     ) -> Samples | None:
-        """Samples of a split.
+        """Return the samples of a split.
 
-        The samples must be pure functions of their position: a resumed run, another rank or a loader process asks a
-        new copy for a position and must get the same tokens. They are pickled into loader processes. Token ids must
+        The samples must be pure functions of their position: a resumed run, another rank or a dataloader worker reads a
+        position from a new copy and must get the same tokens. They are pickled into dataloader workers. Token ids must
         be below `tokenizer.vocab_size`.
 
         Args:
-            data: all keys below `model.data` and their values; `dataset_kwargs` is for you alone.
-            split: `train`, whose samples must never end; `validation` or `test`, which have `samples` of them and
-                give rows of ignored labels past the end.
-            sequence_length: s, tokens in a sample.
+            data: all keys below `model.data` and their values; `dataset_kwargs` is reserved for the plugin.
+            split: `train`, whose samples must be endless; `validation` or `test`, which have a finite number `samples`
+                and return rows of ignored labels past the end.
+            sequence_length: S, tokens in a sample.
             tokenizer: the one of `model.tokenizer`.
-            seed: `model.seed`, to be followed in training.
+            seed: `model.seed`, to be used in training.
 
         Returns:
-            An object like `stoker.trainer.data.datasets.samples.Samples`; None for a validation or
-            test split there is not.
+            An object like `stoker.trainer.data.datasets.samples.Samples`; None if there is no such validation or
+            test split.
 
         Raises:
-            UserError, OSError, ValueError: what is wrong, told in one line.
+            UserError, OSError, ValueError: the reason, in one line.
         """
         ...
 
 
-Make = TypeVar("Make", bound=InstalledDataset)
+DatasetT = TypeVar("DatasetT", bound=InstalledDataset)
 
 
-def register_dataset(name: str) -> Callable[[Make], Make]:
-    """Offer a data set under a name, as an entry point does: for a module that is given with `--import`.
+def register_dataset(name: str) -> Callable[[DatasetT], DatasetT]:
+    """Register a dataset under a name, like an entry point: for a module that is given with `--import`.
 
     Args:
         name: a value of `model.data.data_impl`.
 
     Returns:
-        A decorator for an `InstalledDataset`: a function at the top of its module.
+        A decorator for an `InstalledDataset`: a function at the top level of its module.
 
     Raises:
-        ValueError: (from the decorator) the name is taken, or the function could not be found again in its module.
+        ValueError: (from the decorator) the name is taken, or the function cannot be imported from its module.
     """
 
-    def register(make: Make) -> Make:
+    def register(make: DatasetT) -> DatasetT:
         place = f"{make.__module__}:{make.__qualname__}"  # type: ignore[attr-defined]
         known = installed_datasets().get(name)
         if name in BUILT_IN or (known is not None and known.value != place):
-            raise ValueError(f"the data set {name!r} is {known.value if known else 'stoker'}'s; choose another name")
+            owner = known.value if known else "stoker"
+            raise ValueError(f"the data set {name!r} is already provided by {owner}; choose another name")
         if "<" in place:
             raise ValueError(f"the data set {name!r} must be a function at the top of its module, not {place}")
         _registered[name] = importlib.metadata.EntryPoint(name, place, GROUP)
@@ -96,23 +97,23 @@ def register_dataset(name: str) -> Callable[[Make], Make]:
 
 
 def installed_datasets() -> Mapping[str, importlib.metadata.EntryPoint]:
-    """The entry points by name, and what was registered; nothing is imported."""
+    """Return the entry points and registered datasets by name, without importing them."""
     points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
     return MappingProxyType(points | _registered)
 
 
 def is_installed(data_impl: str) -> bool:
-    """Whether a value of `model.data.data_impl` is another package's."""
+    """Return True if a value of `model.data.data_impl` is a plugin."""
     return data_impl not in BUILT_IN and data_impl in installed_datasets()
 
 
 def installed_samples(
     data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
 ) -> Samples | None:
-    """The samples of `data["data_impl"]`, which another package makes.
+    """Return the samples of the plugin `data["data_impl"]`.
 
     Raises:
-        UserError: it is not installed, cannot be imported, or makes no samples of this length.
+        UserError: it is not installed, cannot be imported, or returns no samples of this length.
     """
     name = str(data["data_impl"])
     point = installed_datasets().get(name)
@@ -131,7 +132,7 @@ def installed_samples(
     found = getattr(samples, "sequence_length", None)
     if samples is None or found != sequence_length or not callable(getattr(samples, "batch", None)):
         raise UserError(
-            f"`model.data.data_impl` ({name}): {point.value} made {type(samples).__name__} for {split}, which is not "
-            f"samples of `sequence_length` {sequence_length}"
+            f"`model.data.data_impl` ({name}): {point.value} returned {type(samples).__name__} for {split}, which is "
+            f"not samples of `sequence_length` {sequence_length}"
         )
     return samples

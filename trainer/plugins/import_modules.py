@@ -1,6 +1,6 @@
-"""Modules of the user's own, which register what a configuration can then name: those of `--import` alone.
+"""Plugins: user modules of `--import`, which register components for use in configurations.
 
-No file of a configuration and no checkpoint can name a module. The launcher hands the names of the command line on to
+Only the command line can name modules, never a configuration file or a checkpoint. The launcher passes the names on to
 the processes it starts.
 """
 
@@ -16,28 +16,28 @@ from ..utils.errors import UserError
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules by their dotted names, from what is installed or else from the current directory.
+    """Import modules by their dotted names, from the installed packages or else the current directory.
 
     Raises:
-        UserError: a name is none, there is no such module, or it raises an error of its own.
+        UserError: a name is invalid, the module does not exist, or importing it raises.
     """
     if not names:
         return
     environment.prepare_process()  # before torch, which a module may import
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # last, so that no file here stands in for a module of somebody else
+    cwd = str(Path.cwd())
+    if cwd not in sys.path:
+        sys.path.append(cwd)  # last, so that no file there shadows an installed module
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise UserError(
-                f"--import {name}: is no name of a module; write my_package.my_data, without .py and folders"
+                f"--import {name}: not a module name; use a dotted name such as my_package.my_data, without .py and /"
             )
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
                 raise _failed(name, error) from error
-            raise UserError(f"--import {name}: there is no such module, neither installed nor in {here}") from None
+            raise UserError(f"--import {name}: there is no such module, neither installed nor in {cwd}") from None
         except Exception as error:
             raise _failed(name, error) from error
 

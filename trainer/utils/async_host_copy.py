@@ -1,7 +1,7 @@
-"""What the host learns of the device without stopping it: values, and when it was where.
+"""Asynchronous device-to-host copies and CUDA event timing.
 
-A CUDA device runs behind the host. Whoever asks for a value on the spot waits for all that was launched before, and the
-device then waits for the next launch. So values are sent off at one time and taken later.
+CUDA kernels run asynchronously to the host. A synchronous read (`.item()`) waits for everything launched before it and
+leaves the device idle until the next launch. So copies are started here and read later.
 """
 
 from __future__ import annotations
@@ -13,56 +13,56 @@ from torch import Tensor
 
 
 def runs_behind(device: torch.device) -> bool:
-    """Whether a device works on after a launch, so that the host may launch the next step and read this one then."""
+    """Return True if the device is asynchronous: the host can launch the next step before reading this one's values."""
     return device.type == "cuda"
 
 
 class LateValues:
-    """The values of a tensor, on their way to the host; the tensor may be changed at once.
+    """Asynchronous copy of a tensor to the host; the tensor may be overwritten right after construction.
 
     Args:
-        tensor: on a CUDA device it is copied there, behind what is launched and without a wait; elsewhere here and now.
+        tensor: a CUDA tensor is copied on its current stream without synchronization; others are copied at once.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
-            # A copy to memory that is not pinned waits. The allocator gives the memory to nobody before it is read.
+            # A copy to pageable memory would block. The pinned allocator does not reuse the block before the copy ends.
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(tensor.device))
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tensor.device))
         else:
             self._values = tensor.to("cpu", copy=True)
 
     def get(self) -> Tensor:
-        """The values, on the host; waits for the device, but not for what was launched after them."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """Return the values on the host; waits for the copy, but not for work launched after it."""
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._values
 
 
 class Instant:
-    """When the device is done with what is launched so far: on CUDA by its own clock, elsewhere now.
+    """Timestamp of the end of all work launched so far: a CUDA event on CUDA, the host clock elsewhere.
 
     Args:
-        device: whose work is timed.
-        aside: seconds that count for nothing so far, such as those of writing a profile.
+        device: the timed device.
+        aside: total seconds to exclude so far, such as time spent writing a profile.
     """
 
     def __init__(self, device: torch.device, aside: float) -> None:
         self._aside = aside
         self._seconds = time.perf_counter()
-        self._reached: torch.cuda.Event | None = None
+        self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._reached = torch.cuda.Event(enable_timing=True)
-            self._reached.record(torch.cuda.current_stream(device))
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
 
     def seconds_since(self, earlier: Instant) -> float:
-        """Of the same device, without those that count for nothing; waits until the device is there."""
-        if self._reached is not None and earlier._reached is not None:
-            self._reached.synchronize()
-            seconds = earlier._reached.elapsed_time(self._reached) / 1e3
+        """Return the seconds since `earlier` on the same device, excluded time subtracted; waits for the event."""
+        if self._event is not None and earlier._event is not None:
+            self._event.synchronize()
+            seconds = earlier._event.elapsed_time(self._event) / 1e3
         else:
             seconds = self._seconds - earlier._seconds
         return seconds - (self._aside - earlier._aside)

@@ -1,4 +1,4 @@
-"""What must never be written down: secrets, told by the names they go by."""
+"""Redaction of secrets, recognized by the names of keys and variables."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import re
 from collections.abc import Sequence
 
 REDACTED = "***"
-"""What is written in the place of a secret."""
+"""Replacement of a secret."""
 
 _SECRET_WORDS = frozenset({"secret", "password", "passwd", "credential", "credentials", "apikey"})
 _LAST_WORDS = frozenset({"key", "token"})
 """Secret at the end of a name only: `HF_TOKEN` is, `model.moe_token_dropping` is not."""
 _SPECIAL_TOKENS = "special_tokens."
 _FIELDS = frozenset({"context_key", "label_key"})
-"""Keys that say what a field of JSON lines is called."""
+"""Keys whose value is the name of a JSON field, not a secret."""
 _ASSIGNMENT = re.compile(r"(?P<name>[+~-]*[\w.@/-]+)=(?P<value>.*)", re.DOTALL)
 _IN_BLOCK = re.compile(r"(?<=[{,\s])([\w.\-]+)(\s*:\s*)[^,{}\s][^,{}]*")
-"""`name: value` in a block that is typed as one override, `env_vars={A: 1, B: 2}`."""
+"""`name: value` in an override with a dict value: `env_vars={A: 1, B: 2}`."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or dotted key is, by its name, one whose value must not be written down.
+    """Return True if the name of a variable or dotted key indicates a secret.
 
-    `WANDB_API_KEY`, `HF_TOKEN`, `db.password` are; `TOKENIZERS_PARALLELISM` and
-    `model.apply_query_key_layer_scaling` are not, nor are the texts of special tokens and the names of fields.
+    `WANDB_API_KEY`, `HF_TOKEN`, `db.password` do; `TOKENIZERS_PARALLELISM` and `model.apply_query_key_layer_scaling`
+    do not, nor do special tokens and names of JSON fields.
     """
     if _SPECIAL_TOKENS in name or name.rpartition(".")[2] in _FIELDS:
         return False
@@ -32,7 +32,7 @@ def is_secret(name: str) -> bool:
 
 
 def is_ambiguous(name: str) -> bool:
-    """Whether nothing but `key` or `token` at its end makes a name secret: `api_key`, and `text_key` as well."""
+    """Return True if only a final `key` or `token` makes a name secret: `api_key`, but also `text_key`."""
     return _SECRET_WORDS.isdisjoint(_words(name))
 
 
@@ -41,7 +41,7 @@ def _words(name: str) -> list[str]:
 
 
 def without_secrets(text: str) -> str:
-    """One word of a command line: the value of a secret `name=value` and the user part of a URL become `***`."""
+    """Redact an argument: the value of a secret `name=value` and the user part of a URL become `***`."""
     assignment = _ASSIGNMENT.fullmatch(text)
     if assignment and is_secret(assignment["name"]):
         return f"{assignment['name']}={REDACTED}"
@@ -50,21 +50,21 @@ def without_secrets(text: str) -> str:
 
 
 def shown_value(name: str, text: str) -> str:
-    """The value of a key or variable as it may be shown: `***` for a secret, unless it only says where one is."""
+    """Redact the value of a key or variable: `***` for a secret, unless it only refers to one (`${...}`)."""
     return REDACTED if is_secret(name) and "${" not in text else without_secrets(text)
 
 
 def words_without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line; also `VALUE` in `--api-key VALUE` becomes `***`."""
-    kept: list[str] = []
+    """Redact a command line; also `VALUE` in `--api-key VALUE` becomes `***`."""
+    redacted: list[str] = []
     hides_next = False
     for word in words:
         is_option = word.startswith("-")
-        kept.append(REDACTED if hides_next and not is_option else without_secrets(word))
+        redacted.append(REDACTED if hides_next and not is_option else without_secrets(word))
         hides_next = is_option and "=" not in word and is_secret(word)
-    return kept
+    return redacted
 
 
 def has_user(url: str) -> bool:
-    """Whether a URL names a user, and so perhaps a password: `https://user:password@host/`."""
+    """Return True if a URL has a user part, and so perhaps a password: `https://user:password@host/`."""
     return _USER_INFO.search(url) is not None

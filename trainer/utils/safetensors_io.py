@@ -1,7 +1,7 @@
-"""Reading and writing the files of a checkpoint: bounded JSON and safetensors, hashed when written, never pickle.
+"""Read and write checkpoint files: size-limited JSON and safetensors, hashed when written, never pickle.
 
-Files that come from outside are opened without following links, must be regular files, and are bounded before they are
-parsed. Files we write are flushed to the disk (fsync) before anything counts on them.
+Untrusted files are opened without following links, must be regular files, and are size-checked before parsing. Written
+files are flushed to disk (fsync).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 TENSOR_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-"""Names of dtypes in safetensors files."""
+"""Torch dtypes by their names in safetensors files."""
 
 
 class DamagedFileError(Exception):
-    """A file that is not what it should be; the message names it and says why, in one line."""
+    """Raised for a missing, damaged or invalid file; the message names it with the reason, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FileRecord:
 
 
 class _HashingFile:
-    """An exclusively created file that knows the hash of what was written to it."""
+    """A newly created file (O_EXCL) that hashes what is written to it."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o644)
@@ -80,7 +80,7 @@ class _HashingFile:
 
 
 def write_json(path: Path, document: Any) -> FileRecord:
-    """Write a new JSON file, flushed to the disk. NaN and infinity, which are not JSON, raise ValueError."""
+    """Write a new JSON file with fsync. NaN and infinity, which are not JSON, raise ValueError."""
     with _HashingFile(path) as file:
         file.write(_encode(document))
         return file.finish()
@@ -88,19 +88,19 @@ def write_json(path: Path, document: Any) -> FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What the header of a file says of a tensor."""
+    """Dtype and shape of a tensor in a file header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Bytes of its numbers."""
+        """Size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
-    """Write a new safetensors file, flushed to the disk; one tensor at a time is copied to the host."""
+    """Write a new safetensors file with fsync; one tensor at a time is copied to the host."""
     facts = {name: TensorFacts(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     return write_tensor_stream(path, facts, tensors.__getitem__, metadata)
 
@@ -111,25 +111,25 @@ def write_tensor_stream(
     tensor_of: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
-    """Write a new safetensors file of tensors that are made one after the other, flushed to the disk.
+    """Write a new safetensors file with fsync, from tensors that are produced one at a time.
 
     The format (https://github.com/huggingface/safetensors, "Format"): eight bytes of little-endian header length, a
     JSON header of name, dtype, shape and offsets, then the raw tensors without gaps. Wider dtypes come first, so that
     every tensor is aligned.
 
     Args:
-        path: the file, which must not be there yet.
-        facts: name to dtype and shape.
-        tensor_of: gives the tensor of a name, which must be as `facts` say; called once for each.
-        metadata: texts for the header.
+        path: the file; must not exist.
+        facts: dtype and shape by name.
+        tensor_of: returns the tensor of a name, matching `facts`; called once per name.
+        metadata: strings for the header.
     """
     order = sorted(facts, key=lambda name: (-facts[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in order:
-        of = facts[name]
-        end = offset + of.bytes
-        header[name] = {"dtype": _DTYPE_NAMES[of.dtype], "shape": list(of.shape), "data_offsets": [offset, end]}
+        spec = facts[name]
+        end = offset + spec.bytes
+        header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -146,12 +146,12 @@ def write_tensor_stream(
 
 
 def read_json(path: Path, *, as_written: bool = False, largest: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file of at most 64 levels; NaN and infinity are refused.
+    """Read a JSON file of at most 64 levels; NaN and infinity are rejected.
 
     Args:
         path: the file.
-        as_written: insist on the very bytes that `write_json` writes, so that no changed bit goes unnoticed.
-        largest: bytes that it may have.
+        as_written: require exactly the bytes that `write_json` writes, so that any changed bit is detected.
+        largest: maximum size in bytes.
 
     Raises:
         DamagedFileError: missing, not a regular file, too large, not JSON, or not as written.
@@ -161,7 +161,7 @@ def read_json(path: Path, *, as_written: bool = False, largest: int = MAX_JSON_B
     if len(data) > largest:
         raise DamagedFileError(f"{path.name} is larger than {largest >> 20} MiB")
     try:
-        document = json.loads(data, parse_constant=_refuse_constant)
+        document = json.loads(data, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path.name} is not JSON: {_one_line(error)}") from None
     if _depth_exceeds(document, MAX_JSON_DEPTH):
@@ -187,7 +187,7 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading by name; the library checks that its header fits its data.
+    """Open a safetensors file for reading by name; the library checks its header against its size.
 
     Raises:
         DamagedFileError: missing, not a regular file, or not a safetensors file.
@@ -201,7 +201,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def tensor_dtype_name(tensor: Tensor) -> str:
-    """The name of a tensor's dtype in a safetensors file."""
+    """Return the name of a tensor's dtype in safetensors files."""
     return _DTYPE_NAMES[tensor.dtype]
 
 
@@ -223,7 +223,7 @@ def _encode(document: Any) -> bytes:
     return (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
 
 
-def _refuse_constant(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not allowed")
 
 

@@ -1,4 +1,4 @@
-"""The flash-attn package (FlashAttention 2) as a backend of the dispatcher; imported when it is first called."""
+"""Attention backend that calls the flash-attn package (FlashAttention 2); imported at the first call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..packed_sequences import PackedSequences, whole_cu_seqlens, whole_key_cu_s
 
 @dataclass(frozen=True, slots=True)
 class FlashAttn:
-    """Calls `flash_attn_func`, or `flash_attn_varlen_func` for packed documents.
+    """Call `flash_attn_func`, or `flash_attn_varlen_func` for packed documents.
 
     Attributes:
-        deterministic: equal calls give equal gradients, to the bit.
+        deterministic: use the bitwise reproducible backward pass.
     """
 
     deterministic: bool = False
@@ -40,10 +40,10 @@ class FlashAttn:
         packed: PackedSequences | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `AttentionFunction`.
+        """Compute attention; arguments as in `AttentionFunction`.
 
         Raises:
-            ValueError: a bias or a padding mask, or slopes that want a gradient.
+            ValueError: a bias, a padding mask, or slopes that require a gradient.
         """
         for name, tensor in (("bias", bias), ("distance_bias", distance_bias), ("key_padding_mask", key_padding_mask)):
             if tensor is not None:

@@ -1,4 +1,4 @@
-"""LSE-first attention behind the arguments that all backends share; chosen by name only."""
+"""Attention backend for LSE-first attention; selected by name only."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def lse_first(
     packed: PackedSequences | None = None,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend, with the arguments of `AttentionFunction`.
+    """Compute attention; arguments as in `AttentionFunction`.
 
     Raises:
-        ValueError: an option beside scale and causal mask is given, or a tensor does not fit.
+        ValueError: an option other than scale and causal mask is given, or a tensor is invalid.
     """
     options = {
         "dropout": bool(dropout),
@@ -39,8 +39,8 @@ def lse_first(
         "packed": packed is not None,
         "key_padding_mask": key_padding_mask is not None,
     }
-    if given := [name for name, there in options.items() if there]:
-        raise ValueError(f"`{given[0]}` must not be given: LSE-first attention knows scale and causal masks only.")
+    if given := [name for name, is_given in options.items() if is_given]:
+        raise ValueError(f"`{given[0]}` must not be given: LSE-first attention supports scale and causal masks only.")
     context = lse_first_attention(query, key, value, causal=causal, softmax_scale=scale)
     assert isinstance(context, Tensor)
     return context

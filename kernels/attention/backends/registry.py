@@ -1,4 +1,4 @@
-"""The functions behind the names of the dispatcher's table, and the versions it asks about."""
+"""Functions of the attention backends, by name, and detection of the installed software versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .unfused import UnfusedAttention
 
 
 class AttentionFunction(Protocol):
-    """What every backend is: the arguments and result of `reference_backend`."""
+    """Signature of an attention backend; arguments and result as in `reference_backend`."""
 
     def __call__(
         self,
@@ -46,7 +46,7 @@ class AttentionFunction(Protocol):
         packed: PackedSequences | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from (batch, queries, heads, head_dim) to (batch, keys, groups, head_dim)."""
+        """Compute attention of queries (batch, queries, heads, head_dim) over (batch, keys, groups, head_dim)."""
         ...
 
 
@@ -67,11 +67,11 @@ FUNCTIONS: dict[str, AttentionFunction] = {
 
 
 def function_of(decision: Decision, *, masked_softmax_fusion: bool = True) -> AttentionFunction:
-    """The function of a decision.
+    """Return the attention function of the selected backend.
 
     Args:
-        decision: its call says whether the function must be deterministic.
-        masked_softmax_fusion: `unfused` may take the fused softmax.
+        decision: result of `choose`; its call determines whether the function must be deterministic.
+        masked_softmax_fusion: allow `unfused` to use the fused softmax kernel.
     """
     function = FUNCTIONS[decision.backend]
     if isinstance(function, UnfusedAttention):
@@ -87,16 +87,16 @@ def function_of(decision: Decision, *, masked_softmax_fusion: bool = True) -> At
 
 
 def torch_version() -> tuple[int, int]:
-    """(major, minor) of PyTorch."""
+    """Return (major, minor) of PyTorch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def installed(device_type: str = "cpu") -> Installed:
-    """The versions in this process.
+    """Detect the software versions of this process.
 
     Args:
-        device_type: for `cuda`, TransformerEngine is imported where it is installed, to find out whether it works.
+        device_type: for `cuda`, an installed TransformerEngine is imported to check that it works.
     """
     triton, te, flash_attn = (_version(name) for name in ("triton", "transformer-engine", "flash-attn"))
     found = Installed(
@@ -116,7 +116,7 @@ def installed(device_type: str = "cpu") -> Installed:
 
 
 def _version(distribution: str) -> tuple[int, int, int] | None:
-    """(major, minor, patch) of an installed distribution, None without it; nothing is imported."""
+    """Return (major, minor, patch) of an installed distribution without importing it, None if it is missing."""
     try:
         numbers = re.findall(r"\d+", metadata.version(distribution))
     except metadata.PackageNotFoundError:
@@ -127,12 +127,12 @@ def _version(distribution: str) -> tuple[int, int, int] | None:
 
 @cache
 def _te_problem() -> str:
-    """Why TransformerEngine, which is installed, cannot be imported, in one line; empty when it can."""
+    """Return why the installed TransformerEngine cannot be imported, in one line; empty if it can."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of other frameworks it finds, and of parts it lacks for them
+            warnings.simplefilter("ignore")  # about other frameworks it finds and their missing extensions
             import_transformer_engine()
-    except Exception as error:  # a build for another torch, a missing library, a check of its own: anything
-        said = " ".join(str(error).split())[:160]
-        return f"transformer_engine is installed but cannot be imported: {type(error).__name__}: {said}"
+    except Exception as error:  # any error: built for another torch, a missing library, a failed version check
+        message = " ".join(str(error).split())[:160]
+        return f"transformer_engine is installed but cannot be imported: {type(error).__name__}: {message}"
     return ""

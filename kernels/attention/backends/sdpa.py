@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention, one object per backend, each forced: it runs or it raises."""
+"""PyTorch's scaled_dot_product_attention restricted to one backend each, without fallback."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..reference import visible_keys
 
 @dataclass(frozen=True, slots=True)
 class ForcedSDPA:
-    """SDPA held to one backend.
+    """SDPA restricted to one backend.
 
     Attributes:
-        backend: the only backend PyTorch may take.
-        repeat_groups: repeat grouped keys and values for a backend that needs as many heads as the queries have.
+        backend: the only backend PyTorch may use.
+        repeat_groups: repeat grouped keys and values, for a backend without grouped-query attention.
     """
 
     backend: SDPBackend
@@ -42,19 +42,19 @@ class ForcedSDPA:
         packed: PackedSequences | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `AttentionFunction`.
+        """Compute attention; arguments as in `AttentionFunction`.
 
         Raises:
             ValueError: a window, a softcap, or a causal mask over unequal lengths, which SDPA aligns top-left.
-            RuntimeError: from PyTorch, when the backend cannot run these inputs.
+            RuntimeError: from PyTorch, if the backend does not support these inputs.
         """
         if window is not None:
-            raise ValueError(f"`window` ({window}) must be None, SDPA knows no window; use `unfused`.")
+            raise ValueError(f"`window` ({window}) must be None, not supported by SDPA; use `unfused`.")
         if softcap:
-            raise ValueError(f"`softcap` ({softcap}) must be 0, SDPA knows no softcap; use `unfused`.")
+            raise ValueError(f"`softcap` ({softcap}) must be 0, not supported by SDPA; use `unfused`.")
         queries, keys = query.shape[1], key.shape[1]
         if causal and queries != keys:
-            raise ValueError(f"`causal` must not meet {queries} queries and {keys} keys in SDPA; use `unfused`.")
+            raise ValueError(f"`causal` must be False for {queries} queries and {keys} keys in SDPA; use `unfused`.")
         bias = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
         if bias is not None:
             bias = bias.to(query.dtype)
@@ -67,13 +67,13 @@ class ForcedSDPA:
             )  # fmt: skip
             assert hidden is not None
             empty = queries_without_keys(hidden)
-            # such a row is made visible here and 0 below, so that neither it nor its gradient is NaN
+            # fully masked rows are unmasked here and set to 0 below, so that neither they nor their gradients are NaN
             start = query.new_zeros(()) if bias is None else bias
             bias, causal = start.masked_fill(hidden & ~empty, float("-inf")), False
-        elif packed is not None:  # its mask is causal already
+        elif packed is not None:  # the document mask is causal already
             mask = packed.needed_mask()
             bias, causal = mask if bias is None else bias + mask, False
-        elif bias is not None and causal:  # SDPA takes a mask or the causal flag, not both
+        elif bias is not None and causal:  # SDPA accepts either attn_mask or is_causal
             visible = visible_keys(queries, keys, causal=True, window=None, device=query.device)
             bias, causal = bias.masked_fill(~visible, float("-inf")), False
         per_group = query.shape[2] // key.shape[2]
@@ -96,6 +96,6 @@ class ForcedSDPA:
 
 
 sdpa_flash = ForcedSDPA(SDPBackend.FLASH_ATTENTION)  # FlashAttention 2 on CUDA, a blocked kernel on CPU
-sdpa_efficient = ForcedSDPA(SDPBackend.EFFICIENT_ATTENTION, repeat_groups=True)  # older versions know no groups
+sdpa_efficient = ForcedSDPA(SDPBackend.EFFICIENT_ATTENTION, repeat_groups=True)  # no enable_gqa in older versions
 sdpa_cudnn = ForcedSDPA(SDPBackend.CUDNN_ATTENTION)
 sdpa_math = ForcedSDPA(SDPBackend.MATH)

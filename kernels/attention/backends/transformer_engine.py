@@ -1,7 +1,7 @@
-"""TransformerEngine's DotProductAttention as three backends of the dispatcher; imported when it is first called.
+"""TransformerEngine's DotProductAttention as three attention backends; imported at the first call.
 
-TransformerEngine chooses its kernels from NVTE_* while it runs. A call here sets them in a scope, so that one family is
-left, and afterwards looks which one ran.
+TransformerEngine selects its kernels from NVTE_* at run time. Each call sets these variables temporarily so that only
+one family is enabled, and checks afterwards which one ran.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _SWITCHES: dict[TEFamily, str] = {
 
 
 def cudnn_of_torch() -> Path | None:
-    """The folder of the cuDNN that came with torch; None where none did, or the caller has said where cuDNN is."""
+    """Return the directory of the cuDNN package installed with torch; None without it or if CUDNN_* is set."""
     if cudnn_is_named():
         return None
     try:
         found = find_spec("nvidia.cudnn")
     except ModuleNotFoundError:  # no package `nvidia` at all
         return None
-    places = found.submodule_search_locations if found else None
-    return Path(places[0]) if places else None
+    locations = found.submodule_search_locations if found else None
+    return Path(locations[0]) if locations else None
 
 
 def import_transformer_engine() -> ModuleType:
-    """`transformer_engine.pytorch`, with the cuDNN of torch.
+    """Import `transformer_engine.pytorch` with the cuDNN of torch.
 
-    Where the system has a cuDNN too, TransformerEngine and the linker would take parts of that one, which fail beside
-    the parts of another release that torch has loaded. So all parts of torch's are loaded first.
+    If the system has another cuDNN, TransformerEngine and the dynamic linker would load some of its libraries, which
+    fail next to those of the release that torch has loaded. All of torch's cuDNN libraries are therefore loaded first.
 
     Raises:
-        Exception: whatever it raises where it does not fit this torch or this machine.
+        Exception: any error of TransformerEngine, if it does not fit this torch or this machine.
     """
     folder = cudnn_of_torch()
     if folder is None or "transformer_engine" in sys.modules:
@@ -67,16 +67,16 @@ def import_transformer_engine() -> ModuleType:
 def _module(
     family: TEFamily, heads: int, groups: int, head_dim: int, scale: float, dropout: float, deterministic: bool
 ) -> Any:
-    """A DotProductAttention; it has no parameters. `family` and `deterministic` act through the environment."""
+    """Build a DotProductAttention without parameters; `family` and `deterministic` act through NVTE_*, set per call."""
     return import_transformer_engine().DotProductAttention(
         heads, head_dim, num_gqa_groups=groups, attention_dropout=dropout, qkv_format="bshd", softmax_scale=scale
     )
 
 
 def _window_size(window: tuple[int, int] | None, causal: bool, queries: int, keys: int) -> tuple[int, int]:
-    """A window in TransformerEngine's words, which has no window that is open on one side.
+    """Convert a window to TransformerEngine's `window_size`, which cannot be unbounded on one side only.
 
-    Always given: the default of its module is that of a causal mask, and it warns where that meets another mask.
+    Always passed explicitly: its default is that of a causal mask, which causes a warning with another mask.
     """
     left, right = window or (-1, -1)
     if causal:
@@ -88,11 +88,11 @@ def _window_size(window: tuple[int, int] | None, causal: bool, queries: int, key
 
 @dataclass(frozen=True, slots=True)
 class TEAttention:
-    """DotProductAttention held to one family.
+    """DotProductAttention restricted to one family.
 
     Attributes:
-        family: the only one TransformerEngine may take.
-        deterministic: equal calls give equal gradients, to the bit.
+        family: the only family TransformerEngine may use.
+        deterministic: use a bitwise reproducible backward pass.
     """
 
     family: TEFamily
@@ -116,11 +116,11 @@ class TEAttention:
         packed: PackedSequences | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `AttentionFunction`.
+        """Compute attention; arguments as in `AttentionFunction`.
 
         Raises:
-            ValueError: a softcap, a padding mask, or a bias that the family does not take.
-            RuntimeError: TransformerEngine refused the call, or took another family.
+            ValueError: a softcap, a padding mask, or a bias that the family does not support.
+            RuntimeError: TransformerEngine rejected the call or used another family.
         """
         if softcap:
             raise ValueError(f"`softcap` ({softcap}) must be 0 in te_{self.family}; use `triton`.")
@@ -129,16 +129,16 @@ class TEAttention:
         biased = bias is not None or distance_bias is not None or alibi_slopes is not None
         if biased and (self.family == "flash" or (self.family == "fused" and packed is not None)):
             packing = " with packed documents" if packed is not None else ""
-            raise ValueError(f"a bias must be None in te_{self.family}{packing}; use `triton`.")
+            raise ValueError(f"`bias` must be None in te_{self.family}{packing}; use `triton`.")
         queries, keys = query.shape[1], key.shape[1]
-        options = self._mask(queries, keys, causal, window, packed, query.device)
+        options = self._mask_options(queries, keys, causal, window, packed, query.device)
         dense = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
         if dense is not None:
             shape = (*(1,) * (4 - dense.dim()), *dense.shape)
-            whole = (shape[0], shape[1], queries, keys)  # cuDNN takes no bias that repeats a row
+            expanded = (shape[0], shape[1], queries, keys)  # cuDNN does not support a bias broadcast over rows
             options |= {
                 "core_attention_bias_type": "post_scale_bias",
-                "core_attention_bias": dense.to(query.dtype).reshape(shape).expand(whole).contiguous(),
+                "core_attention_bias": dense.to(query.dtype).reshape(shape).expand(expanded).contiguous(),
             }
         tensors = [query, key, value]
         if "cu_seqlens_q" in options:
@@ -146,7 +146,7 @@ class TEAttention:
         context = self._run(tensors, scale, dropout, options)
         return context.reshape(query.shape)
 
-    def _mask(
+    def _mask_options(
         self,
         queries: int,
         keys: int,
@@ -155,13 +155,13 @@ class TEAttention:
         packed: PackedSequences | None,
         device: torch.device,
     ) -> dict[str, Any]:
-        """The mask in TransformerEngine's words. True in its masks hides, and its plain `causal` is top-left."""
-        aligned = "causal" if queries == keys else "causal_bottom_right"
-        kind = aligned if causal else "no_mask"
-        sides = _window_size(window, causal, queries, keys)
+        """Convert the mask to TransformerEngine's arguments: True masks a key, and `causal` is top-left aligned."""
+        causal_type = "causal" if queries == keys else "causal_bottom_right"
+        mask_type = causal_type if causal else "no_mask"
+        window_size = _window_size(window, causal, queries, keys)
         if packed is None:
-            return {"attn_mask_type": kind, "window_size": sides}
-        if self.family == "unfused":  # it would lay out every document at the length of a row
+            return {"attn_mask_type": mask_type, "window_size": window_size}
+        if self.family == "unfused":  # with cu_seqlens it would pad every document to the length of a row
             hidden = hidden_keys(
                 queries, keys, causal=causal, window=window, packed=packed, key_padding_mask=None, device=device
             )
@@ -169,7 +169,7 @@ class TEAttention:
         return {
             "qkv_format": "thd",
             "attn_mask_type": "padding_causal" if causal else "padding",
-            "window_size": sides,
+            "window_size": window_size,
             "cu_seqlens_q": whole_cu_seqlens(packed),
             "cu_seqlens_kv": whole_key_cu_seqlens(packed),
             "max_seqlen_q": queries,
@@ -187,19 +187,19 @@ class TEAttention:
             module = _module(
                 self.family, query.shape[-2], key.shape[-2], query.shape[-1], scale, dropout, deterministic
             )
-            # in evaluation it keeps nothing for a backward pass
+            # in evaluation mode it saves nothing for a backward pass
             module.train(torch.is_grad_enabled())
-            state["backend_selection_requires_update"] = True  # its memory of choices does not look at NVTE_*
+            state["backend_selection_requires_update"] = True  # its cache of selections ignores changes of NVTE_*
             try:
                 context: Tensor = module(*tensors, **options)
             except ValueError as error:
                 raise RuntimeError(
-                    f"TransformerEngine refuses this call in te_{self.family}: {error} NVTE_DEBUG=1 "
-                    "NVTE_DEBUG_LEVEL=2 prints its reasons; attention_backend=auto takes another backend."
+                    f"TransformerEngine does not support this call in te_{self.family}: {error} NVTE_DEBUG=1 "
+                    "NVTE_DEBUG_LEVEL=2 prints its reasons; attention_backend=auto selects another backend."
                 ) from error
             ran = [family for family in _SWITCHES if state[f"use_{family}_attention"]]
         if ran != [self.family]:
-            raise RuntimeError(f"TransformerEngine was held to {self.family} attention and took {ran or 'none'}.")
+            raise RuntimeError(f"TransformerEngine was restricted to {self.family} attention but used {ran or 'none'}.")
         return context
 
 

@@ -1,4 +1,4 @@
-"""Our flash kernels as a backend of the dispatcher."""
+"""Attention backend that calls this package's flash kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..packed_sequences import PackedSequences
 
-_SEEDS = 2**62
+_MAX_SEED = 2**62
 
 
 def triton_attention(
@@ -27,18 +27,18 @@ def triton_attention(
     packed: PackedSequences | None = None,
     key_padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attend, with the arguments of `AttentionFunction`.
+    """Compute attention; arguments as in `AttentionFunction`. Always deterministic.
 
-    Deterministic always. The seed of a dropout mask is drawn from torch's generator of the device, so that
-    recomputation under a restored state gives the same mask.
+    The seed of a dropout mask is drawn from the device's default generator, so that recomputation under a restored RNG
+    state gives the same mask.
 
     Raises:
-        ValueError: an argument that `flash_attention` refuses.
+        ValueError: an argument is not supported by `flash_attention`.
     """
     from ..flash.ops import flash_attention
 
     window_size = (-1, -1) if window is None else window
-    rng = _draw(query.device) if dropout else None
+    rng = _draw_seed(query.device) if dropout else None
     if packed is None:
         context = flash_attention(
             query, key, value, causal=causal, window_size=window_size, softmax_scale=scale, softcap=softcap, bias=bias,
@@ -48,7 +48,7 @@ def triton_attention(
         assert isinstance(context, Tensor)
         return context
     if bias is not None or key_padding_mask is not None:
-        raise ValueError("`packed` must not meet a dense bias or a padding mask in `triton`; use `unfused`.")
+        raise ValueError("`packed` must be None with a dense bias or a padding mask in `triton`; use `unfused`.")
     context = flash_attention(
         query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), causal=causal, window_size=window_size,
         softmax_scale=scale, softcap=softcap, distance_bias=distance_bias, alibi_slopes=alibi_slopes,
@@ -59,6 +59,6 @@ def triton_attention(
     return context.unflatten(0, query.shape[:2])
 
 
-def _draw(device: torch.device) -> Tensor:
-    """A new [seed, 0], without a wait for the device."""
-    return F.pad(torch.randint(_SEEDS, (1,), dtype=torch.int64, device=device), (0, 1))
+def _draw_seed(device: torch.device) -> Tensor:
+    """Draw [seed, offset 0] on the device, without synchronization."""
+    return F.pad(torch.randint(_MAX_SEED, (1,), dtype=torch.int64, device=device), (0, 1))

@@ -1,4 +1,4 @@
-"""Attention in three explicit steps: Q K^T, masked softmax, P V. Runs on every device, with every option."""
+"""Unfused attention in three steps: Q K^T, masked softmax, P V. Supports every device and option."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..packed_sequences import PackedSequences
 
 @dataclass(frozen=True, slots=True)
 class UnfusedAttention:
-    """The products in the dtype of the inputs, the softmax in fp32.
+    """Attention with matrix products in the dtype of the inputs and the softmax in fp32.
 
     Attributes:
-        masked_softmax_fusion: on a GPU one kernel does the masked softmax. Only the probabilities are kept for the
-            backward pass, a causal mask is never built, and without bias and softcap nor is an fp32 copy of the scores.
+        masked_softmax_fusion: use the fused masked softmax kernel on a GPU. It saves only the probabilities for the
+            backward pass, never builds a causal mask, and needs no fp32 copy of the scores without bias and softcap.
     """
 
     masked_softmax_fusion: bool = True
@@ -42,7 +42,7 @@ class UnfusedAttention:
         packed: PackedSequences | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend, with the arguments of `AttentionFunction`."""
+        """Compute attention; arguments as in `AttentionFunction`."""
         weights = self.weights(
             query, key, scale=scale, causal=causal, dropout=dropout, bias=bias, distance_bias=distance_bias,
             alibi_slopes=alibi_slopes, window=window, softcap=softcap, packed=packed,
@@ -66,17 +66,17 @@ class UnfusedAttention:
         packed: PackedSequences | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """How much each query takes of each key, after dropout: (batch, heads, queries, keys).
+        """Return the attention weights after dropout, (batch, heads, queries, keys).
 
-        The queries of one group are stacked, so that grouped keys and values are read as they are and never repeated.
+        The query heads of a group are stacked along the rows, so that grouped keys and values are never repeated.
         """
         batch, queries, heads, head_dim = query.shape
         keys, groups = key.shape[1], key.shape[2]
         stacked = stacked_by_group(query, groups)
         keys_t = key.permute(0, 2, 3, 1).reshape(batch * groups, head_dim, keys)
 
-        # alpha scales inside the product, in its fp32 accumulator: fp16 scores do not overflow on the way; the first
-        # argument, which beta=0 takes out, is zeros because MPS reads it all the same (pytorch #187521)
+        # alpha scales in the fp32 accumulator of the product, so that fp16 scores do not overflow; the first argument,
+        # unused with beta=0, must be zeros because MPS reads it nevertheless (pytorch #187521)
         scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=scale)
         scores = scores.view(batch, heads, queries, keys)
         dense = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
@@ -85,7 +85,7 @@ class UnfusedAttention:
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
             scores = scores if dense is None else scores + dense
         fused = self.masked_softmax_fusion and triton_runs_on(scores)
-        causal_in_kernel = fused and causal and packed is None  # the mask of documents is causal already
+        causal_in_kernel = fused and causal and packed is None  # the document mask is causal already
         hidden = hidden_keys(
             queries, keys, causal=causal and not causal_in_kernel, window=window, packed=packed,
             key_padding_mask=key_padding_mask, device=query.device,
@@ -103,7 +103,7 @@ class UnfusedAttention:
         return F.dropout(probabilities, dropout) if dropout else probabilities
 
     def product(self, weights: Tensor, value: Tensor) -> Tensor:
-        """The sums of values so weighted, (batch, queries, heads, head_dim)."""
+        """Return the weighted sum of the values, (batch, queries, heads, head_dim)."""
         batch, heads, queries, keys = weights.shape
         groups, head_dim = value.shape[2:]
         by_group = weights.reshape(batch * groups, heads // groups * queries, keys)
@@ -112,16 +112,17 @@ class UnfusedAttention:
 
 
 def stacked_by_group(heads: Tensor, groups: int) -> Tensor:
-    """(batch, tokens, heads, head_dim) as (batch * groups, heads of a group * tokens, head_dim)."""
-    batch, tokens, number, head_dim = heads.shape
-    each = number // groups
-    return heads.unflatten(2, (groups, each)).permute(0, 2, 3, 1, 4).reshape(batch * groups, each * tokens, head_dim)
+    """Reshape (batch, tokens, heads, head_dim) to (batch * groups, heads per group * tokens, head_dim)."""
+    batch, tokens, num_heads, head_dim = heads.shape
+    per_group = num_heads // groups
+    by_group = heads.unflatten(2, (groups, per_group)).permute(0, 2, 3, 1, 4)
+    return by_group.reshape(batch * groups, per_group * tokens, head_dim)
 
 
 def _softmax(scores: Tensor, may_be_empty: bool) -> Tensor:
-    """Softmax of which a row that is all -inf gives 0."""
+    """Softmax over the last dimension that returns 0 for fully masked rows."""
     if not may_be_empty:
         return scores.softmax(dim=-1)
     empty = queries_without_keys(scores == float("-inf"))
-    # made finite before the softmax, so that neither the row nor its gradient is NaN
+    # set to a finite value before the softmax, so that neither the row nor its gradient is NaN
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

@@ -1,1 +1,1 @@
-"""Flash attention in Triton: portable kernels, forward and backward, with biases that have gradients."""
+"""Flash attention in Triton: portable forward and backward kernels, with trainable biases."""

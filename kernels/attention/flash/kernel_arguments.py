@@ -1,4 +1,4 @@
-"""A call as the kernels want it: the arguments that all of them take, and the list of tiles of packed sequences."""
+"""Parameters of a flash attention call, kernel arguments derived from them, and the tile list of packed sequences."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ...launch import next_power_of_2, tl
 from ..dropout import dropout_threshold
 from .portable.tile_configs import Kind, TileConfig, device_capability, tile_config
 
-# a tile's offsets within itself are computed in 32 bits: 256 rows of this many elements
+# offsets within a tile are computed in 32 bits: at most 256 rows with this stride
 LARGEST_ROW_STRIDE = 1 << 22
 
 
 class Problem(NamedTuple):
-    """What a call computes, beside q, k and v; see `flash_attention`.
+    """Parameters of a call besides q, k and v; see `flash_attention`.
 
-    `left` and `right` are the window with `causal` folded in, -1 for none. Lengths are those of a dense call, or the
-    bounds of a packed one.
+    `left` and `right` are the window with `causal` folded in, -1 for unbounded. `max_queries` and `max_keys` are the
+    lengths of a dense call, or upper bounds for a packed one.
     """
 
     bias: Tensor | None
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether the tensors are (total, heads, head_dim)."""
+        """True if the tensors are packed, (total, heads, head_dim)."""
         return self.cu_seqlens_q is not None
 
     def batch(self, q: Tensor) -> int:
@@ -49,31 +49,31 @@ class Problem(NamedTuple):
 
 
 def with_plain_rows(tensor: Tensor) -> Tensor:
-    """The tensor itself if the kernels can read it: last dimension contiguous, rows not absurdly far apart."""
+    """Return the tensor, or a contiguous copy if its last dimension is strided or its row stride is too large."""
     if tensor.stride(-1) == 1 and abs(tensor.stride(-3)) <= LARGEST_ROW_STRIDE:
         return tensor
     return tensor.contiguous()
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:
-    """Strides of batch, rows and heads as keyword arguments; a packed tensor has no batch to step over."""
+    """Return the strides of batch, rows and heads as keyword arguments; the batch stride of a packed tensor is 0."""
     batch = tensor.stride(0) if tensor.ndim == 4 else 0
     return {f"stride_{name}b": batch, f"stride_{name}s": tensor.stride(-3), f"stride_{name}h": tensor.stride(-2)}
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64 tensors (interpreter only), else fp32."""
+    """Return fp64 for fp64 tensors (interpreter only), else fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def config_of(kind: Kind, q: Tensor, problem: Problem) -> TileConfig:
-    """The shipped config of a kernel for these tensors."""
+    """Return the launch configuration of a kernel for these tensors."""
     dense_bias = problem.bias is not None
     return tile_config(kind, q.shape[-1], q.dtype, device_capability(q.device), dense_bias=dense_bias)
 
 
 def options_of(config: TileConfig) -> dict[str, Any]:
-    """Launch options of a config, and its tile sizes as constants."""
+    """Return the launch options and tile sizes of a config as keyword arguments."""
     return {
         "BLOCK_M": config.queries,
         "BLOCK_N": config.keys,
@@ -84,55 +84,55 @@ def options_of(config: TileConfig) -> dict[str, Any]:
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Makes the tensor's GPU the current one, which a launch goes to."""
+    """Device guard: make the tensor's GPU the current device, on which kernels are launched."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
 
 
 def tile_list(cu_seqlens: Tensor, rows: int, block: int) -> Tensor:
-    """The tiles of `block` rows that packed sequences need, computed on the device without a wait.
+    """List the tiles of `block` rows of packed sequences, computed on the device without synchronization.
 
-    Sequences without a row have no tile, so a `cu_seqlens` that is mostly such entries costs no program.
+    Empty sequences have no tile, so padding of `cu_seqlens` costs no programs.
 
     Args:
         cu_seqlens: int32 (sequences + 1).
-        rows: of the packed tensor, which bounds the number of tiles.
-        block: rows of a tile.
+        rows: rows of the packed tensor, which bounds the number of tiles.
+        block: rows per tile.
 
     Returns:
-        int32 (1 + bound, 2): the number of tiles and 0, then the sequence and the first row in it of each tile.
+        int32 (1 + bound, 2): the number of tiles and 0, then for each tile its sequence and first row within it.
     """
     sequences = cu_seqlens.shape[0] - 1
     bound = rows // block + min(sequences, rows)
     tiles = (cu_seqlens.diff() + (block - 1)) // block
     ends = tiles.cumsum(0)
-    number = torch.arange(bound, device=cu_seqlens.device)
-    sequence = torch.searchsorted(ends, number, right=True).clamp_(max=sequences - 1)
-    first = (number - (ends - tiles)[sequence]) * block
+    tile = torch.arange(bound, device=cu_seqlens.device)
+    sequence = torch.searchsorted(ends, tile, right=True).clamp_(max=sequences - 1)
+    first = (tile - (ends - tiles)[sequence]) * block
     count = torch.stack([ends[-1], torch.zeros_like(ends[-1])])
     return torch.cat([count[None], torch.stack([sequence, first], dim=1)]).int()
 
 
 def programs(rows: int, block: int, *, sequences: int, tile_bound: int | None) -> int:
-    """Programs per head: one per tile when dense; packed, about as many as there can be tiles of long sequences."""
+    """Return the programs per head: one per tile if dense; if packed, about the number of tiles of long sequences."""
     if tile_bound is None:
         return -(-rows // block) * sequences
     return min(tile_bound, 2 * -(-rows // block))
 
 
-def _whole(tensor: Tensor | None) -> Tensor | None:
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
 def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
-    """Keyword arguments of every kernel of forward and backward, without outputs, lists of tiles and configs."""
+    """Return the keyword arguments common to all forward and backward kernels: no outputs, tile lists or configs."""
     heads, head_dim = q.shape[-2:]
     bias, distance_bias, padding = problem.bias, problem.distance_bias, problem.key_padding_mask
     slopes = problem.alibi_slopes
     accumulate = accumulator_dtype(q.dtype)
     if bias is not None:
-        # read along the keys: another order costs many times the loads, and other sums in other bits
+        # keys contiguous: another layout would cost many more loads, and change summation order and results
         bias = bias if bias.stride(-1) == 1 or bias.shape[-1] == 1 else bias.contiguous()
         bias = bias.expand(q.shape[0], heads, problem.max_queries, problem.max_keys)
     exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
@@ -141,12 +141,12 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[
         "k_pointer": k,
         "v_pointer": v,
         "bias_pointer": bias,
-        "distance_pointer": None if distance_bias is None else _whole(distance_bias.to(accumulate)),
-        "slopes_pointer": None if slopes is None else _whole(slopes.to(accumulate)),
+        "distance_pointer": None if distance_bias is None else distance_bias.to(accumulate).contiguous(),
+        "slopes_pointer": None if slopes is None else slopes.to(accumulate).contiguous(),
         "padding_pointer": None if padding is None else padding.contiguous().view(torch.uint8),
-        "rng_pointer": _whole(problem.rng) if problem.dropout_p else None,
-        "cu_seqlens_q": _whole(problem.cu_seqlens_q),
-        "cu_seqlens_k": _whole(problem.cu_seqlens_k),
+        "rng_pointer": _contiguous(problem.rng) if problem.dropout_p else None,
+        "cu_seqlens_q": _contiguous(problem.cu_seqlens_q),
+        "cu_seqlens_k": _contiguous(problem.cu_seqlens_k),
         **strides("q", q),
         **strides("k", k),
         **strides("v", v),

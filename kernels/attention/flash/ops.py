@@ -1,4 +1,4 @@
-"""The custom operations of flash attention, and its public function."""
+"""Flash attention: custom operations, autograd and the public function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .portable.forward import empty_results, launch_forward
 
 
 def _results(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
+    """Compute output and log-sum-exp with the Hopper or the portable kernels."""
     if serves(q, k, v, problem):
         from .hopper.launchers import launch_forward as launch_hopper_forward
 
@@ -32,13 +32,13 @@ def _results(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor,
 
 def _gradients(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    problem: Problem, wanted: Sequence[bool],
+    problem: Problem, needs_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of q, k, v, bias, distance_bias and alibi_slopes, of those that are wanted.
+    """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, None where not needed.
 
-    `wanted`: of q, of k and v, and of the three biases.
+    `needs_grad`: flags for q, for k and v together, and for the three biases.
     """
-    needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = wanted
+    needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = needs_grad
     bias, distance_bias, alibi_slopes = problem[:3]
     if serves(q, k, v, problem):
         return _hopper_backward(
@@ -70,7 +70,7 @@ def _hopper_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
     problem: Problem, needs_q: bool, needs_kv: bool, needs_distance_bias: bool, needs_slopes: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """What `_gradients` returns, from the Hopper kernels; they serve no dense bias."""
+    """Compute the result of `_gradients` with the Hopper kernels, which do not support a dense bias."""
     from .hopper import launchers
     from .hopper.distance_bias import distance_gradient as distance_sums
 
@@ -87,7 +87,7 @@ def _hopper_backward(
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
         total = None
-        if lse_gradient is not None:  # rows without keys have none
+        if lse_gradient is not None:  # fully masked rows do not contribute
             total = lse_gradient.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
         distance_gradient = distance_sums(diagonals, row_sums, total, reach, offset).to(problem.distance_bias.dtype)
     if needs_slopes and row_sums is not None and problem.alibi_slopes is not None:
@@ -118,7 +118,7 @@ def _flash_attention(
     max_queries: int,
     max_keys: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; the arguments after v are the fields of a `Problem`."""
+    """Compute output and log-sum-exp; the arguments after v are the fields of a `Problem`."""
     problem = Problem(
         bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
         softcap, dropout_p, max_queries, max_keys,
@@ -160,13 +160,13 @@ def _flash_attention_backward(
     needs_distance_bias: bool,
     needs_slopes: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias, distance_bias and alibi_slopes; one that is not needed is empty."""
+    """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, empty tensors where not needed."""
     problem = Problem(
         bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
         softcap, dropout_p, max_queries, max_keys,
     )  # fmt: skip
-    wanted = (needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes)
-    gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, wanted)
+    needs_grad = (needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes)
+    gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs_grad)
     dq, dk, dv, *biases = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
     return dq, dk, dv, biases[0], biases[1], biases[2]
 
@@ -199,7 +199,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, *fields = inputs
     problem = Problem(*fields)
     ctx.save_for_backward(q, k, v, *output, *problem[:7])
-    ctx.numbers = problem[7:]
+    ctx.scalars = problem[7:]
     ctx.set_materialize_grads(False)
 
 
@@ -212,12 +212,12 @@ def _differentiate(
             return (None,) * 17
         out_gradient = torch.zeros_like(out)
     needs = ctx.needs_input_grad
-    wanted = (needs[0], needs[1] or needs[2], *needs[3:6])
-    problem = Problem(*tensors, *ctx.numbers)
+    needs_grad = (needs[0], needs[1] or needs[2], *needs[3:6])
+    problem = Problem(*tensors, *ctx.scalars)
     if direct:
-        gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, wanted)
+        gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs_grad)
     else:
-        gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *wanted)
+        gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *needs_grad)
     used = [gradient if needed else None for gradient, needed in zip(gradients, needs[:6], strict=True)]
     return (*used, *(None,) * 11)
 
@@ -227,11 +227,11 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class FlashAttention(torch.autograd.Function):
-    """The operation without torch's dispatcher, which would take the host longer than a short call takes the GPU."""
+    """The operation without PyTorch's dispatcher, whose host overhead exceeds the GPU time of short calls."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp; `inputs` as of the operation."""
+        """Compute output and log-sum-exp; `inputs` as in `_flash_attention`."""
         q, k, v, *fields = inputs
         results = _results(q, k, v, Problem(*fields))
         _save(ctx, inputs, results)
@@ -239,12 +239,15 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs; where one of them is asked for, the operation says that there is none."""
+        """Compute the gradients of the inputs.
+
+        With create_graph the custom operation is used, which raises an error if differentiated again.
+        """
         return _differentiate(ctx, *gradients, direct=not torch.is_grad_enabled())
 
 
 def _needs_dispatcher(*tensors: Tensor) -> bool:
-    """Whether somebody looks at the operations: a compiler, a mode that counts or saves, torch.func, a subclass."""
+    """Return True if the operation must be visible to torch.compile, a dispatch mode, torch.func or a subclass."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return True
     return any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
@@ -262,12 +265,12 @@ _flash_attention_backward.register_autograd(_no_second_derivative)
 
 
 def _visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
-    """How many (query, key) pairs a window leaves, both sequences ending at the same token."""
+    """Return the number of visible (query, key) pairs of a window; bottom-right aligned."""
 
     def up_to(limit: int) -> int:
-        """Pairs with key - query - (keys - queries) <= limit: a sum of clipped row lengths."""
+        """Count the pairs with key - query - (keys - queries) <= limit: a sum of clipped row lengths."""
         first = min(max(keys - queries + limit + 1, 0), keys)
-        # rows grow by one key each, from `grow_from` on, until they have all keys
+        # each row has one key more than the one before, from `grow_from` on, until rows have all keys
         grow_from = max(0, -(keys - queries + limit + 1))
         grown = min(max(queries - grow_from, 0), keys - first + 1)
         full = max(queries - grow_from - grown, 0)
@@ -278,7 +281,7 @@ def _visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
 
 
 def _multiplications(q: Any, problem: Problem) -> int:
-    """Multiply-adds of one product of queries and keys, over the visible pairs; packed, as if all were longest."""
+    """Return the multiply-adds of one product over the visible pairs; packed, as if all had the maximum length."""
     heads, head_dim = q.shape[-2:]
     pairs = _visible_pairs(problem.max_queries, problem.max_keys, problem.left, problem.right)
     if problem.packed:
@@ -323,43 +326,43 @@ def flash_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(cap(softmax_scale * q k^T) + bias + distance_bias, over the visible keys) v, no scores in memory.
+    """Compute softmax(cap(softmax_scale * q k^T) + bias + distance_bias) v without storing the scores.
 
     Differentiable once in q, k, v, `bias`, `distance_bias`, `alibi_slopes`, and through the log-sum-exp. The backward
-    pass has no atomics: every gradient is the same bits each time.
+    pass has no atomics: all gradients are bitwise reproducible.
 
     Args:
         q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim); bf16, fp16 or fp32, under the
             interpreter fp64 too; head_dim a multiple of 8 from 16 to 256. Under autocast, cast to its dtype.
-        k: (batch, keys, groups, head_dim), or packed; query head h reads group h // (heads / groups).
+        k: (batch, keys, groups, head_dim), or packed; query head h uses group h // (heads / groups).
         v: like `k`.
-        causal: a query sees no later key; both sequences end at the same token (bottom-right aligned).
+        causal: mask later keys; both sequences end at the same token (bottom-right aligned).
         window_size: keys visible to the left and to the right of a query, inclusive; -1 for all.
         softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
         softcap: cap * tanh(score / cap) bounds the scaled scores, before a bias is added; 0 for none.
         bias: added to the scores, dtype of q or fp32, broadcastable to (batch, heads, queries, keys); dense only.
         distance_bias: fp32 (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys -
             queries), clipped to [-R, R]. Its gradient takes O(queries + keys) memory.
-        alibi_slopes: fp32 (heads,); -slope * |d| is added for a key at distance d, whatever else is added. Nothing
-            is looked up and nothing clipped, unlike in a `distance_bias` of the same numbers.
-        dropout_p: probability of dropping an attention weight; the others grow by 1 / (1 - dropout_p).
+        alibi_slopes: fp32 (heads,); -slope * |d| is added for a key at distance d, in addition to the other biases.
+            Computed without lookup and clipping, unlike the equivalent `distance_bias`.
+        dropout_p: probability of dropping an attention weight; the others are scaled by 1 / (1 - dropout_p).
         rng: int64 [seed, offset] of the dropout mask, on the device of q; see `dropout.py`.
-        cu_seqlens_q: int32 (sequences + 1), where the sequences of a packed `q` end, from 0 on. Entries may repeat;
-            tokens after the last entry belong to no sequence.
-        cu_seqlens_k: likewise of `k` and `v`.
-        max_seqlen_q: a bound of the lengths in `cu_seqlens_q`.
-        max_seqlen_k: a bound of the lengths in `cu_seqlens_k`.
-        key_padding_mask: bool (batch, keys), True for the keys that take part; dense only.
-        deterministic: accepted for the sake of one signature; the kernels always are.
-        return_lse: return the log-sum-exp of the scores too.
+        cu_seqlens_q: int32 (sequences + 1), cumulative sequence lengths of a packed `q`, starting with 0. Entries may
+            repeat; tokens after the last entry belong to no sequence.
+        cu_seqlens_k: the same for `k` and `v`.
+        max_seqlen_q: upper bound of the lengths in `cu_seqlens_q`.
+        max_seqlen_k: upper bound of the lengths in `cu_seqlens_k`.
+        key_padding_mask: bool (batch, keys), False for padding; dense only.
+        deterministic: ignored, accepted for the common signature; the kernels always are.
+        return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         Output in the shape and dtype of `q`. With `return_lse` also the natural log-sum-exp, fp32 (fp64 for fp64
-        inputs), (batch, heads, queries) or packed (heads, total queries). A query that sees no key has output 0,
-        log-sum-exp -inf and no gradient; NaN in a key that no query sees does not spread.
+        inputs), (batch, heads, queries) or packed (heads, total queries). A fully masked query has output 0,
+        log-sum-exp -inf and gradient 0; NaN in a key that is masked for all queries does not propagate.
 
     Raises:
-        ValueError: an argument breaks a rule, see `check_arguments`; or Triton cannot run where the tensors are.
+        ValueError: invalid arguments, see `check_arguments`; or Triton does not support the device of the tensors.
     """
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
@@ -382,7 +385,7 @@ def flash_attention(
 
 def _check_triton_serves(q: Tensor) -> None:
     if not HAS_TRITON:
-        raise ValueError("flash_attention needs Triton, which this platform does not have; use reference_attention.")
+        raise ValueError("flash_attention needs Triton, which is not available; use reference_attention.")
     if not (q.is_cuda or INTERPRETED):
         raise ValueError(
             f"`q` ({q.device}) must be on a CUDA device: flash_attention needs CUDA or, for tests, TRITON_INTERPRET=1."

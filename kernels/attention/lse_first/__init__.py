@@ -1,1 +1,1 @@
-"""LSE-first attention: log-sum-exps of all scores first, then outputs and gradients that add up chunk by chunk."""
+"""LSE-first attention: first the log-sum-exp over all keys, then outputs and gradients summed over chunks of keys."""

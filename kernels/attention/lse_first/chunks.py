@@ -1,8 +1,7 @@
-"""Chunks of keys and values, where they lie: on the device, or on the host and copied while the device computes.
+"""Chunks of keys and values on the device, or on the host and copied while the device computes.
 
-From the host two buffers per tensor go round: while the kernels work on one, a second stream fills the other. So the
-memory taken on the device depends on the size of a chunk, not on the number of keys. Copies overlap with the kernels
-where the host's memory is pinned.
+Chunks from the host are double buffered: while the kernels use one buffer, a copy stream fills the other, so device
+memory depends on the chunk size, not on the number of keys. Copies overlap with the kernels if host memory is pinned.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ class Chunk(NamedTuple):
     """A range of the keys.
 
     Attributes:
-        tensor: index of the tensor that holds it.
-        start: its first key within that tensor.
-        stop: the key after its last.
-        offset: its first key within the whole sequence.
+        tensor: index of the tensor that contains it.
+        start: first key within that tensor.
+        stop: end of the range within that tensor, exclusive.
+        offset: first key within the whole sequence.
     """
 
     tensor: int
@@ -30,12 +29,12 @@ class Chunk(NamedTuple):
     offset: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The part of the tensors, (batch, keys, groups, head_dim) each, that the chunk is; a view."""
+        """Return the chunk's slice of the tensors, each (batch, keys, groups, head_dim); a view."""
         return tensors[self.tensor][:, self.start : self.stop]
 
 
 def chunks_of(lengths: Sequence[int], chunk_size: int) -> list[Chunk]:
-    """Cut tensors of these lengths, in order, into chunks of at most `chunk_size` keys; 0 cuts none."""
+    """Split consecutive tensors of these lengths into chunks of at most `chunk_size` keys; 0 keeps them whole."""
     chunks: list[Chunk] = []
     offset = 0
     for tensor, length in enumerate(lengths):
@@ -47,18 +46,18 @@ def chunks_of(lengths: Sequence[int], chunk_size: int) -> list[Chunk]:
 
 
 def _copy_rows_(target: Tensor, source: Tensor) -> None:
-    """Copy (batch, ...) without waiting, row by row: a slice of pinned memory that is not contiguous would wait."""
+    """Copy (batch, ...) asynchronously, row by row: copies of non-contiguous pinned memory synchronize."""
     for target_row, source_row in zip(target, source, strict=True):
         target_row.copy_(source_row, non_blocking=True)
 
 
 def fetched(parts: Sequence[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
-    """The parts of each chunk on `device`: themselves, or copies that hold until the next is asked for."""
+    """Yield the tensors of each chunk on `device`: as they are, or as copies that are valid until the next chunk."""
     if not parts or parts[0][0].device == device:
         yield from parts
         return
     compute, copies = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    copies.wait_stream(compute)  # the buffers may lie where earlier kernels still work
+    copies.wait_stream(compute)  # earlier kernels may still use the memory of the buffers
     slots = min(2, len(parts))
     sizes = [max(part[i].numel() for part in parts) for i in range(len(parts[0]))]
     buffers = [
@@ -68,39 +67,39 @@ def fetched(parts: Sequence[tuple[Tensor, ...]], device: torch.device) -> Iterat
     filled = [torch.cuda.Event() for _ in range(slots)]
     used = [torch.cuda.Event() for _ in range(slots)]
 
-    def fill(number: int) -> tuple[Tensor, ...]:
-        slot = number % slots
+    def start_copy(index: int) -> tuple[Tensor, ...]:
+        slot = index % slots
         with torch.cuda.stream(copies):
-            if number >= slots:
+            if index >= slots:
                 copies.wait_event(used[slot])
-            held = tuple(
+            chunk = tuple(
                 buffer[: part.numel()].view(part.shape)
-                for buffer, part in zip(buffers[slot], parts[number], strict=True)
+                for buffer, part in zip(buffers[slot], parts[index], strict=True)
             )
-            for target, source in zip(held, parts[number], strict=True):
+            for target, source in zip(chunk, parts[index], strict=True):
                 _copy_rows_(target, source)
             filled[slot].record(copies)
-        return held
+        return chunk
 
     try:
-        following = fill(0)
-        for number in range(len(parts)):
-            held = following
-            if number + 1 < len(parts):
-                following = fill(number + 1)
-            compute.wait_event(filled[number % slots])
-            yield held
-            used[number % slots].record(compute)
+        upcoming = start_copy(0)
+        for index in range(len(parts)):
+            current = upcoming
+            if index + 1 < len(parts):
+                upcoming = start_copy(index + 1)
+            compute.wait_event(filled[index % slots])
+            yield current
+            used[index % slots].record(compute)
     finally:
-        compute.wait_stream(copies)  # before the memory of the buffers is given to others
+        compute.wait_stream(copies)  # before the allocator reuses the memory of the buffers
 
 
 class Returned:
-    """Takes the gradients of chunks from the device to where the chunks lie.
+    """Copy the gradients of chunks from the device to the tensors of the chunks, asynchronously.
 
     Args:
-        targets: the gradients' parts of each chunk, in the order of the chunks.
-        device: where they are computed.
+        targets: destination tensors of each chunk, in the order of the chunks.
+        device: device that computes the gradients.
     """
 
     def __init__(self, targets: Sequence[tuple[Tensor, ...]], device: torch.device) -> None:
@@ -114,32 +113,32 @@ class Returned:
             self.slots: list[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = []
         return self
 
-    def room(self, number: int) -> tuple[Tensor, ...]:
-        """Where the kernels shall write the gradients of a chunk."""
+    def room(self, index: int) -> tuple[Tensor, ...]:
+        """Return the tensors that the kernels must write the gradients of a chunk to."""
         if self.direct:
-            return self.targets[number]
+            return self.targets[index]
         if len(self.slots) < 2:
-            most = [max(target[i].numel() for target in self.targets) for i in range(len(self.targets[0]))]
-            flat = [self.targets[0][i].new_empty(size, device=self.device) for i, size in enumerate(most)]
+            sizes = [max(target[i].numel() for target in self.targets) for i in range(len(self.targets[0]))]
+            flat = [self.targets[0][i].new_empty(size, device=self.device) for i, size in enumerate(sizes)]
             self.slots.append((torch.cuda.Event(), tuple(flat)))
-        copied, flat = self.slots[number % 2]
-        self.compute.wait_event(copied)  # of the chunk before last; an event never recorded does not wait
+        copied, flat = self.slots[index % 2]
+        self.compute.wait_event(copied)  # copy of the chunk before last; a no-op if never recorded
         return tuple(
             buffer[: target.numel()].view(target.shape)
-            for buffer, target in zip(flat, self.targets[number], strict=True)
+            for buffer, target in zip(flat, self.targets[index], strict=True)
         )
 
-    def send(self, number: int, gradients: tuple[Tensor, ...]) -> None:
-        """Start the way home of what the kernels wrote into `room`."""
+    def send(self, index: int, gradients: tuple[Tensor, ...]) -> None:
+        """Start copying the gradients that the kernels wrote to `room`."""
         if self.direct:
             return
         self.copies.wait_stream(self.compute)
         with torch.cuda.stream(self.copies):
-            for target, source in zip(self.targets[number], gradients, strict=True):
+            for target, source in zip(self.targets[index], gradients, strict=True):
                 _copy_rows_(target, source)
-            self.slots[number % 2][0].record(self.copies)
+            self.slots[index % 2][0].record(self.copies)
 
     def __exit__(self, *_: object) -> None:
         if not self.direct:
             self.compute.wait_stream(self.copies)
-            self.copies.synchronize()  # autograd reads the host's tensors next
+            self.copies.synchronize()  # autograd reads the host tensors next

@@ -1,4 +1,4 @@
-"""The three stages in plain torch, for tensors that no Triton kernel serves; signatures as in `kernels.py`."""
+"""The three stages in plain PyTorch, for tensors that the Triton kernels do not support; interface of `kernels.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _repeated(chunk: Tensor, q: Tensor) -> Tensor:
-    """Keys or values of a chunk for each query head, in the dtype of the arithmetic."""
+    """Repeat keys or values of a chunk for each query head, in the accumulation dtype."""
     return _wide(chunk).repeat_interleave(q.shape[2] // chunk.shape[2], dim=2)
 
 
@@ -29,21 +29,21 @@ def _weights(q: Tensor, k: Tensor, lse: Tensor, shift: int | None, scale: float)
 
 
 def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
-    """Stage 1: write the log-sum-exp over a chunk into `lse` (batch, heads, queries), or merge it in."""
-    here = _scores(q, k, shift, scale).logsumexp(dim=-1)
-    lse.copy_(torch.logaddexp(lse, here) if merge else here)
+    """Stage 1: write the log-sum-exp over a chunk to `lse` (batch, heads, queries), or merge it."""
+    chunk_lse = _scores(q, k, shift, scale).logsumexp(dim=-1)
+    lse.copy_(torch.logaddexp(lse, chunk_lse) if merge else chunk_lse)
 
 
 def output_of_chunk_(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, shift: int | None, scale: float, merge: bool
 ) -> None:
-    """Stage 2: write what a chunk gives to the output into `out` (like q), or add it."""
-    here = torch.einsum("bhqk,bkhd->bqhd", _weights(q, k, lse, shift, scale), _repeated(v, q))
-    out.copy_(out + here if merge else here)
+    """Stage 2: write a chunk's contribution to the output to `out` (like q), or add it."""
+    contribution = torch.einsum("bhqk,bkhd->bqhd", _weights(q, k, lse, shift, scale), _repeated(v, q))
+    out.copy_(out + contribution if merge else contribution)
 
 
 def delta_of(out: Tensor, out_gradient: Tensor, lse: Tensor, lse_gradient: Tensor | None) -> Tensor:
-    """Sum over a head of output times gradient, less the gradient of the lse: (batch, heads, queries)."""
+    """Return sum(out * dO) over the head minus the gradient of the lse, (batch, heads, queries)."""
     delta = (_wide(out) * _wide(out_gradient)).sum(dim=-1).transpose(1, 2)
     return (delta if lse_gradient is None else delta - lse_gradient).contiguous()
 
@@ -63,12 +63,12 @@ def gradients_of_chunk_(
     scale: float,
     merge: bool,
 ) -> None:
-    """Stage 3: write what a chunk gives to `dq`, or add it, and the whole gradients of the chunk into `dk` and `dv`."""
+    """Stage 3: write or add a chunk's contribution to `dq`, and write the gradients of the chunk to `dk` and `dv`."""
     groups = (k.shape[2], q.shape[2] // k.shape[2])
     weights, gradient = _weights(q, k, lse, shift, scale), _wide(out_gradient)
     dv.copy_(torch.einsum("bhqk,bqhd->bkhd", weights, gradient).unflatten(2, groups).sum(dim=3))
-    arriving = torch.einsum("bqhd,bkhd->bhqk", gradient, _repeated(v, q))
-    score_gradient = weights * (arriving - delta[..., None]) * scale
+    weights_gradient = torch.einsum("bqhd,bkhd->bhqk", gradient, _repeated(v, q))
+    score_gradient = weights * (weights_gradient - delta[..., None]) * scale
     dk.copy_(torch.einsum("bhqk,bqhd->bkhd", score_gradient, _wide(q)).unflatten(2, groups).sum(dim=3))
-    here = torch.einsum("bhqk,bkhd->bqhd", score_gradient, _repeated(k, q))
-    dq.copy_(dq + here if merge else here)
+    contribution = torch.einsum("bhqk,bkhd->bqhd", score_gradient, _repeated(k, q))
+    dq.copy_(dq + contribution if merge else contribution)

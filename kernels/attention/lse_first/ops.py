@@ -19,7 +19,7 @@ Shape = Sequence[int]
 
 
 def _stages(q: Tensor) -> ModuleType:
-    """The module whose stages serve `q`: Triton on a GPU and in the interpreter, plain torch elsewhere."""
+    """Return the module that implements the stages for `q`: Triton on a GPU or in the interpreter, else plain torch."""
     return triton_stages if triton_runs_on(q) or (INTERPRETED and q.device.type == "cpu") else eager_stages
 
 
@@ -28,7 +28,10 @@ def _lengths(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _shift(causal: bool, q: Tensor, total_keys: int, offset: int) -> int | None:
-    """Query i sees key j of the chunk that begins at key `offset` where j <= i + shift; None: all of them."""
+    """Return the shift of the causal mask, None without one: query i sees key j of the chunk if j <= i + shift.
+
+    The chunk starts at key `offset` of the sequence.
+    """
     return total_keys - q.shape[1] - offset if causal else None
 
 
@@ -36,23 +39,21 @@ def _wide_like(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-# ---------------------------------------------------------------- the stages over all chunks
+# ---------------------------------------------------------------- stages over all chunks
 
 
 def log_sum_exps(
     q: Tensor, k: Sequence[Tensor], causal: bool, scale: float, chunk_size: int, k_offset: int, total_keys: int
 ) -> Tensor:
-    """Stage 1 over all chunks."""
-    lse = torch.full(
-        (q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=_wide_like(q), device=q.device
-    )  # also what no chunk reaches
+    """Stage 1 over all chunks: (batch, heads, queries) fp32 or fp64, natural logarithm, -inf for no visible key."""
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=_wide_like(q), device=q.device)
     if not q.numel():
         return lse
     chunks = chunks_of(_lengths(k), chunk_size)
-    held = fetched([(chunk.of(k),) for chunk in chunks], q.device)
-    for number, (chunk, (keys,)) in enumerate(zip(chunks, held, strict=True)):
+    on_device = fetched([(chunk.of(k),) for chunk in chunks], q.device)
+    for index, (chunk, (keys,)) in enumerate(zip(chunks, on_device, strict=True)):
         shift = _shift(causal, q, total_keys, k_offset + chunk.offset)
-        _stages(q).lse_of_chunk_(lse, q, keys, shift=shift, scale=scale, merge=number > 0)
+        _stages(q).lse_of_chunk_(lse, q, keys, shift=shift, scale=scale, merge=index > 0)
     return lse
 
 
@@ -69,30 +70,30 @@ def _gradients(
     k_offset: int,
     total_keys: int,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Stage 3 over all chunks."""
-    k_gradients, v_gradients = _rooms_like(k), _rooms_like(v)
+    """Stage 3 over all chunks: gradients of `q`, and of each tensor of `k` and `v` on its device."""
+    k_gradients, v_gradients = _empty_like(k), _empty_like(v)
     chunks = chunks_of(_lengths(k), chunk_size) if q.numel() else []
     if not chunks:
         for gradient in (*k_gradients, *v_gradients):
             gradient.zero_()
         return q.new_zeros(q.shape), k_gradients, v_gradients
-    # parts of several chunks add up in the dtype of the arithmetic
+    # several chunks are summed in the accumulation dtype
     dq = torch.empty(q.shape, dtype=_wide_like(q) if len(chunks) > 1 else q.dtype, device=q.device)
-    held = fetched([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
+    on_device = fetched([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
     targets = [(chunk.of(k_gradients), chunk.of(v_gradients)) for chunk in chunks]
-    with Returned(targets, q.device) as returned:
-        for number, (chunk, (keys, values)) in enumerate(zip(chunks, held, strict=True)):
-            dk, dv = room = returned.room(number)
+    with Returned(targets, q.device) as writer:
+        for index, (chunk, (keys, values)) in enumerate(zip(chunks, on_device, strict=True)):
+            dk, dv = buffers = writer.room(index)
             shift = _shift(causal, q, total_keys, k_offset + chunk.offset)
             _stages(q).gradients_of_chunk_(
-                dq, dk, dv, q, keys, values, out_gradient, lse, delta, shift=shift, scale=scale, merge=number > 0
+                dq, dk, dv, q, keys, values, out_gradient, lse, delta, shift=shift, scale=scale, merge=index > 0
             )
-            returned.send(number, room)
+            writer.send(index, buffers)
     return dq.to(q.dtype), k_gradients, v_gradients
 
 
-def _rooms_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Room for a gradient of each tensor, where it lies; pinned if it is."""
+def _empty_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Allocate the gradient of each tensor on the same device, pinned if the tensor is."""
     return [
         torch.empty(
             tensor.shape, dtype=tensor.dtype, device=tensor.device, pin_memory=not tensor.is_cuda and tensor.is_pinned()
@@ -130,10 +131,10 @@ def _attention_lse_backward(
     k_offset: int,
     total_keys: int,
 ) -> tuple[Tensor, list[Tensor]]:
-    # attention whose output has no gradient: the keys stand in for values, which then count nothing
-    nothing = torch.zeros_like(q)
+    # the backward of attention with an output gradient of 0, with which the values (here the keys) have no effect
+    out_gradient = torch.zeros_like(q)
     delta = lse_gradient.neg().contiguous()
-    dq, dk, _ = _gradients(q, k, k, nothing, lse, delta, causal, scale, chunk_size, k_offset, total_keys)
+    dq, dk, _ = _gradients(q, k, k, out_gradient, lse, delta, causal, scale, chunk_size, k_offset, total_keys)
     return dq, dk
 
 
@@ -178,12 +179,12 @@ def _lse_first_attention(
     chunks = chunks_of(_lengths(k), chunk_size) if q.numel() else []
     if not chunks:
         return q.new_zeros(q.shape), lse
-    # parts of several chunks add up in the dtype of the arithmetic
+    # several chunks are summed in the accumulation dtype
     out = torch.empty(q.shape, dtype=_wide_like(q) if len(chunks) > 1 else q.dtype, device=q.device)
-    held = fetched([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
-    for number, (chunk, (keys, values)) in enumerate(zip(chunks, held, strict=True)):
+    on_device = fetched([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
+    for index, (chunk, (keys, values)) in enumerate(zip(chunks, on_device, strict=True)):
         shift = _shift(causal, q, total_keys, chunk.offset)
-        _stages(q).output_of_chunk_(out, q, keys, values, lse, shift=shift, scale=scale, merge=number > 0)
+        _stages(q).output_of_chunk_(out, q, keys, values, lse, shift=shift, scale=scale, merge=index > 0)
     return out.to(q.dtype), lse
 
 
@@ -249,33 +250,33 @@ def _backward(ctx: Any, out_gradient: Tensor | None, lse_gradient: Tensor | None
 _lse_first_attention.register_autograd(_backward, setup_context=_save)
 
 
-# ---------------------------------------------------------------- matrix products, for the FLOP counter
+# ---------------------------------------------------------------- FLOPs
 
 
-def _products(q: Shape, k: Sequence[Shape]) -> int:
-    """FLOPs of one product of queries and all keys; a causal mask is not counted, as in torch's own formulas."""
+def _product_flops(q: Shape, k: Sequence[Shape]) -> int:
+    """Return the FLOPs of one product of queries and all keys; causal masks are ignored, as in PyTorch's formulas."""
     batch, queries, heads, head_dim = q
     return 2 * batch * heads * queries * sum(shape[1] for shape in k) * head_dim
 
 
 @register_flop_formula(torch.ops.stoker.attention_lse)
 def _(q: Shape, k: Sequence[Shape], *_: Any, **__: Any) -> int:
-    return _products(q, k)
+    return _product_flops(q, k)
 
 
 @register_flop_formula(torch.ops.stoker.attention_lse_backward)
 def _(lse_gradient: Shape, q: Shape, k: Sequence[Shape], *_: Any, **__: Any) -> int:
-    return 7 * _products(q, k)
+    return 7 * _product_flops(q, k)
 
 
 @register_flop_formula(torch.ops.stoker.lse_first_attention)
 def _(q: Shape, k: Sequence[Shape], *_: Any, **__: Any) -> int:
-    return 3 * _products(q, k)
+    return 3 * _product_flops(q, k)
 
 
 @register_flop_formula(torch.ops.stoker.lse_first_attention_backward)
 def _(out_gradient: Shape, lse_gradient: Shape | None, q: Shape, k: Sequence[Shape], *_: Any, **__: Any) -> int:
-    return 7 * _products(q, k)
+    return 7 * _product_flops(q, k)
 
 
 # ---------------------------------------------------------------- public functions
@@ -289,25 +290,27 @@ def _checked(
     softmax_scale: float | None,
     chunk_size: int | None,
 ) -> tuple[list[Tensor], list[Tensor], float]:
-    """Keys and values as lists and the scale, or ValueError."""
+    """Check the arguments; return keys and values as lists, and the scale."""
     keys, values = ([t] if isinstance(t, Tensor) else list(t) for t in (k, v))
     if not keys or len(keys) != len(values):
         raise ValueError(f"`v` ({len(values)} tensors) must have as many chunks as `k` ({len(keys)}), one at least.")
     if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
         raise ValueError(f"`chunk_size` ({chunk_size}) must be a number of keys from 1 on, or None for whole tensors.")
-    home = keys[0].device
-    if home != q.device and (home.type, q.device.type) != ("cpu", "cuda"):
-        raise ValueError(f"`k` ({home}) must be on the device of `q` ({q.device}), or on the CPU when `q` is on a GPU.")
+    device = keys[0].device
+    if device != q.device and (device.type, q.device.type) != ("cpu", "cuda"):
+        raise ValueError(
+            f"`k` ({device}) must be on the device of `q` ({q.device}), or on the CPU when `q` is on a GPU."
+        )
     scale = 0.0
     for key, value in zip(keys, values, strict=True):
         for name, tensor in (("k", key), ("v", value)):
-            if tensor.device != home:
+            if tensor.device != device:
                 raise ValueError(
-                    f"every chunk of `k` and `v` must be on {home}, but one of `{name}` is on {tensor.device}."
+                    f"every chunk of `k` and `v` must be on {device}, but one of `{name}` is on {tensor.device}."
                 )
-        # stand-ins on the device of the queries: shapes and dtypes are what is checked
-        here = [q.new_empty(1, dtype=tensor.dtype).expand(tensor.shape) for tensor in (key, value)]
-        geometry = check_arguments(q, *here, causal=causal, softmax_scale=softmax_scale)
+        # placeholders on the device of the queries, since only shapes and dtypes are checked
+        placeholders = [q.new_empty(1, dtype=tensor.dtype).expand(tensor.shape) for tensor in (key, value)]
+        geometry = check_arguments(q, *placeholders, causal=causal, softmax_scale=softmax_scale)
         scale = geometry.scale
         if key.shape[2] != keys[0].shape[2]:
             raise ValueError(
@@ -326,34 +329,34 @@ def attention_lse(
     k_offset: int = 0,
     total_keys: int | None = None,
 ) -> Tensor:
-    """Stage 1 of LSE-first attention: log(sum(exp(scale * q k))) over the keys, chunk by chunk.
+    """Compute log(sum(exp(scale * q k^T))) over the keys, chunk by chunk: stage 1 of LSE-first attention.
 
-    It costs one product of queries and keys, half of an attention forward. Log-sum-exps over parts of the keys, which
-    `k_offset` and `total_keys` place in the sequence, merge by `torch.logaddexp`.
+    Costs one product of queries and keys, half of an attention forward. Log-sum-exps over parts of the keys, located in
+    the sequence by `k_offset` and `total_keys`, can be merged with `torch.logaddexp`.
 
     Args:
         q: (batch, queries, heads, head_dim), bf16, fp16 or fp32 (fp64 on a CPU); head_dim 16 to 256 in steps of 8.
-        k: (batch, keys, groups, head_dim), query head h reads group h // (heads / groups); on the device of `q` or, for
-            `q` on a GPU, on the host, pinned for speed; or a list of such tensors, which follow each other.
-        causal: query i sees keys 0 to i + total_keys - queries only (bottom-right aligned).
+        k: (batch, keys, groups, head_dim), query head h uses group h // (heads / groups); on the device of `q` or, for
+            `q` on a GPU, on the host, pinned for speed; or a list of such tensors, concatenated along the keys.
+        causal: query i attends to keys 0 to i + total_keys - queries only (bottom-right aligned).
         softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
-        chunk_size: keys taken at once; None takes each tensor whole. Results differ in rounding only.
-        k_offset: keys of the sequence that come before those of `k`.
-        total_keys: keys of the whole sequence; None: `k_offset` and those of `k`.
+        chunk_size: keys per chunk; None uses each tensor as one chunk. Results differ in rounding only.
+        k_offset: number of keys of the sequence before those of `k`.
+        total_keys: keys of the whole sequence; None for `k_offset` plus the keys of `k`.
 
     Returns:
-        (batch, heads, queries) fp32 (fp64 for fp64), natural logarithm, -inf where a query sees none of the keys.
-        Differentiable once in `q` and `k`; gradients of host tensors are host tensors.
+        (batch, heads, queries) fp32 (fp64 for fp64), natural logarithm, -inf for fully masked queries. Differentiable
+        once in `q` and `k`; gradients of host tensors are host tensors.
 
     Raises:
-        ValueError: shapes, dtypes, devices or numbers do not fit.
+        ValueError: invalid shapes, dtypes, devices or numbers.
     """
     keys, _, scale = _checked(q, k, k, causal, softmax_scale, chunk_size)
     given = k_offset + sum(_lengths(keys))
     if k_offset < 0 or (total_keys is not None and total_keys < given):
         raise ValueError(
-            f"`total_keys` ({total_keys}) must hold `k_offset` ({k_offset}, from 0 on) and the keys of `k` "
-            f"({given - k_offset})."
+            f"`total_keys` ({total_keys}) must be at least `k_offset` ({k_offset}, not negative) plus the keys of "
+            f"`k` ({given - k_offset})."
         )
     return _attention_lse(
         q, keys, causal, scale, chunk_size or 0, k_offset, given if total_keys is None else total_keys
@@ -370,33 +373,33 @@ def lse_first_attention(
     chunk_size: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention in three stages: log-sum-exps of the scores, then the output, then gradients that reuse them.
+    """Compute attention in three stages: log-sum-exp of the scores, then the output, then gradients that reuse it.
 
-    With the log-sum-exp known, each chunk of keys gives exp(score - lse) v to the output and nothing is ever rescaled:
-    parts add up in any order. The price is a third product in the forward (6 instead of 4 units of FLOPs; `q k` is
-    computed in both stages), the backward is that of flash attention. It wins where keys come in chunks: keys and
-    values beyond the memory of the device, which stream from the host while the kernels work, or that other ranks
-    hold; and where a log-sum-exp was kept, so that the output is recomputed in one pass without stage 1. For keys that
-    fit on the device `flash_attention` is faster.
+    With the log-sum-exp known, each chunk of keys contributes exp(score - lse) v to the output without rescaling, so
+    contributions can be summed in any order. The forward costs a third product (6 instead of 4 units of FLOPs; q k^T is
+    computed in both stages); the backward is that of flash attention. Useful if keys come in chunks: keys and values
+    that exceed device memory and are streamed from the host while the kernels run, or that other ranks hold; and if a
+    log-sum-exp was saved, so that the output is recomputed without stage 1. If the keys fit on the device,
+    `flash_attention` is faster.
 
     Args:
         q: (batch, queries, heads, head_dim), bf16, fp16 or fp32 (fp64 on a CPU); head_dim 16 to 256 in steps of 8.
-        k: (batch, keys, groups, head_dim), query head h reads group h // (heads / groups); on the device of `q` or, for
-            `q` on a GPU, on the host, pinned for speed; or a list of such tensors, which follow each other.
-        v: like `k`, cut in the same places.
-        causal: query i sees keys 0 to i + keys - queries only (bottom-right aligned).
+        k: (batch, keys, groups, head_dim), query head h uses group h // (heads / groups); on the device of `q` or, for
+            `q` on a GPU, on the host, pinned for speed; or a list of such tensors, concatenated along the keys.
+        v: like `k`, split at the same keys.
+        causal: query i attends to keys 0 to i + keys - queries only (bottom-right aligned).
         softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
-        chunk_size: keys taken at once; None takes each tensor whole. From the host, twice that many keys and values
-            (and gradients) lie on the device. Results differ in rounding only.
-        return_lse: return the log-sum-exp too.
+        chunk_size: keys per chunk; None uses each tensor as one chunk. With host tensors, twice that many keys and
+            values (and gradients) are on the device. Results differ in rounding only.
+        return_lse: also return the log-sum-exp.
 
     Returns:
-        Output like `q`; a query that sees no key gives 0. With `return_lse` also the log-sum-exp, (batch, heads,
-        queries) fp32 (fp64 for fp64), natural logarithm, -inf there. Both are differentiable once; gradients of host
-        tensors are host tensors, and the backward waits for them. Equal calls give equal bits.
+        Output like `q`, 0 for fully masked queries. With `return_lse` also the log-sum-exp, (batch, heads, queries)
+        fp32 (fp64 for fp64), natural logarithm, -inf for fully masked queries. Both are differentiable once; gradients
+        of host tensors are host tensors, for which the backward synchronizes. Results are bitwise reproducible.
 
     Raises:
-        ValueError: shapes, dtypes, devices or numbers do not fit.
+        ValueError: invalid shapes, dtypes, devices or numbers.
     """
     keys, values, scale = _checked(q, k, v, causal, softmax_scale, chunk_size)
     out, lse = _lse_first_attention(q, keys, values, causal, scale, chunk_size or 0)

@@ -1,6 +1,4 @@
-"""Tile sizes, warps and stages of the first two stages, and of what writes scores out from the first: tables per
-architecture, never tuned at run time.
-"""
+"""Launch configurations of the LSE-first and recompute-scores kernels: tables per architecture, no autotuning."""
 
 from __future__ import annotations
 
@@ -13,20 +11,20 @@ from ..flash.portable.tile_configs import TileConfig
 
 Stage = Literal["lse", "output", "weights", "score_gradient"]
 
-# head width padded to a power of two, 64 for less -> config; eight warps for most, with which nothing spills
+# head width, padded to a power of two and at least 64 -> config; with eight warps no registers spill
 _Table = dict[int, TileConfig]
 
-# small tiles: several per axis even for the short sequences of a test
+# small tiles, so that even the short sequences of tests have several per axis
 _INTERPRETER = TileConfig(32, 32, 4, 1)
 
-# data centre GPUs, Ampere to Blackwell: 163 KB of shared memory a program or more
+# data center GPUs, Ampere to Blackwell: at least 163 KB of shared memory per program
 _LARGE: dict[Stage, _Table] = {
     "lse": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 64, 8, 3), 256: TileConfig(128, 64, 8, 2)},
     "output": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 64, 8, 3), 256: TileConfig(64, 64, 8, 2)},
     "weights": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 64, 8, 3), 256: TileConfig(128, 64, 8, 2)},
     "score_gradient": {64: TileConfig(128, 64, 8, 2), 128: TileConfig(128, 64, 8, 2), 256: TileConfig(64, 32, 8, 2)},
 }
-# GPUs of 99 KB: sm_86, sm_89, sm_120
+# GPUs with 99 KB: sm_86, sm_89, sm_120
 _SMALL: dict[Stage, _Table] = {
     "lse": {64: TileConfig(128, 64, 8, 3), 128: TileConfig(128, 32, 8, 2), 256: TileConfig(64, 32, 8, 1)},
     "output": {64: TileConfig(128, 64, 8, 2), 128: TileConfig(128, 32, 8, 2), 256: TileConfig(64, 32, 8, 1)},
@@ -36,13 +34,13 @@ _SMALL: dict[Stage, _Table] = {
 
 
 def stage_config(stage: Stage, head_dim: int, dtype: torch.dtype, capability: int | None) -> TileConfig:
-    """Config of the kernel of a stage.
+    """Return the launch configuration of a stage's kernel.
 
     Args:
         stage: the kernel.
         head_dim: width of a head, 16 to 256.
-        dtype: of the tensors; fp32 tiles take twice the shared memory of 16-bit ones, so they are halved.
-        capability: of the GPU, 90 for sm_90; None in the interpreter. An unknown one takes the nearest table.
+        dtype: of the tensors; fp32 tiles need twice the shared memory of 16-bit ones, so they are halved.
+        capability: of the GPU, 90 for sm_90; None in the interpreter. An unknown one uses the nearest table.
     """
     if capability is None:
         return _INTERPRETER

@@ -1,11 +1,11 @@
-"""The three stages in Triton, each over one chunk of keys; the third is done by the kernels of flash attention.
+"""The three stages in Triton, each over one chunk of keys; stage 3 runs the backward kernels of flash attention.
 
-A query i of the whole sequence sees key j of a chunk where j <= i + shift; `shift` is None, for every key, without a
-causal mask. Exponents are in base 2: a score times log2(e).
+Query i of the whole sequence sees key j of a chunk if j <= i + shift; `shift` is None without a causal mask. Exponents
+are in base 2: a score times log2(e).
 """
 
+# constexpr conditions are resolved at compile time and tl.static_range is unrolled, which pyright does not know:
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportAssignmentType=false
-# the checker does not know that constants decide at compile time and that tl.static_range unrolls
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ from ..flash.portable.tile import (
 from ..flash.portable.tile_configs import device_capability
 from .tile_configs import Stage, stage_config
 
-# ---------------------------------------------------------------- what the kernels share
+# ---------------------------------------------------------------- shared by the kernels
 
 
 @jit
 def visited_keys(
     first, queries, keys, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Where the tiles end that a block of queries sees whole, and where those that it sees in part."""
+    """Return the end of the key tiles that are fully visible to a block of queries, and of the partly visible ones."""
     stop = keys
-    whole = keys // BLOCK_N * BLOCK_N
+    unmasked_stop = keys // BLOCK_N * BLOCK_N
     if CAUSAL:
         stop = tl.minimum(keys, tl.minimum(first + BLOCK_M, queries) + shift)
-        whole = tl.minimum(whole, tl.maximum(first + shift + 1, 0) // BLOCK_N * BLOCK_N)
-    return whole, stop
+        unmasked_stop = tl.minimum(unmasked_stop, tl.maximum(first + shift + 1, 0) // BLOCK_N * BLOCK_N)
+    return unmasked_stop, stop
 
 
 @jit
 def seen(tile, query, key, keys, shift, hidden, CAUSAL: tl.constexpr):
-    """A tile at the edge, `hidden` where a query does not see a key; `query` and `key` broadcast to it."""
+    """Mask an edge tile: `hidden` where a key is not visible; `query` and `key` are broadcastable to the tile."""
     visible = key < keys
     if CAUSAL:
         visible = visible & (key <= query + shift)
@@ -78,25 +78,24 @@ def lse_kernel(
     CAUSAL: tl.constexpr, MERGE: tl.constexpr, NEGATIVE: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the log-sum-exp of BLOCK_M queries of a head over the chunk; with MERGE added to what is there.
+    """Each program computes the log-sum-exp of BLOCK_M queries of a head over the chunk; MERGE merges it into `lse`.
 
     q: (batch, queries, heads, HEAD_DIM); k: (batch, keys, groups, HEAD_DIM); lse: (batch, heads, queries), natural.
-    The arithmetic around the exponentials is what takes the time. So the highest product is sought, not the highest
-    score, and scaling and shifting an exponent are one multiply-add; hence `scale` is positive, and with NEGATIVE its
-    sign is that of the products.
+    The arithmetic around the exponentials dominates, so the maximum is taken over the unscaled products, and scaling
+    and shifting an exponent are one multiply-add. `scale` must be positive for this; NEGATIVE negates the products.
     """
     sequence, head, first = dense_place(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
     query = first + tl.arange(0, BLOCK_M)
     q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
     k_rows = row_start(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
     q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    highest_product = tl.full((BLOCK_M,), float("-inf"), ACCUMULATE)
-    highest = highest_product
+    maximum_product = tl.full((BLOCK_M,), float("-inf"), ACCUMULATE)
+    maximum = maximum_product
     total = tl.zeros((BLOCK_M,), ACCUMULATE)
     factor = scale * LOG2E
-    whole, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    unmasked_stop, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     for EDGE in tl.static_range(2):
-        for start in range(whole if EDGE else 0, stop if EDGE else whole, BLOCK_N):
+        for start in range(unmasked_stop if EDGE else 0, stop if EDGE else unmasked_stop, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
             k = load_rows(k_rows, start, stride_ks, key < keys, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE)
             product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
@@ -104,22 +103,22 @@ def lse_kernel(
                 product = -product
             if EDGE:
                 product = seen(product, query[:, None], key[None, :], keys, shift, float("-inf"), CAUSAL)
-            highest_product = tl.maximum(highest_product, tl.max(product, 1))
-            # rounded here and carried: the same highest product must shift the total by nothing
-            higher = highest_product * factor
-            # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(highest - safe) + tl.sum(tl.exp2(product * factor - safe[:, None]), 1)
-            highest = higher
+            maximum_product = tl.maximum(maximum_product, tl.max(product, 1))
+            # rounded once and carried, so that an unchanged maximum rescales the total by exactly 1
+            new_maximum = maximum_product * factor
+            # -inf until the first visible key, and -inf - -inf would be NaN
+            safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            total = total * tl.exp2(maximum - safe) + tl.sum(tl.exp2(product * factor - safe[:, None]), 1)
+            maximum = new_maximum
     lse_row = lse_pointer + per_row_start(sequence, head, 0, heads, queries, False) + query
     if MERGE:
-        before = tl.load(lse_row, mask=query < queries, other=float("-inf")) * LOG2E
-        higher = tl.maximum(highest, before)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp2(highest - safe) + tl.exp2(before - safe)
-        highest = higher
+        previous = tl.load(lse_row, mask=query < queries, other=float("-inf")) * LOG2E
+        new_maximum = tl.maximum(maximum, previous)
+        safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        total = total * tl.exp2(maximum - safe) + tl.exp2(previous - safe)
+        maximum = new_maximum
     empty = total == 0.0
-    lse = tl.where(empty, float("-inf"), (highest + tl.log2(tl.where(empty, 1.0, total))) * LN2)
+    lse = tl.where(empty, float("-inf"), (maximum + tl.log2(tl.where(empty, 1.0, total))) * LN2)
     tl.store(lse_row, lse, mask=query < queries)
 
 
@@ -135,9 +134,9 @@ def output_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MERGE: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: what the chunk gives to the output of BLOCK_M queries of a head; with MERGE added to what is there.
+    """Each program computes the chunk's contribution to the output of BLOCK_M queries of a head; MERGE adds to `out`.
 
-    The weights are exp(score - lse) with the log-sum-exp over all keys, so no maximum is kept and nothing rescaled.
+    The weights are exp(score - lse) with the log-sum-exp over all keys, so no running maximum or rescaling is needed.
     """
     sequence, head, first = dense_place(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
     query = first + tl.arange(0, BLOCK_M)
@@ -149,9 +148,9 @@ def output_kernel(
     q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     lse = load_lse(lse_pointer, per_row_start(sequence, head, 0, heads, queries, False) + query, query < queries)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
-    whole, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    unmasked_stop, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     for EDGE in tl.static_range(2):
-        for start in range(whole if EDGE else 0, stop if EDGE else whole, BLOCK_N):
+        for start in range(unmasked_stop if EDGE else 0, stop if EDGE else unmasked_stop, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
             k = load_rows(k_rows, start, stride_ks, key < keys, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE)
             v = load_rows(v_rows, start, stride_vs, key < keys, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE)
@@ -162,8 +161,8 @@ def output_kernel(
             weight = tl.exp2(exponent - lse[:, None])
             accumulator = dot(rounded(weight, v.dtype), v, accumulator, PRECISION)
     if MERGE:
-        before = load_rows(out_rows, first, stride_os, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-        accumulator = before + accumulator
+        previous = load_rows(out_rows, first, stride_os, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        accumulator = previous + accumulator
     store_rows(out_rows, first, stride_os, query < queries, accumulator, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
@@ -171,7 +170,7 @@ def output_kernel(
 
 
 def stage_arguments(q: Tensor, k: Tensor, stage: Stage, shift: int | None, scale: float) -> dict[str, Any]:
-    """Keyword arguments of every kernel that reads queries and keys; both have plain rows."""
+    """Return the keyword arguments common to all kernels of queries and keys; their rows are contiguous."""
     exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {
         "q_pointer": q,
@@ -205,14 +204,14 @@ def _blocks(rows: int, block: int, q: Tensor, heads: int) -> tuple[int]:
 
 
 def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
-    """Stage 1: write the log-sum-exp over a chunk into `lse` (batch, heads, queries), or merge it in."""
+    """Stage 1: write the log-sum-exp over a chunk to `lse` (batch, heads, queries), or merge it."""
     if serves_scores(q, k, scale):
         from ..flash.hopper.launchers import launch_lse_
 
         launch_lse_(lse, q, k, shift=shift, scale=scale, merge=merge)
         return
     q, k = with_plain_rows(q), with_plain_rows(k)
-    # of a scale of 0 something is left, so that nothing hidden becomes -inf times 0
+    # a scale of 0 is replaced by a tiny one: masked products are -inf, and -inf times 0 would be NaN
     arguments = stage_arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
     with on_device(q):
@@ -222,7 +221,7 @@ def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale
 def output_of_chunk_(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, shift: int | None, scale: float, merge: bool
 ) -> None:
-    """Stage 2: write what a chunk gives to the output into `out` (like q), or add it."""
+    """Stage 2: write a chunk's contribution to the output to `out` (like q), or add it."""
     q, k, v = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v)
     arguments = stage_arguments(q, k, "output", shift, scale) | strides("v", v) | strides("o", out)
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
@@ -231,7 +230,7 @@ def output_of_chunk_(
 
 
 def delta_of(out: Tensor, out_gradient: Tensor, lse: Tensor, lse_gradient: Tensor | None) -> Tensor:
-    """Sum over a head of output times gradient, less the gradient of the lse: (batch, heads, queries)."""
+    """Return sum(out * dO) over the head minus the gradient of the lse, (batch, heads, queries)."""
     return prepare_backward(out, out, out, out, lse, out_gradient, lse_gradient).delta
 
 
@@ -250,10 +249,10 @@ def gradients_of_chunk_(
     scale: float,
     merge: bool,
 ) -> None:
-    """Stage 3: write what a chunk gives to `dq`, or add it, and the whole gradients of the chunk into `dk` and `dv`.
+    """Stage 3: write or add a chunk's contribution to `dq`, and write the gradients of the chunk to `dk` and `dv`.
 
-    To the kernels of flash attention a chunk with a causal mask is a window: its last query sees so many keys to the
-    right as come after the chunk.
+    For the flash attention kernels the causal mask of a chunk is a window: aligned with the end of the chunk, a query
+    sees as many keys to the right as there are after the chunk.
     """
     queries, heads, keys, groups = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
     right = -1 if shift is None else shift - (keys - queries)
@@ -275,14 +274,14 @@ def gradients_of_chunk_(
     )
     q, k, v, out_gradient = (with_plain_rows(tensor) for tensor in (q, k, v, out_gradient))
     saved = Saved(q, k, v, out_gradient, lse, delta)
-    part = torch.empty_like(dq) if merge else dq
+    contribution = torch.empty_like(dq) if merge else dq
     config = config_of("dq", q, problem)
     with on_device(q):
         dq_kernel[_blocks(queries, config.queries, q, heads)](
             **saved.arguments(problem),
-            **strides("dq", part),
+            **strides("dq", contribution),
             **options_of(config),
-            q_gradient_pointer=part,
+            q_gradient_pointer=contribution,
             tiles_pointer=None,
             bias_gradient_pointer=None,
             far_pointer=None,
@@ -294,7 +293,7 @@ def gradients_of_chunk_(
             SLOPE_SUMS=False,
         )
     if merge:
-        dq += part
+        dq += contribution
     config = config_of("dkdv", q, problem)
     with on_device(q):
         dkdv_kernel[_blocks(keys, config.keys, q, groups)](

@@ -1,4 +1,4 @@
-"""A row of the key table: a key that NeMo and Megatron know and that does not act here. Short forms to write rows."""
+"""Rows of the key table (NeMo and Megatron keys that do not act here), and helpers to write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class State(StrEnum):
-    """What happens to a key; see `key_table.py`."""
+    """State of a key; see `key_table.py`."""
 
     ACTS = "acts"
     NOT_YET = "not yet"
@@ -19,17 +19,17 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key, or everything below a path, that does not act.
+    """A key, or all keys below a path, that do not act.
 
     Attributes:
         pattern: dotted path, or `path.*`.
         state: not yet, refused or historical.
-        note: what it is, and for a refused key what to do instead.
-        off: values that are accepted because they change nothing; null always is.
-        default: NeMo's default, which references to the key get where a file does not set it.
-        switch: path of the key that turns its feature on; while that is off, every value is accepted.
-        same_as: path of the key whose value it may repeat, and which has the value of a refused one instead.
-        cure: the way out of a refusal, with `{path}` for the key; empty: there is none; None: by `off` and `same_as`.
+        note: description; for a refused key the alternative.
+        off: values accepted because they change nothing; null always is.
+        default: NeMo's default, used by references to the key if no file sets it.
+        switch: path of the key that enables its feature; while that is off, every value is accepted.
+        same_as: path of the key that replaces it; a value equal to that key's is accepted.
+        fix: fix for a refused key, with `{path}` for the key; empty: none; None: derived from `off` and `same_as`.
     """
 
     pattern: str
@@ -39,29 +39,29 @@ class Row:
     default: Any = None
     switch: str = ""
     same_as: str = ""
-    cure: str | None = None
+    fix: str | None = None
 
 
-def rows(state: State, parent: str, names: str, note: str, **facts: Any) -> Iterator[Row]:
-    """A row for each of the `names` below `parent`."""
+def rows(state: State, parent: str, names: str, note: str, **fields: Any) -> Iterator[Row]:
+    """Yield a row for each of the space-separated `names` below `parent`."""
     for name in names.split():
-        yield Row(f"{parent}.{name}" if parent else name, state, note, **facts)
+        yield Row(f"{parent}.{name}" if parent else name, state, note, **fields)
 
 
-def off(parent: str, name: str, note: str, off: Any, *more: Any, **facts: Any) -> Row:
-    """A feature to come whose first `off` value is also NeMo's default."""
-    return Row(f"{parent}.{name}", State.NOT_YET, note, (off, *more), default=off, **facts)
+def off(parent: str, name: str, note: str, off: Any, *more: Any, **fields: Any) -> Row:
+    """Return a row of a feature that is not supported yet; the first `off` value is also NeMo's default."""
+    return Row(f"{parent}.{name}", State.NOT_YET, note, (off, *more), default=off, **fields)
 
 
-def refused(parent: str, name: str, note: str, allowed: Any, *more: Any, **facts: Any) -> Row:
-    """What stoker will never do; the first allowed value is also NeMo's default."""
-    return Row(f"{parent}.{name}", State.REFUSED, note, (allowed, *more), default=allowed, **facts)
+def refused(parent: str, name: str, note: str, allowed: Any, *more: Any, **fields: Any) -> Row:
+    """Return a row of a feature that will not be supported; the first allowed value is also NeMo's default."""
+    return Row(f"{parent}.{name}", State.REFUSED, note, (allowed, *more), default=allowed, **fields)
 
 
 def history(parent: str, names: str, note: str, default: Any = None) -> Iterator[Row]:
-    """Keys without meaning here."""
+    """Yield rows of historical keys, which have no effect here."""
     return rows(State.HISTORICAL, parent, names, note, default=default)
 
 
-NCCL = "a speed setting of NeMo's communication; results do not depend on it"
-PICKLE = "belongs to NeMo's own checkpoint format; stoker writes safetensors, atomically"
+NCCL = "a performance setting of NeMo's communication; results do not depend on it"
+PICKLE = "belongs to NeMo's checkpoint format; stoker writes safetensors, atomically"

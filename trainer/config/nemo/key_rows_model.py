@@ -1,4 +1,4 @@
-"""Rows of the key table: what a model is, how it is cut over processes, and what it keeps in memory."""
+"""Rows of the key table: model architecture, precision, parallelism and memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from .key_row import NCCL, PICKLE, Row, State, history, off, refused, rows
 
-_SPEED = "a speed setting of NeMo's kernels; results do not depend on it and stoker chooses its own"
+_SPEED = "a performance setting of NeMo's kernels; results do not depend on it and stoker chooses its own"
 _NO_MODEL = "stoker has no such model"
 _T5 = "acts with model.family=t5 (a preset: model=t5_small)"
 
 
 def rows_of_model() -> Iterator[Row]:
-    """Keys of a model but for its optimizer, data and tokenizer."""
+    """Yield rows of the model, without its optimizer, data and tokenizer."""
     yield from _batching_and_start()
     yield from _geometry()
     yield from _precision()
@@ -25,7 +25,7 @@ def rows_of_model() -> Iterator[Row]:
 
 def _batching_and_start() -> Iterator[Row]:
     at = "model"
-    yield off(at, "restore_from_ckpt", "starting from the weights of another model", None)
+    yield off(at, "restore_from_ckpt", "initializing from the weights of another model", None)
     yield refused(
         at,
         "resume_from_checkpoint",
@@ -34,8 +34,8 @@ def _batching_and_start() -> Iterator[Row]:
         same_as="exp_manager.resume_from_checkpoint",
     )
     yield refused(at, "precision", "use trainer.precision", None, same_as="trainer.precision")
-    yield off(at, "reset_lr", "starting the schedule again when resuming", False)
-    yield off(at, "reset_lr_steps", "starting the schedule again when resuming", False)
+    yield off(at, "reset_lr", "restarting the schedule when resuming", False)
+    yield off(at, "reset_lr_steps", "restarting the schedule when resuming", False)
     yield off(at, "kd_teacher_restore_from_path", "distillation", None)
     yield off(at, "add_eos", "token settings of fine-tuning", None)
     yield from history(at, "name nemo_path preproc_out_dir target", "names of NeMo's own files")
@@ -44,19 +44,17 @@ def _batching_and_start() -> Iterator[Row]:
 
 def _geometry() -> Iterator[Row]:
     at = "model"
-    yield from history(at, "mcore_gpt mcore_t5 mcore_bert megatron_legacy", "chose between NeMo's two code bases", True)
+    yield from history(at, "mcore_gpt mcore_t5 mcore_bert megatron_legacy", "chooses between NeMo's code bases", True)
     yield from history(at, "pre_process post_process", "set by NeMo's pipeline stages", True)
     yield from history(at, "apex_transformer_log_level", "apex is not used")
     yield from history(at, "use_cpu_initialization", "initial weights never depend on the device", False)
     yield from history(at, "attention_softmax_in_fp32", "the softmax is always fp32", False)
-    yield refused(
-        at, "attention_type", "there is one kind of attention; num_query_groups makes it MQA or GQA", "multihead"
-    )
-    yield refused(at, "onnx_safe", "there is no ONNX export", False)
-    yield refused(at, "use_emha", "NeMo never supported it either; attention_backend chooses the kernels", False)
+    yield refused(at, "attention_type", "only multi-head attention; num_query_groups makes it MQA or GQA", "multihead")
+    yield refused(at, "onnx_safe", "ONNX export is not supported", False)
+    yield refused(at, "use_emha", "NeMo never supported it either; attention_backend selects the kernels", False)
     yield refused(at, "add_bias_linear", "use model.bias", None, same_as="model.bias")
     gated = "use model.activation=swiglu (geglu, reglu): no other activation is gated"
-    yield refused(at, "gated_linear_unit", gated, None, False, cure="")
+    yield refused(at, "gated_linear_unit", gated, None, False, fix="")
     yield refused(at, "vocab_size", "use model.override_vocab_size", None, same_as="model.override_vocab_size")
     for name, ours in (
         ("scale_factor", "rotary_scaling_factor"),
@@ -70,19 +68,19 @@ def _geometry() -> Iterator[Row]:
     yield Row(custom, State.REFUSED, "writes attributes onto Megatron's classes", ({},))
     yield Row(f"{custom}.*", State.REFUSED, "writes attributes onto Megatron's classes")
     yield refused(at, "skip_train", "`stoker evaluate` measures a trained model", False)
-    yield refused(at, "drop_layers", "layers are not taken out of a trained model", [], None)
+    yield refused(at, "drop_layers", "removing layers of a trained model is not supported", [], None)
     for below in ("retro", "data.retro_data"):
-        yield Row(f"{at}.{below}.*", State.REFUSED, f"for retrieval-augmented models; {_NO_MODEL}", cure="")
-    falcon = f"Falcon's layer, with attention and MLP side by side; {_NO_MODEL}"
-    yield refused(custom, "new_decoder_architecture", falcon, False, cure="")
-    yield refused(custom, "parallel_attention", falcon, False, cure="")
+        yield Row(f"{at}.{below}.*", State.REFUSED, f"for retrieval-augmented models; {_NO_MODEL}", fix="")
+    falcon = f"Falcon's layer, with parallel attention and MLP; {_NO_MODEL}"
+    yield refused(custom, "new_decoder_architecture", falcon, False, fix="")
+    yield refused(custom, "parallel_attention", falcon, False, fix="")
     for name, ours in (
         ("attn_logit_softcapping", "attn_logit_softcapping"),
         ("final_logit_softcapping", "logits_soft_cap"),
     ):
         yield refused(custom, name, f"use model.{ours}", None, same_as=f"model.{ours}")
-    scores = f"Gemma 2's divisor of attention scores, which is kv_channels here; {_NO_MODEL}"
-    yield refused(custom, "query_pre_attn_scalar", scores, None, same_as=f"{at}.kv_channels", cure="")
+    scores = f"Gemma 2's scaling of attention scores, which follows kv_channels here; {_NO_MODEL}"
+    yield refused(custom, "query_pre_attn_scalar", scores, None, same_as=f"{at}.kv_channels", fix="")
     yield from history(
         at,
         "bias_activation_fusion bias_gelu_fusion bias_dropout_add_fusion "
@@ -92,7 +90,7 @@ def _geometry() -> Iterator[Row]:
         _SPEED,
     )
     for name in ("hybrid_override_pattern", "mamba_ssm_ngroups", "activations_checkpoint_recurrent"):
-        yield refused(at, name, f"for Mamba, Griffin and other recurrent models; {_NO_MODEL}", None, False, cure="")
+        yield refused(at, name, f"for Mamba, Griffin and other recurrent models; {_NO_MODEL}", None, False, fix="")
 
 
 def _precision() -> Iterator[Row]:
@@ -105,8 +103,7 @@ def _precision() -> Iterator[Row]:
     yield from history(
         at,
         "fp32_grad_accum",
-        "gradients of several micro batches are summed in fp32 (with precision 64 in fp64), but with precision "
-        "bf16-true in bf16",
+        "gradients of several micro batches accumulate in fp32 (with precision 64 in fp64, with bf16-true in bf16)",
     )
     yield off(at, "fp8", "training in fp8", None, False)
     fp8 = "model.fp8"
@@ -122,7 +119,7 @@ def _precision() -> Iterator[Row]:
     yield from history(at, "use_te_rng_tracker", "a setting of TransformerEngine's tensor parallelism")
     yield refused(at, "deterministic_mode", "use trainer.deterministic", False, None, same_as="trainer.deterministic")
     yield Row(
-        f"{at}.deteministic_mode", State.REFUSED, "a typo in one of NVIDIA's files; write deterministic_mode", (False,)
+        f"{at}.deteministic_mode", State.REFUSED, "a typo in one of NVIDIA's files; use deterministic_mode", (False,)
     )
 
 
@@ -177,7 +174,7 @@ def _parallel() -> Iterator[Row]:
         "dist_ckpt_parallel_dist_opt dist_ckpt_load_strictness use_dist_ckpt",
         PICKLE,
     )
-    yield from history(at, "gc_interval", "a speed setting of NeMo's loop")
+    yield from history(at, "gc_interval", "a performance setting of NeMo's training loop")
     yield from history(at, "enable_megatron_timers", "step times are always logged", False)
     yield from history(
         f"{at}.megatron_timer_kwargs", "log_every_n_steps log_mode barrier", "step times are always logged"
@@ -185,7 +182,7 @@ def _parallel() -> Iterator[Row]:
     yield from history(
         f"{at}.nsys_profile",
         "start_step end_step ranks gen_shape trace",
-        "Nsight can attach to any run; nothing is marked for it",
+        "Nsight can attach to any run; no steps are marked for it",
     )
     profiled = "no steps are marked for Nsight; use trainer.profiler=pytorch and trainer.profile_steps"
     yield refused(f"{at}.nsys_profile", "enabled", profiled, False)
@@ -212,36 +209,36 @@ def _moe() -> Iterator[Row]:
     yield from history(
         at,
         "moe_use_legacy_grouped_gemm moe_permute_fusion moe_router_fusion moe_shared_expert_overlap",
-        "a speed setting of Megatron's kernels; results do not depend on it",
+        "a performance setting of Megatron's kernels; results do not depend on it",
         False,
     )
     yield off(at, "moe_extended_tp", "expert parallelism", False)
-    yield refused(at, "moe_router_force_load_balancing", "routes at random, which trains no router", False)
-    yield refused(at, "moe_apply_probs_on_input", "gates are applied to what experts give", False)
+    yield refused(at, "moe_router_force_load_balancing", "random routing does not train the router", False)
+    yield refused(at, "moe_apply_probs_on_input", "router probabilities are applied to expert outputs", False)
     yield refused(at, "moe_shared_expert_gate", "the shared expert has no gate", False)
 
 
 def _families() -> Iterator[Row]:
     at = "model"
     for stack in ("encoder", "decoder"):
-        yield Row(f"{at}.{stack}.*", State.REFUSED, f"{_T5}, which has a stack of its own for encoder and decoder")
+        yield Row(f"{at}.{stack}.*", State.REFUSED, f"{_T5}, which has separate encoder and decoder stacks")
     yield refused(at, "seq_length", "use model.encoder_seq_length", None, same_as="model.encoder_seq_length")
     yield refused(at, "share_token_embeddings", _T5, None, True)
     yield refused(at, "share_decoder_tokens_head_embeddings", _T5, None, True)
     yield refused(at, "tokens_head_bias", _T5, None, False)
     yield refused(at, "scale_tied_logits", _T5, False)
     for name in ("encoder_arch", "decoder_arch"):
-        yield refused(at, name, f"NeMo's perceiver; {_NO_MODEL}", None, "transformer", cure="")
-    yield refused(at, "arch", "a stack is a transformer; NeMo's perceiver is not there", None, "transformer")
+        yield refused(at, name, f"NeMo's perceiver; {_NO_MODEL}", None, "transformer", fix="")
+    yield refused(at, "arch", "a stack is a transformer; NeMo's perceiver is not supported", None, "transformer")
     yield from history(at, "hidden_steps num_self_attention_per_cross_attention", "settings of NeMo's perceiver")
     yield from history(
         at, "relative_position_bias_self_attention_only", "about cross-attention, which only T5's decoder has", True
     )
-    sentences = "BERT learns from masked tokens alone here, not from the order of sentences"
+    sentences = "BERT is trained with masked language modelling only, not with next-sentence prediction"
     yield refused(at, "add_binary_head", sentences, False)
     yield refused(at, "bert_binary_head", sentences, False)
     yield refused(at, "only_mlm_loss", sentences, None, True)
-    yield refused(at, "add_lm_head", "BERT without its head could not be trained", None, True)
+    yield refused(at, "add_lm_head", "BERT cannot be trained without its language-model head", None, True)
     yield refused(at, "add_pooler", sentences, None, False)
     yield Row(f"{at}.bert.*", State.REFUSED, "acts with model.family=bert (a preset: model=bert_base)")
     for path in ("language_model.*", "head.*", "pretrained_checkpoint.*", "multimodal.*"):
@@ -261,22 +258,22 @@ def _families() -> Iterator[Row]:
 def _peft() -> Iterator[Row]:
     for kind in ("adapter_tuning", "lora_tuning"):
         at = f"model.peft.{kind}"
-        yield refused(at, "weight_tying", "every layer has adapters of its own", False)
-        yield refused(at, "position_embedding_strategy", "it is for adapters that all layers share", None)
+        yield refused(at, "weight_tying", "every layer has its own adapters", False)
+        yield refused(at, "position_embedding_strategy", "only for adapters shared by all layers", None)
     at = "model"
     yield refused(at, "language_model_path", "use model.restore_from_path", None, same_as="model.restore_from_path")
     yield refused(at, "restore_path", "use model.peft.restore_from_path", None, same_as="model.peft.restore_from_path")
-    style = "use model.peft.peft_scheme, which is ptuning for prompts that are learnt"
-    yield refused(at, "virtual_prompt_style", style, None, "no-prompts", cure="~{path} model.peft.peft_scheme=ptuning")
+    style = "use model.peft.peft_scheme; learned prompts are ptuning"
+    yield refused(at, "virtual_prompt_style", style, None, "no-prompts", fix="~{path} model.peft.peft_scheme=ptuning")
     template = "~{path} model.data.train_ds.prompt_template=TEXT"
-    files = "tasks have no names; use a JSONL file of prompts and answers, model.data.train_ds.file_names"
+    files = "tasks are not named; use JSONL files of prompts and answers, model.data.train_ds.file_names"
     for name in ("existing_tasks", "new_tasks"):
-        yield refused(at, name, files, [], cure="~{path}")
-    yield refused(at, "task_templates", "use model.data.train_ds.prompt_template", [], cure=template)
+        yield refused(at, name, files, [], fix="~{path}")
+    yield refused(at, "task_templates", "use model.data.train_ds.prompt_template", [], fix=template)
     for name in ("lora_tuning", "adapter_tuning", "ia3_tuning", "p_tuning"):
-        below = f"write it below model.peft.{name}, and name model.peft.peft_scheme"
-        yield Row(f"{at}.{name}.*", State.REFUSED, below, cure="")
+        below = f"write it below model.peft.{name}, and set model.peft.peft_scheme"
+        yield Row(f"{at}.{name}.*", State.REFUSED, below, fix="")
     for name in ("prompt_tuning", "prompt_learning"):
         below = "see model.peft.p_tuning, with model.peft.peft_scheme=ptuning"
-        yield Row(f"{at}.{name}.*", State.REFUSED, below, cure="")
+        yield Row(f"{at}.{name}.*", State.REFUSED, below, fix="")
     yield Row("model.peft.qlora_tuning.*", State.REFUSED, "weights stay in 16 or 32 bits; use lora_tuning")

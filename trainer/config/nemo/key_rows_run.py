@@ -1,4 +1,4 @@
-"""Rows of the key table: the keys above a model, of a trainer and of a run's directory, checkpoints and loggers."""
+"""Rows of the key table: root keys, trainer, run directory, checkpoints and loggers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .key_row import PICKLE, Row, State, history, off, refused, rows
 
 
 def rows_of_run() -> Iterator[Row]:
-    """Keys above a model, of its trainer, and of the directory, checkpoints and loggers of a run."""
+    """Yield rows of the root, `trainer` and `exp_manager`."""
     yield from _root()
     yield from _trainer()
     yield from _exp_manager()
@@ -20,9 +20,9 @@ def _root() -> Iterator[Row]:
         State.HISTORICAL,
         "s3_checkpointing",
         "max_write_concurrency max_read_concurrency chunk_size_MB enable_async_checkpointing",
-        "checkpoints go to a file system; nothing is sent to S3",
+        "checkpoints are written to a file system; S3 is not supported",
     )
-    yield Row("hydra.*", State.HISTORICAL, "Hydra composes only; it makes no run directory and starts no jobs here")
+    yield Row("hydra.*", State.HISTORICAL, "Hydra composes only; it creates no run directory and starts no jobs here")
     yield from history("", "config_version", "versions of other tools' configuration files")
 
 
@@ -35,7 +35,7 @@ def _trainer() -> Iterator[Row]:
         "stoker writes its own checkpoints; see exp_manager.checkpoint_callback_params",
         False,
     )
-    sampler = "stoker orders the data itself, so that a resumed run sees every sample once"
+    sampler = "stoker has its own sampler, so that a resumed run sees every sample once"
     yield refused(at, "use_distributed_sampler", sampler, False)
     yield refused(at, "replace_sampler_ddp", sampler, False)
     yield refused(
@@ -47,29 +47,29 @@ def _trainer() -> Iterator[Row]:
     yield refused(
         at,
         "strategy",
-        "the layout of devices follows from trainer.devices and the parallel sizes",
+        "the device layout follows from trainer.devices, trainer.num_nodes and model.fsdp",
         "auto",
         "ddp",
         "ddp_notebook",
     )
     yield refused(at, "gradient_clip_algorithm", "gradients are clipped by their global norm", "norm")
-    yield refused(at, "check_val_every_n_epoch", "validation is timed in steps, by trainer.val_check_interval", 1)
-    yield refused(at, "limit_train_batches", "a run is as long as trainer.max_steps", 1.0)
-    yield refused(at, "max_epochs", "a run is as long as trainer.max_steps, whatever epochs that takes", -1)
-    yield refused(at, "min_epochs", "a run is as long as trainer.max_steps", 0, 1)
-    yield refused(at, "min_steps", "a run is as long as trainer.max_steps", -1, 0)
+    yield refused(at, "check_val_every_n_epoch", "validation is scheduled in steps, by trainer.val_check_interval", 1)
+    yield refused(at, "limit_train_batches", "the length of a run is trainer.max_steps", 1.0)
+    yield refused(at, "max_epochs", "the length of a run is trainer.max_steps, over any number of epochs", -1)
+    yield refused(at, "min_epochs", "the length of a run is trainer.max_steps", 0, 1)
+    yield refused(at, "min_steps", "the length of a run is trainer.max_steps", -1, 0)
     yield refused(at, "callbacks", "classes are not named in YAML", None, [])
     yield refused(at, "plugins", "classes are not named in YAML", None, [])
-    yield refused(at, "detect_anomaly", "torch's anomaly mode is switched on in code", False)
+    yield refused(at, "detect_anomaly", "torch's anomaly mode is enabled in code", False)
     yield refused(at, "inference_mode", "validation always runs without gradients", True)
-    yield refused(at, "barebones", "stoker's own loop has that little overhead already", False)
+    yield refused(at, "barebones", "stoker's training loop already has that little overhead", False)
     yield refused(at, "reload_dataloaders_every_n_epochs", "samples depend on the step only", 0)
     yield refused(
         at, "default_root_dir", "the run directory is exp_manager.exp_dir", None, same_as="exp_manager.exp_dir"
     )
     yield off(at, "limit_predict_batches", "prediction inside the trainer", None, 1.0)
-    yield off(at, "sync_batchnorm", "there is no batch norm in these models", False)
-    yield from history(at, "benchmark", "cuDNN's search for convolutions; there are none")
+    yield off(at, "sync_batchnorm", "these models have no batch norm", False)
+    yield from history(at, "benchmark", "cuDNN autotuning of convolutions; these models have none")
     yield from history(
         at, "limit_test_batches", "training has no test loop; `stoker evaluate` measures a checkpoint", 500
     )
@@ -81,11 +81,11 @@ def _trainer() -> Iterator[Row]:
     yield refused(at, "gpus", "use trainer.devices", None, same_as=f"{at}.devices")
     resumed = "exp_manager.resume_from_checkpoint"
     yield refused(at, "resume_from_checkpoint", f"use {resumed}", None, same_as=resumed)
-    norm = "log lines have the 2-norm of all gradients together, always, and no other norm"
+    norm = "the global 2-norm of the gradients is always logged, and no other norm"
     yield refused(at, "track_grad_norm", norm, -1, False, 2, 2.0)
-    skipped = f"a loss or gradient that is not finite stops a run by {at}.max_skipped_steps"
-    yield refused(at, "terminate_on_nan", skipped, False, cure=f"~{{path}} {at}.max_skipped_steps=0")
-    yield refused(at, "amp_level", "levels of apex, which is not used; see model.megatron_amp_O2", None, "O0")
+    skipped = f"a run stops after more than {at}.max_skipped_steps steps with a non-finite loss or gradient"
+    yield refused(at, "terminate_on_nan", skipped, False, fix=f"~{{path}} {at}.max_skipped_steps=0")
+    yield refused(at, "amp_level", "apex is not used; see model.megatron_amp_O2", None, "O0")
 
 
 def _exp_manager() -> Iterator[Row]:
@@ -106,30 +106,30 @@ def _exp_manager() -> Iterator[Row]:
     yield refused(wandb, "log_model", "checkpoints stay in the run directory", False, None)
     yield refused(mlflow, "log_model", "checkpoints stay in the run directory", False, None)
     yield from rows(
-        State.REFUSED, wandb, "experiment", "objects are not named in YAML; `id` goes on with a run", off=({},)
+        State.REFUSED, wandb, "experiment", "objects are not named in YAML; `id` continues a run", off=({},)
     )
     for name, ours in (("dir", "save_dir"), ("version", "id")):
         yield refused(wandb, name, f"use {wandb}.{ours}", None, same_as=f"{wandb}.{ours}")
-    resumed = "a resumed run goes on in W&B under its id, always; a new run has an id of its own"
+    resumed = "a resumed run always continues its W&B run; a new run gets a new id"
     yield refused(wandb, "resume", resumed, None, True, "allow", "auto")
-    yield from history(wandb, "anonymous prefix", "names of a logger's metrics and of a run without an account")
-    yield from history(mlflow, "synchronous checkpoint_path_prefix", "metrics are sent beside training, always")
+    yield from history(wandb, "anonymous prefix", "anonymous runs and prefixes of metric names are not supported")
+    yield from history(mlflow, "synchronous checkpoint_path_prefix", "metrics are always sent in the background")
     yield from history(
         f"{at}.early_stopping_callback_params",
         "check_on_train_epoch_end log_rank_zero_only",
         "early stopping is checked after each validation, and rank 0 prints",
     )
     yield from history(at, "resume_past_end", "a finished run ends at once; raise trainer.max_steps", False)
-    yield off(at, "create_straggler_detection_callback", "finding slow ranks", False)
+    yield off(at, "create_straggler_detection_callback", "straggler detection", False)
     yield off(at, "create_fault_tolerance_callback", "NVIDIA's fault tolerance package", False)
-    yield from history(at, "straggler_detection_params fault_tolerance", "settings of features that are off")
+    yield from history(at, "straggler_detection_params fault_tolerance", "settings of unsupported features")
     yield from history(at, "create_preemption_callback", "always: SIGTERM ends in a checkpoint and exit code 143", True)
     yield from history(
         at, "log_step_timing log_tflops_per_sec_per_gpu", "always: step time and MFU are in every log line", True
     )
     yield from history(f"{at}.step_timing_kwargs", "buffer_size sync_cuda reduction", "step times are always exact")
     yield from history(at, "disable_validation_on_resume", "validation follows the step count, resumed or not")
-    yield from history(at, "seconds_to_sleep", "no rank waits for files here")
+    yield from history(at, "seconds_to_sleep", "ranks do not wait for files")
     yield from history(at, "log_local_rank_0_only log_global_rank_0_only", "only rank 0 logs")
     yield from history(at, "log_delta_step_timing create_ipl_epoch_callback", "a setting of NeMo's own logging")
 
@@ -143,6 +143,6 @@ def _exp_manager() -> Iterator[Row]:
     yield refused(at, "save_last_n_optim_states", "every checkpoint holds its optimizer state", -1)
     yield from history(at, "filename", "a checkpoint is a directory `step-N`; its metrics are inside")
     yield from history(at, "verbose auto_insert_metric_name", "a setting of Lightning's own checkpoints")
-    yield refused(at, "save_weights_only", "every checkpoint holds its optimizer state, to go on from", False)
-    yield from history(at, "save_on_train_epoch_end", "checkpoints are timed in steps", False)
-    yield off(at, "every_n_epochs", "checkpoints timed in epochs; use every_n_train_steps", None, 0)
+    yield refused(at, "save_weights_only", "every checkpoint holds its optimizer state, for resuming", False)
+    yield from history(at, "save_on_train_epoch_end", "checkpoints are scheduled in steps", False)
+    yield off(at, "every_n_epochs", "checkpoints scheduled in epochs; use every_n_train_steps", None, 0)

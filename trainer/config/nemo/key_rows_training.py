@@ -1,4 +1,4 @@
-"""Rows of the key table: how a model is optimized, on which data and with which tokenizer."""
+"""Rows of the key table: optimizer, schedule, data and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _FP32 = ("float32", "torch.float32", 32, "32", "32-true")
 
 
 def rows_of_training() -> Iterator[Row]:
-    """Keys of the optimizer, the data and the tokenizer."""
+    """Yield rows of the optimizer, the data and the tokenizer."""
     yield from _optim()
     yield from _data()
-    yield from _sets_of_fine_tuning()
+    yield from _fine_tuning_datasets()
     yield from _tokenizer()
 
 
@@ -27,11 +27,11 @@ def _optim() -> Iterator[Row]:
         "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step",
         NCCL,
     )
-    summed = "model.fsdp_grad_reduce_dtype"
-    cure = f"~{{path}}, with {summed}=fp32 or bf16"
-    yield refused(at, "grad_sync_dtype", f"use {summed}", None, same_as=summed, cure=cure)
-    sent = "parameters are sent between processes in the type they have, which follows from trainer.precision"
-    yield refused(at, "param_sync_dtype", sent, None, same_as="trainer.precision", cure="~{path}")
+    reduce_dtype = "model.fsdp_grad_reduce_dtype"
+    fix = f"~{{path}}, with {reduce_dtype}=fp32 or bf16"
+    yield refused(at, "grad_sync_dtype", f"use {reduce_dtype}", None, same_as=reduce_dtype, fix=fix)
+    sync = "parameters are communicated in their own dtype, which follows from trainer.precision"
+    yield refused(at, "param_sync_dtype", sync, None, same_as="trainer.precision", fix="~{path}")
     yield refused(at, "dtype", "the optimizer's state is fp32 (fp64 with precision 64)", "fp32", *_FP32)
     yield refused(at, "amsgrad", "AdamW is used without AMSGrad", False)
     yield refused(at, "dampening", "momentum is used without dampening", 0, 0.0)
@@ -45,7 +45,7 @@ def _optim() -> Iterator[Row]:
     )
     yield refused(sched, "monitor", "schedules depend on the configuration only", None, "val_loss")
     yield refused(sched, "reduce_on_plateau", "schedules depend on the configuration only", None, False)
-    yield refused(sched, "decay_steps", "the decay takes the steps that warm-up, hold and constant part leave", None)
+    yield refused(sched, "decay_steps", "the decay takes the steps left by warm-up, hold and constant phase", None)
 
 
 def _data() -> Iterator[Row]:
@@ -58,13 +58,13 @@ def _data() -> Iterator[Row]:
         "about NeMo's readers of .bin/.idx data",
     )
     yield refused(
-        at, "dataloader_type", "each sample is seen once per epoch, in an order drawn from model.seed", "single"
+        at, "dataloader_type", "each sample is used once per epoch, in an order shuffled with model.seed", "single"
     )
-    yield refused(at, "drop_last", "training sees whole batches", True)
+    yield refused(at, "drop_last", "training uses full batches only", True)
     yield refused(at, "no_seqlen_plus_one_input_tokens", "a sample is sequence + 1 tokens: input and target", False)
-    yield refused(at, "pad_samples_to_global_batch_size", "batches are always whole", False)
+    yield refused(at, "pad_samples_to_global_batch_size", "batches are always full", False)
     yield refused(
-        at, "data_cache_generation_only", "the first process that needs an index makes it, in vectorised code", False
+        at, "data_cache_generation_only", "the first process that needs an index builds it, in vectorized code", False
     )
     yield refused(at, "mock_dataset", "use model.data.data_impl=mock", False)
     yield off(at, "add_fim", "fill-in-the-middle", False)
@@ -86,25 +86,25 @@ def _data() -> Iterator[Row]:
         State.REFUSED,
         f"{at}.chat_prompt_tokens",
         "system_turn_start turn_start label_start end_of_turn end_of_name",
-        "a chat template says how turns are written; use model.tokenizer.chat_template",
+        "the chat template defines the format of turns; use model.tokenizer.chat_template",
     )
-    yield refused(at, "permutation", "moves tokens of the encoder's side about, which nothing asks back", False)
+    yield refused(at, "permutation", "permuting encoder tokens is not a supported objective", False)
     yield refused(at, "ngram_span_length_distribution", "use model.data.geometric_dist", None)
     yield from rows(
         State.REFUSED,
         at,
         "extreme_masked_lm_prob extreme_max_ngram_size extreme_mean_ngram_size extreme_min_ngram_size "
         "extreme_ngram_span_length_distribution prefix_lm_pivot_mean delete_mask_prob",
-        "UL2 and BART are not stoker's; model.data.dataset_type is t5 or t5_prefix_lm",
+        "UL2 and BART are not supported; model.data.dataset_type is t5 or t5_prefix_lm",
         switch=f"{at}.dataset_type",
     )
     yield from history(at, "ceil_to_power_2 pad_to_max_length", "about padding: rows have fixed lengths")
-    yield from history(at, "get_attention_mask_from_fusion", "about a mask that is not made")
+    yield from history(at, "get_attention_mask_from_fusion", "about a mask that is not built")
 
 
-def _sets_of_fine_tuning() -> Iterator[Row]:
+def _fine_tuning_datasets() -> Iterator[Row]:
     own = "model.data.train_ds"
-    alike = "validation and test are read as training data are; leave it out"
+    alike = "validation and test data are read like training data; leave it out"
     for name in ("train_ds", "validation_ds", "test_ds"):
         yield Row(f"model.{name}.*", State.REFUSED, "use model.data.train_ds, validation_ds and test_ds")
         at, trains = f"model.data.{name}", name == "train_ds"
@@ -115,24 +115,24 @@ def _sets_of_fine_tuning() -> Iterator[Row]:
             "output_original_text",
             "about NeMo's readers, or its own generation",
         )
-        yield from history(at, "num_workers", "see model.data.num_workers, which is for all sets")
-        sizes = "batches of all sets are those of the model; leave it out"
+        yield from history(at, "num_workers", "see model.data.num_workers, which is for all datasets")
+        sizes = "all datasets use the batch sizes of the model; leave it out"
         for size in ("micro_batch_size", "global_batch_size"):
-            cure = None if trains else "~{path}"
-            yield Row(f"{at}.{size}", State.REFUSED, sizes, same_as=f"model.{size}", cure=cure)
-        length = "rows are as long as the model is built for; use model.encoder_seq_length"
+            fix = None if trains else "~{path}"
+            yield Row(f"{at}.{size}", State.REFUSED, sizes, same_as=f"model.{size}", fix=fix)
+        length = "samples have the model's sequence length; use model.encoder_seq_length"
         yield Row(f"{at}.max_seq_length", State.REFUSED, length, same_as="model.encoder_seq_length")
         yield refused(at, "max_src_seq_length", "use model.seq_length", None)
         longest = "use model.data.seq_length_dec"
         yield Row(f"{at}.max_tgt_seq_length", State.REFUSED, longest, same_as="model.data.seq_length_dec")
         for key, default in (("label_key", "output"), ("context_key", "input"), ("packed_sequence", False)):
-            meant = f"model.data.{key}"
-            yield Row(f"{at}.{key}", State.REFUSED, f"use {meant}", default=default, same_as=meant)
+            replacement = f"model.data.{key}"
+            yield Row(f"{at}.{key}", State.REFUSED, f"use {replacement}", default=default, same_as=replacement)
         yield Row(f"{at}.seed", State.REFUSED, "use model.seed", same_as="model.seed")
-        yield refused(at, "add_sep", "write what lies between prompt and answer into prompt_template", False)
+        yield refused(at, "add_sep", "write the separator between prompt and answer into prompt_template", False)
         newline = "write the line break into prompt_template, as in '{input}\\n{output}'"
         yield refused(at, "separate_prompt_and_response_with_newline", newline, False)
-        yield refused(at, "min_seq_length", "an example is left out only where nothing of it can be learnt", 1, 0)
+        yield refused(at, "min_seq_length", "an example is skipped only if it has no tokens to train on", 1, 0)
         yield refused(at, "concat_sampling_technique", "use concat_sampling_probabilities", None)
         yield refused(at, "concat_sampling_temperature", "use concat_sampling_probabilities", None)
         yield refused(at, "file_path", "use file_names", None)
@@ -140,15 +140,15 @@ def _sets_of_fine_tuning() -> Iterator[Row]:
         yield refused(at, "src_file_name", "use a JSONL file with an input and an output", None)
         yield refused(at, "tgt_file_name", "use a JSONL file with an input and an output", None)
         yield refused(at, "add_bos_to_input", "the input of a T5 begins with its text", False)
-        yield refused(at, "add_eos_to_input", "the input of a T5 ends with the end token", True)
-        yield refused(at, "replace_bos_with_pad", "a T5 begins its answer with the padding token anyway", False, True)
+        yield refused(at, "add_eos_to_input", "the input of a T5 ends with eos", True)
+        yield refused(at, "replace_bos_with_pad", "a T5 decoder always starts with the padding token", False, True)
         if trains:
-            order = "training sees every sample once per epoch, in an order drawn from model.seed"
+            order = "each sample is used once per epoch, in an order shuffled with model.seed"
             yield refused(at, "shuffle", order, True)
-            yield refused(at, "drop_last", "training sees whole batches", True)
+            yield refused(at, "drop_last", "training uses full batches only", True)
             continue
         yield from history(at, "shuffle drop_last names output_file_path_prefix prediction_file_path_prefix", alike)
-        yield from history(at, "concat_sampling_probabilities", "every held-out example is taken once")
+        yield from history(at, "concat_sampling_probabilities", "every held-out example is used once")
         for key, default in (
             ("prompt_template", "{input} {output}"),
             ("truncation_field", "input"),
@@ -156,7 +156,7 @@ def _sets_of_fine_tuning() -> Iterator[Row]:
             ("add_bos", False),
             ("add_eos", True),
         ):
-            yield Row(f"{at}.{key}", State.REFUSED, alike, default=default, same_as=f"{own}.{key}", cure="~{path}")
+            yield Row(f"{at}.{key}", State.REFUSED, alike, default=default, same_as=f"{own}.{key}", fix="~{path}")
         scores = "use stoker evaluate, which measures exact match and ROUGE-L, or --json"
         yield refused(at, "write_predictions_to_file", scores, False)
         yield refused(f"{at}.metric", "name", scores, "loss")
@@ -173,9 +173,9 @@ def _tokenizer() -> Iterator[Row]:
         State.REFUSED,
         f"{at}.special_tokens",
         "bos_token cls_token sep_token",
-        "samples are windows of text, which begin with no token of their own and have no parts",
+        "samples are token windows without bos, cls or sep tokens",
     )
-    yield refused(f"{at}.special_tokens", "unk_token", "a tokenizer's file says what it does with unknown text", None)
-    yield off(at, "delimiter", "tokenizers of tables", None)
+    yield refused(f"{at}.special_tokens", "unk_token", "the tokenizer's file defines how unknown text is handled", None)
+    yield off(at, "delimiter", "tokenizers for tabular data", None)
     yield from history(at, "sentencepiece_legacy use_fast", "about how NeMo loads tokenizers", False)
-    yield refused(at, "trust_remote_code", "no code comes with a tokenizer", False)
+    yield refused(at, "trust_remote_code", "tokenizers never run code of their own", False)

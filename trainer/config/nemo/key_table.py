@@ -1,13 +1,13 @@
-"""Every key that NeMo and Megatron know and that does not act here, in one table: why, and which values are accepted.
+"""Table of NeMo and Megatron keys that do not act here, with the reason and the accepted values.
 
-With the schema (keys that act) this is every key stoker knows. A key is in exactly one of four states:
+Together with the schema (keys that act) these are all known keys. A key is in exactly one of four states:
 
 - acts: it is in the schema;
-- not yet: refused, unless its value means "off", or the feature it belongs to is off;
-- refused: never, with the reason; only the values that change nothing are accepted;
-- historical: accepted whatever its value, since it has no meaning here; listed once per run.
+- not yet: an error, unless its value means "off" or its feature is off;
+- refused: an error, with the reason; only values that change nothing are accepted;
+- historical: accepted with any value and without effect; listed once per run.
 
-A pattern ends in `.*` where everything below a path has one state. An exact path wins over a pattern.
+A pattern that ends in `.*` covers everything below a path. An exact path takes precedence over a pattern.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def _all_rows() -> Iterator[Row]:
 
 
 KEY_TABLE: tuple[Row, ...] = tuple(_all_rows())
-"""Every row, in the order of the documentation."""
+"""All rows, in the order of the documentation."""
 
 _EXACT: Mapping[str, Row] = MappingProxyType({row.pattern: row for row in KEY_TABLE if not row.pattern.endswith(".*")})
 _BELOW: Mapping[str, Row] = MappingProxyType({row.pattern[:-2]: row for row in KEY_TABLE if row.pattern.endswith(".*")})
 
 
 def row_of(path: str, family: str = "gpt") -> Row | None:
-    """The row of a key: its own, that of the block it lies in, or that of a key whose value is a block.
+    """Return the row of a key: its own, or that of the closest enclosing pattern; None if there is none.
 
-    Below `model.encoder` and `model.decoder` of a T5, a key has the state it has below `model` elsewhere.
+    In a T5, keys below `model.encoder` and `model.decoder` have the state of the same key below `model`.
     """
     if family == "t5":
         for stack in ("model.encoder.", "model.decoder."):
@@ -62,11 +62,11 @@ def row_of(path: str, family: str = "gpt") -> Row | None:
 
 
 def _moved(row: Row, stack: str) -> Row:
-    """The row of a key of `model` for the same key of a stack."""
+    """Return the row of a `model` key for the same key of a stack."""
     pattern, switch, same_as = (text.replace("model.", stack, 1) for text in (row.pattern, row.switch, row.same_as))
     return replace(row, pattern=pattern, switch=switch, same_as=same_as)
 
 
 def is_block_of_rows(path: str) -> bool:
-    """Whether rows lie below `path`, as below `model.nsys_profile`."""
+    """Return True if the table has rows below `path`, such as `model.nsys_profile`."""
     return path in _BELOW or any(row.pattern.startswith(path + ".") for row in KEY_TABLE)

@@ -1,4 +1,4 @@
-"""What NeMo's files write in other words: spellings that are read as the key or value they mean, and reported."""
+"""Aliases in NeMo files: keys and values under other names are read as their equivalent, and reported."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .unsupported_values import VALUES
 
 _SOURCE, _FILES = "model.data.data_impl", "model.data.train_ds.file_names"
 _WANDB = "exp_manager.wandb_logger_kwargs"
-_SUMMED_IN = "model.optim.grad_sync_dtype"
-_OTHER_NAMES = {
+_GRAD_SYNC_DTYPE = "model.optim.grad_sync_dtype"
+_RENAMED_KEYS = {
     f"{_WANDB}.dir": f"{_WANDB}.save_dir",
     f"{_WANDB}.version": f"{_WANDB}.id",
-    _SUMMED_IN: "model.fsdp_grad_reduce_dtype",
+    _GRAD_SYNC_DTYPE: "model.fsdp_grad_reduce_dtype",
 }
-_TYPES = {"fp32": "fp32", "float32": "fp32", "32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
+_DTYPES = {"fp32": "fp32", "float32": "fp32", "32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 _GATED = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu", "relu": "reglu"}
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq", "flex")
-_ANY_CASE = ("normalization", "position_embedding_type", "activation")
+_CASE_INSENSITIVE = ("normalization", "position_embedding_type", "activation")
 _NULL_IS_DEFAULT = (
     "hidden_dropout",
     "attention_dropout",
@@ -34,31 +34,31 @@ _NULL_IS_DEFAULT = (
 
 
 def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
-    """Rewrite `tree` in place.
+    """Replace aliases in `tree`, in place.
 
     Args:
         tree: resolved values.
-        moved: takes new path -> old path for a key that was written under another name.
+        moved: receives new path -> old path for each renamed key.
 
     Yields:
-        What was read differently, and for the typo of NeMo's documentation also a contradiction.
+        A finding for each replacement, and an error for each contradiction.
     """
     family = family_of(tree.get("model"))
     for stack in STACKS[family]:
         yield from _token_dispatcher(tree, stack, moved)
         yield from _drop_policy(tree, stack)
         yield from _gated_linear_unit(tree, stack)
-    yield from _files_of_prompts(tree, moved)
-    yield from _other_names(tree, moved)
+    yield from _infer_jsonl(tree, moved)
+    yield from _renamed_keys(tree, moved)
     keys = schema_keys(family)
-    for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _ANY_CASE):
+    for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _CASE_INSENSITIVE):
         value = dotted_paths.get(tree, path)
         known = [*map(str, keys[path].choices), *map(str, VALUES.get(plain_path(path), ()))]
         if isinstance(value, str) and value not in known:
-            meant = [choice for choice in known if choice.lower() == value.lower()]
-            if meant:
-                dotted_paths.put(tree, path, meant[0])
-                yield Finding("warning", (path,), f"`{value}` is read as `{meant[0]}`", f"{path}={meant[0]}")
+            matches = [choice for choice in known if choice.lower() == value.lower()]
+            if matches:
+                dotted_paths.put(tree, path, matches[0])
+                yield Finding("warning", (path,), f"`{value}` is read as `{matches[0]}`", f"{path}={matches[0]}")
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _NULL_IS_DEFAULT):
         if dotted_paths.get(tree, path, 0) is None:
             default = keys[path].default
@@ -67,15 +67,15 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
 
 
 def names_files_of_prompts(tree: Tree) -> bool:
-    """Whether files to learn from are named as NeMo's fine-tuning does, without a kind of data."""
+    """Return True if `train_ds.file_names` is set without `data_impl`, as in NeMo's fine-tuning files."""
     return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (
         None,
         dotted_paths.MISSING,
     )
 
 
-def _files_of_prompts(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
-    """NeMo's fine-tuning names files and no kind of data."""
+def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
+    """Set `data_impl: jsonl` for NeMo's fine-tuning files, which set file names only."""
     if names_files_of_prompts(tree):
         dotted_paths.put(tree, _SOURCE, "jsonl")
         moved[_SOURCE] = _FILES
@@ -84,14 +84,14 @@ def _files_of_prompts(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         )
 
 
-def _other_names(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
-    """What NeMo's loggers and optimizers call a key; one that says something else than ours is left, to be refused."""
-    for theirs, ours in _OTHER_NAMES.items():
+def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
+    """Rename keys of NeMo's loggers and optimizers; a contradicting one is left, and refused later."""
+    for theirs, ours in _RENAMED_KEYS.items():
         value = dotted_paths.get(tree, theirs)
         if value is None or value == dotted_paths.MISSING:
             continue
-        if theirs == _SUMMED_IN:
-            value = _TYPES.get(str(value).removeprefix("torch."))
+        if theirs == _GRAD_SYNC_DTYPE:
+            value = _DTYPES.get(str(value).removeprefix("torch."))
         if value is None or dotted_paths.get(tree, ours) not in (None, value):
             continue
         dotted_paths.remove(tree, theirs)
@@ -101,27 +101,27 @@ def _other_names(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
 
 
 def _gated_linear_unit(tree: Tree, stack: str) -> Iterator[Finding]:
-    """Megatron's second word for a gated activation, beside the activation."""
+    """Replace Megatron's `gated_linear_unit`, which is part of `activation` here."""
     path, activation = f"{stack}.gated_linear_unit", f"{stack}.activation"
     if dotted_paths.get(tree, path) is not True:
         return
-    named = dotted_paths.get(tree, activation) or "gelu"
-    if named in _GATED:
+    name = dotted_paths.get(tree, activation) or "gelu"
+    if name in _GATED:
         yield Finding(
             "error",
             (path, activation),
-            f"refused: a gated `{named}` is `activation: {_GATED[named]}` here",
-            f"~{path} {activation}={_GATED[named]}",
+            f"refused: a gated `{name}` is `activation: {_GATED[name]}` here",
+            f"~{path} {activation}={_GATED[name]}",
         )
-    elif named in _GATED.values() or str(named).startswith("fast-"):
-        yield Finding("info", (activation,), f"`{path}` adds nothing to `{named}`, which is gated")
+    elif name in _GATED.values() or str(name).startswith("fast-"):
+        yield Finding("info", (activation,), f"`{path}` is redundant with `{name}`, which is gated")
     else:
         return
     dotted_paths.remove(tree, path)
 
 
 def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator[Finding]:
-    """NeMo's documentation lists `moe_token_dropping` twice; the second, with a word, is the dispatcher."""
+    """Rename `moe_token_dropping` with a dispatcher's name; NeMo's documentation lists the key twice."""
     wrong, right = f"{stack}.moe_token_dropping", f"{stack}.moe_token_dispatcher_type"
     value = dotted_paths.get(tree, wrong)
     if not isinstance(value, str) or value not in _DISPATCHERS:
@@ -134,7 +134,7 @@ def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator
             f"`{value}` is a value of `moe_token_dispatcher_type`, which is `{given}`",
             f"{right}={value}, and {wrong}=false",
         )
-        dotted_paths.remove(tree, wrong)  # told once; its type would be wrong too
+        dotted_paths.remove(tree, wrong)  # otherwise its type would be reported as well
         return
     dotted_paths.remove(tree, wrong)
     dotted_paths.put(tree, right, value)
@@ -148,7 +148,7 @@ def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator
 
 
 def _drop_policy(tree: Tree, stack: str) -> Iterator[Finding]:
-    """Megatron's own default was misspelled (Megatron-LM #812)."""
+    """Replace Megatron's misspelled default `prob` (Megatron-LM #812)."""
     path = f"{stack}.moe_token_drop_policy"
     if dotted_paths.get(tree, path) == "prob":
         dotted_paths.put(tree, path, "probs")

@@ -1,4 +1,4 @@
-"""Values of keys that act which NeMo knows and stoker does not take, or not yet: why, and which to set instead."""
+"""Unsupported NeMo values of keys that act, with the reason and the value to use instead."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _FP16 = "fp16 needs loss scaling; use bf16"
 _FP8 = "training in fp8; use bf16"
 _OTHER_TOKENIZER = "use huggingface with a tokenizer.json, sentencepiece, or byte-level"
 _ADAM = "adam adds weight decay to the gradient, which its running square undoes; use adamw (equal without decay)"
-_OTHER_OPTIMIZER = "stoker keeps AdamW, Adafactor, Muon and SGD; use adamw"
-_OTHER_BALANCE = "the loss is one of each micro batch; use aux_loss, or moe_router_enable_expert_bias"
-_SCHEDULE = "a rate that depends on epochs or losses does not follow from the step; use CosineAnnealing"
+_OTHER_OPTIMIZER = "the optimizers are AdamW, Adafactor, Muon and SGD; use adamw"
+_OTHER_BALANCE = "the loss is computed per micro batch; use aux_loss, or moe_router_enable_expert_bias"
+_SCHEDULE = "schedules depend on the step only, not on epochs or losses; use CosineAnnealing"
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Why some values of a key that acts are not taken.
+    """Reason why some values of a key that acts are not supported.
 
     Attributes:
         state: not yet, or refused.
-        note: what they are, and what to do instead.
-        use: the value to set instead; empty where that depends on what is wanted.
+        note: description and alternative.
+        use: the value to set instead; empty if there are several choices.
     """
 
     state: State
@@ -46,7 +46,7 @@ VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
         "trainer.accelerator": _values(State.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"),
         "model.normalization": _values(
             State.REFUSED,
-            "norms always calculate in fp32; use layernorm",
+            "norms always compute in fp32; use layernorm",
             "low_precision_layernorm",
             use="layernorm",
         ),
@@ -64,7 +64,7 @@ VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
         ),
         "model.peft.peft_scheme": _values(
             State.REFUSED,
-            "weights stay in 16 or 32 bits, and schemes are not combined; use lora",
+            "weights are not quantized, and schemes are not combined; use lora",
             "qlora",
             "sdlora",
             use="lora",
@@ -95,4 +95,4 @@ VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
         ),
     }
 )
-"""Values of keys that act which NeMo knows and stoker does not take, or not yet."""
+"""Unsupported values by path of the key."""

@@ -1,4 +1,4 @@
-"""Rules of `env_vars` and the environment: what can be set, what contradicts, and what must not be written down."""
+"""Rules of `env_vars` and the environment: valid names, conflicts, unknown NVTE_* flags and secrets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..suggest import closest
 from .rule_context import Facts, Rule
 
 _SECRET_LENGTH = 16
-"""Characters that a key or token has at least, unlike most names of columns and texts of special tokens."""
+"""Minimum length of an API key or token; most column names and special tokens are shorter."""
 
 
-def variables_can_be_set(facts: Facts) -> Iterator[Finding]:
-    """What an operating system takes as a variable."""
-    for name, value in facts.root.env_vars.items():
+def variable_names_are_valid(context: Facts) -> Iterator[Finding]:
+    """Names and values must be valid environment variables."""
+    for name, value in context.root.env_vars.items():
         if not name or "=" in name or "\0" in name or "\0" in environment_text(value):
             yield Finding(
                 "error",
@@ -29,55 +29,53 @@ def variables_can_be_set(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def environment_agrees(facts: Facts) -> Iterator[Finding]:
-    """What the caller exported and what `env_vars` says must not differ."""
-    for name, value in facts.root.env_vars.items():
+def env_vars_match_environment(context: Facts) -> Iterator[Finding]:
+    """`env_vars` must not conflict with the caller's environment."""
+    for name, value in context.root.env_vars.items():
         text = environment_text(value)
-        present = facts.variables.get(name)
-        if present is not None and present != text:
+        exported = context.variables.get(name)
+        if exported is not None and exported != text:
             yield Finding(
                 "error",
                 (f"env_vars.{name}",),
-                f"`env_vars.{name}` ({text}) contradicts the environment, which has {name}={present}",
+                f"`env_vars.{name}` ({text}) contradicts the environment, which has {name}={exported}",
                 f"unset {name}, or ~env_vars.{name}",
             )
 
 
-def flags_are_known(facts: Facts) -> Iterator[Finding]:
-    """A misspelt NVTE_* changes nothing, silently, everywhere else."""
-    names = dict.fromkeys([*facts.root.env_vars, *facts.variables])
+def nvte_flags_are_known(context: Facts) -> Iterator[Finding]:
+    """Warn about unknown NVTE_* variables, which TransformerEngine ignores silently."""
+    names = dict.fromkeys([*context.root.env_vars, *context.variables])
     for name in names:
         if name.upper().startswith("NVTE") and name not in KNOWN_FLAGS:
             near = closest(name, KNOWN_FLAGS)
-            where = f"env_vars.{name}" if name in facts.root.env_vars else name
-            yield Finding(
-                "warning", (where,), f"`{name}` is not a flag of TransformerEngine that stoker knows", near or ""
-            )
+            where = f"env_vars.{name}" if name in context.root.env_vars else name
+            yield Finding("warning", (where,), f"`{name}` is not a TransformerEngine flag known to stoker", near or "")
 
 
-def secrets_stay_out(facts: Facts) -> Iterator[Finding]:
-    """The configuration is written into the run directory, and sent to loggers; `${oc.env:NAME}` as it is."""
+def config_holds_no_secrets(context: Facts) -> Iterator[Finding]:
+    """The configuration must hold no secrets: it is saved and logged, with `${oc.env:NAME}` unresolved."""
     variables, dataset = "env_vars", "model.data.dataset_kwargs"
-    found = [(variables, name, value, is_secret(name)) for name, value in facts.root.env_vars.items()]
+    found = [(variables, name, value, is_secret(name)) for name, value in context.root.env_vars.items()]
     found += [
         (dataset, name, value, _is_secret_argument(name, value))
-        for name, value in facts.root.model.data.dataset_kwargs.items()
+        for name, value in context.root.model.data.dataset_kwargs.items()
     ]
     for block, name, value, is_bad in found:
         path = f"{block}.{name}"
-        # In the document of a checkpoint a reference stays text.
-        if is_bad and path not in facts.from_environment and "${" not in str(value):
+        # In the configuration of a checkpoint a reference is plain text.
+        if is_bad and path not in context.from_environment and "${" not in str(value):
             export = f"export {name} before the run, or " if block == variables else ""
             yield Finding(
                 "error",
                 (path,),
-                f"`{path}` looks like a secret; a configuration is written down and must hold none",
+                f"`{path}` looks like a secret; the configuration is saved and logged and must not hold one",
                 f"{export}write {path}=${{oc.env:VARIABLE}}",
             )
 
 
 def _is_secret_argument(name: str, value: object) -> bool:
-    """Whether a data set is given a secret: by its name, unless that may mean a column or a token of a vocabulary."""
+    """Return True if a dataset argument looks like a secret; an ambiguous name (column, token) needs a long value."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     if any(has_user(text) for text in texts):
         return True
@@ -87,8 +85,8 @@ def _is_secret_argument(name: str, value: object) -> bool:
 
 
 ENVIRONMENT_RULES: tuple[Rule, ...] = (
-    variables_can_be_set,
-    environment_agrees,
-    flags_are_known,
-    secrets_stay_out,
+    variable_names_are_valid,
+    env_vars_match_environment,
+    nvte_flags_are_known,
+    config_holds_no_secrets,
 )

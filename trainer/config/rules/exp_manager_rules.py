@@ -1,4 +1,4 @@
-"""Cross-field rules of `exp_manager` and of the keys of `trainer` that watch, stop or try out a run."""
+"""Cross-field rules of `exp_manager`, and of time limits, `fast_dev_run` and profiling in `trainer`."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _STOPPING = f"{_AT}.early_stopping_callback_params"
 _MEMORY = "model.memory_profile"
 
 
-def settings_need_their_switch(facts: Facts) -> Iterator[Finding]:
-    """Settings of a feature that is off."""
-    manager = facts.root.exp_manager
+def settings_of_disabled_features(context: Facts) -> Iterator[Finding]:
+    """Note settings of a disabled feature."""
+    manager = context.root.exp_manager
     groups = (
         (f"{_AT}.summary_writer_kwargs", f"{_AT}.create_tensorboard_logger", manager.create_tensorboard_logger),
         (f"{_AT}.wandb_logger_kwargs", f"{_AT}.create_wandb_logger", manager.create_wandb_logger),
         (f"{_AT}.mlflow_logger_kwargs", f"{_AT}.create_mlflow_logger", manager.create_mlflow_logger),
         (_STOPPING, f"{_AT}.create_early_stopping_callback", manager.create_early_stopping_callback),
         (f"{_AT}.ema", f"{_AT}.ema.enable", manager.ema.enable),
-        (_MEMORY, f"{_MEMORY}.enabled", facts.root.model.memory_profile.enabled),
+        (_MEMORY, f"{_MEMORY}.enabled", context.root.model.memory_profile.enabled),
     )
     for block, switch, is_on in groups:
-        inert = sorted(path for path in facts.own if path.startswith(f"{block}.") and path != switch)
-        inert = [path for path in inert if _differs(facts.root, path)]
+        inert = sorted(path for path in context.own if path.startswith(f"{block}.") and path != switch)
+        inert = [path for path in inert if _differs(context.root, path)]
         if inert and not is_on:
             count = f"{len(inert)} {'key' if len(inert) == 1 else 'keys'}"
             names = ", ".join(f"`{path.removeprefix(f'{block}.')}`" for path in inert[:6])
             yield Finding(
                 "info",
                 (*inert, switch),
-                f"{count} without effect, since `{switch}` is False: {names}",
+                f"{count} without effect because `{switch}` is False: {names}",
                 f"{switch}=true",
             )
 
 
 def _differs(root: BaseModel, path: str) -> bool:
-    """Whether a key has another value than its default; a key of a block that the user names always does."""
+    """Return True if a key has another value than its default; always for a key of an open block."""
     block: object = root
     *parents, name = path.split(".")
     for parent in parents:
@@ -55,9 +55,9 @@ def _differs(root: BaseModel, path: str) -> bool:
     return getattr(block, name) != type(block).model_fields[name].default
 
 
-def wandb_has_a_project(facts: Facts) -> Iterator[Finding]:
-    """W&B files runs by project."""
-    manager = facts.root.exp_manager
+def wandb_has_a_project(context: Facts) -> Iterator[Finding]:
+    """`create_wandb_logger` needs a project."""
+    manager = context.root.exp_manager
     if manager.create_wandb_logger and manager.wandb_logger_kwargs.project is None:
         yield Finding(
             "error",
@@ -67,9 +67,9 @@ def wandb_has_a_project(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def mlflow_has_one_place(facts: Facts) -> Iterator[Finding]:
-    """A tracking server keeps the runs, or a file of its own, without credentials in the configuration."""
-    manager = facts.root.exp_manager
+def mlflow_settings_act(context: Facts) -> Iterator[Finding]:
+    """Check MLflow's tracking URI (no credentials) and settings without effect."""
+    manager = context.root.exp_manager
     keys, at = manager.mlflow_logger_kwargs, f"{_AT}.mlflow_logger_kwargs"
     if not manager.create_mlflow_logger:
         return
@@ -80,27 +80,27 @@ def mlflow_has_one_place(facts: Facts) -> Iterator[Finding]:
             "`tracking_uri` must not hold a user or a password",
             "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
         )
-    if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in facts.variables):
+    if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in context.variables):
         where = f"{at}.tracking_uri" if keys.tracking_uri is not None else "MLFLOW_TRACKING_URI"
-        yield no_effect(f"{at}.save_dir", where, f"with `{where.rpartition('.')[2]}`, where the runs are kept")
+        yield no_effect(f"{at}.save_dir", where, f"with `{where.rpartition('.')[2]}`, where the runs are stored")
     if keys.run_id is not None:
         for name in ("experiment_name", "run_name", "tags", "artifact_location"):
             if getattr(keys, name):
-                yield no_effect(f"{at}.{name}", f"{at}.run_id", "with `run_id`, a run that exists already")
+                yield no_effect(f"{at}.{name}", f"{at}.run_id", "with `run_id`, an existing run")
 
 
-def metrics_are_measured(facts: Facts) -> Iterator[Finding]:
-    """A metric that is never measured ranks and stops nothing."""
-    root, manager = facts.root, facts.root.exp_manager
+def monitored_metrics_are_measured(context: Facts) -> Iterator[Finding]:
+    """Metrics for early stopping and for ranking checkpoints must be measured during the run."""
+    root, manager = context.root, context.root.exp_manager
     stopping = manager.early_stopping_callback_params
     if manager.create_early_stopping_callback:
-        why = _never_measured(facts, stopping.monitor)
+        why = _never_measured(context, stopping.monitor)
         if why is not None:
             key, reason = why
             yield Finding(
                 "error" if stopping.strict else "warning",
                 (f"{_STOPPING}.monitor", key),
-                f"early stopping watches `{stopping.monitor}`, which is never measured: {reason}",
+                f"early stopping monitors `{stopping.monitor}`, which is never measured: {reason}",
                 f"{_STOPPING}.monitor=loss, or {_AT}.create_early_stopping_callback=false",
             )
         elif root.trainer.val_check_interval > root.trainer.max_steps:
@@ -113,46 +113,46 @@ def metrics_are_measured(facts: Facts) -> Iterator[Finding]:
             )
     params = manager.checkpoint_callback_params
     path = f"{_CALLBACK}.monitor"
-    why = _never_measured(facts, params.monitor)
-    if why is not None and path in facts.own and manager.create_checkpoint_callback and params.save_top_k > 0:
+    why = _never_measured(context, params.monitor)
+    if why is not None and path in context.own and manager.create_checkpoint_callback and params.save_top_k > 0:
         key, reason = why
         yield Finding(
-            "warning", (path, key), f"`monitor` ({params.monitor}) ranks no checkpoint, since {reason}", f"{path}=loss"
+            "warning", (path, key), f"`monitor` ({params.monitor}) is never measured: {reason}", f"{path}=loss"
         )
 
 
-def ranks_choose_checkpoints(facts: Facts) -> Iterator[Finding]:
-    """`monitor` and `mode` choose the checkpoints to keep; all or none need no choice. A sweep tells of both too."""
-    params = facts.root.exp_manager.checkpoint_callback_params
-    if params.save_top_k > 0 or not facts.root.exp_manager.create_checkpoint_callback:
+def checkpoint_ranking_is_used(context: Facts) -> Iterator[Finding]:
+    """`monitor` and `mode` rank checkpoints only if `save_top_k` is positive; the table of a sweep uses them too."""
+    params = context.root.exp_manager.checkpoint_callback_params
+    if params.save_top_k > 0 or not context.root.exp_manager.create_checkpoint_callback:
         return
-    keeps = "keeps all of them" if params.save_top_k == -1 else "keeps none by its rank"
+    effect = "keeps all of them" if params.save_top_k == -1 else "keeps no ranked ones"
     for name in ("monitor", "mode"):
         path = f"{_CALLBACK}.{name}"
-        if path in facts.own and _differs(facts.root, path):
+        if path in context.own and _differs(context.root, path):
             yield Finding(
                 "info",
                 (path, f"{_CALLBACK}.save_top_k"),
-                f"`{name}` ({getattr(params, name)}) chooses no checkpoint, but a figure in the table of a sweep: "
-                f"`save_top_k` ({params.save_top_k}) {keeps}",
+                f"`{name}` ({getattr(params, name)}) ranks no checkpoints and acts only in the table of a sweep: "
+                f"`save_top_k` ({params.save_top_k}) {effect}",
                 f"{_CALLBACK}.save_top_k=3",
             )
 
 
-def _never_measured(facts: Facts, metric: Metric) -> tuple[str, str] | None:
-    """The key that keeps a metric from being measured, and how."""
+def _never_measured(context: Facts, metric: Metric) -> tuple[str, str] | None:
+    """Return the key that prevents a metric from being measured and the reason, or None if it is measured."""
     if metric in TRAINING_METRICS:
         return None
-    if not facts.root.trainer.limit_val_batches:
+    if not context.root.trainer.limit_val_batches:
         return "trainer.limit_val_batches", "`limit_val_batches` (0) never validates"
-    if metric == "bits_per_byte" and facts.root.model.data.data_impl == "mock":
+    if metric == "bits_per_byte" and context.root.model.data.data_impl == "mock":
         return "model.data.data_impl", "`data_impl: mock` has no text"
     return None
 
 
-def average_is_used(facts: Facts) -> Iterator[Finding]:
-    """The average of the weights goes into validation and checkpoints."""
-    root, manager = facts.root, facts.root.exp_manager
+def ema_is_used(context: Facts) -> Iterator[Finding]:
+    """Warn if the EMA is never used (no validation of it, no checkpoints) or never updated."""
+    root, manager = context.root, context.root.exp_manager
     if not manager.ema.enable:
         return
     if manager.ema.validate_original_weights and not root.trainer.limit_val_batches:
@@ -167,25 +167,25 @@ def average_is_used(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             (f"{_AT}.ema.every_n_steps", "trainer.max_steps"),
-            f"the average is never updated: `every_n_steps` ({manager.ema.every_n_steps}) is more than `max_steps` "
+            f"the EMA is never updated: `every_n_steps` ({manager.ema.every_n_steps}) is larger than `max_steps` "
             f"({root.trainer.max_steps})",
             f"{_AT}.ema.every_n_steps=1",
         )
 
 
-def smaller_limit_counts(facts: Facts) -> Iterator[Finding]:
-    """`trainer.max_time` and `exp_manager.max_time_per_run` limit the same."""
-    first, second = facts.root.trainer.max_time, facts.root.exp_manager.max_time_per_run
+def smaller_time_limit_applies(context: Facts) -> Iterator[Finding]:
+    """Of `trainer.max_time` and `exp_manager.max_time_per_run` the smaller applies."""
+    first, second = context.root.trainer.max_time, context.root.exp_manager.max_time_per_run
     if first is None or second is None:
         return
     paths = ("trainer.max_time", f"{_AT}.max_time_per_run")
     larger, smaller = paths if seconds_of(first) > seconds_of(second) else paths[::-1]
-    yield no_effect(larger, smaller, f"with `{smaller.rpartition('.')[2]}`, which is no longer")
+    yield no_effect(larger, smaller, f"with `{smaller.rpartition('.')[2]}`, which is not longer")
 
 
-def limits_leave_time(facts: Facts) -> Iterator[Finding]:
-    """A run of no time makes no step, however often it is started again."""
-    root = facts.root
+def time_limits_are_positive(context: Facts) -> Iterator[Finding]:
+    """A time limit must be at least one second; with zero a run never makes a step, even when restarted."""
+    root = context.root
     for path, limit in (
         ("trainer.max_time", root.trainer.max_time),
         (f"{_AT}.max_time_per_run", root.exp_manager.max_time_per_run),
@@ -194,42 +194,42 @@ def limits_leave_time(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 (path,),
-                f"`{path.rpartition('.')[2]}` ({limit}) must be a second or more: a run of no time makes no step",
+                f"`{path.rpartition('.')[2]}` ({limit}) must be at least one second",
                 f"~{path} for no limit",
             )
 
 
-def interval_passes(facts: Facts) -> Iterator[Finding]:
-    """An interval of no time would save after every step."""
-    interval = facts.root.exp_manager.checkpoint_callback_params.train_time_interval
+def save_interval_is_positive(context: Facts) -> Iterator[Finding]:
+    """`train_time_interval` must be at least one second; zero would save after every step."""
+    interval = context.root.exp_manager.checkpoint_callback_params.train_time_interval
     if interval is not None and not seconds_of(interval):
         yield Finding(
             "error",
             (f"{_CALLBACK}.train_time_interval",),
-            f"`train_time_interval` ({interval}) must be a second or more",
+            f"`train_time_interval` ({interval}) must be at least one second",
             f"{_CALLBACK}.every_n_train_steps=1 to save after every step",
         )
 
 
-def copies_have_names_of_their_own(facts: Facts) -> Iterator[Finding]:
-    """`files_to_copy` go into one directory."""
-    names = Counter(path.rstrip("/").rpartition("/")[2] for path in facts.root.exp_manager.files_to_copy)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
+def copied_files_have_distinct_names(context: Facts) -> Iterator[Finding]:
+    """`files_to_copy` must have distinct names: all go into one directory."""
+    names = Counter(path.rstrip("/").rpartition("/")[2] for path in context.root.exp_manager.files_to_copy)
+    duplicates = [name for name, count in names.items() if count > 1]
+    if duplicates:
         yield Finding(
             "error",
             (f"{_AT}.files_to_copy",),
-            f"`files_to_copy` has {names[twice[0]]} files of the name {twice[0]}; all go into one directory",
+            f"`files_to_copy` has {names[duplicates[0]]} files named {duplicates[0]}; all go into one directory",
             "rename one of them",
         )
 
 
-def trial_leaves_things_out(facts: Facts) -> Iterator[Finding]:
-    """`fast_dev_run` has no checkpoints, no loggers and no early stopping."""
-    manager = facts.root.exp_manager
-    if not int(facts.root.trainer.fast_dev_run):
+def fast_dev_run_disables_features(context: Facts) -> Iterator[Finding]:
+    """Note features that `fast_dev_run` disables: checkpoints, loggers and early stopping."""
+    manager = context.root.exp_manager
+    if not int(context.root.trainer.fast_dev_run):
         return
-    wishes = {
+    enabled = {
         "resume_if_exists": manager.resume_if_exists,
         "resume_from_checkpoint": manager.resume_from_checkpoint is not None,
         "create_early_stopping_callback": manager.create_early_stopping_callback,
@@ -237,26 +237,26 @@ def trial_leaves_things_out(facts: Facts) -> Iterator[Finding]:
         "create_mlflow_logger": manager.create_mlflow_logger,
         "create_csv_logger": manager.create_csv_logger,
     }
-    off = [name for name, wished in wishes.items() if wished]
-    if off:
+    ignored = [name for name, is_enabled in enabled.items() if is_enabled]
+    if ignored:
         yield Finding(
             "info",
-            ("trainer.fast_dev_run", *(f"{_AT}.{name}" for name in off)),
-            f"`fast_dev_run` is a trial from scratch, without checkpoints and loggers: no effect of {', '.join(off)}",
+            ("trainer.fast_dev_run", *(f"{_AT}.{name}" for name in ignored)),
+            f"`fast_dev_run` starts from scratch, without checkpoints and loggers; ignored: {', '.join(ignored)}",
         )
 
 
-def profiled_steps_come(facts: Facts) -> Iterator[Finding]:
-    """Ranges of steps that are profiled."""
-    trainer, memory = facts.root.trainer, facts.root.model.memory_profile
+def profiled_steps_are_reached(context: Facts) -> Iterator[Finding]:
+    """Ranges of profiled steps must be valid and within the run."""
+    trainer, memory = context.root.trainer, context.root.model.memory_profile
     path, limit = "trainer.profile_steps", "trainer.fast_dev_run" if int(trainer.fast_dev_run) else "trainer.max_steps"
     steps = int(trainer.fast_dev_run) or trainer.max_steps
     if trainer.profiler == "pytorch":
-        yield from _range_comes(path, path, trainer.profile_steps[0], trainer.profile_steps[1], limit, steps)
-    elif path in facts.own:
+        yield from _step_range_findings(path, path, trainer.profile_steps[0], trainer.profile_steps[1], limit, steps)
+    elif path in context.own:
         yield no_effect(path, "trainer.profiler", "without `trainer.profiler=pytorch`")
     if memory.enabled:
-        yield from _range_comes(
+        yield from _step_range_findings(
             f"{_MEMORY}.start_step", f"{_MEMORY}.end_step", memory.start_step, memory.end_step, limit, steps
         )
         if isinstance(trainer.devices, int) and memory.rank >= trainer.devices * trainer.num_nodes:
@@ -268,7 +268,7 @@ def profiled_steps_come(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _range_comes(start: str, end: str, first: int, last: int, limit: str, steps: int) -> Iterator[Finding]:
+def _step_range_findings(start: str, end: str, first: int, last: int, limit: str, steps: int) -> Iterator[Finding]:
     keys = (start,) if start == end else (start, end)
     if first > last:
         yield Finding("error", keys, f"the first step ({first}) must not come after the last ({last})")
@@ -276,22 +276,22 @@ def _range_comes(start: str, end: str, first: int, last: int, limit: str, steps:
         yield Finding(
             "error",
             (*keys, limit),
-            f"step {first} is never reached: `{limit.rpartition('.')[2]}` makes {steps}",
+            f"step {first} is never reached: `{limit.rpartition('.')[2]}` is {steps}",
             f"{limit}={last}",
         )
 
 
 EXP_MANAGER_RULES: tuple[Rule, ...] = (
-    settings_need_their_switch,
+    settings_of_disabled_features,
     wandb_has_a_project,
-    mlflow_has_one_place,
-    metrics_are_measured,
-    ranks_choose_checkpoints,
-    average_is_used,
-    smaller_limit_counts,
-    limits_leave_time,
-    interval_passes,
-    copies_have_names_of_their_own,
-    trial_leaves_things_out,
-    profiled_steps_come,
+    mlflow_settings_act,
+    monitored_metrics_are_measured,
+    checkpoint_ranking_is_used,
+    ema_is_used,
+    smaller_time_limit_applies,
+    time_limits_are_positive,
+    save_interval_is_positive,
+    copied_files_have_distinct_names,
+    fast_dev_run_disables_features,
+    profiled_steps_are_reached,
 )

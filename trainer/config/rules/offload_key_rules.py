@@ -1,4 +1,4 @@
-"""Rules between the keys of offloading and others; `models/config` has those between themselves."""
+"""Rules between activation/weight offloading and other keys; `models/config` has the rules within offloading."""
 
 from __future__ import annotations
 
@@ -9,77 +9,78 @@ from ....models.config.key_block import Finding
 from ....models.config.memory_slice import OffloadSlice, modules_of, offload_slice, whole_layers
 from .rule_context import Facts, Rule, no_effect, processes
 
-_WITHOUT_MEMORY = ("cpu", "mps")
-"""Accelerators whose memory is that of the host."""
+_HOST_MEMORY_ACCELERATORS = ("cpu", "mps")
+"""Accelerators that use host memory."""
 
 
-def _offloads(facts: Facts) -> Iterator[tuple[str, OffloadSlice]]:
-    """What each stack keeps in host memory, with the beginning of its paths."""
-    for at, stack in stacks_of_keys(facts.root.model).items():
+def _offload_slices(context: Facts) -> Iterator[tuple[str, OffloadSlice]]:
+    """Yield the key prefix and the offload settings of each stack that offloads."""
+    for at, stack in stacks_of_keys(context.root.model).items():
         if (offload := offload_slice(stack)) is not None:
             yield f"model.{at}", offload
 
 
-def offloading_needs_a_gpu(facts: Facts) -> Iterator[Finding]:
-    """Elsewhere the device's memory is that of the host; `accelerator: auto` is told when the run starts."""
-    accelerator = facts.root.trainer.accelerator
-    if accelerator in _WITHOUT_MEMORY:
-        for at, _ in _offloads(facts):
-            when = f"with `accelerator` ({accelerator}), whose memory is that of the host"
+def offloading_needs_cuda(context: Facts) -> Iterator[Finding]:
+    """Offloading has no effect on CPU and MPS; `accelerator: auto` is checked when the run starts."""
+    accelerator = context.root.trainer.accelerator
+    if accelerator in _HOST_MEMORY_ACCELERATORS:
+        for at, _ in _offload_slices(context):
+            when = f"with `accelerator` ({accelerator}), which uses host memory"
             yield no_effect(f"{at}cpu_offloading", "trainer.accelerator", when)
 
 
-def recomputation_may_stay(facts: Facts) -> Iterator[Finding]:
-    """Megatron refuses both; here each does its part, where there is a GPU."""
-    if facts.root.trainer.accelerator in _WITHOUT_MEMORY:
+def recompute_with_offloading(context: Facts) -> Iterator[Finding]:
+    """Note that recompute and offloading are combined, which Megatron does not allow."""
+    if context.root.trainer.accelerator in _HOST_MEMORY_ACCELERATORS:
         return
-    stacks = stacks_of_keys(facts.root.model)
-    for path, offload in _offloads(facts):
+    stacks = stacks_of_keys(context.root.model)
+    for path, offload in _offload_slices(context):
         keys = stacks[path.removeprefix("model.")]
         chunk, whole = whole_layers(keys)
         if not offload.activations or not (whole or modules_of(keys)):
             continue
         names = ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute")
         recomputed = next(name for name in names if getattr(keys, name))
-        kept = "the input of each chunk" if chunk > 1 else "the input of each such layer"
-        what = f"{kept} is what goes to the host" if whole else "what is still kept goes to the host"
+        inputs = "the input of each chunk" if chunk > 1 else "the input of each recomputed layer"
+        what = f"{inputs} is offloaded" if whole else "the remaining saved activations are offloaded"
         yield Finding(
             "info",
             (f"{path}cpu_offloading", f"{path}{recomputed}"),
-            f"`cpu_offloading` (True) acts beside `{recomputed}`, which Megatron does not allow: {what}",
+            f"`cpu_offloading` (True) is combined with `{recomputed}`, which Megatron does not allow: {what}",
         )
 
 
-def offloaded_weights_are_whole(facts: Facts) -> Iterator[Finding]:
-    """FSDP2 keeps rows of the weights and gathers them for each layer: it has places of its own for them."""
-    if not facts.root.model.fsdp or processes(facts) == 1:
+def offloaded_weights_are_not_sharded(context: Facts) -> Iterator[Finding]:
+    """Weight offloading and FSDP2 exclude each other: FSDP2 manages the storage of its sharded parameters."""
+    if not context.root.model.fsdp or processes(context) == 1:
         return
-    for at, offload in _offloads(facts):
+    for at, offload in _offload_slices(context):
         if offload.weights:
             yield Finding(
                 "error",
                 (f"{at}cpu_offloading_weights", "model.fsdp"),
-                "`cpu_offloading_weights` (True) must not meet `fsdp`, which cuts the weights over the processes",
+                "`cpu_offloading_weights` (True) is not supported with `fsdp` (True), which shards the weights",
                 f"{at}cpu_offloading_weights=false, or model.fsdp=false",
             )
 
 
-def recordings_do_not_offload(facts: Facts) -> Iterator[Finding]:
-    """A CUDA graph keeps its memory to itself, so there would be nothing to gain."""
-    if not facts.root.model.enable_cuda_graph:
+def cuda_graph_excludes_offloading(context: Facts) -> Iterator[Finding]:
+    """Offloading saves nothing with CUDA graphs, which keep a private memory pool."""
+    if not context.root.model.enable_cuda_graph:
         return
-    for at, _ in _offloads(facts):
+    for at, _ in _offload_slices(context):
         yield Finding(
             "error",
             (f"{at}cpu_offloading", "model.enable_cuda_graph"),
-            "`cpu_offloading` (True) must not meet `enable_cuda_graph` (True): a recording keeps its memory for itself",
+            "`cpu_offloading` (True) is not supported with `enable_cuda_graph` (True): a CUDA graph keeps a private "
+            "memory pool",
             f"model.enable_cuda_graph=null, or {at}cpu_offloading=false",
         )
 
 
 OFFLOAD_RULES: tuple[Rule, ...] = (
-    offloading_needs_a_gpu,
-    recomputation_may_stay,
-    offloaded_weights_are_whole,
-    recordings_do_not_offload,
+    offloading_needs_cuda,
+    recompute_with_offloading,
+    offloaded_weights_are_not_sharded,
+    cuda_graph_excludes_offloading,
 )

@@ -1,4 +1,4 @@
-"""Cross-field rules of `model.peft`: what a scheme needs, and which keys have no effect with it."""
+"""Cross-field rules of `model.peft`: requirements of each scheme, and keys without effect."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _BLOCKS = {
 }
 
 
-def settings_are_those_of_the_scheme(facts: Facts) -> Iterator[Finding]:
-    """Of the blocks of settings one acts: that of the scheme."""
-    scheme = facts.root.model.peft.peft_scheme
+def unused_scheme_settings(context: Facts) -> Iterator[Finding]:
+    """Warn about settings of a scheme that is not the chosen one."""
+    scheme = context.root.model.peft.peft_scheme
     for name, block in _BLOCKS.items():
-        given = sorted(path for path in facts.own if path.startswith(f"{_AT}.{block}."))
+        given = sorted(path for path in context.own if path.startswith(f"{_AT}.{block}."))
         if given and scheme != name:
             yield Finding(
                 "warning",
@@ -38,21 +38,21 @@ def settings_are_those_of_the_scheme(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def adapters_have_a_scheme(facts: Facts) -> Iterator[Finding]:
-    """`peft.restore_from_path` begins with what a scheme trains."""
-    peft = facts.root.model.peft
+def restored_adapter_needs_scheme(context: Facts) -> Iterator[Finding]:
+    """`peft.restore_from_path` needs the scheme of the adapter."""
+    peft = context.root.model.peft
     if peft.restore_from_path is not None and not peft.is_on:
         yield Finding(
             "error",
             (f"{_AT}.restore_from_path", _SCHEME),
-            "`peft.restore_from_path` needs the `peft_scheme` it was trained with: the model has no place for it",
-            f"{_SCHEME}=lora, or stoker finetune, which reads it there",
+            "`peft.restore_from_path` needs the `peft_scheme` the adapter was trained with",
+            f"{_SCHEME}=lora, or stoker finetune, which reads the scheme from the adapter",
         )
 
 
-def frozen_weights_are_trained_ones(facts: Facts) -> Iterator[Finding]:
-    """What is frozen should have learnt something before; where speed is measured on random tokens it need not."""
-    model = facts.root.model
+def frozen_weights_are_pretrained(context: Facts) -> Iterator[Finding]:
+    """Frozen weights should be pretrained, except with mock data (for benchmarks)."""
+    model = context.root.model
     if model.peft.is_on and model.restore_from_path is None and model.data.data_impl != "mock":
         yield Finding(
             "warning",
@@ -62,23 +62,23 @@ def frozen_weights_are_trained_ones(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def initial_values_are_drawn(facts: Facts) -> Iterator[Finding]:
-    """Trained parameters that are read are all there: one that is missing is an error."""
-    peft = facts.root.model.peft
+def adapter_init_settings_act(context: Facts) -> Iterator[Finding]:
+    """Initialization settings have no effect with `peft.restore_from_path`, which must hold every parameter."""
+    peft = context.root.model.peft
     block = _BLOCKS.get(peft.peft_scheme or "", "")
     if peft.restore_from_path is None or not block:
         return
     settings = getattr(peft, block)
     for name in ("column_init_method", "row_init_method", "init_std"):
         field, path = type(settings).model_fields.get(name), f"{_AT}.{block}.{name}"
-        if field is not None and path in facts.own and getattr(settings, name) != field.default:
-            when = "with `peft.restore_from_path`, which has all that is trained"
+        if field is not None and path in context.own and getattr(settings, name) != field.default:
+            when = "with `peft.restore_from_path`, which holds all trained parameters"
             yield no_effect(path, f"{_AT}.restore_from_path", when)
 
 
-def chosen_layers_are_there(facts: Facts) -> Iterator[Finding]:
-    """`layer_selection` counts the layers of a stack from 1."""
-    model = facts.root.model
+def layer_selection_is_valid(context: Facts) -> Iterator[Finding]:
+    """`layer_selection` must not exceed the number of layers (counted from 1)."""
+    model = context.root.model
     most = max(stack.num_layers for stack in stacks_of_keys(model).values())
     block = _BLOCKS.get(model.peft.peft_scheme or "", "")
     chosen = getattr(getattr(model.peft, block, None), "layer_selection", None)
@@ -89,24 +89,22 @@ def chosen_layers_are_there(facts: Facts) -> Iterator[Finding]:
         yield Finding("error", (path,), rule, f"{path}={sorted(set(chosen or ()) - set(beyond)) or [most]}")
 
 
-def experts_have_no_factors(facts: Facts) -> Iterator[Finding]:
-    """IA3 scales the inner activations of an MLP; those of experts are within one operation."""
-    model = facts.root.model
+def ia3_excludes_experts(context: Facts) -> Iterator[Finding]:
+    """IA3 does not support experts: it scales inner MLP activations, which the fused expert kernels do not expose."""
+    model = context.root.model
     if model.peft.peft_scheme != "ia3":
         return
     for at, stack in stacks_of_keys(model).items():
         experts = stack.num_moe_experts
         if experts is not None and (experts > 1 or not isinstance(model, T5ModelBlock)):
             key = f"model.{at}num_moe_experts"
-            rule = (
-                f"`peft_scheme` (ia3) has no factors for experts, of which `{at}num_moe_experts` ({experts}) has some"
-            )
+            rule = f"`peft_scheme` (ia3) is not supported with experts (`{at}num_moe_experts` is {experts})"
             yield Finding("error", (_SCHEME, key), rule, f"{_SCHEME}=lora")
 
 
-def frozen_routers_keep_their_biases(facts: Facts) -> Iterator[Finding]:
-    """The bias on the choice of experts moves with the router: where that is frozen, it stays as the model has it."""
-    model = facts.root.model
+def expert_bias_needs_trained_router(context: Facts) -> Iterator[Finding]:
+    """The expert bias of the router is updated only if the router is trained; with a frozen router it stays fixed."""
+    model = context.root.model
     peft = peft_slice(model.peft)
     if peft is None:
         return
@@ -115,69 +113,69 @@ def frozen_routers_keep_their_biases(facts: Facts) -> Iterator[Finding]:
         moe = moe_slice(stack, of_t5=isinstance(model, T5ModelBlock))
         if moe is None or moe.bias_update_rate is None:
             continue
-        inside = at or ("encoder." if model.family == "bert" else "decoder.")
-        routers = [f"{inside}layers.{n}.mlp.router.weight" for n, has_some in enumerate(moe.layers) if has_some]
+        prefix = at or ("encoder." if model.family == "bert" else "decoder.")
+        routers = [f"{prefix}layers.{n}.mlp.router.weight" for n, is_moe in enumerate(moe.layers) if is_moe]
         if any(name in router for name in names for router in routers):
             continue
         keys = ["moe_router_bias_update_rate"]
-        if model.restore_from_path is None:  # else the biases that are read there choose
+        if model.restore_from_path is None:  # restored biases still act in routing
             keys.append("moe_router_enable_expert_bias")
         for path in (f"model.{at}{key}" for key in keys):
-            if path in facts.own:
+            if path in context.own:
                 yield no_effect(path, _SCHEME, f"with `peft_scheme` ({model.peft.peft_scheme}), which trains no router")
 
 
-def selected_parameters_are_named(facts: Facts) -> Iterator[Finding]:
-    """`peft_scheme: selective` trains the parameters that are named."""
-    peft = facts.root.model.peft
+def selective_needs_parameter_names(context: Facts) -> Iterator[Finding]:
+    """`peft_scheme: selective` needs the names of the parameters to train."""
+    peft = context.root.model.peft
     path = f"{_AT}.selective_tuning.tunable_base_param_names"
     if peft.peft_scheme == "selective" and peft.selective_tuning.tunable_base_param_names is None:
-        rule = "`peft_scheme: selective` needs the names of the parameters that it trains"
+        rule = "`peft_scheme: selective` needs the names of the parameters to train"
         yield Finding("error", (path, _SCHEME), rule, f"{path}=[attention.qkv]")
 
 
-def vectors_have_room(facts: Facts) -> Iterator[Finding]:
-    """Virtual tokens stand in front of one text, and take positions of it."""
-    model = facts.root.model
+def virtual_tokens_fit(context: Facts) -> Iterator[Finding]:
+    """P-tuning needs unpacked sequences, a GPT or T5, and positions for its virtual tokens."""
+    model = context.root.model
     if model.peft.peft_scheme != "ptuning":
         return
     data, number = model.data, model.peft.p_tuning.virtual_tokens
     packed = "model.data.packed_sequence"
-    if task_name(model) == "sft" and packed in facts.given - facts.own and not data.packed_sequence:
-        rule = "`packed_sequence` is false: vectors stand in front of one text, so a row holds one example, and padding"
-        yield Finding("info", (packed, _SCHEME), rule)
+    if task_name(model) == "sft" and packed in context.given - context.own and not data.packed_sequence:
+        rule = "`packed_sequence` is false: virtual tokens precede one sample, so each sequence holds one sample"
+        yield Finding("info", (packed, _SCHEME), f"{rule} and padding")
     for name in ("reset_attention_mask", "reset_position_ids", "packed_sequence"):
         if getattr(data, name):
-            rule = f"`peft_scheme` (ptuning) puts its vectors in front of one text, but `{name}` (True) packs several"
+            rule = f"`peft_scheme` (ptuning) needs one sample per sequence, but `{name}` (True) packs several"
             yield Finding("error", (f"model.data.{name}", _SCHEME), rule, f"model.data.{name}=false")
     if model.family == "bert":
         yield Finding(
-            "error", (_SCHEME, "model.family"), "`peft_scheme` (ptuning) is for gpt and t5", f"{_SCHEME}=lora"
+            "error", (_SCHEME, "model.family"), "`peft_scheme` (ptuning) supports gpt and t5 only", f"{_SCHEME}=lora"
         )
         return
     stack = next(iter(stacks_of_keys(model).values()))
     if stack.position_embedding_type not in BOUNDED and not stack.position_embedding_type.startswith("learned_"):
         return
     length = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
-    there = max(model.max_position_embeddings or 0, length)
-    if length + number > there:
-        short = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
+    positions = max(model.max_position_embeddings or 0, length)
+    if length + number > positions:
+        key = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
         yield Finding(
             "error",
-            (f"{_AT}.p_tuning.virtual_tokens", f"{_AT}.peft_scheme", f"model.{short}", "model.max_position_embeddings"),
-            f"`virtual_tokens` ({number}) and `{short}` ({length}) must fit into the model's {there} positions",
-            f"model.{short}={max(1, there - number)}",
+            (f"{_AT}.p_tuning.virtual_tokens", f"{_AT}.peft_scheme", f"model.{key}", "model.max_position_embeddings"),
+            f"`virtual_tokens` ({number}) and `{key}` ({length}) must fit into the model's {positions} positions",
+            f"model.{key}={max(1, positions - number)}",
         )
 
 
 PEFT_RULES: tuple[Rule, ...] = (
-    settings_are_those_of_the_scheme,
-    adapters_have_a_scheme,
-    frozen_weights_are_trained_ones,
-    initial_values_are_drawn,
-    chosen_layers_are_there,
-    experts_have_no_factors,
-    frozen_routers_keep_their_biases,
-    selected_parameters_are_named,
-    vectors_have_room,
+    unused_scheme_settings,
+    restored_adapter_needs_scheme,
+    frozen_weights_are_pretrained,
+    adapter_init_settings_act,
+    layer_selection_is_valid,
+    ia3_excludes_experts,
+    expert_bias_needs_trained_router,
+    selective_needs_parameter_names,
+    virtual_tokens_fit,
 )

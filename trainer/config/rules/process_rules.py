@@ -1,4 +1,4 @@
-"""Rules between keys that depend on the number of processes: layouts of the parameters, shares of a batch."""
+"""Rules that depend on the number of processes: sharding, CUDA graphs and batch sizes."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ PARALLEL_SIZES = frozenset(
     f"model.{kind}_parallel_size"
     for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 )
-"""Of NeMo: other than 1 (which is refused) they divide the processes, so that fewer share a batch."""
+"""NeMo's model-parallel sizes. Values other than 1 are refused; they would reduce the data-parallel size."""
 
 
-def mps_is_alone(facts: Facts) -> Iterator[Finding]:
-    """Apple's GPUs come one to a machine and do not talk to each other."""
-    trainer = facts.root.trainer
-    if trainer.accelerator == "mps" and processes(facts) > 1:
+def mps_uses_one_process(context: Facts) -> Iterator[Finding]:
+    """MPS supports one process: a machine has one GPU and no collective communication."""
+    trainer = context.root.trainer
+    if trainer.accelerator == "mps" and processes(context) > 1:
         yield Finding(
             "error",
             ("trainer.devices", "trainer.accelerator"),
-            f"`mps` runs one process, not {processes(facts)}",
+            f"`accelerator` (mps) supports one process, not {processes(context)}",
             "trainer.devices=1 trainer.num_nodes=1",
         )
 
 
-def recordings_are_of_one_gpu(facts: Facts) -> Iterator[Finding]:
-    """A CUDA graph holds the work of one process on a CUDA device."""
-    trainer, model = facts.root.trainer, facts.root.model
+def cuda_graph_uses_one_gpu(context: Facts) -> Iterator[Finding]:
+    """CUDA graphs need a CUDA device and one process."""
+    trainer, model = context.root.trainer, context.root.model
     key = "model.enable_cuda_graph"
     if model.enable_cuda_graph and trainer.accelerator in ("cpu", "mps"):
-        message = f"`enable_cuda_graph` (True) records work of a CUDA device, not of `{trainer.accelerator}`"
+        message = f"`enable_cuda_graph` (True) needs a CUDA device, not `{trainer.accelerator}`"
         yield Finding("error", (key, "trainer.accelerator"), message, f"{key}=False")
-    elif model.enable_cuda_graph and processes(facts) > 1:
-        message = f"`enable_cuda_graph` (True) records no communication, which {processes(facts)} processes need"
+    elif model.enable_cuda_graph and processes(context) > 1:
+        message = (
+            f"`enable_cuda_graph` (True) supports one process, not {processes(context)}: communication is not captured"
+        )
         yield Finding("error", (key, "trainer.devices"), message, f"{key}=False")
 
 
-def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
-    """Settings of several processes, where there is one, or of another layout."""
-    model, trainer = facts.root.model, facts.root.trainer
-    world = processes(facts)
+def distributed_keys_need_processes(context: Facts) -> Iterator[Finding]:
+    """Check FSDP settings, and warn about distributed settings without effect."""
+    model, trainer = context.root.model, context.root.trainer
+    world = processes(context)
     several = world > 1 or trainer.devices == "auto"
     names = ("fsdp_sharding_strategy", "fsdp_shard_size")
     if model.fsdp and not several:
         yield no_effect("model.fsdp", "trainer.devices", "with one process")
     if not model.fsdp:
         for name in names:
-            if f"model.{name}" in facts.given:
+            if f"model.{name}" in context.given:
                 yield no_effect(f"model.{name}", "model.fsdp", "without `model.fsdp`")
     elif model.fsdp_sharding_strategy != "hybrid" and model.fsdp_shard_size is not None:
         yield no_effect(
@@ -71,25 +73,26 @@ def sharding_has_processes(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 ("model.fsdp_sharding_strategy", "model.fsdp_shard_size", "trainer.num_nodes"),
-                "`fsdp_sharding_strategy: hybrid` is `full` on one machine that shares one copy of the parameters",
+                "`fsdp_sharding_strategy: hybrid` equals `full` on one node with one sharding group",
                 f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
             )
     reduce = "model.fsdp_grad_reduce_dtype"
     for path in (reduce, "trainer.process_timeout"):
-        if path in facts.given and not several:
+        if path in context.given and not several:
             yield no_effect(path, "trainer.devices", "with one process")
-    asks_for_bf16 = trainer.precision == "bf16-true" or (trainer.precision in (None, "bf16") and model.megatron_amp_O2)
-    if reduce in facts.given and several and (is_fp32_for_the_host(facts) or not asks_for_bf16):
-        yield no_effect(reduce, "trainer.precision", "with weights that are not bf16: gradients are summed as they are")
+    bf16_weights = trainer.precision == "bf16-true" or (trainer.precision in (None, "bf16") and model.megatron_amp_O2)
+    if reduce in context.given and several and (is_fp32_for_the_host(context) or not bf16_weights):
+        when = "with weights that are not bf16: gradients are reduced in their own dtype"
+        yield no_effect(reduce, "trainer.precision", when)
 
 
-def ramp_up_divides(facts: Facts) -> Iterator[Finding]:
-    """A growing batch is a whole number of micro batches on every process, and arrives at the full size."""
-    model = facts.root.model
+def rampup_batch_size_divides(context: Facts) -> Iterator[Finding]:
+    """`rampup_batch_size` must consist of whole micro batches on every process and reach `global_batch_size`."""
+    model = context.root.model
     if not model.rampup_batch_size:
         return
     start, increment, _ = model.rampup_batch_size
-    unit = model.micro_batch_size * processes(facts)
+    unit = model.micro_batch_size * processes(context)
     path = "model.rampup_batch_size"
     if start > model.global_batch_size:
         yield Finding(
@@ -116,29 +119,31 @@ def ramp_up_divides(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def batches_divide(facts: Facts) -> Iterator[Finding]:
-    """Gradients accumulate over a whole number of micro batches."""
-    model = facts.root.model
-    devices = processes(facts)
-    micro, together = model.micro_batch_size, model.global_batch_size
-    if together % (micro * devices):
-        shares = "" if devices == 1 else f" * devices ({devices})"
-        fitting = max(micro * devices, round(together / (micro * devices)) * micro * devices)
-        per_device = together // devices if together % devices == 0 else together
-        best = max(size for size in divisors(per_device) if size <= micro)
-        other = f", or model.micro_batch_size={best}" if together % devices == 0 else ""
+def batch_sizes_divide(context: Facts) -> Iterator[Finding]:
+    """`global_batch_size` must be a multiple of `micro_batch_size` times the number of devices."""
+    model = context.root.model
+    devices = processes(context)
+    micro_batch, global_batch = model.micro_batch_size, model.global_batch_size
+    if global_batch % (micro_batch * devices):
+        times_devices = "" if devices == 1 else f" * devices ({devices})"
+        unit = micro_batch * devices
+        nearest = max(unit, round(global_batch / unit) * unit)
+        per_device = global_batch // devices if global_batch % devices == 0 else global_batch
+        best = max(size for size in divisors(per_device) if size <= micro_batch)
+        other = f", or model.micro_batch_size={best}" if global_batch % devices == 0 else ""
         yield Finding(
             "error",
-            ("model.global_batch_size", "model.micro_batch_size", *(["trainer.devices"] if shares else [])),
-            f"`global_batch_size` ({together}) must be a multiple of `micro_batch_size` ({micro}){shares}",
-            f"model.global_batch_size={fitting}{other}",
+            ("model.global_batch_size", "model.micro_batch_size", *(["trainer.devices"] if times_devices else [])),
+            f"`global_batch_size` ({global_batch}) must be a multiple of `micro_batch_size` ({micro_batch})"
+            f"{times_devices}",
+            f"model.global_batch_size={nearest}{other}",
         )
 
 
 PROCESS_RULES: tuple[Rule, ...] = (
-    mps_is_alone,
-    recordings_are_of_one_gpu,
-    sharding_has_processes,
-    ramp_up_divides,
-    batches_divide,
+    mps_uses_one_process,
+    cuda_graph_uses_one_gpu,
+    distributed_keys_need_processes,
+    rampup_batch_size_divides,
+    batch_sizes_divide,
 )

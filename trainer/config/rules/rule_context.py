@@ -1,4 +1,4 @@
-"""What a rule between keys may look at, and what it says most often."""
+"""Input of the cross-field rules, and helpers they share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..schema.root import RootBlock
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rule may look at.
+    """Input of a cross-field rule.
 
     Attributes:
         root: the typed keys.
-        given: paths that a file or an override sets; the rest are defaults.
-        own: those of them that the user set, not one of the packaged files.
-        variables: the caller's environment.
-        from_environment: paths whose values refer to it (`${oc.env:NAME}`); on disk they stay unresolved.
+        given: paths set by a file or an override; all others have their default.
+        own: the subset of `given` set by the user, not by a packaged file.
+        variables: the caller's environment variables.
+        from_environment: paths whose values refer to the environment (`${oc.env:NAME}`); saved unresolved.
     """
 
     root: RootBlock
@@ -31,24 +31,24 @@ class Facts:
 Rule = Callable[[Facts], Iterator[Finding]]
 
 
-def processes(facts: Facts) -> int:
-    """Processes of the run; those of `devices: auto` are counted when it starts."""
-    trainer = facts.root.trainer
+def processes(context: Facts) -> int:
+    """Return the number of processes; `devices: auto` counts as one until the run starts."""
+    trainer = context.root.trainer
     return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
 
 
-def is_fp32_for_the_host(facts: Facts) -> bool:
-    """Whether `precision: null` is 32, as on devices that have no tensor cores."""
-    trainer = facts.root.trainer
+def is_fp32_for_the_host(context: Facts) -> bool:
+    """Return True if `precision: null` means 32, as on CPU and MPS."""
+    trainer = context.root.trainer
     return trainer.precision is None and trainer.accelerator in ("cpu", "mps")
 
 
 def no_effect(path: str, other: str, when: str) -> Finding:
-    """The warning that a key changes nothing.
+    """Return a warning that a key has no effect.
 
     Args:
-        path: of the key.
-        other: the key that makes it so.
-        when: in words, beginning with `with` or `without`.
+        path: path of the key.
+        other: path of the key that disables it.
+        when: the condition, beginning with `with` or `without`.
     """
     return Finding("warning", (path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")

@@ -1,4 +1,4 @@
-"""Rules between the keys of `model.tokenizer`: which files each library reads."""
+"""Rules of `model.tokenizer`: files and keys of each library."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ....models.config.key_block import Finding
 from .rule_context import Facts, Rule, no_effect
 
 
-def tokenizer_needs_text(facts: Facts) -> Iterator[Finding]:
-    """Random tokens have no text."""
-    model = facts.root.model
+def tokenizer_needs_text_data(context: Facts) -> Iterator[Finding]:
+    """The tokenizer has no effect with mock data."""
+    model = context.root.model
     library = model.tokenizer.library
     if library != "byte-level" and model.data.data_impl == "mock":
         yield Finding(
@@ -29,12 +29,12 @@ _TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
     "additional_special_tokens": ("huggingface", "megatron", "sentencepiece"),
     "special_tokens": ("huggingface", "megatron", "sentencepiece"),
 }
-"""The libraries that a key of `model.tokenizer` means something to."""
+"""Libraries for which each key of `model.tokenizer` acts."""
 
 
-def tokenizer_files_are_given(facts: Facts) -> Iterator[Finding]:
-    """Each library reads its own files."""
-    keys = facts.root.model.tokenizer
+def tokenizer_files_are_given(context: Facts) -> Iterator[Finding]:
+    """Each library needs its own files; other keys have no effect."""
+    keys = context.root.model.tokenizer
     at, library = "model.tokenizer", keys.library
     needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
     for name in needed:
@@ -42,7 +42,7 @@ def tokenizer_files_are_given(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "error",
                 (f"{at}.{name}", f"{at}.library"),
-                f"`library: {library}` reads `{name}`; stoker downloads no tokenizers",
+                f"`library: {library}` needs `{name}`; stoker does not download tokenizers",
                 f"{at}.{name}=FILE",
             )
     if library == "huggingface" and (keys.type is None) == (keys.model is None):
@@ -56,7 +56,7 @@ def tokenizer_files_are_given(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "error",
             (f"{at}.type", f"{at}.library"),
-            f"`library: megatron` knows one `type`, GPT2BPETokenizer, not {keys.type}",
+            f"`library: megatron` supports one `type`, GPT2BPETokenizer, not {keys.type}",
             f"{at}.type=GPT2BPETokenizer, or {at}.library=huggingface with the path of a tokenizer.json",
         )
     defaults = type(keys).model_fields
@@ -66,6 +66,6 @@ def tokenizer_files_are_given(facts: Facts) -> Iterator[Finding]:
 
 
 TOKENIZER_RULES: tuple[Rule, ...] = (
-    tokenizer_needs_text,
+    tokenizer_needs_text_data,
     tokenizer_files_are_given,
 )

@@ -1,4 +1,4 @@
-"""Every key of the schema by its dotted path, with what the docs and the error messages say about it."""
+"""Index of the schema's keys by dotted path, with type, default and description for docs and error messages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Key:
 
     Attributes:
         path: dotted path.
-        default: its default, as plain data.
-        meaning: the text under the field.
-        kind: what it takes, in words: `an integer >= 1, or null`.
-        choices: the values it takes, when they are a closed list.
-        own: whether it is stoker's own, unknown to NeMo.
-        is_text: whether it takes nothing but text (and null).
-        is_open: whether it is a block whose keys the user names (`env_vars`).
+        default: default value, as plain data.
+        meaning: description (the docstring of the field).
+        kind: accepted type in words: `an integer >= 1, or null`.
+        choices: accepted values, if they are a closed list.
+        own: True for a key of stoker's that NeMo does not have.
+        is_text: True if it takes text only (and null).
+        is_open: True for a block with arbitrary keys (`env_vars`).
     """
 
     path: str
@@ -48,18 +48,18 @@ class Key:
 
 @cache
 def schema_keys(family: Family = "gpt") -> Mapping[str, Key]:
-    """Every leaf of the schema of a family of models, by path, in the order of the schema."""
+    """Return every leaf of a family's schema by path, in schema order."""
     return MappingProxyType({key.path: key for key in _walk(RootBlock, "", _defaults(family))})
 
 
 @cache
 def schema_blocks(family: Family = "gpt") -> Mapping[str, str]:
-    """Every block of the schema of a family and its meaning; the root is not among them."""
+    """Return the description of every block of a family's schema by path, without the root."""
     return MappingProxyType(dict(_blocks(RootBlock, "", _defaults(family))))
 
 
 def key_of_any_family(path: str) -> Key | None:
-    """A key that acts in some family, GPT first: for what is said before, or without, knowing which family it is."""
+    """Return the key at `path` in the first family that has it, GPT first; for use before the family is known."""
     return next((keys[path] for keys in map(schema_keys, FAMILIES) if path in keys), None)
 
 
@@ -70,7 +70,7 @@ STACKS: Mapping[Family, tuple[str, ...]] = MappingProxyType(
 
 
 def plain_path(path: str) -> str:
-    """A path of one of T5's stacks as a family with one stack has it: `model.encoder.bias` is `model.bias`."""
+    """Return a path below a T5 stack as in a family with one stack: `model.encoder.bias` becomes `model.bias`."""
     for stack in STACKS["t5"]:
         if path.startswith(f"{stack}."):
             return f"model.{path.removeprefix(f'{stack}.')}"
@@ -78,12 +78,12 @@ def plain_path(path: str) -> str:
 
 
 def defaults_tree(family: Family = "gpt") -> Tree:
-    """A new tree of all defaults."""
+    """Return a new tree of all defaults."""
     return _defaults(family).model_dump(mode="python")
 
 
 def open_block_of(path: str) -> str | None:
-    """The open block that `path` is a key of (`env_vars.NVTE_FLASH_ATTN`: `env_vars`)."""
+    """Return the open block that contains `path` (`env_vars.NVTE_FLASH_ATTN`: `env_vars`), or None."""
     parent, _, _ = path.rpartition(".")
     key = schema_keys().get(parent)
     return parent if key is not None and key.is_open else None
@@ -118,7 +118,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> Key:
     members = _members(annotation)
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
     only_choices = all(get_origin(member) is Literal or member is types.NoneType for member in members)
-    kinds = {member for member in map(_bare, members) if member is not types.NoneType}
+    kinds = {member for member in map(_unannotated, members) if member is not types.NoneType}
     return Key(
         path=path,
         default=default,
@@ -127,7 +127,7 @@ def _key(path: str, field: FieldInfo, default: Any) -> Key:
         choices=choices if only_choices else (),
         own=isinstance(extra, dict) and bool(extra.get("own")),
         is_text=kinds == {str},
-        is_open=any(get_origin(_bare(member)) is dict for member in members),
+        is_open=any(get_origin(_unannotated(member)) is dict for member in members),
     )
 
 
@@ -136,7 +136,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The alternatives of a union; the annotation itself when it is none."""
+    """Return the members of a union, or the annotation itself if it is not a union."""
     if get_origin(annotation) is Annotated:
         bare, *metadata = get_args(annotation)
         inner = _members(bare)
@@ -146,13 +146,13 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _bare(annotation: Any) -> Any:
-    return _bare(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
+def _unannotated(annotation: Any) -> Any:
+    return _unannotated(get_args(annotation)[0]) if get_origin(annotation) is Annotated else annotation
 
 
 def _describe(annotation: Any, examples: list[Any] | None = None) -> str:
     members = _members(annotation)
-    words = [_describe_member(member, examples) for member in members if _bare(member) is not types.NoneType]
+    words = [_describe_member(member, examples) for member in members if _unannotated(member) is not types.NoneType]
     if len(words) < len(members):
         words.append("null")
     return ", or ".join(words)
@@ -162,7 +162,7 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
-    bare = _bare(annotation)
+    bare = _unannotated(annotation)
     if get_origin(bare) is Literal:
         values = [show_value(value) for value in get_args(bare)]
         return values[0] if len(values) == 1 else "one of " + ", ".join(values)
@@ -205,7 +205,7 @@ def _bounds(annotation: Any) -> dict[str, Any]:
 
 
 def show_value(value: Any) -> str:
-    """A value as YAML would have it on one line."""
+    """Return a value in YAML notation on one line."""
     match value:
         case None:
             return "null"
@@ -224,13 +224,13 @@ def show_value(value: Any) -> str:
 
 
 def _show_item(value: Any) -> str:
-    """A value inside a list or block on one line, where commas and brackets have a meaning."""
+    """Return a value for a list or block on one line, where commas and brackets need quotes."""
     text = show_value(value)
     return _quoted(value) if isinstance(value, str) and text == value and set(",[]{}:") & set(text) else text
 
 
 def _show_text(value: str) -> str:
-    """Text without quotes where YAML reads it back as it is."""
+    """Return text without quotes if YAML parses it back unchanged, else quoted."""
     try:
         plain = parse(f"k: {value}", Path()).tree == {"k": value}
     except YamlError:

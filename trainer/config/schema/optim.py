@@ -1,7 +1,7 @@
-"""`model.optim.*` and `model.optim.sched.*`: the optimizer, the learning rate over the steps, and which keys act when.
+"""Keys of the optimizer (`model.optim.*`) and of the learning-rate schedule (`model.optim.sched.*`).
 
-The keys are flat, as NeMo's: each acts for the optimizers and schedules that have such a setting, and a rule
-(`optim_rules.py`) tells of the others.
+The keys are flat, like NeMo's: each acts for the optimizers and schedules that have such a setting; the rules in
+`optim_rules.py` report those without effect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Small = Annotated[float, Field(gt=0)]
 
 
 class SchedBlock(Block):
-    """`model.optim.sched.*`: the learning rate over the steps. Golden numbers: nemo_semantics, Appendix B."""
+    """`model.optim.sched.*`: learning-rate schedule."""
 
     name: Literal[
         "CosineAnnealing",
@@ -37,26 +37,25 @@ class SchedBlock(Block):
         "PolynomialDecayAnnealing",
         "PolynomialHoldDecayAnnealing",
     ] = "CosineAnnealing"
-    """Shape of the schedule. Warm-up, stable, decay (WSD) is WarmupHoldAnnealLinear or
-    WarmupHoldAnnealOneMinusSquareRoot."""
+    """Schedule. Warmup-stable-decay (WSD) is WarmupHoldAnnealLinear or WarmupHoldAnnealOneMinusSquareRoot."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of linear warm-up."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a part of `max_steps`; only one of the two."""
+    """`warmup_steps` as a fraction of `max_steps`; set one of the two."""
     constant_steps: int | None = Field(None, ge=0)
     """Steps at `min_lr` at the end (CosineAnnealing), or at the peak (T5InverseSquareRootAnnealing)."""
     constant_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a part of `max_steps`; only one of the two."""
+    """`constant_steps` as a fraction of `max_steps`; set one of the two."""
     hold_steps: int | None = Field(None, ge=0)
-    """Steps at the peak after the warm-up (the schedules with Hold in their name)."""
+    """Steps at the peak after warm-up (schedules with Hold in their name)."""
     hold_ratio: float | None = Field(None, ge=0, le=1)
-    """The same as a part of `max_steps`; only one of the two."""
+    """`hold_steps` as a fraction of `max_steps`; set one of the two."""
     power: float = Field(1.0, gt=0)
     """Exponent of the polynomial schedules."""
     decay_rate: float = Field(0.5, gt=0)
-    """Exponent of NoamHoldAnnealing: 0.5 is Noam's, 1.0 Squeezeformer's."""
+    """Exponent of NoamHoldAnnealing: 0.5 as in Noam, 1.0 as in Squeezeformer."""
     d_model: int | None = Field(None, ge=1)
-    """Width that NoamAnnealing scales by; usually `model.hidden_size`."""
+    """Model width in NoamAnnealing's scale; usually `model.hidden_size`."""
     min_lr: float = Field(0.0, ge=0)
     """Final learning rate."""
     max_steps: int | None = Field(None, ge=1)
@@ -76,45 +75,45 @@ class OptimBlock(Block):
         "muon",
         "sgd",
     ] = "adamw"
-    """`adamw` and NeMo's names of its fused and distributed forms; `adafactor`; `muon` (AdamW for embeddings, head,
-    norms and biases); `sgd`."""
+    """`adamw` (also under NeMo's names for fused and distributed variants); `adafactor`; `muon` (AdamW for embeddings,
+    head, norms and biases); `sgd`."""
     lr: float = Field(2e-4, gt=0)
     """Peak learning rate."""
     weight_decay: float = Field(0.01, ge=0)
-    """Decoupled weight decay (sgd: added to the gradient), for matrices and tables; never for biases and norms (but
+    """Decoupled weight decay (sgd: added to the gradient) for matrices and embeddings; never for biases and norms (but
     see `model.do_layer_norm_weight_decay`)."""
     betas: list[Decay] = Field([0.9, 0.98], min_length=2, max_length=2)
-    """adamw, muon: decay of the running mean and of the running square."""
+    """adamw, muon: decay rates of the first and second moment."""
     eps: Small | Annotated[list[Small], Field(min_length=2, max_length=2)] | None = None
-    """adamw, muon: added to the root of the running square; null: 1e-8. adafactor: two values, added to squared
-    gradients and the least size of a weight; null: [1e-30, 1e-3]."""
+    """adamw, muon: added to the square root of the second moment; null: 1e-8. adafactor: two values, added to squared
+    gradients and the minimum RMS of a parameter; null: [1e-30, 1e-3]."""
     momentum: Decay | None = None
-    """sgd, muon: decay of the momentum; null: 0 for sgd, 0.95 for muon."""
+    """sgd, muon: momentum factor; null: 0 for sgd, 0.95 for muon."""
     nesterov: bool | None = None
-    """sgd, muon: Nesterov's form of momentum; null: False for sgd, True for muon."""
+    """sgd, muon: Nesterov momentum; null: False for sgd, True for muon."""
     clip_threshold: float = Field(1.0, gt=0)
-    """adafactor: the root mean square of a step, before the learning rate, is at most this."""
+    """adafactor: maximum RMS of an update before the learning rate is applied."""
     decay_rate: float = Field(-0.8, ge=-1, lt=0)
-    """adafactor: the decay of the running squares at step t is 1 - t ** decay_rate."""
+    """adafactor: the decay rate of the second moment at step t is 1 - t ** decay_rate."""
     beta1: Decay | None = None
-    """adafactor: decay of a running mean of the steps; null keeps none, which saves its memory."""
+    """adafactor: decay rate of the first moment; null: no first moment, which saves its memory."""
     scale_parameter: bool | None = None
-    """adafactor, adamw: multiply the learning rate of a weight by its root mean square, at least 1e-3 (adafactor: the
-    second `eps`); null: True for adafactor, False for adamw. With adamw it is nanoT5's AdamWScale."""
+    """adafactor, adamw: scale the learning rate of each parameter by its RMS, at least 1e-3 (adafactor: the second
+    `eps`); null: True for adafactor, False for adamw. With adamw this is nanoT5's AdamWScale."""
     relative_step: bool = False
-    """adafactor: take the learning rate from the step, 1 / sqrt(step) but at most 0.01, not from `lr` and `sched`."""
+    """adafactor: use the learning rate 1 / sqrt(step), at most 0.01, instead of `lr` and `sched`."""
     warmup_init: bool = False
-    """adafactor: with `relative_step`, warm up as 1e-6 * step."""
+    """adafactor: with `relative_step`, warm up with 1e-6 * step."""
     ns_steps: int = own(5, ge=1, le=20)
     """muon: Newton-Schulz iterations."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = own("match_rms_adamw")
-    """muon: `match_rms_adamw` makes steps as large as AdamW's, so one `lr` serves all parameters; `original` is
-    sqrt(rows / columns) for tall matrices."""
+    """muon: update scale. `match_rms_adamw` matches the RMS of AdamW's updates, so one `lr` fits all parameters;
+    `original` is sqrt(rows / columns) for tall matrices."""
     sched: SchedBlock = nested(SchedBlock)
     """Learning-rate schedule."""
 
 
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"betas": None, "eps": 1e-8, "scale_parameter": False},
     "sgd": {"momentum": 0.0, "nesterov": False},
     "adafactor": {
@@ -133,21 +132,21 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "adjust_lr_fn": None,
     },
 }
-"""For each kind of optimizer the keys that act, with what null means where it means a value."""
+"""Keys that act for each kind of optimizer, with the value that null stands for (None: the key's own default)."""
 
 RELATIVE_STEP_KEYS = ("relative_step", "warmup_init")
-"""Keys of adafactor that choose the schedule."""
+"""Keys of adafactor that replace the schedule."""
 
 
 def optimizer_kind(name: str) -> str:
-    """The optimizer that a name means: NeMo's fused and distributed ones are AdamW."""
-    return name if name in _DEFAULTS else "adamw"
+    """Return the optimizer behind `name`; NeMo's fused and distributed variants are AdamW."""
+    return name if name in _SETTINGS else "adamw"
 
 
 def optimizer_settings(optim: OptimBlock) -> dict[str, Any]:
-    """The keys that act for the chosen optimizer alone, by name, with values in the place of nulls."""
+    """Return the settings specific to the chosen optimizer, by key, with nulls replaced by their defaults."""
     settings: dict[str, Any] = {}
-    for key, default in _DEFAULTS[optimizer_kind(optim.name)].items():
+    for key, default in _SETTINGS[optimizer_kind(optim.name)].items():
         value = getattr(optim, key)
         settings[key] = default if value is None else value
     return settings

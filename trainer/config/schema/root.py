@@ -1,6 +1,6 @@
-"""The whole configuration: `name`, `env_vars`, `trainer`, `exp_manager` and `model`, each key that acts.
+"""Schema of the configuration: every key that acts, below `name`, `env_vars`, `trainer`, `exp_manager` and `model`.
 
-Keys that do not act (not yet, refused, historical) are in `key_table.py`; together they are every key stoker knows.
+Keys that do not act (not yet, refused, historical) are in `key_table.py`; together they are all known keys.
 """
 
 from __future__ import annotations
@@ -23,72 +23,73 @@ RampUpBatchSize = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=
 
 
 class RunKeys(Block):
-    """What `model.*` holds in every family besides the model itself: its batches, its data and its optimizer."""
+    """Keys of `model.*` in every family besides the architecture: batches, data, optimizer and parallelism."""
 
     family: Family = own("gpt")
-    """Which model the keys describe; left out: that which a NeMo file tells by its keys, else `gpt`."""
+    """Model family; by default inferred from the keys of a NeMo file, else `gpt`."""
     restore_from_path: Text | None = None
-    """Begin with the weights of this checkpoint, of the newest one of this run directory, or of this folder of Hugging
-    Face's, at step 0: a model of the same shape and tokenizer, which `stoker finetune` takes from there. A run that
-    resumes goes on from its own."""
+    """Pretrained weights to start from, at step 0: a checkpoint, the newest checkpoint of a run directory, or a Hugging
+    Face folder. Shape and tokenizer must match; `stoker finetune` reads them from there. A resumed run loads its own
+    checkpoint instead."""
     micro_batch_size: int = Field(4, ge=1)
-    """Samples that go through the model at once, per device."""
+    """Samples per device and forward pass."""
     global_batch_size: int = Field(8, ge=1)
-    """Samples per optimizer step, over all devices: gradients accumulate over global / (micro * devices) batches."""
+    """Samples per optimizer step over all devices; gradients accumulate over global / (micro * devices) micro
+    batches."""
     rampup_batch_size: RampUpBatchSize | None = None
-    """`[start, increment, samples]`: the global batch starts at `start` samples and grows by `increment` at equal
-    intervals until `samples` samples are consumed; null: it is always `global_batch_size`."""
+    """`[start, increment, samples]`: the global batch size starts at `start` and grows by `increment` at equal
+    intervals until `samples` samples are consumed; null: `global_batch_size` from the start."""
     fsdp: bool = False
-    """Cut the parameters over all processes (FSDP2); False: each process has them all."""
+    """Shard the parameters over all processes (FSDP2); False: replicate them."""
     fsdp_sharding_strategy: Literal["full", "hybrid", "grad"] = "full"
-    """`full`: weights are gathered layer by layer (ZeRO-3). `grad`: they stay whole during a micro batch (ZeRO-2).
-    `hybrid`: as `full` inside groups of `fsdp_shard_size` processes, which hold copies of each other."""
+    """`full`: gather parameters layer by layer (ZeRO-3). `grad`: keep them gathered during a micro batch (ZeRO-2).
+    `hybrid`: as `full` within groups of `fsdp_shard_size` processes, replicated across groups."""
     fsdp_shard_size: int | None = own(None, ge=2)
-    """Processes that share one copy of the parameters with `hybrid`; null: those of one machine."""
+    """Size of a sharding group with `hybrid`; null: the processes of one node."""
     fsdp_grad_reduce_dtype: Literal[32, "32", "fp32", "bf16"] = "fp32"
-    """In which gradients of bf16 weights are summed over several processes, sharded or not."""
+    """Dtype in which gradients of bf16 weights are reduced over processes, sharded or replicated."""
     megatron_amp_O2: bool = True  # noqa: N815
-    """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer, False fp32 weights and autocast."""
+    """With bf16: True keeps bf16 weights and fp32 main weights in the optimizer; False fp32 weights with autocast."""
     cpu_offloading_optimizer: bool = own(False)
-    """Keep the optimizer's state and main weights in pinned host memory: 12 bytes per parameter with AdamW and bf16.
-    They go through the GPU during each update, to the same results; the host link decides how long it takes."""
+    """Keep optimizer state and main weights in pinned host memory: 12 bytes per parameter with AdamW and bf16. Each
+    update copies them through the GPU, with identical results; its time depends on the host link."""
     enable_cuda_graph: bool | None = None
-    """Record forward and backward of a micro batch as a CUDA graph and launch them at once: for small models, which
-    keep the host busier than the GPU. One process; validation takes memory beside it. null: wherever it can be had,
-    and where a recording fails, the run goes on without. True: or else the run is refused."""
+    """Capture forward and backward of a micro batch as a CUDA graph: for small models that are limited by kernel
+    launches. One process; validation needs additional memory. null: if supported, falling back to eager execution if
+    the capture fails. True: raise an error instead."""
     do_layer_norm_weight_decay: bool = False
     """Apply weight decay to norm weights too."""
     tokenizer: TokenizerBlock = nested(TokenizerBlock)
-    """Text to token ids."""
+    """Tokenizer."""
     data: DataBlock = nested(DataBlock)
-    """Where samples come from."""
+    """Datasets and training objective."""
     optim: OptimBlock = nested(OptimBlock)
     """Optimizer and schedule."""
     peft: PeftKeys = nested(PeftKeys)
-    """Fine-tuning with few parameters: the weights of `restore_from_path` are frozen."""
+    """Parameter-efficient fine-tuning: the weights of `restore_from_path` are frozen."""
     memory_profile: MemoryProfileBlock = nested(MemoryProfileBlock)
-    """A record of the GPU's memory."""
+    """Record of GPU memory allocations."""
 
 
 class ModelBlock(RunKeys, GPTKeys):
-    """`model.*` of a GPT: the model, its batches, its data and its optimizer."""
+    """`model.*` of a GPT: architecture, batches, data and optimizer."""
 
     answer_only_loss: bool | None = None
-    """Fine-tuning: True (and null) predicts the answers alone, False prompts too."""
+    """Fine-tuning: True (and null) computes the loss on answers only, False on prompts too."""
 
 
 class T5ModelBlock(RunKeys, T5Keys):
-    """`model.*` of a T5: the model, its batches, its data and its optimizer."""
+    """`model.*` of a T5: architecture, batches, data and optimizer."""
 
     family: Family = own("t5")
-    """Which model the keys describe; left out: that which a NeMo file tells by its keys, else `gpt`."""
+    """Model family; by default inferred from the keys of a NeMo file, else `gpt`."""
 
 
 class BertModelBlock(RunKeys, BertKeys):
-    """`model.*` of a BERT: the model, its batches, its data and its optimizer."""
+    """`model.*` of a BERT: architecture, batches, data and optimizer."""
 
     family: Family = own("bert")
-    """Which model the keys describe; left out: that which a NeMo file tells by its keys, else `gpt`."""
+    """Model family; by default inferred from the keys of a NeMo file, else `gpt`."""
 
 
 AnyModelBlock = ModelBlock | T5ModelBlock | BertModelBlock
@@ -96,7 +97,7 @@ MODEL_BLOCKS: dict[Family, type[AnyModelBlock]] = {"gpt": ModelBlock, "t5": T5Mo
 
 
 def family_of(model: Any) -> Family:
-    """The family of a `model` block, as plain data or typed; one that names none, or no known one, is a GPT."""
+    """Return the family of a `model` block, plain or typed; `gpt` if it names none or an unknown one."""
     named = model.get("family") if isinstance(model, dict) else getattr(model, "family", None)
     known: dict[Any, Family] = {family: family for family in FAMILIES}
     return known.get(named, "gpt") if isinstance(named, str) else "gpt"
@@ -108,13 +109,13 @@ class RootBlock(Block):
     name: Text = "stoker"
     """Name of the run."""
     env_vars: dict[str, str | int | float | bool] = Field(default={})
-    """Environment variables for the training processes; a contradiction with the caller's environment is an error."""
+    """Environment variables of the training processes; a conflict with the caller's environment is an error."""
     trainer: TrainerBlock = nested(TrainerBlock)
-    """Where and how long to train."""
+    """Devices, precision and length of training."""
     exp_manager: ExpManagerBlock = nested(ExpManagerBlock)
-    """Where a run writes and what it logs."""
+    """Run directory, checkpoints and loggers."""
     model: Annotated[
         Annotated[ModelBlock, Tag("gpt")] | Annotated[T5ModelBlock, Tag("t5")] | Annotated[BertModelBlock, Tag("bert")],
         Discriminator(family_of),
     ] = nested(ModelBlock)
-    """The model, its batches, its data and its optimizer."""
+    """Architecture, batches, data and optimizer."""

@@ -1,9 +1,9 @@
-"""Samples drawn from several sets by weight, on a schedule that follows the weights as closely as is possible.
+"""Samples of several datasets blended by weight, on a schedule that follows the weights as closely as possible.
 
-Megatron takes the set that is furthest behind its weight, sample by sample. Here the schedule is the one of Tijdeman
-1980, "The chairman assignment problem" (Discrete Mathematics 32), so that at every position every set is less than one
-sample away from its weight, whatever the weights are. It repeats after a period in which each set gets a whole number
-of samples, so a position is looked up in one period and nothing grows with the length of a run.
+Megatron greedily takes the dataset that is furthest behind its weight. Here the schedule is that of Tijdeman 1980, "The
+chairman assignment problem" (Discrete Mathematics 32), which keeps every dataset less than one sample away from its
+weight at every position, for any weights. It repeats after a period in which each dataset has a whole number of
+samples, so positions are looked up in one period and nothing grows with the length of a run.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from .samples import Batch, Samples, positions_of
 from .seq2seq import FieldSamples, NamedTensors
 
 MAX_PERIOD = 1_000_000
-"""Weights whose exact period is longer are rounded to millionths of their sum."""
+"""Weights with a longer exact period are rounded to millionths of their sum."""
 MAX_SETS = 10_000
 
 
 class Interleave:
-    """Position of a sample to its data set and its position there, in constant time.
+    """Map the position of a sample to a dataset and the position there, in constant time.
 
     Args:
-        weights: one per set, positive and finite; only their proportions count. A weight means the decimal number that
-            it is printed as: 0.1 is a tenth.
+        weights: one per dataset, positive and finite; only their proportions count. A weight means the decimal number
+            that it is printed as: 0.1 is a tenth.
 
     Attributes:
         shares: the proportions that the schedule follows exactly, summing to 1.
-        period: samples after which the order of the sets repeats.
+        period: samples after which the schedule repeats.
 
     Raises:
         ValueError: no weight, too many, or one that is not positive and finite.
@@ -47,40 +47,38 @@ class Interleave:
             raise ValueError(f"`weights` ({len(weights)}) must be 1 to {MAX_SETS} numbers")
         for weight in weights:
             if not (math.isfinite(weight) and weight > 0):
-                raise ValueError(
-                    f"`weights` ({weight}) must be positive and finite; leave out a set that counts nothing"
-                )
-        counts = _whole_numbers([Fraction(str(weight)) for weight in weights])
+                raise ValueError(f"`weights` ({weight}) must be positive and finite; remove a dataset of weight 0")
+        counts = _integer_proportions([Fraction(str(weight)) for weight in weights])
         self.period = sum(counts)
         self.shares = tuple(Fraction(count, self.period) for count in counts)
         self._counts = np.array(counts, np.int64)
         self._sets = _schedule(counts)
-        self._ranks = _ranks(self._sets, self._counts)
+        self._occurrence_ranks = _occurrence_ranks(self._sets, self._counts)
 
     def at(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the samples at positions `first` to `first + count - 1` come from.
+        """Map the positions `first` to `first + count - 1`.
 
         Returns:
-            The set of each sample, int64 [count], and its position among the samples of that set, int64 [count].
+            The dataset of each sample, int64 [count], and its position in that dataset, int64 [count].
         """
-        turns, places = np.divmod(positions_of(first, count), self.period)
-        sets = self._sets[places].astype(np.int64)
-        return sets, turns * self._counts[sets] + self._ranks[places]
+        periods, offsets = np.divmod(positions_of(first, count), self.period)
+        sets = self._sets[offsets].astype(np.int64)
+        return sets, periods * self._counts[sets] + self._occurrence_ranks[offsets]
 
 
 class BlendedSamples:
-    """Endless training samples out of several sets, by weight; each set is taken in its own order, epoch after epoch.
+    """Endless training samples of several datasets, by weight; each is read in its own order, epoch after epoch.
 
     Args:
-        parts: the samples of each set, of one sequence length, endless.
-        weights: one per set; see `Interleave`.
+        parts: the endless samples of each dataset, of one sequence length.
+        weights: one per dataset; see `Interleave`.
 
     Attributes:
-        sequence_length: s, tokens in a sample.
-        samples: as many as all sets have together; a set with more than its part of the weights repeats sooner.
+        sequence_length: S, tokens in a sample.
+        samples: sum over all datasets; a dataset with more than its share of the weights repeats sooner.
 
     Raises:
-        ValueError: weights that do not fit the sets, or sets of different sequence lengths.
+        ValueError: the weights do not match the datasets, or sequence lengths differ.
     """
 
     def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
@@ -95,19 +93,19 @@ class BlendedSamples:
         self.samples = sum(part.samples for part in parts)
 
     def batch(self, first: int, count: int) -> Batch:
-        """The samples at positions `first` to `first + count - 1` of training, counted from 0."""
-        drawn, back = _drawn(self.parts, self.interleave, first, count)
-        tokens = torch.cat([batch.tokens for batch in drawn])[back]
-        labels = torch.cat([batch.labels for batch in drawn])[back]
+        """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
+        batches, order = _read_datasets(self.parts, self.interleave, first, count)
+        tokens = torch.cat([batch.tokens for batch in batches])[order]
+        labels = torch.cat([batch.labels for batch in batches])[order]
         return Batch(tokens, labels)
 
 
 class BlendedFields:
-    """`BlendedSamples` of samples whose batches are tensors by name; all have the same names.
+    """`BlendedSamples` for samples whose batches are dicts of tensors, with the same keys.
 
     Args:
-        parts: the samples of each set, endless.
-        weights: one per set; see `Interleave`.
+        parts: the endless samples of each dataset.
+        weights: one per dataset; see `Interleave`.
     """
 
     def __init__(self, parts: Sequence[FieldSamples], weights: Sequence[float]) -> None:
@@ -117,9 +115,9 @@ class BlendedFields:
         self.samples = sum(part.samples for part in parts)
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1` of training, counted from 0."""
-        drawn, back = _drawn(self.parts, self.interleave, first, count)
-        return {name: torch.cat([batch[name] for batch in drawn])[back] for name in drawn[0]}
+        """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
+        batches, order = _read_datasets(self.parts, self.interleave, first, count)
+        return {name: torch.cat([batch[name] for batch in batches])[order] for name in batches[0]}
 
 
 BatchT = TypeVar("BatchT", covariant=True)
@@ -129,32 +127,32 @@ class _Part(Protocol[BatchT]):
     def batch(self, first: int, count: int) -> BatchT: ...
 
 
-def _drawn(
+def _read_datasets(
     parts: Sequence[_Part[BatchT]], interleave: Interleave, first: int, count: int
 ) -> tuple[list[BatchT], Tensor]:
-    """What each set gives to a batch, set by set, and where the rows of the batch lie in that."""
+    """Return one batch per dataset, and the index that restores the order of the samples."""
     sets, positions = interleave.at(first, count)
     by_set = np.argsort(sets, kind="stable")
-    # The samples of one set follow each other in it, so each set is asked once.
+    # The samples of a dataset within a batch are consecutive in it, so each dataset is read once.
     used, begins, counts = np.unique(sets[by_set], return_index=True, return_counts=True)
-    drawn = [
-        parts[number].batch(position, taken)
-        for number, position, taken in zip(
+    batches = [
+        parts[number].batch(position, length)
+        for number, position, length in zip(
             used.tolist(), positions[by_set[begins]].tolist(), counts.tolist(), strict=True
         )
     ]
-    return drawn, torch.from_numpy(np.argsort(by_set))
+    return batches, torch.from_numpy(np.argsort(by_set))
 
 
-def _whole_numbers(weights: list[Fraction]) -> list[int]:
-    """The smallest whole numbers in these proportions, or the nearest ones that sum to `MAX_PERIOD`; none is 0."""
+def _integer_proportions(weights: list[Fraction]) -> list[int]:
+    """Return the smallest integers in these proportions, or the nearest that sum to `MAX_PERIOD`; none is 0."""
     total = sum(weights)
     scale = math.lcm(*((weight / total).denominator for weight in weights))
     if scale <= MAX_PERIOD:
         return [int(weight / total * scale) for weight in weights]
     exact = [weight / total * MAX_PERIOD for weight in weights]
     counts = [max(1, math.floor(count)) for count in exact]
-    # Largest remainders first, as seats are given out; sets raised to 1 take theirs from the largest set.
+    # Largest remainder method; counts raised to 1 are taken from the largest one.
     by_remainder = sorted(range(len(exact)), key=lambda i: exact[i] - counts[i], reverse=True)
     missing = MAX_PERIOD - sum(counts)
     for i in by_remainder[: max(0, missing)]:
@@ -164,12 +162,12 @@ def _whole_numbers(weights: list[Fraction]) -> list[int]:
 
 
 def _schedule(counts: list[int]) -> NDArray[np.uint16]:
-    """The set of each position of one period, [sum(counts)].
+    """Return the dataset of each position of one period, [sum(counts)].
 
-    With n sets, delta = 1 / (2n - 2) and share w, the k-th sample of a set (from 1) may not come before step
-    (k - 1 + delta) / w, or the set would be 1 - delta ahead, and not after step (k - delta) / w + 1, or it would have
-    been as far behind. Tijdeman proves that all these windows can be met; taking the earliest deadline among the open
-    windows then meets them. All in whole numbers, so that every machine finds the same schedule.
+    With n datasets, delta = 1 / (2n - 2) and share w, the k-th sample of a dataset (from 1) may not come before step
+    (k - 1 + delta) / w, or the dataset would be 1 - delta ahead, and not after step (k - delta) / w + 1, or it would
+    have been as far behind. Tijdeman proves that all these windows can be met; taking the earliest deadline among the
+    open windows then meets them. Integer arithmetic makes the schedule the same on every machine.
     """
     period, sets = sum(counts), len(counts)
     if sets == 1:
@@ -180,22 +178,22 @@ def _schedule(counts: list[int]) -> NDArray[np.uint16]:
         share = grid * counts[number]
         return -(-((k - 1) * grid + 1) * period // share), (k * grid - 1) * period // share + 1
 
-    opens = [(window(number, 1)[0], number, 1) for number in range(sets)]
-    heapq.heapify(opens)
-    due: list[tuple[int, int, int]] = []
+    waiting = [(window(number, 1)[0], number, 1) for number in range(sets)]
+    heapq.heapify(waiting)
+    deadlines: list[tuple[int, int, int]] = []
     schedule = np.empty(period, np.uint16)
     for step in range(1, period + 1):
-        while opens and opens[0][0] <= step:
-            _, number, k = heapq.heappop(opens)
-            heapq.heappush(due, (window(number, k)[1], number, k))
-        _, number, k = heapq.heappop(due)
+        while waiting and waiting[0][0] <= step:
+            _, number, k = heapq.heappop(waiting)
+            heapq.heappush(deadlines, (window(number, k)[1], number, k))
+        _, number, k = heapq.heappop(deadlines)
         schedule[step - 1] = number
-        heapq.heappush(opens, (window(number, k + 1)[0], number, k + 1))
+        heapq.heappush(waiting, (window(number, k + 1)[0], number, k + 1))
     return schedule
 
 
-def _ranks(schedule: NDArray[np.uint16], counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """How often the set of each position came before it in the period, [period]."""
+def _occurrence_ranks(schedule: NDArray[np.uint16], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return how often the dataset of each position occurs before it in the period, [period]."""
     by_set = np.argsort(schedule, kind="stable")
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     ranks = np.empty(len(schedule), np.int32)

@@ -1,6 +1,7 @@
-"""Which document of its sample each token belongs to: what keeps the documents of one sample apart.
+"""Document indices of the tokens of a sample, which keep its documents apart.
 
-A sample is cut out of a row of documents, so it may hold the end of one, some whole ones and the beginning of another.
+A sample is cut out of a stream of documents, so it may contain the end of one, some whole ones and the start of
+another.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from .samples import Batch, Samples
 
 
 def document_numbers(tokens: Tensor, eos_id: int) -> Tensor:
-    """The number of each token's document within its sample: 0, 0, 0, 1, 1, ...
+    """Return the document index of each token within its sample: 0, 0, 0, 1, 1, ...
 
-    The end token belongs to the document that it ends, as in Megatron's `reset_position_ids` and
+    The EOS token belongs to the document that it ends, as in Megatron's `reset_position_ids` and
     `reset_attention_mask`; the token after it is the first of the next document.
 
     Args:
-        tokens: int64 [count, s].
+        tokens: int64 [B, S].
         eos_id: the token that ends a document.
 
     Returns:
-        int32 [count, s], from 0, never falling along a sample.
+        int32 [B, S], from 0, non-decreasing along S.
     """
     ends = (tokens == eos_id).to(torch.int32)
     return ends.cumsum(dim=1, dtype=torch.int32) - ends
 
 
 class NumberedDocuments:
-    """Samples with the number of each token's document: `Batch.documents`.
+    """Samples with the document index of each token in `Batch.documents`.
 
-    It works on the tokens alone, so for samples of any source that ends its documents with an end token.
+    Only the tokens are inspected, so it works for samples of any source that ends documents with an EOS token.
 
     Args:
         samples: the samples.
@@ -49,10 +50,10 @@ class NumberedDocuments:
 
     @property
     def samples(self) -> int:
-        """How many there are before they repeat or end."""
+        """Samples per epoch, or in total."""
         return self.unnumbered.samples
 
     def batch(self, first: int, count: int) -> Batch:
-        """The samples at positions `first` to `first + count - 1`."""
+        """Return the samples at positions `first` to `first + count - 1`."""
         batch = self.unnumbered.batch(first, count)
         return batch._replace(documents=document_numbers(batch.tokens, self._eos_id))

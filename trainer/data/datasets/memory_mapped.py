@@ -1,4 +1,4 @@
-"""Samples from memory-mapped tokens: documents in a new order every epoch, cut into sequences across their borders."""
+"""Samples from memory-mapped token ids: shuffled documents, cut into windows across their boundaries."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .samples import IGNORED_LABEL, Batch, philox, positions_of, shifted
 from .shuffle import in_order, shuffled
 
 _EPOCHS_KEPT = 2
-"""A sample at the end of an epoch goes on into the next."""
+"""A sample at the end of an epoch continues in the next."""
 
 
 class TokenRange:
-    """Documents `first` to `last - 1` of an indexed set, which lie in one piece.
+    """Documents `first` to `last - 1` of an indexed dataset; their tokens are contiguous.
 
     Args:
-        reader: the set.
+        reader: the dataset.
         first, last: documents.
-        vocab_size: ids must be below it; they are checked as they are read, so that a wrong tokenizer never trains.
+        vocab_size: ids must be below it; checked whenever they are read, so that a wrong tokenizer is never trained on.
 
     Attributes:
-        begin, tokens: where the documents begin in `reader.ids`, and how many tokens they have.
+        begin, tokens: offset of the documents in `reader.ids`, and their number of tokens.
     """
 
     def __init__(self, reader: IndexedReader, first: int, last: int, vocab_size: int) -> None:
@@ -43,10 +43,10 @@ class TokenRange:
             self.begin = self.tokens = 0
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Ids `begin` to `end - 1`, counted from the beginning of the set.
+        """Return ids `begin` to `end - 1`, counted from the start of the dataset.
 
         Raises:
-            UserError: one is not in the vocabulary.
+            UserError: an id is not in the vocabulary.
         """
         ids = self.reader.ids[begin:end]
         check_ids(ids, self.vocab_size, self.reader, begin)
@@ -54,10 +54,10 @@ class TokenRange:
 
 
 def check_ids(ids: NDArray[Any], vocab_size: int, reader: IndexedReader, begin: int) -> None:
-    """Refuse ids that the vocabulary does not have; `begin` is the position of the first one in the set.
+    """Check that ids are in the vocabulary; `begin` is the position of the first one in the dataset.
 
     Raises:
-        UserError: one line with the set, the id and its position.
+        UserError: one is not; the message gives the dataset, the id and its position.
     """
     unsigned = ids.dtype.kind == "u"
     if len(ids) and not (ids.max() < vocab_size and (unsigned or ids.min() >= 0)):
@@ -71,19 +71,19 @@ def check_ids(ids: NDArray[Any], vocab_size: int, reader: IndexedReader, begin: 
 class MappedTraining:
     """Endless samples of a range of documents, by position.
 
-    The epochs lie one behind the other in one endless row of tokens, each with its documents in an order of its own.
-    The row is cut into windows of s tokens whose labels are the tokens one further on, so each token is a label exactly
-    once per epoch (but for the very first). A window belongs to the epoch in which it begins; the windows of an epoch
-    are visited in random order. Position p is of epoch p * s // tokens.
+    The epochs are concatenated into one endless token stream, each with its documents in a new permutation. The stream
+    is cut into windows of S tokens whose labels are the next tokens, so each token is a label exactly once per epoch
+    (except the very first). A window belongs to the epoch in which it begins; the windows of an epoch are in random
+    order. Position p belongs to epoch p * S // tokens.
 
     Args:
         source: the documents; at least one token.
-        sequence_length: s, tokens in a sample.
-        seed: chooses the orders.
-        part: keeps the sets of a blend apart.
-        shuffle_documents: False keeps the order of the file; the windows are still visited in random order.
-        cache: keeps the orders.
-        cache_key: what names the tokens, such as their hash.
+        sequence_length: S, tokens in a sample.
+        seed: of the permutations.
+        part: random stream of the dataset in a blend.
+        shuffle_documents: False keeps the order of the file; the windows are still in random order.
+        cache: stores the index arrays.
+        cache_key: identifies the tokens, such as their hash.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MappedTraining:
         self._epochs: dict[int, Arrays] = {}
 
     def batch(self, first: int, count: int) -> Batch:
-        """The samples at positions `first` to `first + count - 1` of training, counted from 0."""
+        """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
         windows = np.empty((count, self.sequence_length + 1), np.int64)
         for row, position in enumerate(positions_of(first, count)):
             self._fill(windows[row], int(position))
@@ -136,10 +136,10 @@ class MappedTraining:
         return -(-epoch * self.source.tokens // self.sequence_length)
 
     def _epoch(self, epoch: int) -> Arrays:
-        """What says where the windows of an epoch lie.
+        """Return the index arrays of an epoch.
 
-        `order`: the documents, [documents]. `starts`: rank in that order of the document in which each window begins,
-        and the offset in it, int64 [windows, 2]. `visit`: the windows in the order of visit, [windows].
+        `order`: the documents in order, [documents]. `starts`: rank of the document in which each window begins, and
+        the offset in it, int64 [windows, 2]. `visit`: the windows in sampling order, [windows].
         """
         if epoch not in self._epochs:
             windows = self._first_window(epoch + 1) - self._first_window(epoch)
@@ -154,9 +154,9 @@ class MappedTraining:
                 "epoch": epoch,
             }
             layout = {
-                "order": (_number_dtype(self.source.documents), (self.source.documents,)),
+                "order": (_index_dtype(self.source.documents), (self.source.documents,)),
                 "starts": (np.dtype(np.int64), (windows, 2)),
-                "visit": (_number_dtype(windows), (windows,)),
+                "visit": (_index_dtype(windows), (windows,)),
             }
             arrays = self._cache.arrays(key, layout, lambda: self._make_epoch(epoch, windows))
             while len(self._epochs) >= _EPOCHS_KEPT:
@@ -165,7 +165,7 @@ class MappedTraining:
         return self._epochs[epoch]
 
     def _make_epoch(self, epoch: int, windows: int) -> Iterator[tuple[str, NDArray[Any]]]:
-        """The rows of the arrays of an epoch, piece by piece."""
+        """Yield the rows of the index arrays of an epoch, in chunks."""
         documents = self.source.documents
         if self._shuffles:
             orders = shuffled(lambda: philox(self._seed, epoch, 2 * self._part), documents)
@@ -186,20 +186,20 @@ class MappedTraining:
             yield "visit", visit
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker makes the orders again, or maps them from the cache: they may be larger than everything else.
+        # A worker rebuilds the index arrays, or maps them from the cache: they may be larger than all other state.
         return {**self.__dict__, "_epochs": {}}
 
 
 class MappedEvaluation:
     """Ranges of tokens cut into consecutive windows: each token but the first of a range is a label exactly once.
 
-    As with `EvaluationWindows` the order of all windows is shuffled once and for all, whatever the seed of the run, so
-    that the first k are a fair sample of everything.
+    As in `EvaluationWindows` all windows are in a fixed random order, independent of the seed of the run, so that the
+    first k are a fair sample of the whole.
 
     Args:
-        sources: what to evaluate on; ranges of fewer than two tokens have nothing to predict.
-        sequence_length: s, tokens in a sample.
-        pad_id: fills the last window of each range; its labels are ignored.
+        sources: the ranges; those of fewer than two tokens are ignored.
+        sequence_length: S, tokens in a sample.
+        pad_id: pads the last window of each range; its labels are ignored.
 
     Raises:
         ValueError: no range has two tokens.
@@ -217,7 +217,7 @@ class MappedEvaluation:
         self._order: NDArray[np.int64] | None = None
 
     def batch(self, first: int, count: int) -> Batch:
-        """The windows `first` to `first + count - 1`; positions past the end give rows of ignored padding."""
+        """Return the windows `first` to `first + count - 1`; positions past the end are padding with ignored labels."""
         if self._order is None:
             self._order = np.argsort(philox(0, 0).random_raw(self.samples), kind="stable")
         positions = positions_of(first, count)
@@ -239,11 +239,11 @@ class MappedEvaluation:
 
 
 class MappedDocuments:
-    """The documents of some ranges, one after the other, without their end tokens: `pieces.Documents`.
+    """The documents of some ranges, concatenated, without their EOS tokens; implements `pieces.Documents`.
 
     Args:
         sources: the ranges.
-        eos_id: the end token.
+        eos_id: the EOS token.
     """
 
     def __init__(self, sources: Sequence[TokenRange], eos_id: int | None) -> None:
@@ -252,19 +252,19 @@ class MappedDocuments:
         self._ends = np.cumsum([source.documents for source in self._sources])
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document, without an end token."""
+        """Return the tokens of each document, without EOS."""
         lengths: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
         for source in self._sources:
             reader = source.reader
             starts = reader.document_starts(source.first, source.first + source.documents)
-            of_source = np.diff(starts)
-            filled = np.flatnonzero(of_source)
-            of_source[filled] -= reader.ids[starts[1:][filled] - 1] == self._eos_id
-            lengths.append(of_source)
+            source_lengths = np.diff(starts)
+            nonempty = np.flatnonzero(source_lengths)
+            source_lengths[nonempty] -= reader.ids[starts[1:][nonempty] - 1] == self._eos_id
+            lengths.append(source_lengths)
         return np.concatenate(lengths)
 
     def read(self, document: int, begin: int, end: int) -> NDArray[Any]:
-        """Tokens `begin` to `end - 1` of a document."""
+        """Return tokens `begin` to `end - 1` of a document."""
         which = int(np.searchsorted(self._ends, document, side="right"))
         source = self._sources[which]
         within = document - (int(self._ends[which - 1]) if which else 0)
@@ -272,5 +272,5 @@ class MappedDocuments:
         return source.read(start + begin, start + end)
 
 
-def _number_dtype(count: int) -> np.dtype[Any]:
+def _index_dtype(count: int) -> np.dtype[Any]:
     return np.dtype(np.int32 if count < 1 << 31 else np.int64)

@@ -1,4 +1,4 @@
-"""Samples out of numbered pairs: one in each row, or several packed into one."""
+"""Samples of encoder-decoder pairs: one per row, or several packed into one."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from .seq2seq import PAIR_PART, NamedTensors, Pair, Shape, packed, padded
 
 
 class Pairs(Protocol):
-    """Pairs by number."""
+    """Random access to pairs by index."""
 
     def __len__(self) -> int: ...
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The most tokens each pair has on the encoder's and the decoder's side."""
+        """Return the maximum tokens of each pair on the encoder and decoder side."""
         ...
 
-    def pair(self, number: int, source: np.random.Philox) -> Pair:
-        """A pair; what is random in it is a function of the words of `source`."""
+    def pair(self, number: int, rng: np.random.Philox) -> Pair:
+        """Return a pair; all randomness comes from `rng`."""
         ...
 
 
 class Visit(NamedTuple):
-    """A row, in some epoch."""
+    """A row in an epoch."""
 
     epoch: int
     row: int
 
 
 class RowOrder:
-    """Which row lies at a position: all of them, in an order of its own every epoch.
+    """Map positions to rows, with a new permutation every epoch.
 
     Args:
-        rows: how many there are.
-        seed: chooses the orders; None: evaluation, which goes through them once, in the same order in all runs.
-        part: keeps the sets of a blend apart.
+        rows: number of rows.
+        seed: of the permutations; None for evaluation: a single pass in the same order for all runs.
+        part: random stream of the dataset in a blend.
     """
 
     def __init__(self, rows: int, seed: int | None, part: int = 0) -> None:
@@ -49,28 +49,28 @@ class RowOrder:
         self._epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def at(self, position: int) -> Visit | None:
-        """The row at a position; None past the end of an evaluation."""
-        epoch, place = divmod(position, self._rows)
+        """Return the row at a position; None past the end of an evaluation."""
+        epoch, index = divmod(position, self._rows)
         if self._seed is None and epoch > 0:
             return None
         if self._epoch is None or self._epoch[0] != epoch:
             words = philox(self._seed or 0, epoch, 2 * self._part).random_raw(self._rows)
             self._epoch = epoch, np.argsort(words, kind="stable")
-        return Visit(epoch, int(self._epoch[1][place]))
+        return Visit(epoch, int(self._epoch[1][index]))
 
 
 class PairSamples:
-    """Rows of pairs, by position.
+    """Rows of one or several pairs, by position.
 
-    Which pairs share a row is fixed. Training goes through all rows in an order of its own every epoch, and draws anew
-    what is random in a pair; evaluation goes through them once, in an order that is the same for all runs.
+    The assignment of pairs to rows is fixed. Training uses a new permutation of the rows and new random draws every
+    epoch; evaluation is a single pass in an order that is the same for all runs.
 
     Args:
         pairs: at least one; each fits into a row.
         shape: of the rows.
-        seed: chooses orders and draws; None: evaluation.
-        packs: several pairs in a row.
-        part: keeps the sets of a blend apart.
+        seed: of permutations and random draws; None for evaluation.
+        packs: pack several pairs into a row.
+        part: random stream of the dataset in a blend.
     """
 
     def __init__(self, pairs: Pairs, shape: Shape, seed: int | None, *, packs: bool, part: int = 0) -> None:
@@ -86,7 +86,7 @@ class PairSamples:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens on the encoder's side."""
+        """Tokens on the encoder side."""
         return self.shape.encoder
 
     @property
@@ -95,16 +95,16 @@ class PairSamples:
         return self.packing.rows
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1`."""
+        """Return the samples at positions `first` to `first + count - 1`."""
         rows: list[list[Pair]] = []
         for position in positions_of(first, count).tolist():
-            found = self._order.at(position)
-            numbers = [] if found is None else self.packing.row(found.row).tolist()
-            rows.append([self._pair(number, found.epoch if found else 0) for number in numbers])
+            visit = self._order.at(position)
+            indices = [] if visit is None else self.packing.row(visit.row).tolist()
+            rows.append([self._pair(number, visit.epoch if visit else 0) for number in indices])
         if self._packs:
             return packed(rows, self.shape)
         return padded([row[0] if row else None for row in rows], self.shape)
 
     def _pair(self, number: int, epoch: int) -> Pair:
-        draw = epoch * len(self.pairs) + number
-        return self.pairs.pair(number, philox(self._seed or 0, draw, PAIR_PART + 1 + self._part))
+        index = epoch * len(self.pairs) + number
+        return self.pairs.pair(number, philox(self._seed or 0, index, PAIR_PART + 1 + self._part))

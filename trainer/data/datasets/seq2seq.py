@@ -1,14 +1,14 @@
-"""Batches for models with an encoder and a decoder: pairs of token rows, padded to fixed lengths or packed.
+"""Batches for encoder-decoder models: pairs of token sequences, padded to fixed lengths or packed.
 
-A batch is a dict of tensors:
+A batch is a dict of tensors (B rows, S encoder tokens, T decoder tokens):
 
-    encoder_tokens     int64 [rows, s]
-    decoder_tokens     int64 [rows, t]: what is to be written, one place to the right; padding begins it, as in T5
-    labels             int64 [rows, t]: what is to be written, `IGNORED_LABEL` behind its end
-    encoder_padding    bool [rows, s], True for a token that is there; of rows that hold one pair each and may be short
-    encoder_documents  int32 [rows, s] and
-    decoder_documents  int32 [rows, t], of packed rows: the number of the pair within its row that a token belongs to;
-                       it never falls, and the padding at the end has a number of its own, the same on both sides
+    encoder_tokens     int64 [B, S]
+    decoder_tokens     int64 [B, T]: the targets shifted right by one; padding is the start token, as in T5
+    labels             int64 [B, T]: the targets, followed by `IGNORED_LABEL`
+    encoder_padding    bool [B, S], True for tokens, False for padding; only if rows hold one pair each and may be short
+    encoder_documents  int32 [B, S] and
+    decoder_documents  int32 [B, T], only for packed rows: the index of the pair within its row, non-decreasing;
+                       trailing padding gets its own index, the same on both sides
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .samples import IGNORED_LABEL, Samples, philox, positions_of
 
 NamedTensors = dict[str, Tensor]
 PAIR_PART = 1 << 20
-"""Keeps the draws that make pairs apart from those that order samples; see `philox`."""
+"""Random stream of the draws that make pairs, distinct from those that order samples; see `philox`."""
 
 
 class Pair(NamedTuple):
-    """What the encoder reads and the decoder writes, token ids with their end tokens; [n] and [m]."""
+    """Token ids of the encoder input, [n], and the decoder target, [m], each with its EOS token."""
 
     encoder: NDArray[Any]
     decoder: NDArray[Any]
 
 
 class FieldSamples(Protocol):
-    """Samples by position, as `Samples`, whose batches are tensors by name.
+    """Random access to samples by position, as `Samples`, with batches that are dicts of tensors.
 
     Attributes:
-        sequence_length: s, tokens in a sample; of the encoder where there are two sides.
-        samples: how many there are before they repeat (training) or end (evaluation).
+        sequence_length: S, tokens in a sample; of the encoder for encoder-decoder models.
+        samples: samples per epoch (training), or in total (evaluation).
     """
 
     @property
@@ -49,12 +49,12 @@ class FieldSamples(Protocol):
     def samples(self) -> int: ...  # noqa: D102
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1`, whatever was asked for before."""
+        """Return the samples at positions `first` to `first + count - 1`, independent of earlier calls."""
         ...
 
 
 class AnySamples(Protocol):
-    """Samples by position, with batches of whatever kind their task needs: `Batch`, or tensors by name."""
+    """Random access to samples by position, with batches of either kind: `Batch` or a dict of tensors."""
 
     @property
     def sequence_length(self) -> int: ...  # noqa: D102
@@ -62,17 +62,17 @@ class AnySamples(Protocol):
     def samples(self) -> int: ...  # noqa: D102
 
     def batch(self, first: int, count: int) -> Any:
-        """The samples at positions `first` to `first + count - 1`, whatever was asked for before."""
+        """Return the samples at positions `first` to `first + count - 1`, independent of earlier calls."""
         ...
 
 
 class Shape(NamedTuple):
-    """The size of every row.
+    """Size of every row.
 
     Attributes:
-        encoder: s, tokens on the encoder's side.
-        decoder: t, tokens on the decoder's side.
-        pad_id: fills up both, and begins the decoder's.
+        encoder: S, tokens on the encoder side.
+        decoder: T, tokens on the decoder side.
+        pad_id: pads both sides; also the decoder's start token.
     """
 
     encoder: int
@@ -80,66 +80,68 @@ class Shape(NamedTuple):
     pad_id: int
 
 
-def filled(encoder: NDArray[np.int64], written: NDArray[np.int64], shape: Shape) -> NamedTensors:
-    """A batch of pairs that fill the encoder's side.
+def filled(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: Shape) -> NamedTensors:
+    """Build a batch of pairs that fill the encoder side without padding.
 
     Args:
-        encoder: [rows, s].
-        written: what the decoder writes, [rows, up to t]; places of `IGNORED_LABEL` do not count.
+        encoder: [B, S].
+        targets: the decoder's targets, [B, up to T]; `IGNORED_LABEL` is excluded from the loss.
         shape: of the rows.
     """
-    rows, length = written.shape
+    rows, length = targets.shape
     labels = np.full((rows, shape.decoder), IGNORED_LABEL, np.int64)
-    labels[:, :length] = written
-    return _tensors(encoder_tokens=encoder, decoder_tokens=_shifted(labels, shape.pad_id), labels=labels)
+    labels[:, :length] = targets
+    return _tensors(encoder_tokens=encoder, decoder_tokens=_shift_right(labels, shape.pad_id), labels=labels)
 
 
 def padded(pairs: Sequence[Pair | None], shape: Shape) -> NamedTensors:
-    """A batch of one pair in each row, with padding behind both sides; None gives a row in which nothing counts."""
+    """Build a batch of one padded pair per row; None gives a row that is excluded from the loss."""
     encoder = np.full((len(pairs), shape.encoder), shape.pad_id, np.int64)
     labels = np.full((len(pairs), shape.decoder), IGNORED_LABEL, np.int64)
     present = np.zeros(encoder.shape, np.bool_)
     for row, pair in enumerate(pairs):
-        # A row without a single token would leave attention nothing to look at.
+        # An all-padding row would make the attention softmax undefined.
         present[row, : 1 if pair is None else len(pair.encoder)] = True
         if pair is not None:
             encoder[row, : len(pair.encoder)] = pair.encoder
             labels[row, : len(pair.decoder)] = pair.decoder
     return _tensors(
         encoder_tokens=encoder,
-        decoder_tokens=_shifted(labels, shape.pad_id),
+        decoder_tokens=_shift_right(labels, shape.pad_id),
         labels=labels,
         encoder_padding=present,
     )
 
 
 def packed(rows: Sequence[Sequence[Pair]], shape: Shape) -> NamedTensors:
-    """A batch of rows that hold several pairs each, one behind the other on both sides."""
+    """Build a batch of rows with several pairs each, concatenated on both sides."""
     encoder = np.full((len(rows), shape.encoder), shape.pad_id, np.int64)
     labels = np.full((len(rows), shape.decoder), IGNORED_LABEL, np.int64)
     decoder = np.full(labels.shape, shape.pad_id, np.int64)
-    of_encoder, of_decoder = np.empty(encoder.shape, np.int32), np.empty(labels.shape, np.int32)
+    encoder_documents, decoder_documents = np.empty(encoder.shape, np.int32), np.empty(labels.shape, np.int32)
     for row, pairs in enumerate(rows):
-        read, written = 0, 0
+        encoder_start, decoder_start = 0, 0
         for number, pair in enumerate(pairs):
-            read_to, written_to = read + len(pair.encoder), written + len(pair.decoder)
-            encoder[row, read:read_to] = pair.encoder
-            labels[row, written:written_to] = pair.decoder
-            decoder[row, written + 1 : written_to] = pair.decoder[:-1]
-            of_encoder[row, read:read_to] = of_decoder[row, written:written_to] = number
-            read, written = read_to, written_to
-        of_encoder[row, read:] = of_decoder[row, written:] = len(pairs)
+            encoder_end, decoder_end = encoder_start + len(pair.encoder), decoder_start + len(pair.decoder)
+            encoder[row, encoder_start:encoder_end] = pair.encoder
+            labels[row, decoder_start:decoder_end] = pair.decoder
+            decoder[row, decoder_start + 1 : decoder_end] = pair.decoder[:-1]
+            encoder_documents[row, encoder_start:encoder_end] = decoder_documents[row, decoder_start:decoder_end] = (
+                number
+            )
+            encoder_start, decoder_start = encoder_end, decoder_end
+        encoder_documents[row, encoder_start:] = decoder_documents[row, decoder_start:] = len(pairs)
     return _tensors(
         encoder_tokens=encoder,
         decoder_tokens=decoder,
         labels=labels,
-        encoder_documents=of_encoder,
-        decoder_documents=of_decoder,
+        encoder_documents=encoder_documents,
+        decoder_documents=decoder_documents,
     )
 
 
-def _shifted(labels: NDArray[np.int64], pad_id: int) -> NDArray[np.int64]:
-    """The decoder's input of rows that hold one pair each."""
+def _shift_right(labels: NDArray[np.int64], pad_id: int) -> NDArray[np.int64]:
+    """Return the decoder input of rows with one pair each: labels shifted right."""
     tokens = np.full(labels.shape, pad_id, np.int64)
     tokens[:, 1:] = np.where(labels[:, :-1] == IGNORED_LABEL, pad_id, labels[:, :-1])
     return tokens
@@ -149,15 +151,15 @@ def _tensors(**arrays: NDArray[Any]) -> NamedTensors:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-# ---------------------------------------------------------------- out of windows of text
+# ---------------------------------------------------------------- pairs from windows of text
 
 
 class Texts(NamedTuple):
-    """The text of some windows.
+    """Token ids of some windows.
 
     Attributes:
-        tokens: int64 [rows, n]; `IGNORED_LABEL` behind the end of a short window.
-        lengths: tokens of each, int64 [rows]; 0 past the end of a split.
+        tokens: int64 [B, N]; `IGNORED_LABEL` after the end of a short window.
+        lengths: tokens of each, int64 [B]; 0 past the end of a split.
     """
 
     tokens: NDArray[np.int64]
@@ -165,19 +167,19 @@ class Texts(NamedTuple):
 
 
 def texts_of(windows: Samples, first: int, count: int) -> Texts:
-    """The text of windows: their labels, since every token but the first is a label exactly once per epoch."""
+    """Return the tokens of windows: their labels, since every token but the first is a label exactly once per epoch."""
     tokens = windows.batch(first, count).labels.numpy()
     return Texts(tokens, (tokens != IGNORED_LABEL).sum(axis=1))
 
 
 class DividedWindows:
-    """Windows of text, each made into one pair of any lengths.
+    """Windows of text, each split into one pair of variable lengths.
 
     Args:
-        windows: of n tokens.
-        divide: makes a pair of a text, int64 [1 to n], with random words; None of one that is too short.
+        windows: of N tokens.
+        divide: splits a text, int64 [1 to N], into a pair, using a random generator; returns None if it is too short.
         shape: of the rows; each pair must fit.
-        seed: chooses the words; for evaluation the same for all runs.
+        seed: of the random generator; for evaluation the same for all runs.
     """
 
     def __init__(
@@ -194,16 +196,16 @@ class DividedWindows:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens on the encoder's side."""
+        """Tokens on the encoder side."""
         return self.shape.encoder
 
     @property
     def samples(self) -> int:
-        """How many there are before they repeat or end."""
+        """Samples per epoch, or in total."""
         return self.windows.samples
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1`."""
+        """Return the samples at positions `first` to `first + count - 1`."""
         texts = texts_of(self.windows, first, count)
         pairs = [
             self._divide(tokens[:length], philox(self._seed, int(position), PAIR_PART)) if length else None
@@ -213,14 +215,14 @@ class DividedWindows:
 
 
 class MockPairs:
-    """Uniformly random tokens on both sides, which fill them: for measuring speed.
+    """Uniformly random tokens that fill both sides: for measuring speed.
 
     Args:
         vocab_size: ids are 0 to vocab_size - 1.
         shape: of the rows.
-        seed: chooses the tokens.
+        seed: of the tokens.
         samples: positions repeat after this many.
-        part: keeps the splits apart (0 train, 1 validation, 2 test).
+        part: random stream of the split (0 train, 1 validation, 2 test).
     """
 
     def __init__(self, vocab_size: int, shape: Shape, seed: int, samples: int, part: int = 0) -> None:
@@ -232,14 +234,14 @@ class MockPairs:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens on the encoder's side."""
+        """Tokens on the encoder side."""
         return self.shape.encoder
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1`."""
-        both = self.shape.encoder + self.shape.decoder
-        rows = np.empty((count, both), np.int64)
+        """Return the samples at positions `first` to `first + count - 1`."""
+        length = self.shape.encoder + self.shape.decoder
+        rows = np.empty((count, length), np.int64)
         for row, position in enumerate(positions_of(first, count)):
-            raw = philox(self._seed, int(position) % self.samples, self._part).random_raw(both)
+            raw = philox(self._seed, int(position) % self.samples, self._part).random_raw(length)
             rows[row] = raw % np.uint64(self.vocab_size)
         return filled(rows[:, : self.shape.encoder], rows[:, self.shape.encoder :], self.shape)

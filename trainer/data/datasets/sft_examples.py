@@ -1,4 +1,4 @@
-"""What a GPT is fine-tuned on: token rows of which only some tokens count, those of the answers."""
+"""Fine-tuning examples of a GPT: token ids with a loss mask."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..tokenizers.tokenizer import TokenIds
 
 
 class Example(NamedTuple):
-    """Tokens to learn from.
+    """Token ids with a loss mask.
 
     Attributes:
-        tokens: ids, [n].
-        counted: which of them are to be predicted, bool [n].
-        prompt: how many tokens come before the last answer.
-        question: what was asked, as text; for scores beside which a simple rule stands.
-        answer: the last answer, as text.
+        tokens: ids, [N].
+        counted: loss mask: True for tokens to predict, bool [N].
+        prompt: number of tokens before the last answer.
+        question: the prompt as text; used by simple baselines that scores are compared with.
+        answer: the last answer as text.
     """
 
     tokens: TokenIds
@@ -35,10 +35,10 @@ class Examples:
     """The examples of a split.
 
     Attributes:
-        examples: those with something to predict.
-        cut: how many were longer than a row.
-        left_out: how many had nothing to predict, or nothing left after the cut.
-        too_long: tokens of those left out that had something to predict before the cut.
+        examples: those with at least one token to predict.
+        cut: number of examples truncated to the length of a row.
+        left_out: number of examples without a token to predict, before or after truncation.
+        too_long: token counts of the left-out examples that lost their tokens to predict by truncation.
     """
 
     examples: list[Example]
@@ -47,39 +47,39 @@ class Examples:
     too_long: Sequence[int] = ()
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of examples."""
         return len(self.examples)
 
     def lengths(self) -> NDArray[np.int64]:
-        """Places that each takes in a row: one for each token that is read, all but the last."""
+        """Return the positions that each example takes in a row: one per input token, which is all but the last."""
         return np.array([len(example.tokens) - 1 for example in self.examples], np.int64)
 
 
 def all_of(sets: Iterable[Examples]) -> list[Example]:
-    """The examples of several sets."""
+    """Concatenate the examples of several sets."""
     return [example for examples in sets for example in examples.examples]
 
 
 def fitted(found: Iterable[Example], length: int) -> Examples:
-    """The examples as rows can hold them: cut at the right, and without those that have nothing to predict.
+    """Truncate examples on the right to the length of a row, and drop those without a token to predict.
 
     Args:
-        found: of any length.
-        length: s, tokens of a row; one more is the last label.
+        found: examples of any length.
+        length: S, tokens in a row; one more token is the last label.
     """
     examples: list[Example] = []
-    too_long: list[int] = []
-    cut = left_out = 0
+    skipped_lengths: list[int] = []
+    num_truncated = num_skipped = 0
     for example in found:
-        is_long = len(example.tokens) > length + 1
-        cut += is_long
-        kept = example
-        if is_long:
-            kept = example._replace(tokens=example.tokens[: length + 1], counted=example.counted[: length + 1])
-        if kept.counted[1:].any():
-            examples.append(kept)
+        is_truncated = len(example.tokens) > length + 1
+        num_truncated += is_truncated
+        truncated = example
+        if is_truncated:
+            truncated = example._replace(tokens=example.tokens[: length + 1], counted=example.counted[: length + 1])
+        if truncated.counted[1:].any():
+            examples.append(truncated)
         else:
-            left_out += 1
+            num_skipped += 1
             if example.counted[1:].any():
-                too_long.append(len(example.tokens))
-    return Examples(examples, cut, left_out, too_long)
+                skipped_lengths.append(len(example.tokens))
+    return Examples(examples, num_truncated, num_skipped, skipped_lengths)

@@ -1,4 +1,4 @@
-"""Samples out of examples: one in each row with padding behind it, or several packed into one."""
+"""Samples of fine-tuning examples: one per row with padding, or several packed into one."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .sft_examples import Example, Examples
 
 
 class ExampleSamples:
-    """Rows of examples, by position; which examples share a row is fixed.
+    """Rows of one or several examples, by position; the assignment of examples to rows is fixed.
 
-    A batch has `tokens` and `labels`, int64 [rows, s], and where rows are packed `documents`, int32 [rows, s]: the
-    number of the example within its row, which never falls; the padding at the end has a number of its own. The last
-    token of an example is a label only, so that it takes a place less than it has tokens.
+    A batch has `tokens` and `labels`, int64 [B, S]. Packed rows also have `documents`, int32 [B, S]: the index of the
+    example within its row, non-decreasing; trailing padding gets its own index. The last token of an example is only a
+    label, so an example takes one position less than it has tokens.
 
     Args:
         examples: at least one; each fits into a row.
-        length: s, tokens of a row.
-        pad_id: fills them up.
-        seed: chooses the orders of training; None: evaluation, once through, in an order that is the same for all runs.
-        packs: several examples in a row.
-        tells_padding: batches have `padding` too, bool [rows, s], False behind the examples of a row.
-        part: keeps the sets of a blend apart.
+        length: S, tokens in a row.
+        pad_id: pads the rows.
+        seed: of the training order; None for evaluation: a single pass in the same order for all runs.
+        packs: pack several examples into a row.
+        tells_padding: add `padding` to batches, bool [B, S]: True for tokens, False for padding.
+        part: random stream of the dataset in a blend.
 
     Attributes:
-        sequence_length: s.
+        sequence_length: S.
         samples: rows in an epoch.
     """
 
@@ -49,7 +49,7 @@ class ExampleSamples:
         if not len(examples):
             raise ValueError("`examples` must hold at least one")
         lengths = examples.lengths()
-        # Each side of `pack` is what it is for a pair; an example has one, and both are the same.
+        # `pack` expects encoder and decoder lengths; an example has one length, used for both.
         self.packing = pack(lengths, lengths, (length, length)) if packs else one_each(len(lengths))
         self.sequence_length = length
         self.samples = self.packing.rows
@@ -60,37 +60,37 @@ class ExampleSamples:
         self._order = RowOrder(self.samples, seed, part)
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1`."""
+        """Return the samples at positions `first` to `first + count - 1`."""
         tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
         labels = np.full(tokens.shape, IGNORED_LABEL, np.int64)
         documents = np.zeros(tokens.shape, np.int32)
-        there = np.zeros(tokens.shape, np.bool_)
-        there[:, 0] = True  # a row without a single token would leave experts nothing to share out
+        present = np.zeros(tokens.shape, np.bool_)
+        present[:, 0] = True  # an all-padding row would leave the MoE router no token to balance
         for row, position in enumerate(positions_of(first, count).tolist()):
-            for begin, number, example in _placed(self._row(position)):
-                read, written = example.tokens[:-1], example.tokens[1:]
-                end = begin + len(read)
-                tokens[row, begin:end] = read
-                labels[row, begin:end] = np.where(example.counted[1:], written.astype(np.int64), IGNORED_LABEL)
+            for begin, number, example in _with_offsets(self._row(position)):
+                inputs, targets = example.tokens[:-1], example.tokens[1:]
+                end = begin + len(inputs)
+                tokens[row, begin:end] = inputs
+                labels[row, begin:end] = np.where(example.counted[1:], targets.astype(np.int64), IGNORED_LABEL)
                 documents[row, end:] = number + 1
-                there[row, :end] = True
+                present[row, :end] = True
         fields = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self._packs:
             fields["documents"] = torch.from_numpy(documents)
         if self._tells_padding:
-            fields["padding"] = torch.from_numpy(there)
+            fields["padding"] = torch.from_numpy(present)
         return fields
 
     def _row(self, position: int) -> list[Example]:
-        found = self._order.at(position)
-        return [] if found is None else [self._examples[number] for number in self.packing.row(found.row).tolist()]
+        visit = self._order.at(position)
+        return [] if visit is None else [self._examples[number] for number in self.packing.row(visit.row).tolist()]
 
 
-def _placed(examples: Sequence[Example]) -> list[tuple[int, int, Example]]:
-    """Where each example of a row begins, its number and itself."""
-    places: list[tuple[int, int, Example]] = []
+def _with_offsets(examples: Sequence[Example]) -> list[tuple[int, int, Example]]:
+    """Return begin, index and example for each example of a row."""
+    placed: list[tuple[int, int, Example]] = []
     begin = 0
     for number, example in enumerate(examples):
-        places.append((begin, number, example))
+        placed.append((begin, number, example))
         begin += len(example.tokens) - 1
-    return places
+    return placed

@@ -1,4 +1,4 @@
-"""Random orders that are made piece by piece: memory does not grow with what is put in order."""
+"""Random permutations generated in chunks, so that memory use does not grow with their size."""
 
 from __future__ import annotations
 
@@ -8,41 +8,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 PIECE = 1 << 22
-"""Numbers that are put in order at once; a piece of them, with what is made of it, needs about 0.5 GB."""
+"""Indices that are sorted at once; a chunk with its intermediate arrays needs about 0.5 GB."""
 _READ = 1 << 20
 
 
-def shuffled(words: Callable[[], np.random.Philox], count: int, piece: int = PIECE) -> Iterator[NDArray[np.int64]]:
-    """The numbers 0 to `count - 1` in random order, as rows one after the other.
+def shuffled(make_rng: Callable[[], np.random.Philox], count: int, piece: int = PIECE) -> Iterator[NDArray[np.int64]]:
+    """Yield a random permutation of 0 to `count - 1` in chunks.
 
-    The order is that of independent random words, one for each number: the rank of such words is a uniform permutation.
-    The range of the words is cut into equal parts of about `piece` numbers; each part is sorted for itself, and the
-    words are drawn anew for each, which is far quicker than keeping them. The size of the pieces does not change the
-    order.
+    The permutation sorts independent random words, one per index, which makes it uniform. The range of the words is
+    divided into equal intervals of about `piece` words each; each interval is sorted separately, and the words are
+    generated again for each, which is much faster than storing them. The chunk size does not change the order.
 
     Args:
-        words: the random stream, from its beginning, whenever it is called.
-        count: how many numbers.
-        piece: about how many are sorted at once.
+        make_rng: returns the random generator at its initial state.
+        count: number of indices.
+        piece: approximate number of indices sorted at once.
 
     Yields:
-        int64 rows, which together hold each number once.
+        int64 arrays, which together contain each index once.
     """
-    parts = -(-count // piece)
-    for part in range(parts):
-        low, high = (part << 64) // parts, ((part + 1 << 64) // parts) - 1
-        stream = words()
-        found: list[NDArray[np.uint64]] = []
-        numbers: list[NDArray[np.int64]] = []
+    intervals = -(-count // piece)
+    for interval in range(intervals):
+        low, high = (interval << 64) // intervals, ((interval + 1 << 64) // intervals) - 1
+        rng = make_rng()
+        keys: list[NDArray[np.uint64]] = []
+        indices: list[NDArray[np.int64]] = []
         for first in range(0, count, _READ):
-            drawn = stream.random_raw(min(_READ, count - first))
-            inside = np.flatnonzero((drawn >= np.uint64(low)) & (drawn <= np.uint64(high)))
-            found.append(drawn[inside])
-            numbers.append(inside + first)
-        yield np.concatenate(numbers)[np.argsort(np.concatenate(found), kind="stable")]
+            words = rng.random_raw(min(_READ, count - first))
+            inside = np.flatnonzero((words >= np.uint64(low)) & (words <= np.uint64(high)))
+            keys.append(words[inside])
+            indices.append(inside + first)
+        yield np.concatenate(indices)[np.argsort(np.concatenate(keys), kind="stable")]
 
 
 def in_order(count: int, piece: int = PIECE) -> Iterator[NDArray[np.int64]]:
-    """The numbers 0 to `count - 1` as they are, in rows like those of `shuffled`."""
+    """Yield 0 to `count - 1` in order, in chunks like those of `shuffled`."""
     for first in range(0, count, piece):
         yield np.arange(first, min(first + piece, count))

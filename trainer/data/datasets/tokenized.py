@@ -1,6 +1,6 @@
-"""From `model.data.data_prefix` to samples: find and check the sets of tokens, cut them into splits, blend them.
+"""Samples of `model.data.data_prefix`: open and check the tokenized datasets, split them, and blend them.
 
-A set does not hold its tokenizer. `stoker preprocess` writes PREFIX.json beside it, which does; data of other tools
+A Megatron dataset does not store its tokenizer. `stoker preprocess` writes it to PREFIX.json; datasets of other tools
 need `model.tokenizer`.
 """
 
@@ -34,21 +34,21 @@ from .samples import Samples
 from .seq2seq import AnySamples, FieldSamples
 
 _KEY = "model.data.data_prefix"
-_SAMPLED_BLOCKS = 1024
+_NUM_SAMPLED_BLOCKS = 1024
 _SAMPLED_BYTES = 4096
-_CACHED_FROM = 1 << 20
-"""Documents and windows of an epoch from which an index is worth a file that nobody asked for: 0.2 s to make."""
+_MIN_CACHED_SIZE = 1 << 20
+"""Documents and windows of an epoch from which its index is cached without being configured: 0.2 s to build."""
 
 
 @dataclass(frozen=True)
 class TokenizedSet:
-    """One prefix.
+    """A tokenized dataset.
 
     Attributes:
-        reader: its files, mapped.
-        document: the tokenizer that made it, as in a checkpoint; None where PREFIX.json is not there.
-        fingerprint: SHA-256 over the index, the size of the ids, and 4 KiB at each of 1,024 places spread evenly over
-            them (all of them up to 4 MiB), in hexadecimal: a change of a few ids in place may go unnoticed.
+        reader: its memory-mapped files.
+        document: the tokenizer that made it, as in a checkpoint; None without PREFIX.json.
+        fingerprint: SHA-256 over the index, the size of the ids, and 4 KiB at each of 1,024 positions spread evenly
+            over them (all of them up to 4 MiB), in hexadecimal: a change of a few ids in place may go unnoticed.
     """
 
     reader: IndexedReader
@@ -58,12 +58,12 @@ class TokenizedSet:
 
 @dataclass(frozen=True)
 class TokenizedSplits:
-    """What `model.data.data_prefix` gives.
+    """The datasets of `model.data.data_prefix`.
 
     Attributes:
-        sets: by path as the user wrote it.
+        sets: by path as written by the user.
         blends: of each split.
-        fingerprint: of the sets, weights and splits.
+        fingerprint: of the datasets, weights and splits.
     """
 
     sets: dict[str, TokenizedSet]
@@ -71,10 +71,10 @@ class TokenizedSplits:
     fingerprint: str
 
     def document(self) -> dict[str, Any] | None:
-        """The tokenizer all sets agree on; None where none of them says.
+        """Return the tokenizer document of the datasets; None if none of them has one.
 
         Raises:
-            UserError: two sets were made with different tokenizers.
+            UserError: two datasets were made with different tokenizers.
         """
         known = [(path, found.document) for path, found in self.sets.items() if found.document is not None]
         for path, document in known[1:]:
@@ -87,10 +87,10 @@ class TokenizedSplits:
 
 
 def open_splits(root: RootBlock) -> TokenizedSplits:
-    """Open and check every set that `model.data.data_prefix` names.
+    """Open and check every dataset of `model.data.data_prefix`.
 
     Raises:
-        UserError: a set is missing, damaged or empty.
+        UserError: a dataset is missing, damaged or empty.
     """
     data = root.model.data
     if not data.data_prefix:
@@ -100,31 +100,31 @@ def open_splits(root: RootBlock) -> TokenizedSplits:
     except ValueError as error:
         raise UserError(f"`{_KEY}` {error}") from None
     sets = {path: _open(path) for path in dict.fromkeys(path for blend in blends.values() for path in blend.paths)}
-    named = {
+    contents = {
         split: [[sets[path].fingerprint, weight] for path, weight in zip(blend.paths, blend.weights, strict=True)]
         for split, blend in blends.items()
     }
     weighted = {split: blend.weighted for split, blend in blends.items()}
-    whole = {
+    identity = {
         "format": 1,
-        "sets": named,
+        "sets": contents,
         "weighted": weighted,
         "splits": None if is_per_split(data.data_prefix) else data.splits_string,
     }
-    fingerprint = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return TokenizedSplits(sets, blends, fingerprint)
 
 
 def choose_tokenizer(
     splits: TokenizedSplits, named: Tokenizer | None, named_by: str, extended: Callable[[Tokenizer], Tokenizer]
 ) -> Tokenizer | None:
-    """The tokenizer of the data: the one they were made with, or else the one that was named.
+    """Return the tokenizer of the data: the one that made them, or else the configured one.
 
     Args:
         splits: the data.
-        named: the tokenizer that was named, if any.
-        named_by: what named it, for messages.
-        extended: adds the tokens that the task needs and text does not hold.
+        named: the configured tokenizer, if any.
+        named_by: the origin of `named`, for messages.
+        extended: adds the special tokens that the task needs.
 
     Raises:
         UserError: both are known and differ.
@@ -134,33 +134,33 @@ def choose_tokenizer(
     if document is None:
         return named
     try:
-        made_with = extended(from_document(document))
+        data_tokenizer = extended(from_document(document))
     except ValueError as error:
-        raise UserError(f"`{_KEY}`: the tokenizer in the .json file beside the data: {error}") from None
-    if named is not None and not makes_same_tokens(named.to_document(), made_with.to_document()):
+        raise UserError(f"`{_KEY}`: the tokenizer in the .json file of the data: {error}") from None
+    if named is not None and not makes_same_tokens(named.to_document(), data_tokenizer.to_document()):
         raise UserError(
-            f"{named_by} is not the tokenizer that made the data of `{_KEY}` ({document.get('tokenizer')}, in the "
-            ".json file beside them); preprocess the text again, or use the other tokenizer"
+            f"{named_by} is not the tokenizer that made the data of `{_KEY}` ({document.get('tokenizer')}, from their "
+            ".json file); preprocess the text again, or use the tokenizer of the data"
         )
-    return named or made_with
+    return named or data_tokenizer
 
 
 def split_samples(
     root: RootBlock, splits: TokenizedSplits, tokenizer: Tokenizer, make: TaskSamples
 ) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
-    """The samples and the number of tokens of each split.
+    """Return the samples and the number of tokens of each split.
 
-    Sets are cut by documents, as Megatron does. Training follows the weights; evaluation takes every token of every set
-    once.
+    Datasets are split by documents, as in Megatron. Training follows the weights; evaluation uses every token of every
+    dataset once.
 
     Args:
         root: the configuration.
         splits: the data.
-        tokenizer: what made them.
-        make: makes the samples of the task.
+        tokenizer: the tokenizer of the data.
+        make: builds the samples of the task.
 
     Raises:
-        UserError: a set has too few tokens for one training sample, or ids that the tokenizer does not have.
+        UserError: a dataset has too few tokens for one training sample, or ids outside the vocabulary.
     """
     for found in splits.sets.values():
         _check_sampled_ids(found.reader, tokenizer.vocab_size)
@@ -170,16 +170,16 @@ def split_samples(
     for number, split in enumerate(SPLITS):
         blend = splits.blends.get(split)
         readers = [splits.sets[path].reader for path in blend.paths] if blend else []
-        shares = (0.0, 1.0) if per_split else _shares(data.splits_string)[number]
+        bounds = (0.0, 1.0) if per_split else _split_bounds(data.splits_string)[number]
         ranges[split] = [
             TokenRange(
-                reader, round(shares[0] * reader.documents), round(shares[1] * reader.documents), tokenizer.vocab_size
+                reader, round(bounds[0] * reader.documents), round(bounds[1] * reader.documents), tokenizer.vocab_size
             )
             for reader in readers
         ]
     tokens: dict[Split, int] = {split: sum(source.tokens for source in ranges[split]) for split in SPLITS}
     if make.takes_documents:
-        return _of_documents(splits, ranges, tokenizer, make), tokens
+        return _document_samples(splits, ranges, tokenizer, make), tokens
     length = make.task.window
     blend = splits.blends["train"]
     parts: list[Samples] = []
@@ -212,16 +212,16 @@ def split_samples(
     return samples, tokens
 
 
-def _of_documents(
+def _document_samples(
     splits: TokenizedSplits, ranges: dict[Split, list[TokenRange]], tokenizer: Tokenizer, make: TaskSamples
 ) -> dict[Split, AnySamples | None]:
-    """Samples that are made of documents."""
+    """Return samples made of single documents."""
     blend = splits.blends["train"]
     parts: list[FieldSamples] = []
     for number, (path, source) in enumerate(zip(blend.paths, ranges["train"], strict=True)):
         part = make.of_documents(MappedDocuments([source], tokenizer.eos_id), training=True, part=number)
         if part is None:
-            raise UserError(f"no document of {path} that is trained on has two tokens; use more data")
+            raise UserError(f"no document of the training split of {path} has two tokens; use more data")
         parts.append(part)
     train = parts[0] if len(parts) == 1 else BlendedFields(parts, _weights(blend, parts))
     samples: dict[Split, AnySamples | None] = {"train": train}
@@ -231,7 +231,7 @@ def _of_documents(
 
 
 def _weights(blend: Blend, parts: Sequence[AnySamples]) -> Sequence[float]:
-    """Without weights each set counts by its size, as in Megatron: every token is seen equally often."""
+    """Return the weights of a blend; by default the dataset sizes, as in Megatron: all tokens are equally frequent."""
     return blend.weights if blend.weighted else [part.samples for part in parts]
 
 
@@ -241,9 +241,9 @@ def _open(text: str) -> TokenizedSet:
         raise UserError(f"`{_KEY}` ({text}) must be the path without its suffix; use {prefix.with_suffix('')}")
     missing = [path for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     if len(missing) == 1:
-        raise UserError(f"`{_KEY}` ({text}): {missing[0]} is missing beside its other half")
+        raise UserError(f"`{_KEY}` ({text}): {missing[0]} is missing; a dataset needs both .bin and .idx")
     if missing:
-        raise UserError(f"`{_KEY}` ({text}): there is no {prefix}.idx and .bin" + _near(prefix))
+        raise UserError(f"`{_KEY}` ({text}): there is no {prefix}.idx and .bin" + _suggest_prefix(prefix))
     try:
         reader = IndexedReader(prefix)
     except UserError as error:
@@ -253,19 +253,19 @@ def _open(text: str) -> TokenizedSet:
     return TokenizedSet(reader, _tokenizer_document(prefix, reader), _fingerprint(reader))
 
 
-def _near(prefix: Path) -> str:
+def _suggest_prefix(prefix: Path) -> str:
     try:
         names = sorted(path.stem for path in prefix.parent.glob("*.idx"))
     except OSError:
         names = []
-    near = closest(prefix.name, names) or (names[0] if len(names) == 1 else None)
-    if near:
-        return f"; did you mean {prefix.with_name(near)}?"
+    match = closest(prefix.name, names) or (names[0] if len(names) == 1 else None)
+    if match:
+        return f"; did you mean {prefix.with_name(match)}?"
     return "" if prefix.parent.is_dir() else f"; the folder {prefix.parent} does not exist"
 
 
 def _tokenizer_document(prefix: Path, reader: IndexedReader) -> dict[str, Any] | None:
-    """The tokenizer in PREFIX.json, where `stoker preprocess` wrote that file."""
+    """Return the tokenizer in PREFIX.json, if `stoker preprocess` wrote that file."""
     path = prefix.with_name(prefix.name + ".json")
     try:
         with path.open("rb") as file:
@@ -282,12 +282,12 @@ def _tokenizer_document(prefix: Path, reader: IndexedReader) -> dict[str, Any] |
         raise UserError(f"`{_KEY}`: {path.parent / ''}{error}") from None
     document = record.get("tokenizer")
     if record.get("format") != 1 or not isinstance(document, dict):
-        raise UserError(f"`{_KEY}`: {path} is not what `stoker preprocess` writes: format 1 and a tokenizer")
+        raise UserError(f"`{_KEY}`: {path} was not written by `stoker preprocess`: it needs format 1 and a tokenizer")
     counts = {"documents": reader.documents, "tokens": reader.tokens}
     for name, found in counts.items():
         if record.get(name) != found:
             raise UserError(
-                f"`{_KEY}`: {path} tells of {record.get(name)} {name}, but {prefix}.bin has {found}: "
+                f"`{_KEY}`: {path} lists {record.get(name)} {name}, but {prefix}.bin has {found}: "
                 "the files do not belong together"
             )
     return document
@@ -305,21 +305,21 @@ def _fingerprint(reader: IndexedReader) -> str:
 
 
 def _check_sampled_ids(reader: IndexedReader, vocab_size: int) -> None:
-    """A wrong tokenizer is nearly always found before the run begins; the rest is found as it is read."""
+    """Detect most wrong tokenizers before the run starts; the other ids are checked when they are read."""
     for begin, end in _sampled_blocks(reader):
         check_ids(reader.ids[begin:end], vocab_size, reader, begin)
 
 
 def _sampled_blocks(reader: IndexedReader) -> Sequence[tuple[int, int]]:
-    """Begin and end, in tokens, of the places that are looked at."""
+    """Return begin and end, in tokens, of the blocks to check."""
     size = _SAMPLED_BYTES // reader.dtype.itemsize
-    if reader.tokens <= size * _SAMPLED_BLOCKS:
+    if reader.tokens <= size * _NUM_SAMPLED_BLOCKS:
         return [(0, reader.tokens)]
-    begins = np.linspace(0, reader.tokens - size, _SAMPLED_BLOCKS).astype(np.int64)
+    begins = np.linspace(0, reader.tokens - size, _NUM_SAMPLED_BLOCKS).astype(np.int64)
     return [(int(begin), int(begin) + size) for begin in begins]
 
 
-def _shares(splits_string: str) -> list[tuple[float, float]]:
+def _split_bounds(splits_string: str) -> list[tuple[float, float]]:
     bounds = [0.0, *accumulate(parse_proportions(splits_string))]
     return list(pairwise(bounds))
 
@@ -327,5 +327,5 @@ def _shares(splits_string: str) -> list[tuple[float, float]]:
 def _cache(folder: str | None, reader: IndexedReader, source: TokenRange, length: int) -> IndexCache:
     if folder is not None:
         return IndexCache(user_path(folder, "model.data.index_mapping_dir"), required=True)
-    large = source.documents + source.tokens // length >= _CACHED_FROM
+    large = source.documents + source.tokens // length >= _MIN_CACHED_SIZE
     return IndexCache(reader.prefix.with_name(reader.prefix.name + "_index") if large else None)

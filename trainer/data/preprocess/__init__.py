@@ -1,1 +1,1 @@
-"""Documents to tokenized data: inputs, reading, parts, workers, journal, result."""
+"""Tokenize documents into an indexed dataset: inputs, readers, work units, worker processes, journal, result."""

@@ -1,4 +1,4 @@
-"""What there is to preprocess: files, folders, patterns and data sets of the `datasets` package, as named by a user."""
+"""Find the inputs to preprocess: files, folders, glob patterns and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ...utils.environment import user_path
 from ...utils.errors import UserError
 
 Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "hf"]
-_PACKED: dict[str, Kind] = {"": "jsonl", ".gz": "jsonl.gz", ".zst": "jsonl.zst"}
+_JSONL_KINDS: dict[str, Kind] = {"": "jsonl", ".gz": "jsonl.gz", ".zst": "jsonl.zst"}
 _SUFFIXES: dict[str, Kind] = {".txt": "text", ".text": "text", ".md": "text", ".parquet": "parquet"}
-_SUFFIXES |= {f"{name}{packed}": kind for name in (".jsonl", ".ndjson", ".json") for packed, kind in _PACKED.items()}
+_SUFFIXES |= {
+    f"{name}{packed}": kind for name in (".jsonl", ".ndjson", ".json") for packed, kind in _JSONL_KINDS.items()
+}
 _KINDS = ".txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
 
 
@@ -24,11 +26,11 @@ class Source:
     """One input.
 
     Attributes:
-        path: absolute path of a file; NAME:SPLIT of a data set.
-        kind: how it is read.
-        size: bytes of the file; rows of a data set.
-        mtime_ns: time of its last change; 0 for a data set.
-        version: fingerprint of a data set.
+        path: absolute path of a file; NAME:SPLIT of a dataset.
+        kind: its file format.
+        size: bytes of the file; rows of a dataset.
+        mtime_ns: time of the last change; 0 for a dataset.
+        version: fingerprint of a dataset.
     """
 
     path: str
@@ -38,18 +40,18 @@ class Source:
     version: str = ""
 
     def to_document(self) -> dict[str, Any]:
-        """What tells whether an input is still the same, for JSON."""
+        """Return the fields as JSON, to detect whether the input has changed."""
         return asdict(self)
 
 
 def find_sources(names: Sequence[str]) -> list[Source]:
-    """The inputs behind names, in the order of the names; files of a folder or pattern in the order of their paths.
+    """Return the inputs in the order of the names; files of a folder or pattern are sorted by path.
 
     Args:
         names: files, folders, patterns with `*`, or `hf:NAME[:SPLIT]`.
 
     Raises:
-        UserError: a name leads to nothing, to a file of another kind, or to a file that was named already.
+        UserError: a name matches nothing, an unsupported file, or a file that was already named.
     """
     sources = [source for name in names for source in _sources(name)]
     seen: set[str] = set()
@@ -84,11 +86,11 @@ def _sources(name: str) -> Iterator[Source]:
         kind = _kind(file)
         assert kind is not None
         try:
-            facts = file.stat()
+            status = file.stat()
             file.open("rb").close()
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from None
-        yield Source(os.path.abspath(file), kind, facts.st_size, facts.st_mtime_ns)
+        yield Source(os.path.abspath(file), kind, status.st_size, status.st_mtime_ns)
 
 
 def _kind(path: Path) -> Kind | None:
@@ -97,11 +99,11 @@ def _kind(path: Path) -> Kind | None:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    def refuse(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise UserError(f"cannot read {error.filename}: {error.strerror}")
 
     found: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=refuse):
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = (Path(parent, name) for name in names if not name.startswith("."))
         found += [path for path in paths if path.is_file()]
@@ -109,7 +111,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def load_data_set(name: str) -> Any:
-    """The data set behind `NAME:SPLIT`, as `datasets.Dataset`; a local folder of data files is a NAME too.
+    """Load the dataset `NAME:SPLIT` as `datasets.Dataset`; NAME may also be a local folder of data files.
 
     Raises:
         UserError: the `datasets` package is missing, or cannot load it.
@@ -121,7 +123,7 @@ def load_data_set(name: str) -> Any:
     path, _, split = name.rpartition(":")
     try:
         return load_dataset(path, split=split)
-    except Exception as error:  # whatever the package, its file systems and the network raise
+    except Exception as error:  # the package, its file systems and the network raise many types
         raise UserError(f"hf:{name} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
 
 
@@ -130,6 +132,6 @@ def _data_set(name: str) -> Source:
     path, colon, split = spec.rpartition(":")
     spec = f"{path}:{split}" if colon else f"{spec}:train"
     if not spec.partition(":")[0]:
-        raise UserError(f"{name}: a data set is hf:NAME or hf:NAME:SPLIT")
+        raise UserError(f"{name}: a data set must be given as hf:NAME or hf:NAME:SPLIT")
     data = load_data_set(spec)
     return Source(spec, "hf", len(data), 0, str(getattr(data, "_fingerprint", "")))

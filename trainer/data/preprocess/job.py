@@ -1,4 +1,4 @@
-"""One command of `stoker preprocess`: from inputs to `P.bin`, `P.idx` and `P.json`, in parts that survive a kill."""
+"""Run `stoker preprocess`: from inputs to `P.bin`, `P.idx` and `P.json`, in parts that survive a kill."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a command asks for.
+    """Arguments of the command.
 
     Attributes:
         inputs: files, folders, patterns, `hf:NAME`.
-        prefix: P.
-        tokenizer: turns text into ids; None trains one.
+        prefix: output prefix P.
+        tokenizer: the tokenizer; None trains one.
         vocab_size: of the tokenizer to train; 0 trains none.
-        reading: how documents are written.
-        append_eod: end each document with the tokenizer's eos.
-        workers: processes.
-        stop: the first document that cannot be used ends the command.
-        overwrite: replace a result that is there.
+        reading: format of the documents.
+        append_eod: end each document with EOS.
+        workers: number of processes.
+        stop: stop at the first document that is rejected.
+        overwrite: replace an existing result.
     """
 
     inputs: Sequence[str]
@@ -56,12 +56,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a command is.
+    """Progress of the command.
 
     Attributes:
-        documents: documents done by this command.
+        documents: documents processed by this command.
         text_bytes: bytes of their text.
-        fraction: part of the inputs that is done, 0 to 1, with what an earlier command did.
+        fraction: fraction of the inputs that is processed, 0 to 1, including earlier runs.
         resumed: the fraction at the start.
     """
 
@@ -73,13 +73,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a command gave.
+    """Result of the command.
 
     Attributes:
         summary: the content of P.json.
-        rejects: one line for each kind of reject, with its first place.
-        did_nothing: the result was there already.
-        resumed_parts: parts that an earlier command had finished.
+        rejects: one line for each kind of rejection, with its first location.
+        did_nothing: the result already existed.
+        resumed_parts: parts that an earlier run had finished.
     """
 
     summary: Mapping[str, Any]
@@ -89,35 +89,35 @@ class Outcome:
 
 
 def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[[str], None]) -> Outcome:
-    """Run a command to its end, or go on with what an earlier one has left.
+    """Run the command, or resume an earlier run of it.
 
     Args:
-        job: the command.
+        job: the arguments.
         on_progress: called about twice a second.
-        say: takes a line about what happens.
+        say: logs a line.
 
     Raises:
-        UserError: inputs, tokenizer or output that cannot be used; the finished parts stay.
+        UserError: inputs, tokenizer or output are unusable; finished parts are kept.
     """
     sources = find_sources(job.inputs)
     size, chunk = part_bytes(sources)
     identity = _identity(job, sources)
-    done = _finished(job, identity)
-    if done is not None:
-        return done
+    existing = _existing_outcome(job, identity)
+    if existing is not None:
+        return existing
     units = make_units(sources, job.reading, size)
     with Journal(job.prefix, identity, start_over=job.overwrite) as journal:
         resumed = len(journal.parts)
         if resumed:
-            say(f"going on from {journal.folder}: {resumed:,} finished part{'s' * (resumed != 1)}")
-        tokenizer = job.tokenizer or _trained(job, sources, units, journal, say)
+            say(f"resuming from {journal.folder}: {resumed:,} finished part{'s' * (resumed != 1)}")
+        tokenizer = job.tokenizer or _load_or_train_tokenizer(job, sources, units, journal, say)
         if job.append_eod and tokenizer.eos_id is None:
             raise UserError(
-                "the tokenizer has no end-of-document token under a usual name; name it with --eod-token TOKEN, "
+                "the tokenizer has no end-of-document token with a usual name; set --eod-token TOKEN, "
                 "or use --no-append-eod"
             )
         tally = _Work(job, sources, units, chunk, tokenizer, journal, on_progress).run()
-        _refuse_useless(tally, sources)
+        _check_documents(tally, sources)
         summary = {
             "format": FORMAT,
             "tokenizer": tokenizer.to_document(),
@@ -134,7 +134,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[
 
 
 class _Work:
-    """The parts of a command, handed to the workers; what they answer goes into the journal."""
+    """Distribute the parts to workers and record their results in the journal."""
 
     def __init__(
         self,
@@ -155,10 +155,10 @@ class _Work:
         self._on_progress = on_progress
         self._total = max(1, sum(source.size for source in sources))
         self._weight = self._resumed_weight = 0
-        self._now = Tally()
+        self._session = Tally()
 
     def run(self) -> Tally:
-        """Do what is not done yet; the tally of all parts."""
+        """Process the unfinished parts; return the counts of all parts."""
         for number, unit in enumerate(self._units):
             self._weight += sum(span.weight for span in unit.spans) if (number, 0) in self._journal.parts else 0
             self._weight += self._sources[unit.stream].size if self._stream_is_done(number) else 0
@@ -172,11 +172,11 @@ class _Work:
             "kinds": [source.kind for source in self._sources],
         }
         with Pool(self._job.workers, settings) as pool:
-            pool.run(self._tasks(), self._take, self._report)
+            pool.run(self._tasks(), self._on_answer, self._report)
         tally = Tally()
         for key in sorted(self._journal.parts):
             tally.add(self._journal.parts[key])
-        if self._job.stop and tally.skipped:  # of parts done before, by a command that did not stop
+        if self._job.stop and tally.skipped:  # from parts of an earlier run without `--on-error stop`
             raise UserError(_reject_lines(tally, self._sources))
         return tally
 
@@ -212,24 +212,24 @@ class _Work:
     def _task(self, key: tuple[int, int], message: dict[str, Any], data: bytes | None, weight: int) -> Task:
         return Task(key, {**message, "prefix": str(self._journal.part_prefix(key))}, data, weight)
 
-    def _take(self, task: Task, answer: Mapping[str, Any]) -> None:
+    def _on_answer(self, task: Task, answer: Mapping[str, Any]) -> None:
         match answer:
             case {"done": tally}:
                 self._journal.add_part(task.key, tally)
-                self._now.add(tally)
+                self._session.add(tally)
                 self._weight += task.weight
             case {"stopped": [source, kind, place, is_offset, note]}:
                 raise UserError(
                     f"{_place(self._sources[source], place, is_offset)}: {kind}{f'; {note}' if note else ''}"
                 )
-            case {"refused": lines, "exit_code": code}:
+            case {"error": lines, "exit_code": code}:
                 raise UserError(lines, code)
             case _:
                 raise RuntimeError(f"a worker process failed:\n{answer.get('bug')}")
 
     def _report(self) -> None:
         fractions = (min(1.0, weight / self._total) for weight in (self._weight, self._resumed_weight))
-        self._on_progress(Progress(self._now.documents, self._now.bytes, *fractions))
+        self._on_progress(Progress(self._session.documents, self._session.bytes, *fractions))
 
 
 def _identity(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
@@ -247,32 +247,32 @@ def _identity(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
     }
 
 
-def _finished(job: Job, identity: Mapping[str, Any]) -> Outcome | None:
-    """The outcome of an earlier command, if it was the same; None where there is none, or it may be replaced."""
+def _existing_outcome(job: Job, identity: Mapping[str, Any]) -> Outcome | None:
+    """Return the outcome of an identical earlier run; None if there is no result, or it may be replaced."""
     if parts_folder(job.prefix).is_dir() or job.overwrite:
         return None
-    side = side_file(job.prefix)
-    results = [side, bin_path(job.prefix), idx_path(job.prefix), tokenizer_file(job.prefix)]
-    there = [path for path in (results if job.vocab_size else results[:3]) if os.path.lexists(path)]
-    if not there:
+    summary_path = side_file(job.prefix)
+    results = [summary_path, bin_path(job.prefix), idx_path(job.prefix), tokenizer_file(job.prefix)]
+    existing = [path for path in (results if job.vocab_size else results[:3]) if os.path.lexists(path)]
+    if not existing:
         return None
-    if side.is_file() and side.stat().st_size <= MAX_SIDE_FILE and len(there) >= 3:
+    if summary_path.is_file() and summary_path.stat().st_size <= MAX_SIDE_FILE and len(existing) >= 3:
         summary: dict[str, Any] = {}
         try:
-            summary = json.loads(side.read_bytes())
-            same = all(summary[name] == json.loads(json.dumps(identity[name])) for name in ("inputs", "options"))
-            known = job.tokenizer is None or summary["tokenizer"] == job.tokenizer.to_document()
+            summary = json.loads(summary_path.read_bytes())
+            same_inputs = all(summary[name] == json.loads(json.dumps(identity[name])) for name in ("inputs", "options"))
+            same_tokenizer = job.tokenizer is None or summary["tokenizer"] == job.tokenizer.to_document()
         except (ValueError, KeyError, TypeError):
-            same = known = False
-        if same and known:
+            same_inputs = same_tokenizer = False
+        if same_inputs and same_tokenizer:
             return Outcome(summary, [], did_nothing=True)
-    raise UserError(f"{there[0]} is there already, of another command; use another --output-prefix, or --overwrite")
+    raise UserError(f"{existing[0]} already exists, from another command; use another --output-prefix, or --overwrite")
 
 
-def _trained(
+def _load_or_train_tokenizer(
     job: Job, sources: Sequence[Source], units: Sequence[Unit], journal: Journal, say: Callable[[str], None]
 ) -> Tokenizer:
-    """The tokenizer that an earlier command has trained, or a new one."""
+    """Return the tokenizer that an earlier run has trained, or train one."""
     path = journal.folder / TOKENIZER
     if path.is_file():
         try:
@@ -285,13 +285,13 @@ def _trained(
     return tokenizer
 
 
-def _refuse_useless(tally: Tally, sources: Sequence[Source]) -> None:
-    """An input of many lines whose every line is bad is a wrong key or a wrong file, not bad luck."""
+def _check_documents(tally: Tally, sources: Sequence[Source]) -> None:
+    """Reject an input of which no line is usable: the key or the file is wrong."""
     lines = []
     for number, source in enumerate(sources):
         documents, rejects = tally.sources.get(str(number), [0, 0])
         if documents == 0 and rejects > 0 and not (rejects == 1 and source.kind == "text" and len(sources) > 1):
-            lines.append(f"{source.path}: none of {rejects:,} gives a document")
+            lines.append(f"{source.path}: none of {rejects:,} is a usable document")
     if not tally.documents and not lines:
         lines = ["the inputs hold no document"]
     if lines:
@@ -301,8 +301,8 @@ def _refuse_useless(tally: Tally, sources: Sequence[Source]) -> None:
 def _reject_lines(tally: Tally, sources: Sequence[Source]) -> list[str]:
     lines = []
     for kind, (count, (source, place, is_offset, *note)) in sorted(tally.skipped.items(), key=lambda item: -item[1][0]):
-        told = "".join(f"; {text}" for text in note if text)  # parts of an earlier version have none
-        lines.append(f"{kind}: {count:,}, first at {_place(sources[source], place, is_offset)}{told}")
+        hints = "".join(f"; {text}" for text in note if text)  # parts of an earlier version have no note
+        lines.append(f"{kind}: {count:,}, first at {_place(sources[source], place, is_offset)}{hints}")
     return lines
 
 
@@ -312,7 +312,7 @@ def _place(source: Source, place: int, is_offset: bool) -> str:
 
 
 def _publish(job: Job, tokenizer: Tokenizer, journal: Journal, summary: Mapping[str, Any]) -> None:
-    """Join the parts and give the results their names; P.json, which makes them whole, comes last."""
+    """Join the parts and write the results; P.json, which marks them as complete, comes last."""
     side_file(job.prefix).unlink(missing_ok=True)
     with IndexedWriter(job.prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for key in sorted(journal.parts):
@@ -326,12 +326,12 @@ def _publish(job: Job, tokenizer: Tokenizer, journal: Journal, summary: Mapping[
 
 
 def side_file(prefix: Path) -> Path:
-    """P.json, what is known of a set of tokenized data."""
+    """Return the path of P.json, the metadata of the dataset."""
     return prefix.with_name(prefix.name + ".json")
 
 
 def tokenizer_file(prefix: Path) -> Path:
-    """P-tokenizer.json, the tokenizer that was trained for a set."""
+    """Return the path of P-tokenizer.json, the tokenizer trained for the dataset."""
     return prefix.with_name(prefix.name + "-tokenizer.json")
 
 

@@ -1,7 +1,7 @@
-"""What is done already: the folder of finished parts, and a journal that says which those are and of which command.
+"""Folder of finished parts, with a journal that lists them and identifies the command.
 
-The journal is JSON, one object a line, each flushed to the disk: first the identity of the command, then a line for
-each finished part. A torn last line, of a process that was killed while it wrote, is dropped.
+The journal is JSON lines, each flushed to disk: first the identity of the command, then a line for each finished part.
+An incomplete last line, from a process killed while writing, is dropped.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Journal:
 
     Args:
         prefix: the output prefix P.
-        identity: inputs and options, JSON: parts of another identity are of no use.
-        start_over: drop the parts of another command, instead of refusing.
+        identity: inputs and options, JSON; parts with another identity cannot be reused.
+        start_over: drop the parts of another command, instead of raising.
 
     Attributes:
-        folder: where the parts are.
-        parts: finished parts and their tallies.
+        folder: location of the parts.
+        parts: finished parts and their counts.
         chunks: the number of chunks of each compressed input that was read to its end.
 
     Raises:
@@ -56,11 +56,11 @@ class Journal:
             self._lock.close()
             raise UserError(f"{self.folder} is in use by another stoker preprocess") from None
         try:
-            good = self._read(json.loads(json.dumps(identity)), start_over)
+            valid_bytes = self._read(json.loads(json.dumps(identity)), start_over)
             self._remove_unfinished()
             self._file: IO[bytes] = (self.folder / _JOURNAL).open("ab")
-            self._file.truncate(good)
-            if good == 0:
+            self._file.truncate(valid_bytes)
+            if valid_bytes == 0:
                 self._write({"command": identity})
         except OSError as error:
             self._lock.close()
@@ -70,16 +70,16 @@ class Journal:
             raise
 
     def part_prefix(self, key: PartKey) -> Path:
-        """Where a part is written."""
+        """Return the output prefix of a part."""
         return self.folder / f"{key[0]:07d}-{key[1]:07d}"
 
     def add_part(self, key: PartKey, tally: Mapping[str, Any]) -> None:
-        """A part is written."""
+        """Record a finished part."""
         self.parts[key] = dict(tally)
         self._write({"part": list(key), **tally})
 
     def add_damage(self, key: PartKey, source: int, line: int) -> None:
-        """A compressed input cannot be read beyond a line: a part without data."""
+        """Record that a compressed input is unreadable from a line on, as a part without data."""
         if key not in self.parts:
             skipped = {DAMAGED: [1, [source, line, False, ""]]}
             self.add_part(
@@ -87,12 +87,12 @@ class Journal:
             )
 
     def add_end(self, unit: int, chunks: int) -> None:
-        """A compressed input was read to its end."""
+        """Record that a compressed input was read to its end."""
         self.chunks[unit] = chunks
         self._write({"end": [unit, chunks]})
 
     def remove(self) -> None:
-        """All is done: nothing of the folder is needed any more."""
+        """Remove the folder, when all is done."""
         self._file.close()
         shutil.rmtree(self.folder)
 
@@ -111,8 +111,8 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _read(self, identity: Any, start_over: bool) -> int:
-        """Take in the journal; the number of its bytes that are good."""
-        entries, good = _entries(self.folder / _JOURNAL)
+        """Read the journal; return the number of its valid bytes."""
+        entries, valid_bytes = _entries(self.folder / _JOURNAL)
         if not entries:
             return 0
         if entries[0].get("command") != identity:
@@ -121,7 +121,7 @@ class Journal:
                 return 0
             raise UserError(
                 f"{self.folder} holds parts of another command ({_difference(entries[0].get('command'), identity)}); "
-                "repeat that one to go on, or add --overwrite to start over"
+                "run that command again to resume, or add --overwrite to start over"
             )
         for entry in entries[1:]:
             if "part" in entry:
@@ -132,7 +132,7 @@ class Journal:
             elif "end" in entry:
                 unit, chunks = entry["end"]
                 self.chunks[unit] = chunks
-        return good
+        return valid_bytes
 
     def _remove_unfinished(self) -> None:
         prefixes = [self.part_prefix(key) for key in self.parts]
@@ -143,13 +143,13 @@ class Journal:
 
 
 def parts_folder(prefix: Path) -> Path:
-    """The folder of the parts of an output prefix."""
+    """Return the folder of the parts of an output prefix."""
     return prefix.with_name(prefix.name + ".parts")
 
 
 def _entries(path: Path) -> tuple[list[dict[str, Any]], int]:
     entries: list[dict[str, Any]] = []
-    good = 0
+    valid_bytes = 0
     if path.is_file():
         with path.open("rb") as file:
             while (line := file.readline(_MAX_LINE)).endswith(b"\n"):
@@ -160,18 +160,18 @@ def _entries(path: Path) -> tuple[list[dict[str, Any]], int]:
                 if not isinstance(entry, dict):
                     break
                 entries.append(entry)
-                good += len(line)
-    return entries, good
+                valid_bytes += len(line)
+    return entries, valid_bytes
 
 
 def _difference(before: Any, now: Any) -> str:
-    """The first thing that differs, in words."""
+    """Describe the first difference between two identities."""
     if not isinstance(before, dict):
         return "its journal is of another version"
     for name, value in now["options"].items():
         was = before.get("options", {}).get(name)
         if was != value:
-            return f"{name} was {was}, is {value}"
+            return f"{name} was {was}, now {value}"
     for was, is_now in zip(before.get("inputs", []), now["inputs"], strict=False):
         if was != is_now:
             return f"{is_now['path']} was changed" if was["path"] == is_now["path"] else "other inputs"

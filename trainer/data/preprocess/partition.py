@@ -1,4 +1,4 @@
-"""Cutting the inputs into parts, the unit of work: the same parts in the same order whatever the number of workers."""
+"""Divide the inputs into work units: the same units in the same order for any number of workers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .inputs import Source
 from .read_documents import Reading, open_parquet
 
 _SMALLEST_PART, _SMALLEST_CHUNK, _LARGEST_CHUNK = 32 << 20, 16 << 20, 256 << 20
-_PARTS = 4096
-_MOST_SPANS = 10_000
+_TARGET_PARTS = 4096
+_MAX_SPANS = 10_000
 _COMPRESSED = ("jsonl.gz", "jsonl.zst", "hf")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of one input.
+    """A range of one input.
 
     Attributes:
-        source: its number among the inputs.
-        start, end: bytes of a file, or row groups of a parquet file.
-        weight: bytes of the file it stands for, for progress.
+        source: index of the input.
+        start, end: byte range of a file, or row groups of a parquet file.
+        weight: bytes of the file, for progress.
     """
 
     source: int
@@ -33,11 +33,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One part that a worker reads by itself, or one input that has to be read from its beginning.
+    """A part that a worker reads by itself, or an input that must be read sequentially.
 
     Attributes:
-        spans: what the worker reads, in order; empty for an input that is read in the main process.
-        stream: the number of that input; -1 where there are spans.
+        spans: the ranges that the worker reads, in order; empty for an input that is read in the main process.
+        stream: the index of that input; -1 if there are spans.
     """
 
     spans: tuple[Span, ...] = ()
@@ -45,31 +45,31 @@ class Unit:
 
 
 def part_bytes(sources: Sequence[Source]) -> tuple[int, int]:
-    """Bytes of a part of a plain file and of a chunk of a compressed one: about 4,096 parts of large inputs."""
-    share = sum(source.size for source in sources if source.kind != "hf") // _PARTS
+    """Return the size of a part of a plain file and of a chunk of a compressed one: about 4,096 for large inputs."""
+    share = sum(source.size for source in sources if source.kind != "hf") // _TARGET_PARTS
     return max(_SMALLEST_PART, share), min(max(_SMALLEST_CHUNK, share), _LARGEST_CHUNK)
 
 
 def make_units(sources: Sequence[Source], reading: Reading, size: int) -> list[Unit]:
-    """All the work, in the order of the documents.
+    """Return all work units, in the order of the documents.
 
     Args:
         sources: the inputs.
-        reading: how documents are written.
+        reading: format of the documents.
         size: bytes of a part; small files share one.
 
     Raises:
         UserError: a parquet file cannot be read.
     """
     units: list[Unit] = []
-    gathered: list[Span] = []
+    pending: list[Span] = []
     weight = 0
 
     def close() -> None:
         nonlocal weight
-        if gathered:
-            units.append(Unit(tuple(gathered)))
-            gathered.clear()
+        if pending:
+            units.append(Unit(tuple(pending)))
+            pending.clear()
             weight = 0
 
     for number, source in enumerate(sources):
@@ -78,9 +78,9 @@ def make_units(sources: Sequence[Source], reading: Reading, size: int) -> list[U
             units.append(Unit(stream=number))
             continue
         for span in _spans(number, source, reading, size):
-            gathered.append(span)
+            pending.append(span)
             weight += span.weight
-            if weight >= size or len(gathered) >= _MOST_SPANS:
+            if weight >= size or len(pending) >= _MAX_SPANS:
                 close()
     close()
     return units

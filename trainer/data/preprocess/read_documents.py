@@ -1,7 +1,7 @@
-"""Reading documents, and what is wrong with those that cannot be used.
+"""Read documents from files, and classify those that are rejected.
 
-A document is a text; a `Reject` is a line (or file, or row) that gives none. Reading never holds more than one line of
-`MAX_DOCUMENT_BYTES`, whatever the file.
+A document is a text; a `Reject` is a line (or file, or row) that is not a usable one. At most one line of
+`MAX_DOCUMENT_BYTES` is held in memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import IO, Any
 from ...utils.errors import UserError
 
 MAX_DOCUMENT_BYTES = 64 << 20
-"""Bytes of the longest line or text file that is read; the longest books have 10 million."""
+"""Maximum size of a line or text file; the longest books have 10 million bytes."""
 _BOM = b"\xef\xbb\xbf"
 _SKIP_BYTES = 1 << 20
 _ROWS = 256
-_KEYS_SHOWN = 200
+_MAX_KEYS_LENGTH = 200
 
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
 DAMAGED = "damaged compressed data"
@@ -28,7 +28,7 @@ DAMAGED = "damaged compressed data"
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How documents are written.
+    """Format of the documents.
 
     Attributes:
         json_key: the key of a JSON line, or column of a table, that holds the text.
@@ -41,13 +41,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """What gave no document.
+    """A line, file or row that is not a usable document.
 
     Attributes:
-        kind: what is wrong with it, in words.
-        place: line (or row) counted from 1, or the byte offset of the line in its file.
-        is_offset: which of the two `place` is.
-        note: what else helps, of this one alone.
+        kind: the reason, as text.
+        place: line (or row) number from 1, or the byte offset of the line in its file.
+        is_offset: `place` is an offset.
+        note: a hint that applies to this one only.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Reject:
 
 
 class UnusableError(ValueError):
-    """A line that gives no document; the message is its kind, and `note` what helps to mend this one."""
+    """An unusable document; the message is the kind of rejection, and `note` a hint for this one."""
 
     def __init__(self, kind: str, note: str = "") -> None:
         super().__init__(kind)
@@ -65,10 +65,10 @@ class UnusableError(ValueError):
 
 
 def text_of_json(line: bytes, key: str) -> str:
-    """The text of one JSON line.
+    """Return the text of one JSON line.
 
     Raises:
-        UnusableError: what is wrong with the line, in words that are the same for all lines of this kind.
+        UnusableError: the line is invalid; the message is the same for all lines with the same problem.
     """
     try:
         document = json.loads(_decoded(line))
@@ -79,16 +79,16 @@ def text_of_json(line: bytes, key: str) -> str:
     if not isinstance(document, dict):
         raise UnusableError("not a JSON object")
     if key not in document:
-        there = ", ".join(map(repr, document))
-        raise UnusableError(f"no key {key!r}", f"--json-key is one of {there[:_KEYS_SHOWN]}" if there else "")
+        keys = ", ".join(map(repr, document))
+        raise UnusableError(f"no key {key!r}", f"set --json-key to one of {keys[:_MAX_KEYS_LENGTH]}" if keys else "")
     return usable_text(document[key])
 
 
 def usable_text(text: Any) -> str:
-    """The text itself.
+    """Return the text if it is usable.
 
     Raises:
-        UnusableError: it is no string, is empty or blank, or holds NUL or a lone surrogate.
+        UnusableError: it is not a string, is empty or blank, or contains NUL or a lone surrogate.
     """
     if not isinstance(text, str):
         raise UnusableError("text is not a string")
@@ -108,29 +108,29 @@ def usable_text(text: Any) -> str:
 def documents_of_lines(
     file: IO[bytes], start: int, end: int, reading: Reading, *, is_json: bool, first_line: int | None = None
 ) -> Iterator[str | Reject]:
-    """Documents of the lines that begin in a range of bytes, so that the ranges of a file share no line and miss none.
+    """Yield the documents of lines that begin in a byte range; adjacent ranges share no line and skip none.
 
     Args:
-        file: opened for reading, at any place.
+        file: open for reading, at any position.
         start: first byte of the range.
         end: the byte after the last.
-        reading: how documents are written.
+        reading: format of the documents.
         is_json: JSON lines; False: plain lines.
-        first_line: number of the first line of `file`, for rejects that tell lines; None: they tell offsets.
+        first_line: number of the first line of `file`, to report line numbers; None reports byte offsets.
     """
     file.seek(max(start - 1, 0))
-    place = start
+    offset = start
     if start > 0:
-        place = start - 1 + _skip_line(file)
-    number = first_line or 0
-    while place < end and (line := file.readline(MAX_DOCUMENT_BYTES + 2)):
+        offset = start - 1 + _skip_line(file)
+    current_line = first_line or 0
+    while offset < end and (line := file.readline(MAX_DOCUMENT_BYTES + 2)):
         size = len(line)
         if not line.endswith(b"\n") and size == MAX_DOCUMENT_BYTES + 2:
             size += _skip_line(file)
         try:
             if len(line.rstrip(b"\r\n")) > MAX_DOCUMENT_BYTES:
                 raise UnusableError(TOO_LONG)
-            if place == 0 and line.startswith(_BOM):
+            if offset == 0 and line.startswith(_BOM):
                 line = line[len(_BOM) :]
             if not line.strip():
                 raise UnusableError("blank line")
@@ -139,14 +139,14 @@ def documents_of_lines(
             else:
                 yield usable_text(_decoded(line).removesuffix("\n").removesuffix("\r"))
         except UnusableError as error:
-            where, is_offset = (place, True) if first_line is None else (number, False)
-            yield Reject(str(error), where, is_offset, error.note)
-        place += size
-        number += 1
+            place, is_offset = (offset, True) if first_line is None else (current_line, False)
+            yield Reject(str(error), place, is_offset, error.note)
+        offset += size
+        current_line += 1
 
 
 def document_of_file(path: Path) -> str | Reject:
-    """The document that a whole text file is; a byte order mark is left out."""
+    """Return a text file as one document; a byte order mark is removed."""
     with path.open("rb") as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     try:
@@ -158,7 +158,7 @@ def document_of_file(path: Path) -> str | Reject:
 
 
 def documents_of_row_groups(path: Path, first: int, last: int, reading: Reading) -> Iterator[str | Reject]:
-    """Documents of the row groups `first` to `last - 1` of a parquet file; a place is a row."""
+    """Yield the documents of row groups `first` to `last - 1` of a parquet file; rejections report row numbers."""
     file = open_parquet(path, reading.json_key)
     row = 1 + sum(file.metadata.row_group(group).num_rows for group in range(first))
     groups = list(range(first, last))
@@ -175,10 +175,10 @@ def documents_of_row_groups(path: Path, first: int, last: int, reading: Reading)
 
 
 def open_parquet(path: Path, column: str) -> Any:
-    """The `pyarrow.parquet.ParquetFile` of a file that has the column.
+    """Open a file as `pyarrow.parquet.ParquetFile`, and check that it has the column.
 
     Raises:
-        UserError: pyarrow is missing, the file is no parquet, or has no such column.
+        UserError: pyarrow is missing, the file is not parquet, or it has no such column.
     """
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]
@@ -188,15 +188,15 @@ def open_parquet(path: Path, column: str) -> Any:
     try:
         file = parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is no parquet file: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{path} is not a parquet file: {' '.join(str(error).split())[:200]}") from None
     names = file.schema_arrow.names
     if column not in names:
-        raise UserError(f"{path} has no column {column!r}; --json-key is one of {', '.join(names)[:200]}")
+        raise UserError(f"{path} has no column {column!r}; set --json-key to one of {', '.join(names)[:200]}")
     return file
 
 
 def open_compressed(path: Path, file: IO[bytes], kind: str) -> IO[bytes]:
-    """The uncompressed bytes of an open file.
+    """Return an uncompressed stream of an open file.
 
     Raises:
         UserError: the zstandard package is missing.
@@ -215,19 +215,19 @@ def open_compressed(path: Path, file: IO[bytes], kind: str) -> IO[bytes]:
 
 
 def cut_into_chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """Whole lines, at least `size` bytes at a time.
+    """Yield whole lines, at least `size` bytes at a time.
 
-    The end of a line that is too long is left out; what stays of it is still too long, and its line end is kept. Where
-    the compressed data is damaged, the whole lines before come first and then its error.
+    An overlong line is truncated to a length that is still rejected, and keeps its line end. If the compressed data is
+    damaged, the whole lines before the damage are yielded before the error is raised.
     """
-    read = getattr(file, "read1", file.read)  # what there is, so that damage further on takes nothing of it along
+    read = getattr(file, "read1", file.read)  # returns available bytes, so that later damage does not discard them
     while True:
         pieces: list[bytes] = []
-        held = 0
+        size_read = 0
         try:
-            while held < size and (piece := read(min(size - held, _SKIP_BYTES))):
+            while size_read < size and (piece := read(min(size - size_read, _SKIP_BYTES))):
                 pieces.append(piece)
-                held += len(piece)
+                size_read += len(piece)
             if pieces and not pieces[-1].endswith(b"\n"):
                 rest = file.readline(MAX_DOCUMENT_BYTES + 2)
                 pieces.append(rest)
@@ -244,7 +244,7 @@ def cut_into_chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def decompression_errors() -> tuple[type[Exception], ...]:
-    """What reading damaged compressed data raises."""
+    """Return the exceptions raised for damaged compressed data."""
     import gzip
     import zlib
 
@@ -257,13 +257,13 @@ def decompression_errors() -> tuple[type[Exception], ...]:
 
 
 def line_number(path: Path, offset: int) -> int:
-    """The number, from 1, of the line that begins at a byte offset."""
-    lines, left = 1, offset
+    """Return the number, from 1, of the line that begins at a byte offset."""
+    number, remaining = 1, offset
     with path.open("rb") as file:
-        while left > 0 and (block := file.read(min(left, _SKIP_BYTES))):
-            lines += block.count(b"\n")
-            left -= len(block)
-    return lines
+        while remaining > 0 and (block := file.read(min(remaining, _SKIP_BYTES))):
+            number += block.count(b"\n")
+            remaining -= len(block)
+    return number
 
 
 def _decoded(data: bytes) -> str:
@@ -274,7 +274,7 @@ def _decoded(data: bytes) -> str:
 
 
 def _skip_line(file: IO[bytes]) -> int:
-    """Read to the end of the line; the number of bytes that were left of it."""
+    """Read to the end of the line; return the number of bytes read."""
     skipped = 0
     while part := file.readline(_SKIP_BYTES):
         skipped += len(part)

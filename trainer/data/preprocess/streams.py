@@ -1,4 +1,4 @@
-"""Inputs that can only be read from their beginning: compressed files and data sets, as chunks of JSON lines."""
+"""Chunks of JSON lines from inputs without random access: compressed files and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Chunk:
     Attributes:
         data: whole JSON lines.
         first_line: the number of the first, from 1.
-        consumed: bytes of the file (rows of the data set) that were read up to here.
-        damaged: the input could not be read beyond this point.
+        consumed: bytes of the file (rows of the dataset) read so far.
+        damaged: the input cannot be read beyond this point.
     """
 
     data: bytes
@@ -42,15 +42,15 @@ class Chunk:
 
 
 def chunks_of_stream(source: Source, reading: Reading, size: int) -> Iterator[Chunk]:
-    """The chunks of an input, always cut at the same lines.
+    """Yield the chunks of an input; their boundaries are deterministic.
 
     Args:
-        source: a compressed file or a data set.
-        reading: how documents are written.
-        size: bytes of a chunk, about.
+        source: a compressed file or a dataset.
+        reading: format of the documents.
+        size: approximate bytes of a chunk.
 
     Raises:
-        UserError: it cannot be read, or a package for it is missing.
+        UserError: the input cannot be read, or a required package is missing.
     """
     if source.kind == "hf":
         yield from _chunks_of_data_set(source, reading, size)
@@ -70,7 +70,7 @@ def chunks_of_stream(source: Source, reading: Reading, size: int) -> Iterator[Ch
 
 
 def documents_of_stream(source: Source, reading: Reading) -> Iterator[str | Reject]:
-    """The documents of such an input, read in this process."""
+    """Yield the documents of such an input, read in this process."""
     for chunk in chunks_of_stream(source, reading, _SAMPLE_CHUNK):
         yield from documents_of_lines(
             io.BytesIO(chunk.data), 0, len(chunk.data), reading, is_json=True, first_line=chunk.first_line
@@ -83,17 +83,17 @@ def _chunks_of_data_set(source: Source, reading: Reading, size: int) -> Iterator
     data = load_data_set(source.path)
     if reading.json_key not in data.column_names:
         names = ", ".join(data.column_names)[:200]
-        raise UserError(f"hf:{source.path} has no column {reading.json_key!r}; --json-key is one of {names}")
-    gathered: list[bytes] = []
-    held, first = 0, 1
+        raise UserError(f"hf:{source.path} has no column {reading.json_key!r}; set --json-key to one of {names}")
+    buffer: list[bytes] = []
+    buffered_bytes, first = 0, 1
     for row in range(0, len(data), _ROWS):
         for text in data[row : row + _ROWS][reading.json_key]:
             line = json.dumps({reading.json_key: text}, default=str).encode() + b"\n"
-            gathered.append(line)
-            held += len(line)
-        if held >= size:
-            yield Chunk(b"".join(gathered), first, row + _ROWS)
-            first += len(gathered)
-            gathered, held = [], 0
-    if gathered:
-        yield Chunk(b"".join(gathered), first, len(data))
+            buffer.append(line)
+            buffered_bytes += len(line)
+        if buffered_bytes >= size:
+            yield Chunk(b"".join(buffer), first, row + _ROWS)
+            first += len(buffer)
+            buffer, buffered_bytes = [], 0
+    if buffer:
+        yield Chunk(b"".join(buffer), first, len(data))

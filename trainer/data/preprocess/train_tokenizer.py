@@ -1,4 +1,4 @@
-"""A byte-level BPE trained on a sample of the documents."""
+"""Train a byte-level BPE tokenizer on a sample of the documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .streams import documents_of_stream
 from .worker_process import documents_of_span
 
 SAMPLE_BYTES = 128 << 20
-"""Text that a tokenizer is trained on, at most: the same share from the beginning of each part of the inputs."""
+"""Maximum text that a tokenizer is trained on: an equal share from the beginning of each work unit."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-document token."""
 LARGEST_VOCABULARY = 1 << 20
@@ -24,16 +24,16 @@ END_OF_DOCUMENT = "<|endoftext|>"
 def train_tokenizer(
     vocab_size: int, sources: Sequence[Source], units: Sequence[Unit], reading: Reading
 ) -> JsonTokenizer:
-    """GPT-2's kind of tokenizer (bytes, its splitting into words, no normalisation), with `<|endoftext|>` as id 0.
+    """Train a byte-level BPE as in GPT-2 (its pre-tokenizer, no normalization), with `<|endoftext|>` as id 0.
 
     Args:
-        vocab_size: tokens to have at most; a small text gives fewer.
+        vocab_size: maximum vocabulary size; a small text gives a smaller one.
         sources: the inputs.
-        units: their parts.
-        reading: how documents are written.
+        units: the work units of the inputs.
+        reading: format of the documents.
 
     Raises:
-        UserError: the sample holds no document.
+        UserError: the sample contains no document.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -43,16 +43,16 @@ def train_tokenizer(
     def sample() -> Iterator[str]:
         nonlocal found, first
         for unit in units:
-            left = SAMPLE_BYTES // len(units)
+            remaining = SAMPLE_BYTES // len(units)
             for document in _documents(unit, sources, reading):
                 if isinstance(document, Reject):
                     first = first or document
                     continue
-                data = document[:left].encode()[:left]
+                data = document[:remaining].encode()[:remaining]
                 found += 1
                 yield data.decode(errors="ignore")  # a character may be cut at the end
-                left -= len(data)
-                if left <= 0:
+                remaining -= len(data)
+                if remaining <= 0:
                     break
 
     tokenizer = Tokenizer(models.BPE())
@@ -66,8 +66,8 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(sample(), trainer)
     if not found:
-        told = "".join(f"; {text}" for text in (first.kind, first.note) if text) if first else ""
-        raise UserError(f"--train-tokenizer: the sample of the inputs holds no document{told}")
+        reason = "".join(f"; {text}" for text in (first.kind, first.note) if text) if first else ""
+        raise UserError(f"--train-tokenizer: the sample of the inputs holds no document{reason}")
     return define(canonical(tokenizer.to_str()), {})
 
 

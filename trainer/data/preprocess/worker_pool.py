@@ -1,4 +1,4 @@
-"""The worker processes, as the main process sees them: it hands out parts and takes the answers."""
+"""Worker process pool: distributes parts and collects the results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One part to do.
+    """One part of the work.
 
     Attributes:
-        key: its place in the order of the documents.
-        message: what the worker is told.
+        key: its position in the order of the documents.
+        message: the request to the worker.
         data: the bytes of a compressed input, or None.
-        weight: bytes of files it stands for, for progress.
+        weight: bytes of input files, for progress.
     """
 
     key: tuple[int, int]
@@ -42,11 +42,11 @@ class _Worker:
 
 
 class Pool:
-    """Processes started afresh (not forked), which end with the context.
+    """Spawned (not forked) worker processes, which end with the context.
 
     Args:
-        count: how many.
-        settings: what all parts have in common; JSON.
+        count: number of processes.
+        settings: common to all parts; serializable as JSON.
     """
 
     def __init__(self, count: int, settings: Mapping[str, Any]) -> None:
@@ -60,24 +60,24 @@ class Pool:
         on_answer: Callable[[Task, Mapping[str, Any]], None],
         on_wait: Callable[[], None],
     ) -> None:
-        """Do all tasks.
+        """Run all tasks.
 
         Args:
-            tasks: taken one ahead of the free workers.
-            on_answer: gets each task with the worker's answer, in any order.
+            tasks: read one ahead of the free workers.
+            on_answer: called with each task and the worker's answer, in any order.
             on_wait: called at least twice a second.
 
         Raises:
             UserError: a worker was killed.
         """
-        following = next(tasks, None)
-        while following is not None or any(worker.task for worker in self._workers):
+        next_task = next(tasks, None)
+        while next_task is not None or any(worker.task for worker in self._workers):
             free = next((worker for worker in self._workers if worker.task is None), None)
-            if following is not None and free is None and len(self._workers) < self._count:
+            if next_task is not None and free is None and len(self._workers) < self._count:
                 free = self._start()
-            if following is not None and free is not None:
-                self._send(free, following)
-                following = next(tasks, None)
+            if next_task is not None and free is not None:
+                self._send(free, next_task)
+                next_task = next(tasks, None)
                 continue
             busy: dict[Any, _Worker] = {
                 worker.connection: worker for worker in self._workers if worker.task is not None
@@ -136,9 +136,9 @@ class Pool:
     def _killed(self, worker: _Worker) -> UserError:
         worker.process.join()
         code = worker.process.exitcode or 0
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         return UserError(
-            f"a worker process ended by {how}"
+            f"a worker process ended by {cause}"
             + (", as when memory runs out: use fewer --workers" if code == -9 else "")
-            + "; the finished parts are kept: the same command goes on"
+            + "; the finished parts are kept: run the same command to resume"
         )

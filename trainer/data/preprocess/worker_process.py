@@ -1,6 +1,6 @@
-"""A worker process: it gets one part after the other, tokenizes it and writes it as indexed data of its own.
+"""Worker process: tokenizes one part after the other and writes each as an indexed dataset.
 
-Main process and worker talk over a pipe in JSON; the bytes of a compressed input follow their message.
+Main process and workers exchange JSON over a pipe; the bytes of a compressed input follow their message.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..tokenizers.tokenizer import Tokenizer, from_document
 from .read_documents import Reading, Reject, document_of_file, documents_of_lines, documents_of_row_groups
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 
 
 class StoppedError(Exception):
-    """A reject under `--on-error stop`."""
+    """A rejected document under `--on-error stop`."""
 
     def __init__(self, source: int, reject: Reject) -> None:
         super().__init__(reject.kind)
@@ -41,12 +41,12 @@ class StoppedError(Exception):
 
 @dataclass
 class Tally:
-    """What a part gave.
+    """Counts of a part.
 
     Attributes:
-        documents, tokens, bytes: what was written, and the UTF-8 bytes of its text.
-        skipped: kind of reject to [count, [source, place, place is an offset, note] of the first].
-        sources: number of an input (as text, for JSON) to its [documents, rejects].
+        documents, tokens, bytes: output counts, and the UTF-8 bytes of the text.
+        skipped: kind of rejection to [count, [source, place, place is an offset, note] of the first].
+        sources: number of an input (as text, for JSON) to its [documents, rejections].
     """
 
     documents: int = 0
@@ -56,7 +56,7 @@ class Tally:
     sources: dict[str, list[int]] = field(default_factory=dict)
 
     def count(self, source: int, reject: Reject | None) -> None:
-        """One document, or one reject, of an input."""
+        """Count one document, or one rejection, of an input."""
         counts = self.sources.setdefault(str(source), [0, 0])
         counts[reject is not None] += 1
         if reject is not None:
@@ -64,7 +64,7 @@ class Tally:
             entry[0] += 1
 
     def add(self, other: Mapping[str, Any]) -> None:
-        """The tally of the next part, in the order of the documents."""
+        """Add the counts of the next part, in the order of the documents."""
         self.documents += other["documents"]
         self.tokens += other["tokens"]
         self.bytes += other["bytes"]
@@ -77,11 +77,11 @@ class Tally:
 
 
 def work(connection: Any) -> None:
-    """Take parts until the main process closes the pipe, a `multiprocessing` Connection; settings come first.
+    """Process parts until the main process closes the pipe, a `multiprocessing` Connection; settings come first.
 
-    A worker whose main process was killed ends at once, in the middle of its part.
+    The worker exits immediately if its main process is killed.
     """
-    threading.Thread(target=_end_with_main, name="main", daemon=True).start()
+    threading.Thread(target=_exit_with_main, name="main", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the workers
     use_one_core()
     try:
@@ -90,40 +90,44 @@ def work(connection: Any) -> None:
         while True:
             task = json.loads(connection.recv_bytes())
             data = connection.recv_bytes() if task["has_data"] else None
-            connection.send_bytes(json.dumps(_answer(task, data, settings, tokenizer)).encode())
+            connection.send_bytes(json.dumps(_process_task(task, data, settings, tokenizer)).encode())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _end_with_main() -> None:
+def _exit_with_main() -> None:
     main = multiprocessing.parent_process()
     if main is not None:
         main.join()
         os._exit(EXIT_BUG)
 
 
-def _answer(task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer) -> Any:
+def _process_task(
+    task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer
+) -> Any:
     try:
-        return {"done": vars(_do_part(task, data, settings, tokenizer))}
+        return {"done": vars(_tokenize_part(task, data, settings, tokenizer))}
     except StoppedError as stop:
         reject = stop.reject
         return {"stopped": [stop.source, reject.kind, reject.place, reject.is_offset, reject.note]}
     except UserError as error:
-        return {"refused": error.lines, "exit_code": error.exit_code}
+        return {"error": error.lines, "exit_code": error.exit_code}
     except MemoryError:
-        return {"refused": ["out of memory; use fewer --workers"], "exit_code": EXIT_BAD_INPUT}
+        return {"error": ["out of memory; use fewer --workers"], "exit_code": EXIT_BAD_INPUT}
     except OSError as error:
-        code = EXIT_IO if error.errno in _DISK else EXIT_BAD_INPUT
-        return {"refused": [f"{error.filename or 'a file'}: {error.strerror or error}"], "exit_code": code}
+        code = EXIT_IO if error.errno in _DISK_ERRNOS else EXIT_BAD_INPUT
+        return {"error": [f"{error.filename or 'a file'}: {error.strerror or error}"], "exit_code": code}
     except Exception:
         return {"bug": traceback.format_exc()}
 
 
-def _do_part(task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer) -> Tally:
+def _tokenize_part(
+    task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer
+) -> Tally:
     tally = Tally()
     end = np.array([] if settings["eod_id"] is None else [settings["eod_id"]], np.int64)
     texts: list[str] = []
-    characters = 0
+    buffered_characters = 0
     with IndexedWriter(Path(task["prefix"]), token_dtype(tokenizer.vocab_size)) as writer:
 
         def flush() -> None:
@@ -140,10 +144,10 @@ def _do_part(task: Mapping[str, Any], data: bytes | None, settings: Mapping[str,
                 continue
             tally.count(source, None)
             texts.append(found)
-            characters += len(found)
-            if len(texts) >= _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            buffered_characters += len(found)
+            if len(texts) >= _BATCH_DOCUMENTS or buffered_characters >= _BATCH_CHARACTERS:
                 flush()
-                characters = 0
+                buffered_characters = 0
         flush()
         writer.finish()
         tally.documents, tally.tokens = writer.documents, writer.tokens
@@ -171,7 +175,7 @@ def _documents(
 
 
 def documents_of_span(path: Path, kind: str, start: int, end: int, reading: Reading) -> Iterator[str | Reject]:
-    """Documents of a piece of one file that need not be read from its beginning."""
+    """Yield the documents of a range of a file with random access."""
     if kind == "parquet":
         yield from documents_of_row_groups(path, start, end, reading)
     elif kind == "text" and not reading.text_lines:

@@ -1,4 +1,4 @@
-"""Functions of the standard library and what their docstrings say: a task that every Python brings along.
+"""Functions of the standard library paired with their docstrings: a sequence-to-sequence task that needs no download.
 
 The input is the source of a function without its docstring, the target the docstring's first paragraph in one line.
 """
@@ -17,7 +17,7 @@ from .text_pairs import TextPair, TextPairs, fingerprint_of
 from .text_sources import SPLITS, Corpus, Proportions, Split, read_pystd
 
 LONGEST_TARGET = 120
-"""Characters; a first paragraph that is longer is an essay."""
+"""Maximum length in characters; functions with a longer first paragraph are skipped."""
 
 
 class Documented(NamedTuple):
@@ -28,14 +28,14 @@ class Documented(NamedTuple):
 
 
 def read_docstrings(proportions: Proportions) -> TextPairs:
-    """The pairs of the running interpreter's standard library, split by module.
+    """Return the pairs of the running interpreter's standard library, split by module.
 
-    A file, and so a module, is in one split only. Of pairs that have the same input, or the same name and target (as
-    copied functions and methods of one interface have), only the first counts, training first: nothing that is held
-    out was trained on.
+    Each file, and so each module, is in one split only. Of pairs with the same input, or the same name and target (such
+    as copied functions, and methods of one interface), only the first is kept, training first: no held-out pair was
+    trained on.
 
     Args:
-        proportions: parts of train, validation and test.
+        proportions: fractions of train, validation and test.
 
     Raises:
         UserError: this interpreter has no readable sources.
@@ -44,33 +44,33 @@ def read_docstrings(proportions: Proportions) -> TextPairs:
 
 
 def docstring_pairs(corpus: Corpus) -> TextPairs:
-    """The pairs of a corpus whose documents are Python modules; those that are no Python are left out."""
+    """Return the pairs of a corpus whose documents are Python modules; those that cannot be parsed are skipped."""
     seen: set[tuple[str, ...]] = set()
     pairs: dict[Split, list[TextPair]] = {}
     for split in SPLITS:
         pairs[split] = []
         for module in corpus.documents[split]:
             for name, pair in documented_functions(module):
-                marks = {(pair.input,), (name, pair.target)}
-                if not marks & seen:
+                keys = {(pair.input,), (name, pair.target)}
+                if not keys & seen:
                     pairs[split].append(pair)
-                seen |= marks
+                seen |= keys
     return TextPairs(f"pystd_docstring (Python {platform.python_version()})", pairs, fingerprint_of(pairs))
 
 
 def documented_functions(module: str) -> Iterator[Documented]:
-    """The functions and methods of a module that have a docstring and do something else too, in order.
+    """Yield the functions and methods of a module, in order, that have a docstring and at least one more statement.
 
     Args:
         module: its source.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old spellings in the sources
+            warnings.simplefilter("ignore")  # deprecated syntax in the sources
             tree = ast.parse(module)
     except (SyntaxError, ValueError, RecursionError):
         return
-    lines = list(io.StringIO(module, newline=None))  # as Python counts them: a form feed ends none
+    lines = list(io.StringIO(module, newline=None))  # Python's line numbers: `splitlines` also splits at form feeds
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     for node in sorted(functions, key=lambda function: function.lineno):
         target = _first_paragraph(ast.get_docstring(node) or "")
@@ -85,7 +85,7 @@ def _first_paragraph(docstring: str) -> str:
 
 
 def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
-    """The lines of a function but those of its docstring; empty where they hold nothing else, or share a line."""
+    """Return a function's lines without its docstring; empty if nothing else is left, or a line is shared with it."""
     docstring, rest = node.body[0], node.body[1:]
     last = docstring.end_lineno
     if not rest or last is None or node.end_lineno is None:

@@ -1,7 +1,7 @@
-"""Data sets of Hugging Face's: a folder that `save_to_disk` wrote, a folder of tables, or a name of the hub.
+"""Hugging Face datasets: a folder written by `save_to_disk`, a folder of tables, or a name on the hub.
 
-The `datasets` package reads them (extra `hf`). It runs no code of a data set; a name is downloaded once, and then taken
-from its cache.
+They are read by the `datasets` package (extra `hf`). No code of a dataset is executed; a hub dataset is downloaded once
+and then read from the cache.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .jsonl import Placer, Reader, RecordT
 from .text_sources import SPLITS, Proportions, Split
 
 _KEY = "model.data.path"
-_OPTIONS = ("name", "revision", "train", "validation", "test")
-_SAVED = ("dataset_dict.json", "dataset_info.json")
-"""Files that `save_to_disk` writes: of several splits, of one."""
+_OPTION_NAMES = ("name", "revision", "train", "validation", "test")
+_SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
+"""Files that `save_to_disk` writes for several splits, and for one."""
 
 
 class DatasetRecords(NamedTuple, Generic[RecordT]):
-    """What was read.
+    """Records of a dataset.
 
     Attributes:
         records: by split.
-        has_own_splits: the data set says itself what is held out; else the proportions do.
+        has_own_splits: the dataset comes with its own splits; otherwise the proportions define them.
     """
 
     records: dict[Split, list[RecordT]]
@@ -40,64 +40,64 @@ def read_dataset(
     read: Reader[RecordT],
     input_of: Callable[[RecordT], str],
 ) -> DatasetRecords[RecordT]:
-    """What a data set holds, by split.
+    """Read a dataset, by split.
 
-    Its splits `train`, `validation` and `test` are those; where there is `train` alone, each row goes to a split by the
-    hash of its input.
+    Its splits `train`, `validation` and `test` are used; if there is only `train`, each row is assigned to a split by
+    the hash of its input.
 
     Args:
         path: the folder, or the name.
-        options: `model.data.dataset_kwargs`: `name` and `revision` of the data set, and `train`, `validation` and
-            `test` for splits of other names.
-        proportions: parts of train, validation and test.
-        read: makes what is wanted of a row.
-        input_of: what is hashed.
+        options: `model.data.dataset_kwargs`: `name` and `revision` of the dataset, and `train`, `validation` and `test`
+            for splits of other names.
+        proportions: fractions of train, validation and test.
+        read: parses a row.
+        input_of: returns the text that is hashed.
 
     Raises:
-        UserError: it cannot be read, or a row is refused.
+        UserError: it cannot be read, or a row is invalid.
     """
-    unknown = sorted(set(options) - set(_OPTIONS))
+    unknown = sorted(set(options) - set(_OPTION_NAMES))
     if unknown:
         raise UserError(
-            f"`model.data.dataset_kwargs` ({', '.join(unknown)}) must be of {', '.join(_OPTIONS)} with "
+            f"`model.data.dataset_kwargs` ({', '.join(unknown)}) must be of {', '.join(_OPTION_NAMES)} with "
             "`data_impl: huggingface`"
         )
     splits = _splits(path, options)
-    named: dict[Split, str] = {split: str(options.get(split, split)) for split in SPLITS}
+    split_names: dict[Split, str] = {split: str(options.get(split, split)) for split in SPLITS}
     for split in SPLITS:
-        if named[split] not in splits and (split == "train" or split in options):
+        if split_names[split] not in splits and (split == "train" or split in options):
             raise UserError(
-                f"`{_KEY}`: {path} has no split `{named[split]}`; it has {', '.join(list(splits)[:10])}; "
-                f"model.data.dataset_kwargs.{split} names it"
+                f"`{_KEY}`: {path} has no split `{split_names[split]}`; it has {', '.join(list(splits)[:10])}; "
+                f"set model.data.dataset_kwargs.{split}"
             )
-    found: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
-    place = Placer(proportions) if not any(named[split] in splits for split in SPLITS[1:]) else None
+    records: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
+    split_of = Placer(proportions) if not any(split_names[split] in splits for split in SPLITS[1:]) else None
     for split in SPLITS:
-        for number, row in enumerate(splits.get(named[split], ()), 1):
+        for number, row in enumerate(splits.get(split_names[split], ()), 1):
             try:
-                record = read(row, f"row {number} of `{named[split]}` of {path}")
+                record = read(row, f"row {number} of `{split_names[split]}` of {path}")
             except UserError as error:
                 raise UserError(f"`{_KEY}`: {error}") from None
-            found[split if place is None else place(input_of(record))].append(record)
-    return DatasetRecords(found, place is None)
+            records[split if split_of is None else split_of(input_of(record))].append(record)
+    return DatasetRecords(records, split_of is None)
 
 
 def _splits(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows by the name of their split."""
+    """Return the rows of each split by name."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise UserError("`data_impl: huggingface` needs the `datasets` package: pip install 'stoker[hf]'") from None
     folder = Path(path).expanduser()
     try:
-        if any((folder / name).is_file() for name in _SAVED):
+        if any((folder / name).is_file() for name in _SAVED_FILES):
             loaded = datasets.load_from_disk(str(folder))
         else:
             source = str(folder) if folder.is_dir() else path
             loaded = datasets.load_dataset(source, options.get("name"), revision=options.get("revision"))
     except (KeyboardInterrupt, MemoryError):
         raise
-    except Exception as error:  # of the network, of the hub, of every reader there is
+    except Exception as error:  # network, hub and file readers raise many types
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"`{_KEY}`: the datasets package cannot read {path}: {reason}") from None
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}

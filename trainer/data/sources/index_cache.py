@@ -1,7 +1,7 @@
-"""Index arrays that are made once and kept as plain .npy files, checked whenever they are read.
+"""Cache of index arrays in .npy files, verified whenever they are read.
 
-A name is the hash of everything the arrays depend on, so an entry is never out of date. Several processes may make the
-same entry at once: they write the same bytes, each under a name of its own, and the last rename wins.
+The name of an entry is the hash of everything it depends on, so entries are never stale. Several processes may write
+the same entry at once: they write the same bytes to temporary files, and the last rename wins.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Arrays = Mapping[str, NDArray[Any]]
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Dtype and shape of each array."""
 
-_LARGEST_RECORD = 1 << 16
+_MAX_RECORD_BYTES = 1 << 16
 
 
 class IndexCache:
     """A folder of index arrays.
 
     Args:
-        folder: where they are kept; None keeps nothing.
-        required: whether a folder that cannot be written is an error; otherwise arrays are then made in memory.
+        folder: location; None disables the cache.
+        required: a folder that cannot be written is an error; otherwise arrays are then built in memory.
     """
 
     def __init__(self, folder: Path | None, *, required: bool = False) -> None:
@@ -43,12 +43,12 @@ class IndexCache:
         self.required = required
 
     def arrays(self, key: Mapping[str, Any], layout: Layout, make: Callable[[], Pieces]) -> Arrays:
-        """The arrays of `key`, memory-mapped from the folder, or made now.
+        """Return the arrays of `key`, memory-mapped from the folder, or newly built.
 
         Args:
-            key: everything they depend on, as plain data.
-            layout: what they must look like.
-            make: makes them, piece by piece; what goes to files is never held in memory as a whole.
+            key: everything they depend on, serializable as JSON.
+            layout: their dtypes and shapes.
+            make: builds them in chunks; arrays that are written to files are never in memory as a whole.
 
         Raises:
             UserError: the folder is required and cannot be written (exit code 74).
@@ -70,14 +70,14 @@ class IndexCache:
         return self._read(self.folder, name, layout) or _in_memory(layout, make())
 
     def _read(self, folder: Path, name: str, layout: Layout) -> Arrays | None:
-        """The arrays, or None where they are missing or not as they were written."""
+        """Return the arrays, or None if they are missing or corrupt."""
         try:
             with (folder / f"{name}.json").open("rb") as file:
-                record = json.loads(file.read(_LARGEST_RECORD))
+                record = json.loads(file.read(_MAX_RECORD_BYTES))
             arrays: dict[str, NDArray[Any]] = {}
             for part, (dtype, shape) in layout.items():
                 path = folder / f"{name}-{part}.npy"
-                with path.open("rb") as file:  # before any of it is parsed
+                with path.open("rb") as file:  # verified before anything is parsed
                     if hashlib.file_digest(file, "sha256").hexdigest() != record[part]:
                         return None
                 array = np.lib.format.open_memmap(path, mode="r")
@@ -92,13 +92,13 @@ class IndexCache:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             files = {
-                part: stack.enter_context(_Replacing(folder / f"{name}-{part}.npy", _npy_header(dtype, shape)))
+                part: stack.enter_context(_AtomicFile(folder / f"{name}-{part}.npy", _npy_header(dtype, shape)))
                 for part, (dtype, shape) in layout.items()
             }
             for part, rows in pieces:
                 files[part].write(np.ascontiguousarray(rows, layout[part][0]).tobytes())
         record = {part: file.digest for part, file in files.items()}
-        with _Replacing(folder / f"{name}.json", json.dumps(record).encode()):
+        with _AtomicFile(folder / f"{name}.json", json.dumps(record).encode()):
             pass
 
 
@@ -118,11 +118,11 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return header.getvalue()
 
 
-class _Replacing:
-    """A temporary file beside `path` that takes its name when the block ends well, and goes when it does not.
+class _AtomicFile:
+    """A temporary file that replaces `path` when the block succeeds, and is removed when it fails.
 
     Args:
-        path: the name it takes.
+        path: the final name.
         head: its first bytes.
     """
 
@@ -142,7 +142,7 @@ class _Replacing:
         """SHA-256 of all that was written, in hexadecimal."""
         return self._hash.hexdigest()
 
-    def __enter__(self) -> _Replacing:
+    def __enter__(self) -> _AtomicFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -152,6 +152,6 @@ class _Replacing:
                 os.fsync(self._file.fileno())
                 self._temporary.replace(self._path)
         finally:
-            with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+            with contextlib.suppress(OSError):  # on a full disk the last flush fails too
                 self._file.close()
             self._temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-r"""Megatron's tokenized data: `PREFIX.bin` holds the token ids, `PREFIX.idx` where sequences and documents begin.
+r"""Megatron's indexed dataset: `PREFIX.bin` holds the token ids, `PREFIX.idx` the sequence and document boundaries.
 
 The layout is that of Megatron-LM's IndexedDataset, version 1 (megatron/core/datasets/indexed_dataset.py); all numbers
 are little-endian:
@@ -9,11 +9,10 @@ are little-endian:
     uint64   n, sequences
     uint64   m, entries of the document table: documents + 1
     int32    [n] tokens of each sequence
-    int64    [n] where each sequence begins in PREFIX.bin, in bytes
+    int64    [n] byte offset of each sequence in PREFIX.bin
     int64    [m] the first sequence of each document, and n at the end
 
-The sequences lie in PREFIX.bin one after the other, without gaps. A document is one sequence, unless the data was
-split into sentences.
+The sequences are contiguous in PREFIX.bin. A document is one sequence, unless the data was split into sentences.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ...utils.errors import EXIT_IO, UserError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-"""Magic, version, dtype code, sequences, entries of the document table."""
+"""Magic, version, dtype code, number of sequences, entries of the document table."""
 
 DTYPE_CODES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
@@ -46,43 +45,43 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-"""Megatron's codes of integer dtypes; 6 and 7 are floats, which are no token ids."""
+"""Megatron's codes of integer dtypes; 6 and 7 are floating point, which token ids cannot be."""
 
 MAX_SIDE_FILE = 256 << 20
-"""Bytes of the largest PREFIX.json that is read: it names every input, of which there may be a million."""
+"""Maximum size of PREFIX.json in bytes; it lists every input file, of which there may be a million."""
 
 _CHUNK = 1 << 20
-"""Entries that are read, checked or written at once: memory does not grow with the data."""
+"""Entries read, checked or written at once, so that memory use does not grow with the data."""
 _COPY_BYTES = 16 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype Megatron stores ids in: uint16 for vocabularies below 65,500, else int32."""
+    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: Path) -> Path:
-    """The file of token ids."""
+    """Return the path of the token ids."""
     return prefix.with_name(prefix.name + ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """The file of the index."""
+    """Return the path of the index."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; neither exists under its name before `finish`.
+    """Write PREFIX.bin and PREFIX.idx; neither exists under its final name before `finish`.
 
-    Everything goes to temporary files beside the target: memory stays the same however many documents there are. As a
-    context manager it removes them when the block is left without `finish`.
+    Data is written to temporary files in the same folder, so memory use does not depend on the number of documents.
+    As a context manager it removes them if the block exits without `finish`.
 
     Args:
         prefix: path without `.bin` and `.idx`; its folder must exist.
         dtype: of the ids; see `token_dtype`.
 
     Raises:
-        UserError: the files cannot be written (exit code 74); from every method.
+        UserError: the files cannot be written (exit code 74); raised by every method.
         ValueError: `dtype` is not an integer type of the format.
     """
 
@@ -108,10 +107,10 @@ class IndexedWriter:
             )
 
     def add_document(self, ids: Sequence[int] | NDArray[Any]) -> None:
-        """Append a document of one sequence; `ids` [n] are integers that fit `dtype`.
+        """Append a document of one sequence; `ids` [N] are integers in the range of `dtype`.
 
         Raises:
-            ValueError: an id does not fit.
+            ValueError: an id is out of range.
         """
         array = np.asarray(ids, np.int64 if len(ids) == 0 else None)
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -133,10 +132,10 @@ class IndexedWriter:
         self.tokens += array.size
 
     def add_index(self, other: Path) -> None:
-        """Append the finished data of another prefix, which is checked first and copied without being held in memory.
+        """Append the data of another prefix; it is checked first and copied in blocks.
 
         Raises:
-            UserError: the other files are missing, damaged or hold another dtype.
+            UserError: the other files are missing, damaged or of another dtype.
         """
         reader = IndexedReader(other)
         if reader.dtype != self.dtype:
@@ -158,9 +157,9 @@ class IndexedWriter:
         self.tokens += reader.tokens
 
     def finish(self) -> None:
-        """Flush both files to the disk and give them their names: first the ids, then the index that makes them data.
+        """Flush both files to disk and rename them: first the ids, then the index, which makes them readable.
 
-        An index of the same name that is there already goes first, so that no moment shows it beside new ids.
+        An existing index of the same name is removed first, so that it never points at the new ids.
         """
         temporary_bin, temporary_idx = self._temporary
         with self._writing():
@@ -177,8 +176,8 @@ class IndexedWriter:
             sync_directory(self.prefix.parent)
 
     def close(self) -> None:
-        """Remove the temporary files, if `finish` has not given them their names."""
-        with contextlib.suppress(OSError):  # a full disk refuses the last flush too
+        """Remove the temporary files that `finish` has not renamed."""
+        with contextlib.suppress(OSError):  # on a full disk the last flush fails too
             self._open.close()
         for path in self._temporary:
             path.unlink(missing_ok=True)
@@ -218,23 +217,23 @@ def _entries(file: IO[bytes], dtype: str) -> Iterator[NDArray[Any]]:
 
 
 class IndexedReader:
-    """PREFIX.bin and PREFIX.idx, memory-mapped; every count and pointer is checked before anything is read.
+    """Memory-mapped PREFIX.bin and PREFIX.idx; all counts and pointers are validated when they are opened.
 
-    Copies sent to other processes open the files again and check only their sizes.
+    A pickled copy reopens the files and checks only their sizes.
 
     Args:
         prefix: path without `.bin` and `.idx`.
 
     Attributes:
         dtype: of the ids.
-        sequences, documents, tokens: how many there are.
+        sequences, documents, tokens: their numbers.
         ids: all token ids, [tokens], read-only.
         lengths: tokens of each sequence, int32 [sequences].
-        pointers: where each sequence begins in PREFIX.bin, in bytes, int64 [sequences].
+        pointers: byte offset of each sequence in PREFIX.bin, int64 [sequences].
         document_table: first sequence of each document and the number of sequences, int64 [documents + 1].
 
     Raises:
-        UserError: a file is missing, unreadable, truncated or not of this format; one line with the file and the
+        UserError: a file is missing, unreadable, truncated or not of this format; the message gives the file and the
             reason.
     """
 
@@ -247,16 +246,20 @@ class IndexedReader:
             raise UserError(f"cannot read {error.filename or prefix}: {error.strerror or error}") from None
 
     def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
-        """Where documents `first` to `last - 1` begin in `ids`, and where the last ends; int64 [last - first + 1]."""
+        """Return the offsets in `ids` of documents `first` to `last - 1` and the end of the last one.
+
+        Returns:
+            int64 [last - first + 1].
+        """
         return self._starts(self.document_table[first : last + 1])
 
     def document_lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of each of these documents, int64 [n]."""
+        """Return the number of tokens of each document, int64 [n]."""
         ends = self._starts(self.document_table[documents + 1])
         return ends - self._starts(self.document_table[documents])
 
     def _starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where sequences begin in `ids`; the one after the last begins at the end."""
+        """Return the offset of each sequence in `ids`; an index past the last sequence gives the end."""
         starts = np.empty(len(sequences), np.int64)
         inner = sequences < self.sequences
         starts[inner] = self.pointers[sequences[inner]] // self.dtype.itemsize
@@ -264,41 +267,44 @@ class IndexedReader:
         return starts
 
     def document_span(self, document: int) -> tuple[int, int]:
-        """Where one document begins and ends in `ids`: `document_starts` without arrays, which cost a sample most."""
+        """Return begin and end of one document in `ids`.
+
+        Scalar version of `document_starts`: array overhead would dominate the cost of a sample.
+        """
         first, last = int(self.document_table[document]), int(self.document_table[document + 1])
         size = self.dtype.itemsize
         begin = int(self.pointers[first]) // size if first < self.sequences else self.tokens
         return begin, int(self.pointers[last]) // size if last < self.sequences else self.tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.prefix, self._sizes)
+        return _reopen, (self.prefix, self._sizes)
 
     def _map(self) -> None:
         index, data = idx_path(self.prefix), bin_path(self.prefix)
         with index.open("rb") as file:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
-            raise UserError(f"{index} is not an index of Megatron's .bin/.idx data: it does not begin with MMIDIDX")
+            raise UserError(f"{index} is not the index of a Megatron .bin/.idx dataset: it does not begin with MMIDIDX")
         _, version, code, sequences, entries = HEADER.unpack(header)
         if version != VERSION:
             raise UserError(f"{index} has version {version}; stoker reads version {VERSION}")
         if code not in DTYPE_CODES:
             raise UserError(f"{index} has dtype code {code}, which is no integer type of token ids")
         self._sizes = index.stat().st_size, data.stat().st_size
-        wanted = HEADER.size + 12 * sequences + 8 * entries
-        if self._sizes[0] != wanted:
+        expected = HEADER.size + 12 * sequences + 8 * entries
+        if self._sizes[0] != expected:
             raise UserError(
                 f"{index} has {self._sizes[0]:,} bytes, but its {sequences:,} sequences and {entries - 1:,} documents "
-                f"need {wanted:,}; " + _why_other_size(self._sizes[0] - wanted, sequences)
+                f"need {expected:,}; " + _size_mismatch_reason(self._sizes[0] - expected, sequences)
             )
         self.dtype = DTYPE_CODES[code]
         self.sequences, self.documents = sequences, entries - 1
         self.tokens = self._sizes[1] // self.dtype.itemsize
-        at = HEADER.size
-        self.lengths = _mapped(index, "<i4", at, sequences)
-        self.pointers = _mapped(index, "<i8", at + 4 * sequences, sequences)
-        self.document_table = _mapped(index, "<i8", at + 12 * sequences, entries)
-        self.ids = _mapped(data, self.dtype, 0, self.tokens)
+        offset = HEADER.size
+        self.lengths = _map_array(index, "<i4", offset, sequences)
+        self.pointers = _map_array(index, "<i8", offset + 4 * sequences, sequences)
+        self.document_table = _map_array(index, "<i8", offset + 12 * sequences, entries)
+        self.ids = _map_array(data, self.dtype, 0, self.tokens)
 
     def _check(self) -> None:
         index, data = idx_path(self.prefix), bin_path(self.prefix)
@@ -329,7 +335,7 @@ class IndexedReader:
             raise UserError(f"{index} is damaged: its documents do not cover its {self.sequences:,} sequences")
 
 
-def _reopened(prefix: Path, sizes: tuple[int, int]) -> IndexedReader:
+def _reopen(prefix: Path, sizes: tuple[int, int]) -> IndexedReader:
     reader = IndexedReader.__new__(IndexedReader)
     reader.prefix = prefix
     try:
@@ -341,15 +347,15 @@ def _reopened(prefix: Path, sizes: tuple[int, int]) -> IndexedReader:
     return reader
 
 
-def _mapped(path: Path, dtype: DTypeLike, offset: int, count: int) -> NDArray[Any]:
+def _map_array(path: Path, dtype: DTypeLike, offset: int, count: int) -> NDArray[Any]:
     if count < 1:  # an empty part cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r", offset, (count,)).view(np.ndarray)
 
 
-def _why_other_size(surplus: int, sequences: int) -> str:
+def _size_mismatch_reason(surplus: int, sequences: int) -> str:
     if surplus < 0:
         return "it is truncated"
     if surplus == sequences:
-        return "it is of the multimodal kind, which is not text alone"
+        return "it is a multimodal dataset, which is not supported"
     return "it is damaged"

@@ -1,4 +1,4 @@
-"""JSONL: an object in each line of a file, and to which split it belongs."""
+"""JSONL files, one object per line, and the assignment of objects to splits."""
 
 from __future__ import annotations
 
@@ -14,69 +14,69 @@ from ..tokenizers.tokenizer import utf8
 from .text_sources import SPLITS, Proportions, Split
 
 MAX_LINE_BYTES = 64 << 20
-"""Of one line; a longer one is no example of a task."""
+"""Maximum length of a line."""
 CONTEXT_KEY, LABEL_KEY = "model.data.context_key", "model.data.label_key"
 _SUFFIXES = (".jsonl", ".json")
-_ANSWERS = ("output", "completion", "response", "answer", "label", "target")
-"""Usual names of an answer."""
+_ANSWER_KEYS = ("output", "completion", "response", "answer", "label", "target")
+"""Usual keys of an answer."""
 RecordT = TypeVar("RecordT")
 Reader = Callable[[dict[str, Any], str], RecordT]
-"""Makes something of an object; the text says where it is, for the UserError that refuses it."""
+"""Parse an object; the string is its location, for the UserError raised for an invalid one."""
 
 
 def read_split(
     path: Path, proportions: Proportions, read: Reader[RecordT], input_of: Callable[[RecordT], str], named_by: str
 ) -> dict[Split, list[RecordT]]:
-    """What a file or folder holds, by split.
+    """Read a file or folder, by split.
 
-    A folder that holds `train.jsonl` has its splits in files of those names (`train`, `validation`, `test`), and other
-    files are not read. Otherwise each object goes to a split by the hash of its input, so that equal inputs are on one
-    side and adding lines moves none of the others.
+    A folder with a `train.jsonl` has one file per split (`train`, `validation`, `test`); other files are ignored.
+    Otherwise each object is assigned to a split by the hash of its input, so that equal inputs are in one split, and
+    adding lines moves none of the others.
 
     Args:
         path: a file, or a folder of .jsonl files.
-        proportions: parts of train, validation and test.
-        read: makes what is wanted of an object.
-        input_of: what is hashed.
+        proportions: fractions of train, validation and test.
+        read: parses an object.
+        input_of: returns the text that is hashed.
         named_by: the key or option that gave the path, for messages.
 
     Raises:
-        UserError: a file is missing, cannot be read or holds a line that is refused; one line with its place.
+        UserError: a file is missing, unreadable or has an invalid line; the message gives its location.
     """
-    found: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
+    records: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
     try:
         by_split: dict[Split, Path] = {split: path / f"{split}.jsonl" for split in SPLITS}
         if has_own_splits(path):
             for split, file in by_split.items():
                 if file.is_file():
-                    found[split] += _read(file, read)
+                    records[split] += _read(file, read)
         else:
-            held_out = [file.name for file in by_split.values() if file.is_file()]
-            if held_out and proportions[0] > 0:
+            held_out_files = [file.name for file in by_split.values() if file.is_file()]
+            if held_out_files and proportions[0] > 0:
                 raise UserError(
-                    f"the folder {path} holds {' and '.join(held_out)}, but no train.jsonl: what is held out would be "
-                    "trained on; rename the others to train.jsonl"
+                    f"the folder {path} holds {' and '.join(held_out_files)}, but no train.jsonl: the held-out data "
+                    "would be trained on; rename the others to train.jsonl"
                 )
-            place = Placer(proportions)
+            split_of = Placer(proportions)
             for file in _files(path):
                 for record in _read(file, read):
-                    found[place(input_of(record))].append(record)
+                    records[split_of(input_of(record))].append(record)
     except OSError as error:
         raise UserError(f"{named_by}: cannot read {error.filename or path}: {error.strerror or error}") from None
     except UserError as error:
         raise UserError(f"{named_by}: {error}") from None
-    if not any(found.values()):
+    if not any(records.values()):
         raise UserError(f"{named_by}: {path} holds no example")
-    return found
+    return records
 
 
 def has_own_splits(path: Path) -> bool:
-    """Whether a path is a folder that says itself what is trained on; see `read_split`."""
+    """Return True if the path is a folder with a file per split; see `read_split`."""
     return path.is_dir() and (path / "train.jsonl").is_file()
 
 
 def read_files(paths: Sequence[Path], read: Reader[RecordT], named_by: str) -> list[list[RecordT]]:
-    """What each file, or folder of .jsonl files, holds.
+    """Read the records of each file, or folder of .jsonl files.
 
     Raises:
         UserError: as `read_split`.
@@ -93,10 +93,10 @@ def read_files(paths: Sequence[Path], read: Reader[RecordT], named_by: str) -> l
 
 
 class Placer:
-    """The split of a text, by its hash.
+    """Assign texts to splits by their hash.
 
     Args:
-        proportions: parts of train, validation and test.
+        proportions: fractions of train, validation and test.
     """
 
     def __init__(self, proportions: Proportions) -> None:
@@ -104,43 +104,43 @@ class Placer:
         self._last = max(number for number, share in enumerate(proportions) if share > 0)
 
     def __call__(self, text: str) -> Split:
-        """Where a text belongs."""
-        place = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64
-        return SPLITS[next((i for i in range(self._last) if place < self._bounds[i]), self._last)]
+        """Return the split of a text."""
+        fraction = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64
+        return SPLITS[next((i for i in range(self._last) if fraction < self._bounds[i]), self._last)]
 
 
-def text_of(found: Mapping[str, Any], key: str, where: str, named_by: str) -> str:
-    """The text under a key of an object.
+def text_of(record: Mapping[str, Any], key: str, location: str, named_by: str) -> str:
+    """Return the text under a key of an object.
 
     Raises:
-        UserError: there is none, or it is no Unicode.
+        UserError: it is missing, not a string, or not valid Unicode.
     """
-    if key not in found:
-        names = ", ".join(f"`{name[:40]}`" for name in list(found)[:10])
-        cure = _other_keys(found) if named_by in (CONTEXT_KEY, LABEL_KEY) else ""
-        cure = f"; set {cure}" if cure else f" (`{named_by}` names it)"
-        raise UserError(f"{where} must have a text `{key}`; it has {names or 'nothing'}{cure}")
-    value = found[key]
+    if key not in record:
+        names = ", ".join(f"`{name[:40]}`" for name in list(record)[:10])
+        fix = _suggest_keys(record) if named_by in (CONTEXT_KEY, LABEL_KEY) else ""
+        fix = f"; set {fix}" if fix else f" (`{named_by}` names it)"
+        raise UserError(f"{location} must have a text `{key}`; it has {names or 'nothing'}{fix}")
+    value = record[key]
     if not isinstance(value, str):
-        raise UserError(f"{where}: `{key}` is {_kind(value)}, not a text")
+        raise UserError(f"{location}: `{key}` is {_describe_type(value)}, not a text")
     try:
         utf8(value)
     except UserError as error:
-        raise UserError(f"{where}: `{key}`: {error}") from None
+        raise UserError(f"{location}: `{key}`: {error}") from None
     return value
 
 
-def _other_keys(found: Mapping[str, Any]) -> str:
-    """What makes an object with other names a prompt with an answer; empty where that is not to be seen."""
-    names = [name for name, value in found.items() if isinstance(value, str) and name.isidentifier()]
+def _suggest_keys(record: Mapping[str, Any]) -> str:
+    """Suggest keys under which the object is a prompt with an answer; empty if there is no obvious choice."""
+    names = [name for name, value in record.items() if isinstance(value, str) and name.isidentifier()]
     if len(names) < 2:
         return ""
-    label = next((name for name in names if name in _ANSWERS), names[-1])
+    label = next((name for name in names if name in _ANSWER_KEYS), names[-1])
     context = next(name for name in names if name != label)
     return f"{CONTEXT_KEY}={context[:40]} {LABEL_KEY}={label[:40]}"
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     match value:
         case None:
             return "null"
@@ -171,20 +171,20 @@ def _read(path: Path, read: Reader[RecordT]) -> Iterator[RecordT]:
             if len(line) > MAX_LINE_BYTES:
                 raise UserError(f"line {number} of {path} has more than {MAX_LINE_BYTES >> 20} MiB")
             if line.strip():
-                where = f"line {number} of {path}"
-                yield read(_object(line, where), where)
+                location = f"line {number} of {path}"
+                yield read(_object(line, location), location)
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _object(line: bytes, location: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8: bad byte at offset {error.start}") from None
+        raise UserError(f"{location} is not UTF-8: bad byte at offset {error.start}") from None
     except json.JSONDecodeError as error:
         reason = f"{error.msg} at column {error.pos + 1}"
-        raise UserError(f"{where} is not JSON ({reason}); one object a line is wanted") from None
+        raise UserError(f"{location} is not JSON ({reason}); each line must be one object") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{where} must be an object; one object a line is wanted")
-    return found
+        raise UserError(f"{location} is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{location} must be a JSON object; each line must be one")
+    return record

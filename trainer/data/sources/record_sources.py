@@ -1,4 +1,4 @@
-"""Where records of fine-tuning come from: JSONL files, lists of them, or data sets of Hugging Face's."""
+"""Read fine-tuning records from JSONL files, lists of them, or Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Source(Generic[RecordT]):
     """Records by split.
 
     Attributes:
-        name: what they are, for messages.
-        sets: those of each split; training may have several files with proportions of their own.
-        has_own_splits: what was read says itself what is held out, not `model.data.splits_string`.
+        name: of the data, for messages.
+        sets: the records of each file of each split; training files may have sampling probabilities.
+        has_own_splits: the data come with their own splits; `model.data.splits_string` is ignored.
     """
 
     name: str
@@ -28,39 +28,39 @@ class Source(Generic[RecordT]):
     has_own_splits: bool
 
     def together(self) -> dict[Split, list[RecordT]]:
-        """The records of each split, one file after the other."""
-        return {split: [record for held in sets for record in held] for split, sets in self.sets.items()}
+        """Return the records of each split, files concatenated."""
+        return {split: [record for records in sets for record in records] for split, sets in self.sets.items()}
 
 
 def read_source(data: DataBlock, read: Reader[RecordT], input_of: Callable[[RecordT], str]) -> Source[RecordT]:
-    """The records that `model.data` names, with `data_impl` jsonl or huggingface.
+    """Read the records of `model.data`, with `data_impl` jsonl or huggingface.
 
     Args:
         data: the keys.
-        read: makes a record of an object.
-        input_of: what of it decides about the split that it belongs to.
+        read: parses an object.
+        input_of: returns the part of a record whose hash determines its split.
 
     Raises:
-        UserError: they cannot be read, or an object is refused.
+        UserError: the data cannot be read, or an object is invalid.
     """
     proportions = parse_proportions(data.splits_string)
     if data.train_ds.file_names is None:
         assert data.path is not None  # a rule of the configuration
         if data.data_impl == "huggingface":
-            found, own = read_dataset(data.path, data.dataset_kwargs, proportions, read, input_of)
-            return Source(data.path, {split: [found[split]] for split in SPLITS}, own)
+            records, predefined = read_dataset(data.path, data.dataset_kwargs, proportions, read, input_of)
+            return Source(data.path, {split: [records[split]] for split in SPLITS}, predefined)
         path = user_path(data.path, "model.data.path")
-        found = read_split(path, proportions, read, input_of, "`model.data.path`")
-        return Source(str(path), {split: [found[split]] for split in SPLITS}, has_own_splits(path))
+        records = read_split(path, proportions, read, input_of, "`model.data.path`")
+        return Source(str(path), {split: [records[split]] for split in SPLITS}, has_own_splits(path))
     named = {"train": data.train_ds, "validation": data.validation_ds, "test": data.test_ds}
     sets: dict[Split, list[list[RecordT]]] = {}
     for split in SPLITS:
         key = f"model.data.{split}_ds.file_names"
-        paths = [user_path(name, key) for name in _listed(named[split].file_names)]
+        paths = [user_path(name, key) for name in _as_list(named[split].file_names)]
         sets[split] = read_files(paths, read, f"`{key}`")
-    return Source(", ".join(_listed(data.train_ds.file_names)), sets, has_own_splits=True)
+    return Source(", ".join(_as_list(data.train_ds.file_names)), sets, has_own_splits=True)
 
 
-def _listed(names: str | list[str] | None) -> list[str]:
-    """The names of a key that takes one or several, or none."""
+def _as_list(names: str | list[str] | None) -> list[str]:
+    """Return the names of a key that accepts one, several or none."""
     return [names] if isinstance(names, str) else names or []

@@ -1,4 +1,4 @@
-"""Pairs of texts, an input and a target: where they come from, and their tokens."""
+"""Pairs of texts (input and target): reading and tokenization."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text_sources import SPLITS, Proportions, Split
 
 
 class TextPair(NamedTuple):
-    """What is read and what is to be written."""
+    """Input and target text."""
 
     input: str
     target: str
@@ -31,10 +31,10 @@ class TextPairs:
     """Pairs of texts, by split.
 
     Attributes:
-        name: what they are, for messages.
+        name: of the data, for messages.
         pairs: of each split, in a fixed order.
-        fingerprint: SHA-256 over all of them, in hexadecimal.
-        has_own_splits: what was read says itself what is held out.
+        fingerprint: SHA-256 of all pairs, in hexadecimal.
+        has_own_splits: the data come with their own splits.
     """
 
     name: str
@@ -43,12 +43,12 @@ class TextPairs:
     has_own_splits: bool = False
 
     def inputs(self) -> list[str]:
-        """The input of each pair of all splits."""
+        """Return the inputs of all splits."""
         return [pair.input for pairs in self.pairs.values() for pair in pairs]
 
 
 def fingerprint_of(pairs: dict[Split, list[TextPair]]) -> str:
-    """SHA-256 over the pairs of all splits, in hexadecimal."""
+    """Return the SHA-256 of the pairs of all splits, in hexadecimal."""
     total = hashlib.sha256()
     for split in SPLITS:
         for pair in pairs[split]:
@@ -57,18 +57,18 @@ def fingerprint_of(pairs: dict[Split, list[TextPair]]) -> str:
 
 
 class TokenPairs:
-    """Pairs of token ids, each side with its end token and cut to the size of a row: `pair_samples.Pairs`.
+    """Token ids of pairs, each side truncated to the size of a row and ended with EOS; implements `pair_samples.Pairs`.
 
     Args:
         pairs: the texts.
-        tokenizer: one with an end token.
+        tokenizer: must have an EOS token.
         shape: of the rows.
 
     Raises:
-        UserError: a text cannot be tokenized; with the number of its pair.
+        UserError: a text cannot be tokenized; the message gives the number of its pair.
 
     Attributes:
-        cut: how many inputs and how many targets were longer than their side.
+        cut: number of truncated inputs and of truncated targets.
     """
 
     def __init__(self, pairs: Iterable[TextPair], tokenizer: Tokenizer, shape: Shape) -> None:
@@ -79,33 +79,34 @@ class TokenPairs:
         self.cut = tuple(sum(len(ids) >= size for ids in side) for side, size in zip(whole, sizes, strict=True))
         assert tokenizer.eos_id is not None
         self._encoder, self._decoder = (
-            [_ended(ids[: size - 1], tokenizer.eos_id) for ids in side] for side, size in zip(whole, sizes, strict=True)
+            [_append_eos(ids[: size - 1], tokenizer.eos_id) for ids in side]
+            for side, size in zip(whole, sizes, strict=True)
         )
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of pairs."""
         return len(self._encoder)
 
     def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens of each pair on both sides."""
+        """Return the tokens of each pair on both sides."""
         encoder, decoder = (np.array([len(ids) for ids in side], np.int64) for side in (self._encoder, self._decoder))
         return encoder, decoder
 
-    def pair(self, number: int, source: np.random.Philox) -> Pair:
-        """A pair; nothing in it is random."""
+    def pair(self, number: int, rng: np.random.Philox) -> Pair:
+        """Return a pair; `rng` is not used."""
         return Pair(self._encoder[number], self._decoder[number])
 
 
 def encoded(texts: list[str], tokenizer: Tokenizer, name: str) -> list[TokenIds]:
-    """The tokens of texts.
+    """Tokenize texts.
 
     Args:
         texts: one of each pair, in order.
-        tokenizer: makes the tokens.
+        tokenizer: the tokenizer.
         name: of these texts, for messages.
 
     Raises:
-        UserError: one cannot be tokenized; with the number of its pair.
+        UserError: a text cannot be tokenized; the message gives the number of its pair.
     """
     try:
         return tokenizer.encode_batch(texts)
@@ -118,7 +119,7 @@ def encoded(texts: list[str], tokenizer: Tokenizer, name: str) -> list[TokenIds]
         raise
 
 
-def _ended(ids: TokenIds, eos_id: int) -> TokenIds:
+def _append_eos(ids: TokenIds, eos_id: int) -> TokenIds:
     return np.append(ids, np.array(eos_id, ids.dtype))
 
 
@@ -128,29 +129,29 @@ def _ended(ids: TokenIds, eos_id: int) -> TokenIds:
 def read_jsonl(
     path: Path, proportions: Proportions, input_key: str, target_key: str, named_by: str = "`model.data.path`"
 ) -> TextPairs:
-    """Pairs out of JSONL: an object in each line, with an input and a target, which are texts; see `read_split`.
+    """Read pairs from JSONL: one object per line, with two string fields; see `read_split`.
 
     Args:
         path: a file, or a folder of .jsonl files.
-        proportions: parts of train, validation and test.
-        input_key: name of the input in each object.
-        target_key: name of the target.
+        proportions: fractions of train, validation and test.
+        input_key: field of the input.
+        target_key: field of the target.
         named_by: the key or option that gave the path, for messages.
 
     Raises:
-        UserError: a file is missing, cannot be read or holds a line that is no such object; one line with its place.
+        UserError: a file is missing, unreadable or has an invalid line; the message gives its location.
     """
     pairs = read_split(path, proportions, pair_reader(input_key, target_key), lambda pair: pair.input, named_by)
     return TextPairs(str(path), pairs, fingerprint_of(pairs))
 
 
 def pair_reader(input_key: str, target_key: str) -> Reader[TextPair]:
-    """Makes a pair of an object with two texts."""
+    """Return a function that parses an object with two string fields."""
 
-    def read(found: dict[str, Any], where: str) -> TextPair:
+    def read(record: dict[str, Any], location: str) -> TextPair:
         return TextPair(
-            text_of(found, input_key, where, CONTEXT_KEY),
-            text_of(found, target_key, where, LABEL_KEY),
+            text_of(record, input_key, location, CONTEXT_KEY),
+            text_of(record, target_key, location, LABEL_KEY),
         )
 
     return read

@@ -1,4 +1,4 @@
-"""The text that `model.data` names, as tokens: document by document, or all of a split in one row."""
+"""Tokenize the text of `model.data`: document by document, or a whole split as one token stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .text_sources import Corpus, Split, parse_proportions, read_pystd, read_tex
 
 
 def read_corpus(root: RootBlock) -> Corpus:
-    """The text that `model.data` names, split."""
+    """Read the text of `model.data`, split."""
     data = root.model.data
     proportions = parse_proportions(data.splits_string)
     if data.data_impl == "pystd":
@@ -27,10 +27,10 @@ def read_corpus(root: RootBlock) -> Corpus:
 
 
 def token_documents(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> list[TokenIds]:
-    """The token ids of each document of a split, without end tokens.
+    """Return the token ids of each document of a split, without EOS.
 
     Raises:
-        UserError: one cannot be tokenized; with its number.
+        UserError: a document cannot be tokenized; the message gives its number.
     """
     documents: list[TokenIds] = []
     for number, text in enumerate(corpus.documents[split]):
@@ -44,9 +44,9 @@ def token_documents(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> list[
 
 
 def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> NDArray[Any]:
-    """All tokens of a split in one row, [n]; with an eos token before, between and after the documents if there is one.
+    """Return all tokens of a split as one stream, [N], with EOS (if there is one) before, between and after documents.
 
-    The leading eos makes the first token of the first document a label too, so every byte of the text is predicted.
+    The leading EOS makes the first token of the first document a label too, so every byte of the text is predicted.
 
     Raises:
         UserError: as `token_documents`.
@@ -61,5 +61,5 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> NDArray[
 
 
 def evaluation_windows(stream: NDArray[Any], length: int, tokenizer: Tokenizer) -> EvaluationWindows | None:
-    """Windows that cover a stream once, or None where there is nothing to predict."""
+    """Return windows that cover a stream once, or None if there is nothing to predict."""
     return EvaluationWindows(stream, length, tokenizer.pad_id) if len(stream) > 1 else None

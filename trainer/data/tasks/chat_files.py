@@ -1,4 +1,4 @@
-"""The chat template in the files of a tokenizer, or in the key that names one."""
+"""Load the chat template of a tokenizer from its files, or from `model.tokenizer.chat_template`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = "model.tokenizer.chat_template"
 
 
 def template_beside(folder: Path, named_by: str) -> ChatTemplate | None:
-    """The template of a tokenizer of Hugging Face's: `chat_template.jinja`, or in its `tokenizer_config.json`.
+    """Load the chat template of a Hugging Face tokenizer: `chat_template.jinja`, or from its `tokenizer_config.json`.
 
     Args:
         folder: of its files.
@@ -31,52 +31,52 @@ def template_beside(folder: Path, named_by: str) -> ChatTemplate | None:
         try:
             settings = json.loads(_text(folder / SETTINGS, _MAX_SETTINGS_BYTES, named_by))
         except (ValueError, RecursionError):
-            raise UserError(f"`{named_by}`: {folder / SETTINGS} is not JSON; mend it or take it away") from None
+            raise UserError(f"`{named_by}`: {folder / SETTINGS} is not JSON; repair or remove it") from None
     settings = settings if isinstance(settings, dict) else {}
     if (folder / TEMPLATE).is_file():
         source = _text(folder / TEMPLATE, MAX_TEMPLATE_BYTES, named_by)
     else:
-        source = _named_default(settings.get("chat_template"))
+        source = _default_template(settings.get("chat_template"))
     if source is None:
         return None
-    tokens = {name: _token(settings.get(name)) for name in TOKEN_NAMES}
+    tokens = {name: _token_text(settings.get(name)) for name in TOKEN_NAMES}
     return ChatTemplate(source, {name: token for name, token in tokens.items() if token})
 
 
-def _named_default(found: object) -> str | None:
-    """The template of a configuration; of a list of named ones that which is called `default`."""
+def _default_template(found: object) -> str | None:
+    """Return the template of a configuration; of a list of named templates, the one called `default`."""
     if isinstance(found, list):
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")
     return found if isinstance(found, str) and len(found) <= MAX_TEMPLATE_BYTES else None
 
 
-def _token(found: object) -> str:
+def _token_text(found: object) -> str:
     found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else ""
 
 
 def template_of_key(text: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template that `model.tokenizer.chat_template` gives: its text, or the path of a file.
+    """Return the template of `model.tokenizer.chat_template`, given as text or as a path.
 
     Args:
         text: the value of the key.
-        tokenizer: names the special tokens.
+        tokenizer: gives the special tokens.
 
     Raises:
-        UserError: there is no such file, or it cannot be read.
+        UserError: the file does not exist or cannot be read.
     """
     source = text if is_template(text) else _text(user_path(text, _KEY), MAX_TEMPLATE_BYTES, _KEY)
     return ChatTemplate(source, special_names(tokenizer))
 
 
 def is_template(text: str) -> bool:
-    """Whether a value is a template itself, and not the path of one."""
+    """Return True if a value is a template, and not the path of one."""
     return "{%" in text or "{{" in text
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """What templates call the special tokens, and their texts; of those that the tokenizer names."""
+    """Return the special tokens by their names in templates, such as `bos_token`, as far as the tokenizer has them."""
     if tokenizer.chat is not None and tokenizer.chat.tokens:
         return dict(tokenizer.chat.tokens)
     special = getattr(tokenizer, "special", None)
@@ -87,18 +87,18 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def chat_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a tokenizer, or stoker's own where it has none.
+    """Return the template of a tokenizer, or stoker's default.
 
     Raises:
-        UserError: it has none, and no token that could end an answer.
+        UserError: it has no template, and no EOS token to end an answer.
     """
     if tokenizer.chat is not None:
         return tokenizer.chat
     eos = None if tokenizer.eos_id is None else tokenizer.token_name(tokenizer.eos_id)
     if eos is None:
         raise UserError(
-            "chat needs a tokenizer with a token that ends an answer, and this one has none; use tokenizer=byte, or "
-            "name a template with model.tokenizer.chat_template"
+            "chat needs a tokenizer with an EOS token to end answers, and this one has none; use tokenizer=byte, or "
+            "set model.tokenizer.chat_template"
         )
     return default_template(eos)
 

@@ -1,7 +1,7 @@
-"""Chat templates: Jinja programs that come with tokenizers and write a conversation as one text.
+"""Chat templates: Jinja templates that come with tokenizers and format a conversation as one text.
 
-They are rendered in a process of their own (`template_process.py`), in Jinja's sandbox, with limits of time and memory.
-A tokenizer carries its template along, into every checkpoint.
+They are rendered in a separate process (`template_process.py`), in Jinja's sandbox, with time and memory limits.
+The template is part of the tokenizer, and so saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ...utils.errors import UserError
 
 MAX_TEMPLATE_BYTES = 1 << 20
 SECONDS = 10.0
-"""For `_AT_ONCE` conversations, which take some milliseconds."""
-_AT_ONCE = 64
+"""Timeout for `_AT_ONCE` conversations, which normally take a few milliseconds."""
+_BATCH_SIZE = 64
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 Message = Mapping[str, Any]
-"""`role`, `content` and whatever else the template reads, as in the chat formats of OpenAI and `transformers`."""
+"""`role`, `content` and other keys that the template reads, as in the chat formats of OpenAI and `transformers`."""
 
 _DEFAULT = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -34,15 +34,15 @@ _DEFAULT = (
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML, but that the tokenizer's own end token ends answers: ChatML's marks are ordinary text to most of them."""
+"""ChatML, except that the tokenizer's own EOS ends answers: ChatML's markers are ordinary text to most tokenizers."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template, and the special tokens it may write.
+    """A chat template and its special tokens.
 
     Attributes:
-        source: the Jinja program.
+        source: the Jinja template.
         tokens: text of special tokens by their names in the template: `bos_token`, `eos_token`, ...
     """
 
@@ -50,12 +50,12 @@ class ChatTemplate:
     tokens: Mapping[str, str] = field(default_factory=dict)
 
     def to_document(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the document that a checkpoint stores."""
         return {"template": self.source, "tokens": dict(self.tokens)}
 
     @classmethod
     def from_document(cls, document: object) -> Self:
-        """Read back what `to_document` gave, from anywhere.
+        """Rebuild the template from `to_document`; the document is not trusted.
 
         Raises:
             ValueError: it is not such a document.
@@ -64,18 +64,18 @@ class ChatTemplate:
             raise ValueError("`chat` must be an object with `template` and `tokens`")
         source, tokens = document["template"], document["tokens"]
         if not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES:
-            raise ValueError("`chat.template` must be a text of at most 1 MiB")
+            raise ValueError("`chat.template` must be a string of at most 1 MiB")
         if not isinstance(tokens, dict) or not all(isinstance(token, str) for token in tokens.values()):
-            raise ValueError("`chat.tokens` must be texts by name")
+            raise ValueError("`chat.tokens` must be an object of strings")
         if not set(tokens) <= set(TOKEN_NAMES):
             raise ValueError(f"`chat.tokens` may name {', '.join(TOKEN_NAMES)}")
         return cls(source, tokens)
 
     def renderer(self) -> Renderer:
-        """Start the process that renders it; use it as a context manager.
+        """Start the rendering process; use it as a context manager.
 
         Raises:
-            UserError: the template is none.
+            UserError: the template is invalid.
         """
         return Renderer(self)
 
@@ -84,9 +84,9 @@ class Chat(NamedTuple):
     """A conversation.
 
     Attributes:
-        messages: what was said.
-        tools: descriptions of functions that the assistant may call, for templates that write them.
-        where: the file and line that it was read from, for messages; no part of what is learnt.
+        messages: the messages in order.
+        tools: descriptions of functions that the assistant may call, for templates that support them.
+        where: file and line, for messages; not part of the text.
     """
 
     messages: Sequence[Message]
@@ -98,8 +98,8 @@ class Rendered(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: all of it.
-        answers: from where to where in it the assistant wrote, in characters.
+        text: the rendered text.
+        answers: character spans (begin, end) written by the assistant.
     """
 
     text: str
@@ -110,7 +110,7 @@ class BadChatError(UserError):
     """A template fails on a conversation.
 
     Attributes:
-        number: which one of those it was given, from 0.
+        number: index of the conversation in the batch, from 0.
     """
 
     def __init__(self, line: str, number: int) -> None:
@@ -119,19 +119,19 @@ class BadChatError(UserError):
 
 
 class Renderer:
-    """A template at work.
+    """Render a chat template in a separate process.
 
     Args:
         template: the template.
 
     Raises:
-        UserError: it is no template.
+        UserError: the template is invalid.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
-        places = {_folder_of(name) for name in ("jinja2", "markupsafe")}
+        import_paths = {_package_root(name) for name in ("jinja2", "markupsafe")}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(__file__).with_name("chat_template_process.py")), *sorted(places)],
+            [sys.executable, "-I", str(Path(__file__).with_name("chat_template_process.py")), *sorted(import_paths)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -139,7 +139,7 @@ class Renderer:
             encoding="utf-8",
         )
         try:
-            self._ask({"template": template.source, "tokens": dict(template.tokens)})
+            self._request({"template": template.source, "tokens": dict(template.tokens)})
         except BaseException:
             self.close()
             raise
@@ -153,7 +153,7 @@ class Renderer:
         self.close()
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -161,59 +161,59 @@ class Renderer:
                 pipe.close()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """The text of some messages and the beginning of the assistant's next one.
+        """Render messages, followed by the generation prompt of the assistant.
 
         Raises:
-            UserError: the template fails on them, or takes too long.
+            UserError: the template fails, or takes too long.
         """
-        (text,) = self._texts([Chat(messages, tools)], ask=True)
+        (text,) = self._render([Chat(messages, tools)], add_generation_prompt=True)
         return text
 
     def conversation(self, chat: Chat) -> Rendered:
-        """The text of a conversation, and what of it the assistant wrote.
+        """Render a conversation and find the spans written by the assistant.
 
         Raises:
-            UserError: as `prompt`; or the template writes earlier messages differently because of later ones.
+            UserError: as `prompt`; or the template renders earlier messages differently because of later ones.
         """
         (rendered,) = self.conversations([chat])
         return rendered
 
     def conversations(self, chats: Sequence[Chat]) -> Iterator[Rendered]:
-        """`conversation` of many.
+        """Render many conversations, see `conversation`.
 
         Raises:
-            BadChatError: a template fails on one of them.
+            BadChatError: the template fails on one of them.
             UserError: it takes too long.
         """
-        for first in range(0, len(chats), _AT_ONCE):
+        for first in range(0, len(chats), _BATCH_SIZE):
             try:
-                answers = self._texts(chats[first : first + _AT_ONCE], ask=False)
+                answers = self._render(chats[first : first + _BATCH_SIZE], add_generation_prompt=False)
             except BadChatError as error:
                 raise BadChatError(error.lines[0], first + error.number) from None
             for text, spans in answers:
                 yield Rendered(text, tuple((begin, end) for begin, end in spans))
 
-    def _texts(self, chats: Sequence[Chat], *, ask: bool) -> list[Any]:
-        return self._ask({"chats": [(chat.messages, chat.tools) for chat in chats], "ask": ask})["texts"]
+    def _render(self, chats: Sequence[Chat], *, add_generation_prompt: bool) -> list[Any]:
+        conversations = [(chat.messages, chat.tools) for chat in chats]
+        return self._request({"chats": conversations, "add_generation_prompt": add_generation_prompt})["texts"]
 
-    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, request: Mapping[str, Any]) -> dict[str, Any]:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps(asked) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except OSError:  # it ended before it had read everything
+        except OSError:  # the process ended before reading the whole request
             line = ""
         finally:
             timer.cancel()
         if not line:
             raise UserError(
-                f"the chat template was stopped: it takes more than {SECONDS:g} seconds, or more memory than it "
-                "is given"
+                f"the chat template was stopped: it exceeded the limit of {SECONDS:g} seconds, or the memory limit"
             )
         answer = json.loads(line)
         if "error" in answer:
@@ -223,15 +223,15 @@ class Renderer:
 
 
 def default_template(eos_token: str) -> ChatTemplate:
-    """The template of a tokenizer that has none.
+    """Return the template for a tokenizer that has none.
 
     Args:
-        eos_token: the text of its end token.
+        eos_token: the text of its EOS token.
     """
     return ChatTemplate(_DEFAULT, {"eos_token": eos_token})
 
 
-def _folder_of(package: str) -> str:
+def _package_root(package: str) -> str:
     found = importlib.util.find_spec(package)
     if found is None or found.origin is None:
         raise UserError(f"chat templates need the `{package}` package: pip install jinja2")

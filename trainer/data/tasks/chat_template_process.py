@@ -1,15 +1,17 @@
-"""The process that renders chat templates: started by `chat_template.py` as a program of its own, without stoker.
+"""Chat template renderer, run by `chat_template.py` as a separate process that does not import stoker.
 
-A template comes with a model from anywhere, and is a program. Jinja's sandbox keeps it from reaching out of itself, but
-nothing in Python keeps a program from taking all time and memory there is; limits of a process do. Each line that comes
-in is a JSON object, and each is answered with one:
+A template comes with a model from an untrusted source, and is a program. Jinja's sandbox restricts what it can access,
+but only process limits restrict its time and memory. Requests and responses are JSON objects, one per line:
 
-    {"template": TEXT, "tokens": {NAME: TEXT}}       -> {}                         the first line
-    {"chats": [[MESSAGES, TOOLS], ...], "ask": true}  -> {"texts": [TEXT, ...]}     up to where an answer begins
-    {"chats": [[MESSAGES, TOOLS], ...], "ask": false} -> {"texts": [[TEXT, [[START, END], ...]], ...]}
+    {"template": TEXT, "tokens": {NAME: TEXT}}                            the first request
+        -> {}
+    {"chats": [[MESSAGES, TOOLS], ...], "add_generation_prompt": true}
+        -> {"texts": [TEXT, ...]}
+    {"chats": [[MESSAGES, TOOLS], ...], "add_generation_prompt": false}
+        -> {"texts": [[TEXT, [[START, END], ...]], ...]}
 
-The pairs of numbers are the places in the text that the assistant wrote. What fails is answered with {"error": TEXT},
-and with "number" if it is about one of the chats, counted from 0.
+START and END are character offsets of the spans written by the assistant. A failed request returns {"error": TEXT}, and
+"number" if it concerns one of the chats, counted from 0.
 """
 
 from __future__ import annotations
@@ -24,33 +26,33 @@ from typing import Any, NoReturn
 
 try:
     import resource
-except ImportError:  # Windows; the time limit of the other side is left
+except ImportError:  # Windows; only the timeout of the parent process applies
     resource = None
 
 MAX_MEMORY = 1 << 30
-"""Bytes of address space."""
+"""Address space in bytes."""
 MAX_SECONDS = 20
-"""Of computing, for what is asked at once."""
+"""CPU time per request."""
 MAX_CHARACTERS = 16 << 20
-"""Of a rendered text."""
+"""Length of a rendered text."""
 
 
 class TemplateError(Exception):
-    """The template cannot be used, or not on these messages; the text says why."""
+    """The template is invalid, or fails on a conversation; the message gives the reason."""
 
 
 class ChatRenderer:
-    """A template with the meaning it has in `transformers`, whose environment this one is like.
+    """A compiled template in an environment equivalent to that of `transformers`.
 
     Args:
         source: the template.
-        tokens: what it finds under the names of special tokens, such as `bos_token`.
+        tokens: special tokens by name, such as `bos_token`.
 
     Raises:
-        TemplateError: it is no template.
+        TemplateError: the template is invalid.
 
     Attributes:
-        marks_answers: it says itself what the assistant writes.
+        marks_answers: the template marks the assistant's text itself, with `{% generation %}`.
     """
 
     marks_answers: bool = False
@@ -64,7 +66,7 @@ class ChatRenderer:
         renderer = self
 
         class Generation(Extension):
-            """`{% generation %}`: around what the assistant writes."""
+            """`{% generation %}`: marks text written by the assistant."""
 
             tags = {"generation"}  # noqa: RUF012
 
@@ -82,59 +84,69 @@ class ChatRenderer:
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        # Text that no message holds, since nobody knows it before.
+        environment.globals["raise_exception"] = _raise_exception
+        # Random markers, which no message can contain.
         self.opens, self.closes = (f"\x02{secrets.token_hex(8)}\x03" for _ in range(2))
         try:
             self._template = environment.from_string(source)
         except Exception as error:
-            raise TemplateError(f"it is no template: {_reason(error)}") from None
+            raise TemplateError(f"it is not a valid template: {_reason(error)}") from None
         self._tokens = tokens
 
     def prompt(self, messages: list[Any], tools: list[Any] | None) -> str:
-        """The text of some messages and the beginning of the next one, the assistant's."""
-        return self._plain(messages, tools, ask=True)
+        """Render messages, followed by the generation prompt of the assistant."""
+        return self._render_unmarked(messages, tools, add_generation_prompt=True)
 
     def conversation(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the places that the assistant wrote.
+        """Render a conversation and find the spans written by the assistant.
 
-        The template marks those itself with `{% generation %}`, or they are found: an answer begins where the text of
-        the messages before it, with the beginning of an answer, no longer agrees with the whole text, and goes to the
-        end of the text of the messages up to it.
+        The template marks them itself with `{% generation %}`, or they are found by comparison: an answer begins where
+        the rendering of the messages before it, with the generation prompt, first differs from the full text, and ends
+        where the rendering of the messages including it ends.
 
         Raises:
-            TemplateError: the template fails on these messages, or changes earlier messages because of later ones.
+            TemplateError: the template fails, or renders earlier messages differently because of later ones.
         """
         if self.marks_answers:
-            return self._taken_out(self._render(messages, tools, ask=False))
-        whole = self._plain(messages, tools, ask=False)
+            return self._extract_spans(self._render(messages, tools, add_generation_prompt=False))
+        whole = self._render_unmarked(messages, tools, add_generation_prompt=False)
         spans: list[tuple[int, int]] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            upto = whole if number + 1 == len(messages) else self._plain(messages[: number + 1], tools, ask=False)
-            before = self._plain(messages[:number], tools, ask=False)
-            begins = _agreeing(whole, self._plain(messages[:number], tools, ask=True))
+            upto = (
+                whole
+                if number + 1 == len(messages)
+                else self._render_unmarked(messages[: number + 1], tools, add_generation_prompt=False)
+            )
+            before = self._render_unmarked(messages[:number], tools, add_generation_prompt=False)
+            begins = _common_prefix_length(
+                whole, self._render_unmarked(messages[:number], tools, add_generation_prompt=True)
+            )
             if not (whole.startswith(upto) and len(before) <= begins <= len(upto)):
                 raise TemplateError(
-                    f"it writes message {number + 1} differently when others follow it, so what the assistant wrote "
-                    "cannot be found; put {% generation %} and {% endgeneration %} around that in the template"
+                    f"it renders message {number + 1} differently when others follow it, so the assistant's text "
+                    "cannot be found; put {% generation %} and {% endgeneration %} around it in the template"
                 )
             spans.append((begins, len(upto)))
         return whole, spans
 
-    def _plain(self, messages: list[Any], tools: list[Any] | None, *, ask: bool) -> str:
-        return self._render(messages, tools, ask=ask).replace(self.opens, "").replace(self.closes, "")
+    def _render_unmarked(self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool) -> str:
+        return (
+            self._render(messages, tools, add_generation_prompt=add_generation_prompt)
+            .replace(self.opens, "")
+            .replace(self.closes, "")
+        )
 
-    def _render(self, messages: list[Any], tools: list[Any] | None, *, ask: bool) -> str:
+    def _render(self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool) -> str:
         pieces: list[str] = []
-        left = MAX_CHARACTERS
+        remaining = MAX_CHARACTERS
         try:
             for piece in self._template.generate(
-                messages=messages, tools=tools, add_generation_prompt=ask, **self._tokens
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self._tokens
             ):
-                left -= len(piece)
-                if left < 0:
+                remaining -= len(piece)
+                if remaining < 0:
                     raise TemplateError(f"it writes more than {MAX_CHARACTERS:,} characters")
                 pieces.append(piece)
         except (TemplateError, MemoryError):
@@ -143,8 +155,8 @@ class ChatRenderer:
             raise TemplateError(_reason(error)) from None
         return "".join(pieces)
 
-    def _taken_out(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """A text without its marks, and where they stood."""
+    def _extract_spans(self, text: str) -> tuple[str, list[tuple[int, int]]]:
+        """Remove the markers from a text and return their positions."""
         spans: list[tuple[int, int]] = []
         first, *rest = text.split(self.opens)
         plain, length = [first], len(first)
@@ -156,7 +168,7 @@ class ChatRenderer:
         return "".join(plain), spans
 
 
-_EVERYTHING = (
+_WARM_UP_TEMPLATES = (
     "{% macro m(x) %}{{ x }}{% endmacro %}{% set n = namespace(a='\\n') %}{% for k, v in {'a': 1}.items() recursive %}"
     "{{ m(n.a ~ k | trim) | tojson | e | urlencode | pprint }}{{ loop.index }}{{ '%s' | format('a') }}"
     "{{ [1] | random }}{% break %}{% endfor %}{% generation %}{{ 'a-b'.split('-') | join('\\u00e9') | title }}"
@@ -165,7 +177,7 @@ _EVERYTHING = (
     "{% if",
     "{{ messages.x.x }}",
 )
-"""Templates that need every module there is, so that all are loaded while files can be opened."""
+"""Templates that load every module jinja2 may need, while files can still be opened."""
 
 
 def _to_json(
@@ -175,18 +187,18 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is, where Jinja's own filter writes it for HTML."""
+    """Plain JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _agreeing(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
+def _common_prefix_length(first: str, second: str) -> int:
+    """Return the length of the common prefix."""
     return next(
         (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
 
 
-def _refuse(message: object) -> NoReturn:
+def _raise_exception(message: object) -> NoReturn:
     """`raise_exception(...)` of a template."""
     raise TemplateError(f"it says: {' '.join(str(message).split())[:300]}")
 
@@ -195,8 +207,8 @@ def _reason(error: Exception) -> str:
     return f"{' '.join(str(error).split())[:300] or type(error).__name__}"
 
 
-def _limit() -> None:
-    """Give up what rendering does not need: memory without end, and to open or write files."""
+def _limit_resources() -> None:
+    """Limit the memory, and forbid opening and writing files."""
     if resource is None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
@@ -205,39 +217,41 @@ def _limit() -> None:
 
 
 def _limit_time() -> None:
-    """The time for what is asked next: should the other side be gone, nobody else stops a loop."""
+    """Set the CPU time limit of the next request, which also ends a loop if the parent process is gone."""
     if resource is not None:
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + MAX_SECONDS, most))
 
 
-def _answer(renderer: ChatRenderer, asked: dict[str, Any]) -> dict[str, Any]:
+def _answer(renderer: ChatRenderer, request: dict[str, Any]) -> dict[str, Any]:
     texts: list[Any] = []
-    for messages, tools in asked["chats"]:
+    for messages, tools in request["chats"]:
         try:
-            texts.append((renderer.prompt if asked["ask"] else renderer.conversation)(messages, tools))
+            texts.append(
+                (renderer.prompt if request["add_generation_prompt"] else renderer.conversation)(messages, tools)
+            )
         except TemplateError as error:
             return {"error": str(error), "number": len(texts)}
     return {"texts": texts}
 
 
 def main() -> None:
-    """Answer lines until there are no more."""
-    sys.path += sys.argv[1:]  # where the other side found jinja2
-    for template in _EVERYTHING:
+    """Answer requests until stdin is closed."""
+    sys.path += sys.argv[1:]  # import paths of jinja2, from the parent process
+    for template in _WARM_UP_TEMPLATES:
         with contextlib.suppress(TemplateError):
             ChatRenderer(template, {}).prompt([], None)
-    _limit()
+    _limit_resources()
     renderer: ChatRenderer | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         _limit_time()
         try:
             if renderer is None:
-                renderer = ChatRenderer(asked["template"], asked["tokens"])
+                renderer = ChatRenderer(request["template"], request["tokens"])
                 answer: dict[str, Any] = {}
             else:
-                answer = _answer(renderer, asked)
+                answer = _answer(renderer, request)
         except TemplateError as error:
             answer = {"error": str(error)}
         except MemoryError:

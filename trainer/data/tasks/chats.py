@@ -1,7 +1,7 @@
-"""Conversations: objects with messages, and the token rows that a chat template makes of them.
+"""Conversations: parse them from objects, and tokenize them with a chat template and a loss mask.
 
-Two forms are read: `messages`, a list of objects with `role` and `content` (and whatever the template reads besides),
-and `conversations`, a list of objects with `from` and `value`, of which NeMo's data sets and ShareGPT's are made.
+Two formats are read: `messages`, a list of objects with `role` and `content` (and other keys that the template reads),
+and `conversations`, a list of objects with `from` and `value`, as in NeMo's and ShareGPT's datasets.
 """
 
 from __future__ import annotations
@@ -25,95 +25,99 @@ from .chat_template import BadChatError, Chat, Message, Rendered
 
 MAX_MESSAGES = 10_000
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-"""Names of ShareGPT's speakers; all are read without regard to case."""
+"""ShareGPT's speaker names; case-insensitive."""
 _KNOWN_ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-_PART_TEXT = re.compile(r"""\.text\b|['"]text['"]""")
-"""What the source of a template holds that reads `content` as a list of parts: each has its text under that name."""
+_READS_TEXT_PARTS = re.compile(r"""\.text\b|['"]text['"]""")
+"""Matches templates that read `content` as a list of parts, each with its text under the key `text`."""
 
 
-def read_chat(found: Mapping[str, Any], where: str, template: str = "") -> Chat:
-    """The conversation of an object.
+def read_chat(record: Mapping[str, Any], location: str, template: str = "") -> Chat:
+    """Parse a conversation.
 
     Args:
-        found: the object.
-        where: its place, for messages.
-        template: the source of the chat template; roles that it names are no mistakes.
+        record: the object.
+        location: of the object, for messages.
+        template: source of the chat template; roles that occur in it are accepted.
 
     Raises:
-        UserError: it holds none in which the assistant says something, or a role that nobody knows.
+        UserError: it has no message of the assistant, or an unknown role.
     """
-    if isinstance(found.get("messages"), list):
-        messages = [_message(one, number, where, template) for number, one in enumerate(found["messages"], 1)]
-    elif isinstance(found.get("conversations"), list):
-        messages = [_turn(one, number, where, template) for number, one in enumerate(found["conversations"], 1)]
+    if isinstance(record.get("messages"), list):
+        messages = [_message(one, number, location, template) for number, one in enumerate(record["messages"], 1)]
+    elif isinstance(record.get("conversations"), list):
+        messages = [_turn(one, number, location, template) for number, one in enumerate(record["conversations"], 1)]
     else:
-        names = ", ".join(f"`{name[:40]}`" for name in list(found)[:10])
-        cure = "; data=sft reads texts" if sum(isinstance(value, str) for value in found.values()) > 1 else ""
-        raise UserError(f"{where} must have a list `messages` or `conversations`; it has {names or 'nothing'}{cure}")
-    system = found.get("system")
+        names = ", ".join(f"`{name[:40]}`" for name in list(record)[:10])
+        fix = "; data=sft reads texts" if sum(isinstance(value, str) for value in record.values()) > 1 else ""
+        raise UserError(f"{location} must have a list `messages` or `conversations`; it has {names or 'nothing'}{fix}")
+    system = record.get("system")
     if isinstance(system, str) and system and messages and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": _text(system, f"{where}: `system`")}, *messages]
+        messages = [{"role": "system", "content": _valid_text(system, f"{location}: `system`")}, *messages]
     if len(messages) > MAX_MESSAGES:
-        raise UserError(f"{where} has more than {MAX_MESSAGES:,} messages")
+        raise UserError(f"{location} has more than {MAX_MESSAGES:,} messages")
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where} has no message of the assistant: there is nothing to learn from it")
-    tools = found.get("tools")
+        raise UserError(f"{location} has no message of the assistant: there is nothing to learn from it")
+    tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise UserError(f"{where}: `tools` must be a list")
-    return Chat(messages, tools, where)
+        raise UserError(f"{location}: `tools` must be a list")
+    return Chat(messages, tools, location)
 
 
-def _message(found: object, number: int, where: str, template: str) -> Message:
-    at = f"{where}: message {number}"
-    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
-        raise UserError(f"{at} must be an object with a text `role` and `content`")
-    _check_role(found["role"], at, template)
-    content = found.get("content")
-    if content is None and ("tool_calls" in found or "function_call" in found):
-        return found
+def _message(record: object, number: int, location: str, template: str) -> Message:
+    place = f"{location}: message {number}"
+    if not isinstance(record, dict) or not isinstance(record.get("role"), str):
+        raise UserError(f"{place} must be an object with a text `role` and `content`")
+    _check_role(record["role"], place, template)
+    content = record.get("content")
+    if content is None and ("tool_calls" in record or "function_call" in record):
+        return record
     if isinstance(content, str):
-        _text(content, at)
+        _valid_text(content, place)
     elif not (isinstance(content, list) and content and all(map(_is_text_part, content))):
-        raise UserError(f"{at} must have a text `content`, or a list of parts of type text")
-    return found
+        raise UserError(f"{place} must have a text `content`, or a list of parts of type text")
+    return record
 
 
 def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _turn(found: object, number: int, where: str, template: str) -> Message:
-    at = f"{where}: message {number}"
-    speaker, said = (found.get("from"), found.get("value")) if isinstance(found, dict) else (None, None)
-    if not isinstance(speaker, str) or not isinstance(said, str):
-        raise UserError(f"{at} must be an object with texts `from` and `value`")
+def _turn(record: object, number: int, location: str, template: str) -> Message:
+    place = f"{location}: message {number}"
+    speaker, text = (record.get("from"), record.get("value")) if isinstance(record, dict) else (None, None)
+    if not isinstance(speaker, str) or not isinstance(text, str):
+        raise UserError(f"{place} must be an object with texts `from` and `value`")
     role = _ROLES.get(speaker.lower(), speaker.lower())
-    _check_role(role, at, template)
-    return {"role": role, "content": _text(said, at)}
+    _check_role(role, place, template)
+    return {"role": role, "content": _valid_text(text, place)}
 
 
-def _check_role(role: str, at: str, template: str) -> None:
-    """Refuse a misspelled role: its answers would be read as prompts."""
-    meant = _ROLES.get(role.lower())
+def _check_role(role: str, place: str, template: str) -> None:
+    """Reject a misspelled role: its answers would be treated as prompts."""
+    intended = _ROLES.get(role.lower())
     named = bool(role) and any(f"{quote}{role}{quote}" in template for quote in "'\"")
-    # Answers are found by the name `assistant`, whatever the template calls them in the text.
-    if role in _KNOWN_ROLES or (named and meant != "assistant"):
+    # Answers are found by the role `assistant`, whatever name the template renders.
+    if role in _KNOWN_ROLES or (named and intended != "assistant"):
         return
-    meant = meant or closest(role, _KNOWN_ROLES)
-    cure = f"did you mean `{meant}`?" if meant else f"known are {', '.join(_KNOWN_ROLES)} and what the template names"
-    raise UserError(f"{at} has role `{role[:40]}`; {cure}")
+    intended = intended or closest(role, _KNOWN_ROLES)
+    fix = (
+        f"did you mean `{intended}`?"
+        if intended
+        else f"known are {', '.join(_KNOWN_ROLES)} and what the template names"
+    )
+    raise UserError(f"{place} has role `{role[:40]}`; {fix}")
 
 
-def _text(text: str, at: str) -> str:
+def _valid_text(text: str, place: str) -> str:
     try:
         utf8(text)
     except UserError as error:
-        raise UserError(f"{at}: {error}") from None
+        raise UserError(f"{place}: {error}") from None
     return text
 
 
 def first_words(chat: Chat) -> str:
-    """What a conversation begins with, up to the first answer: chats that begin alike belong to one split."""
+    """Return the messages before the first answer as a string: chats that begin alike are assigned to one split."""
     upto = next(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
     return json.dumps([[message["role"], message.get("content")] for message in chat.messages[:upto]])
 
@@ -122,34 +126,34 @@ def first_words(chat: Chat) -> str:
 
 
 def chat_examples(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: bool) -> Iterator[Example]:
-    """Conversations as tokens; what the assistant wrote counts.
+    """Tokenize conversations; the assistant's text is predicted.
 
     Args:
         chats: the conversations.
         tokenizer: of the model, with the template.
-        answer_only: False: all but the first token counts.
+        answer_only: predict only the assistant's text; False: all tokens but the first.
 
     Raises:
-        UserError: the template fails on one, which is named by its place and first words.
+        UserError: the template fails on a conversation; the message gives its location and beginning.
     """
     if not chats:
         return
     template = chat_of(tokenizer)
-    if not _PART_TEXT.search(template.source):
-        chats = [_as_texts(chat) for chat in chats]
+    if not _READS_TEXT_PARTS.search(template.source):
+        chats = [_join_text_parts(chat) for chat in chats]
     with template.renderer() as renderer:
         try:
             for chat, rendered in zip(chats, renderer.conversations(chats), strict=True):
                 yield _example(chat, rendered, tokenizer, answer_only=answer_only)
         except BadChatError as error:
             chat = chats[error.number]
-            begins = " ".join(spoken(chat.messages[0]).split())[:60]
+            beginning = " ".join(spoken(chat.messages[0]).split())[:60]
             place = f"{chat.where}, " if chat.where else ""
-            raise UserError(f"{place}the conversation that begins with {begins!r}: {error.lines[0]}") from None
+            raise UserError(f"{place}the conversation that begins with {beginning!r}: {error.lines[0]}") from None
 
 
-def _as_texts(chat: Chat) -> Chat:
-    """A conversation with the parts of each message as one text."""
+def _join_text_parts(chat: Chat) -> Chat:
+    """Join the text parts of each message."""
     if not any(isinstance(message.get("content"), list) for message in chat.messages):
         return chat
     return chat._replace(
@@ -161,19 +165,19 @@ def _as_texts(chat: Chat) -> Chat:
 
 
 def _example(chat: Chat, rendered: Rendered, tokenizer: Tokenizer, *, answer_only: bool) -> Example:
-    ids, written = marked_ids(tokenizer, rendered)
+    ids, is_answer = marked_ids(tokenizer, rendered)
     prompt = len(ids)
-    while prompt and not written[prompt - 1]:  # what follows the last answer
+    while prompt and not is_answer[prompt - 1]:  # tokens after the last answer
         prompt -= 1
-    while prompt and written[prompt - 1]:
+    while prompt and is_answer[prompt - 1]:
         prompt -= 1
     last = [message for message in chat.messages if message["role"] == "assistant"][-1]
-    counted = written if answer_only else np.arange(len(ids)) > 0
+    counted = is_answer if answer_only else np.arange(len(ids)) > 0
     return Example(ids, counted, prompt, "", spoken(last))
 
 
 def spoken(message: Message) -> str:
-    """The text of a message."""
+    """Return the text of a message."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
@@ -181,71 +185,71 @@ def spoken(message: Message) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that a template wrote, in which the names of special tokens mean those."""
+    """Return the ids of a rendered text, with special tokens recognized."""
     return marked_ids(tokenizer, Rendered(text, ()))[0].tolist()
 
 
 def end_of_answer(tokenizer: Tokenizer) -> str:
-    """What the template writes behind an answer, without white space: where a generated one is over.
+    """Return the text that the template appends to an answer, without white space: the stop string of generation.
 
     Raises:
         UserError: the template fails on a question with an answer.
     """
-    said = "Yes"
+    answer = "Yes"
     with chat_of(tokenizer).renderer() as renderer:
-        chat = Chat([{"role": "user", "content": "No?"}, {"role": "assistant", "content": said}])
+        chat = Chat([{"role": "user", "content": "No?"}, {"role": "assistant", "content": answer}])
         rendered = renderer.conversation(chat)
     begin, end = rendered.answers[-1]
-    return rendered.text[begin:end].rpartition(said)[2].strip()
+    return rendered.text[begin:end].rpartition(answer)[2].strip()
 
 
 def marked_ids(tokenizer: Tokenizer, rendered: Rendered) -> tuple[TokenIds, NDArray[np.bool_]]:
-    """The ids of a rendered conversation, [n], and which of them the assistant wrote, bool [n].
+    """Return the ids of a rendered conversation, [N], and the mask of the assistant's tokens, bool [N].
 
-    A token that lies partly in an answer is part of it, as in `transformers`.
+    As in `transformers`, a token that is partly in an answer belongs to it.
 
     Raises:
         UserError: the text cannot be tokenized.
     """
     if not isinstance(tokenizer, JsonTokenizer):
-        return _by_parts(tokenizer, rendered)
-    ids, places = tokenizer.encode_with_places(rendered.text)
-    counted = np.zeros(len(ids), np.bool_)
+        return _encode_segments(tokenizer, rendered)
+    ids, offsets = tokenizer.encode_with_places(rendered.text)
+    mask = np.zeros(len(ids), np.bool_)
     for begin, end in rendered.answers:
-        inside = np.flatnonzero(((places[:, 1] > begin) | (places[:, 0] >= begin)) & (places[:, 0] < end))
+        inside = np.flatnonzero(((offsets[:, 1] > begin) | (offsets[:, 0] >= begin)) & (offsets[:, 0] < end))
         if begin < end and len(inside):
-            counted[inside[0] : inside[-1] + 1] = True
-    return ids, counted
+            mask[inside[0] : inside[-1] + 1] = True
+    return ids, mask
 
 
-def _by_parts(tokenizer: Tokenizer, rendered: Rendered) -> tuple[TokenIds, NDArray[np.bool_]]:
-    """For tokenizers in which the names of special tokens are ordinary text: cut there, and at the answers' ends."""
+def _encode_segments(tokenizer: Tokenizer, rendered: Rendered) -> tuple[TokenIds, NDArray[np.bool_]]:
+    """Tokenize segments between special tokens and answer boundaries, for tokenizers that ignore special tokens."""
     names = special_names(tokenizer)
     known = {"eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     ids = {text: tokenizer.token_id(text) for text in names.values()}
     ids |= {names[name]: id_ for name, id_ in known.items() if name in names and ids[names[name]] is None}
     special = {text: id_ for text, id_ in ids.items() if id_ is not None and text}
     edges = {0, len(rendered.text), *(edge for span in rendered.answers for edge in span)}
-    found: list[TokenIds] = []
-    counted: list[NDArray[np.bool_]] = []
+    segments: list[TokenIds] = []
+    masks: list[NDArray[np.bool_]] = []
     ordered = sorted(edges)
     for begin, end in itertools.pairwise(ordered):
         is_answer = any(first <= begin and end <= last for first, last in rendered.answers)
-        part = _with_special(tokenizer, rendered.text[begin:end], special)
-        found.append(part)
-        counted.append(np.full(len(part), is_answer))
+        segment = _encode_with_special_tokens(tokenizer, rendered.text[begin:end], special)
+        segments.append(segment)
+        masks.append(np.full(len(segment), is_answer))
     empty = tokenizer.encode("")
-    return np.concatenate([empty, *found]), np.concatenate([np.zeros(0, np.bool_), *counted])
+    return np.concatenate([empty, *segments]), np.concatenate([np.zeros(0, np.bool_), *masks])
 
 
-def _with_special(tokenizer: Tokenizer, text: str, special: Mapping[str, int]) -> TokenIds:
-    """The ids of a text in which the names of special tokens mean those."""
+def _encode_with_special_tokens(tokenizer: Tokenizer, text: str, special: Mapping[str, int]) -> TokenIds:
+    """Return the ids of a text with special tokens recognized."""
     parts: list[TokenIds] = []
     while text:
-        places = {name: text.find(name) for name in special}
-        first = min((place for place in places.values() if place >= 0), default=len(text))
+        positions = {name: text.find(name) for name in special}
+        first = min((place for place in positions.values() if place >= 0), default=len(text))
         parts.append(tokenizer.encode(text[:first]))
-        name = max((name for name, place in places.items() if place == first), key=len, default="")
+        name = max((name for name, place in positions.items() if place == first), key=len, default="")
         if name:
             parts.append(np.array([special[name]], parts[-1].dtype))
         text = text[first + len(name) :]

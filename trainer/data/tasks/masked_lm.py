@@ -1,7 +1,7 @@
-"""Masked language modelling (BERT, arXiv 1810.04805, 3.1): some tokens are hidden, and the model says what they were.
+"""Masked language modeling (BERT, arXiv 1810.04805, 3.1): selected tokens are masked, and the model predicts them.
 
-Of the tokens that are chosen, 80 % become the mask, 10 % another token and 10 % stay; the labels are the tokens
-themselves, and `IGNORED_LABEL` everywhere else.
+Of the selected tokens, 80 % become the mask token, 10 % a random token and 10 % are unchanged. Their labels are the
+original tokens; all other labels are `IGNORED_LABEL`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .span_corruption import NgramSpans
 
 
 class MaskTokens(NamedTuple):
-    """What the tokenizer offers.
+    """Special tokens and replacements of a tokenizer.
 
     Attributes:
-        mask_id: hides a token.
-        eos_id: ends documents; it is never chosen.
-        pad_id: fills up short windows.
-        others: ids that a token may be replaced with, int64 [n].
+        mask_id: the mask token.
+        eos_id: ends documents; never selected.
+        pad_id: pads short windows.
+        others: ids of random replacements, int64 [n].
     """
 
     mask_id: int
@@ -36,24 +36,24 @@ class MaskTokens(NamedTuple):
 
 
 class MaskedWindows:
-    """Windows of text in which tokens are hidden: `tokens` and `labels`, int64 [rows, s].
+    """Windows of text with masked tokens: `tokens` and `labels`, int64 [B, S].
 
-    A window that the end of a split cuts short gives a row in which nothing counts.
+    A window truncated by the end of a split is excluded from the loss.
 
     Args:
-        windows: of s tokens.
-        share: part of the tokens that is chosen, `model.data.masked_lm_prob`; at least one in each window
-            that has any but ends of documents.
-        ngrams: NeMo's spans; None chooses every token for itself.
-        special: tokens with a part to play.
-        seed: chooses; for evaluation the same for all runs.
-        numbers: add `documents`, int32 [rows, s]: the number of the document each token belongs to.
+        windows: of S tokens.
+        mask_prob: fraction of the tokens to select, `model.data.masked_lm_prob`; at least one in each window with any
+            token but EOS.
+        ngrams: NeMo's spans; None selects every token independently.
+        special: special tokens and replacements.
+        seed: of the selection; for evaluation the same for all runs.
+        numbers: add `documents`, int32 [B, S]: the document index of each token.
     """
 
     def __init__(
         self,
         windows: Samples,
-        share: float,
+        mask_prob: float,
         ngrams: NgramSpans | None,
         special: MaskTokens,
         seed: int,
@@ -61,7 +61,7 @@ class MaskedWindows:
         numbers: bool = False,
     ) -> None:
         self.windows = windows
-        self._share = share
+        self._mask_prob = mask_prob
         self._ngrams = ngrams
         self._special = special
         self._seed = seed
@@ -74,38 +74,38 @@ class MaskedWindows:
 
     @property
     def samples(self) -> int:
-        """How many there are before they repeat or end."""
+        """Samples per epoch, or in total."""
         return self.windows.samples
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1`."""
+        """Return the samples at positions `first` to `first + count - 1`."""
         texts, lengths = texts_of(self.windows, first, count)
         tokens = np.where(texts == IGNORED_LABEL, self._special.pad_id, texts)
         labels = np.full(tokens.shape, IGNORED_LABEL, np.int64)
-        numbers = document_numbers(torch.from_numpy(tokens), self._special.eos_id) if self._numbers else None
+        documents = document_numbers(torch.from_numpy(tokens), self._special.eos_id) if self._numbers else None
         for row, position in enumerate(positions_of(first, count).tolist()):
             if lengths[row] == tokens.shape[1]:
-                source = philox(self._seed, position, PAIR_PART)
-                chosen = self._choose(tokens[row], source)
-                labels[row, chosen] = tokens[row, chosen]
-                tokens[row, chosen] = self._hidden(tokens[row, chosen], source)
+                rng = philox(self._seed, position, PAIR_PART)
+                selected = self._select(tokens[row], rng)
+                labels[row, selected] = tokens[row, selected]
+                tokens[row, selected] = self._replacements(tokens[row, selected], rng)
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-        return batch if numbers is None else {**batch, "documents": numbers}
+        return batch if documents is None else {**batch, "documents": documents}
 
-    def _choose(self, text: NDArray[np.int64], source: np.random.Philox) -> NDArray[np.int64]:
-        """The places that are chosen."""
-        kept = text == self._special.eos_id
-        places = np.flatnonzero(~kept)
-        if not len(places):
-            return places
-        count = max(1, round(len(places) * self._share))
+    def _select(self, text: NDArray[np.int64], rng: np.random.Philox) -> NDArray[np.int64]:
+        """Return the positions of the selected tokens."""
+        is_eos = text == self._special.eos_id
+        candidates = np.flatnonzero(~is_eos)
+        if not len(candidates):
+            return candidates
+        count = max(1, round(len(candidates) * self._mask_prob))
         if self._ngrams is not None:
             units = units_of(text, self._ngrams.inside)
-            return np.flatnonzero(ngram_spans(source, units, self._ngrams.lengths, count, count, kept).noise)
-        return places[np.argsort(source.random_raw(len(places)), kind="stable")[:count]]
+            return np.flatnonzero(ngram_spans(rng, units, self._ngrams.lengths, count, count, is_eos).noise)
+        return candidates[np.argsort(rng.random_raw(len(candidates)), kind="stable")[:count]]
 
-    def _hidden(self, tokens: NDArray[np.int64], source: np.random.Philox) -> NDArray[np.int64]:
-        """What stands in the place of the chosen tokens."""
-        tenths = source.random_raw(len(tokens)) % np.uint64(10)
-        others = self._special.others[source.random_raw(len(tokens)) % np.uint64(len(self._special.others))]
-        return np.where(tenths < 8, self._special.mask_id, np.where(tenths == 8, others, tokens))
+    def _replacements(self, tokens: NDArray[np.int64], rng: np.random.Philox) -> NDArray[np.int64]:
+        """Return the replacements of the selected tokens."""
+        draws = rng.random_raw(len(tokens)) % np.uint64(10)
+        others = self._special.others[rng.random_raw(len(tokens)) % np.uint64(len(self._special.others))]
+        return np.where(draws < 8, self._special.mask_id, np.where(draws == 8, others, tokens))

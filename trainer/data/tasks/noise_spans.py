@@ -1,12 +1,12 @@
-"""Span corruption (T5, arXiv 1910.10683): spans of a text become sentinels, and the decoder writes out what they were.
+"""Span corruption (T5, arXiv 1910.10683): sentinels replace spans of a text, and the decoder predicts the spans.
 
     text      Thank you for inviting me to your party last week
     encoder   Thank you <extra_id_0> me to your party <extra_id_1> week </s>
     decoder   <extra_id_0> for inviting <extra_id_1> last </s>
 
-Spans are drawn in one of two ways. T5's draws a fixed number of spans with a fixed number of tokens in them, so that
-equal texts give equal lengths on both sides. NeMo's draws the length of each span, in words or tokens, so lengths vary.
-All draws are functions of random words, `numpy`'s raw stream, which stays the same between its versions.
+Spans are drawn in one of two ways. T5 draws a fixed number of spans with a fixed total length, so that texts of equal
+length give equal lengths on both sides. NeMo draws the length of each span, in words or tokens, so lengths vary.
+All draws are functions of raw 64-bit random words, which `numpy` keeps stable across versions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Mask = NDArray[np.bool_]
 
 
 class SpanMask(NamedTuple):
-    """Which tokens are noise, and where spans begin; two spans may touch.
+    """Noise tokens and span starts; spans may be adjacent.
 
     Attributes:
-        noise: bool, of the shape of the tokens.
-        starts: the first token of each span, likewise.
+        noise: bool, shape of the tokens; True for noise.
+        starts: bool, same shape; True for the first token of each span.
     """
 
     noise: Mask
@@ -38,36 +38,36 @@ class SpanMask(NamedTuple):
 
 
 def random_spans(words: NDArray[np.uint64], length: int, corruption: Corruption) -> SpanMask:
-    """T5's `random_spans_noise_mask`: a text begins with what stays and ends with noise, in turns.
+    """Draw T5's `random_spans_noise_mask`: alternating kept and noise spans, from a kept one to a noise one.
 
-    The lengths of the noise spans are a uniformly random way to write their sum in so many positive parts, and so are
-    those of what stays between them.
+    The lengths of the noise spans are a uniformly random composition of their sum into positive parts; so are the
+    lengths of the kept spans between them.
 
     Args:
-        words: random words, [rows, length - 2].
+        words: random words, [B, length - 2].
         length: tokens of each text.
-        corruption: how much.
+        corruption: noise density and mean span length.
 
     Returns:
-        Masks [rows, length].
+        Masks [B, length].
     """
     noise, spans = noise_counts(length, corruption)
     rows = len(words)
-    kept_lengths = _parts(words[:, : length - noise - 1], length - noise, spans)
-    noise_lengths = _parts(words[:, length - noise - 1 :], noise, spans)
+    kept_lengths = _random_composition(words[:, : length - noise - 1], length - noise, spans)
+    noise_lengths = _random_composition(words[:, length - noise - 1 :], noise, spans)
     ends = np.stack([kept_lengths, noise_lengths], axis=2).reshape(rows, 2 * spans).cumsum(axis=1)
     row = np.arange(rows)[:, None]
     starts = np.zeros((rows, length), np.bool_)
     starts[row, ends[:, :-1:2]] = True
-    turns = np.zeros((rows, length), np.int32)
-    turns[row, ends[:, :-1]] = 1
-    return SpanMask(turns.cumsum(axis=1) % 2 == 1, starts)
+    boundaries = np.zeros((rows, length), np.int32)
+    boundaries[row, ends[:, :-1]] = 1
+    return SpanMask(boundaries.cumsum(axis=1) % 2 == 1, starts)
 
 
-def _parts(words: NDArray[np.uint64], total: int, parts: int) -> NDArray[np.int64]:
-    """`total` as a sum of positive parts, each way equally likely; [rows, parts] from words [rows, total - 1]."""
+def _random_composition(words: NDArray[np.uint64], total: int, parts: int) -> NDArray[np.int64]:
+    """Split `total` into positive parts, each way equally likely; [B, parts] from words [B, total - 1]."""
     rows = len(words)
-    # The places of the smallest words are a uniformly random choice of where to cut.
+    # The positions of the smallest words are a uniformly random set of cuts.
     cuts = np.sort(np.argsort(words, axis=1, kind="stable")[:, : parts - 1], axis=1) + 1
     bounds = np.concatenate([np.zeros((rows, 1), np.int64), cuts, np.full((rows, 1), total)], axis=1)
     return np.diff(bounds, axis=1)
@@ -77,120 +77,126 @@ def _parts(words: NDArray[np.uint64], total: int, parts: int) -> NDArray[np.int6
 
 
 class SpanLengths(NamedTuple):
-    """How long NeMo's spans are, in words where words are kept whole, else in tokens.
+    """Length distribution of NeMo's spans, in words for whole word masking, else in tokens.
 
     Attributes:
-        bounds: probability that a span has at most 1, 2, ... of them, float64 [longest].
+        bounds: cumulative distribution function at 1, 2, ..., float64 [longest].
     """
 
     bounds: NDArray[np.float64]
 
     @classmethod
     def geometric(cls, longest: int, mean: float) -> SpanLengths:
-        """SpanBERT's (arXiv 1907.10529, 3.1): geometric with that mean; longer ones are cut to the longest.
+        """Build SpanBERT's distribution (arXiv 1907.10529, 3.1): geometric with this mean, clipped to `longest`.
 
-        What is left on average is `corruption.cut_mean`.
+        The mean after clipping is `corruption.cut_mean`.
         """
         bounds = 1 - np.full(longest, 1 - 1 / mean).cumprod()
         return cls(np.append(bounds[:-1], 1.0))
 
     @classmethod
     def harmonic(cls, longest: int, *, longer_first: bool) -> SpanLengths:
-        """A length n has probability in proportion to 1 / n; `longer_first` turns the order around."""
-        chance = 1 / np.arange(1, longest + 1)
-        chance = (chance[::-1] if longer_first else chance) / chance.sum()
-        return cls(np.append(chance.cumsum()[:-1], 1.0))
+        """Build the distribution with p(n) proportional to 1 / n; `longer_first` reverses it."""
+        probability = 1 / np.arange(1, longest + 1)
+        probability = (probability[::-1] if longer_first else probability) / probability.sum()
+        return cls(np.append(probability.cumsum()[:-1], 1.0))
 
     def draw(self, word: np.uint64) -> int:
-        """A length from a random word."""
+        """Return the length for a random word."""
         return int(np.searchsorted(self.bounds, _fraction(word), side="right")) + 1
 
 
 def ngram_spans(
-    source: np.random.Philox,
+    rng: np.random.Philox,
     units: NDArray[np.int64],
     lengths: SpanLengths,
     budget: int,
-    most_spans: int,
-    kept: Mask | None = None,
+    max_spans: int,
+    protected: Mask | None = None,
 ) -> SpanMask:
-    """Spans as NeMo's `create_masked_lm_predictions` draws them.
+    """Draw spans as NeMo's `create_masked_lm_predictions` does.
 
-    Units are visited in random order. Each begins a span of a drawn length, made shorter until it fits into what is
-    left of the budget and holds no token that is kept; one that does not fit at all, or touches a token that is taken,
-    is skipped.
+    Units are tried in random order. Each starts a span of random length, shortened until it fits into the remaining
+    budget and contains no protected token; a unit for which no length fits, or which overlaps an earlier span, is
+    skipped.
 
     Args:
-        source: random words.
-        units: the first token of each unit (word or token) and the length of the text behind them, [n + 1].
-        lengths: of spans, in units.
-        budget: tokens that may be noise; at least 1.
-        most_spans: spans there may be; at least 1.
-        kept: tokens that are never noise, [length], not all of them; None for none.
+        rng: random generator.
+        units: the first token of each unit (word or token), and the length of the text at the end, [n + 1].
+        lengths: distribution of span lengths, in units.
+        budget: maximum number of noise tokens; at least 1.
+        max_spans: maximum number of spans; at least 1.
+        protected: True for tokens that are never noise, [length], not all True; None for none.
 
     Returns:
-        Masks [length]. Where no unit fits into the budget, one token is noise.
+        Masks [length]. If no unit fits into the budget, one token is noise.
     """
     length = int(units[-1])
-    kept = np.zeros(length, np.bool_) if kept is None else kept
+    protected = np.zeros(length, np.bool_) if protected is None else protected
     noise, starts = np.zeros(length, np.bool_), np.zeros(length, np.bool_)
-    order = np.argsort(source.random_raw(len(units) - 1), kind="stable")
-    left = budget
+    order = np.argsort(rng.random_raw(len(units) - 1), kind="stable")
+    remaining = budget
     for first in order.tolist():
-        if left == 0 or most_spans == 0:
+        if remaining == 0 or max_spans == 0:
             break
         begin = int(units[first])
-        last = min(first + lengths.draw(_word(source)), len(units) - 1)
-        while last > first and (units[last] - begin > left or kept[begin : units[last]].any()):
+        last = min(first + lengths.draw(_word(rng)), len(units) - 1)
+        while last > first and (units[last] - begin > remaining or protected[begin : units[last]].any()):
             last -= 1
         end = int(units[last])
         if end == begin or noise[begin:end].any():
             continue
         noise[begin:end], starts[begin] = True, True
-        left -= end - begin
-        most_spans -= 1
-    if left == budget:
-        places = np.flatnonzero(~kept)
-        place = places[int(_fraction(_word(source)) * len(places))]
+        remaining -= end - begin
+        max_spans -= 1
+    if remaining == budget:
+        places = np.flatnonzero(~protected)
+        place = places[int(_fraction(_word(rng)) * len(places))]
         noise[place] = starts[place] = True
     return SpanMask(noise, starts)
 
 
-def units_of(tokens: NDArray[Any], inside: tuple[Mask, Mask] | None) -> NDArray[np.int64]:
-    """The first token of each word, and the number of tokens behind them; each token is a word without `inside`.
+def units_of(tokens: NDArray[Any], edges: tuple[Mask, Mask] | None) -> NDArray[np.int64]:
+    """Return the first token of each word, and the number of tokens at the end; without `edges` every token is a word.
 
     Args:
-        tokens: [n].
-        inside: for each token id whether it begins, and whether it ends, within a word: `word_edges`.
+        tokens: [N].
+        edges: output of `word_edges`: for each token id whether its first, and its last, byte is a word character.
     """
-    if inside is None:
+    if edges is None:
         return np.arange(len(tokens) + 1)
-    begins, ends = inside
-    goes_on = begins[tokens[1:]] & ends[tokens[:-1]]
-    return np.append(np.flatnonzero(np.append(True, ~goes_on)), len(tokens))
+    begins, ends = edges
+    continues = begins[tokens[1:]] & ends[tokens[:-1]]
+    return np.append(np.flatnonzero(np.append(True, ~continues)), len(tokens))
 
 
 def word_edges(pieces: Iterator[bytes] | list[bytes]) -> tuple[Mask, Mask]:
-    """For the bytes of each token, whether the first and the last of them are part of a word.
+    """Return for each token whether its first, and its last, byte is a word character.
 
-    Letters, digits, the underscore and every byte of a character beyond ASCII are. A token goes on with the word of
-    the one before it where that ends and this one begins with such a byte, whatever the tokenizer.
+    Word characters are letters, digits, the underscore and every byte of a non-ASCII character. A token continues the
+    word of the previous one if that ends and this one begins with such a byte, for any tokenizer.
+
+    Args:
+        pieces: the bytes of each token id.
+
+    Returns:
+        Two masks, bool [V].
     """
-    part = np.zeros(256, np.bool_)
-    part[0x80:] = True
-    part[np.frombuffer(b"_0123456789", np.uint8)] = True
-    part[ord("a") : ord("z") + 1] = part[ord("A") : ord("Z") + 1] = True
-    edges = [(bool(piece) and part[piece[0]], bool(piece) and part[piece[-1]]) for piece in pieces]
+    is_word_byte = np.zeros(256, np.bool_)
+    is_word_byte[0x80:] = True
+    is_word_byte[np.frombuffer(b"_0123456789", np.uint8)] = True
+    is_word_byte[ord("a") : ord("z") + 1] = is_word_byte[ord("A") : ord("Z") + 1] = True
+    edges = [(bool(piece) and is_word_byte[piece[0]], bool(piece) and is_word_byte[piece[-1]]) for piece in pieces]
     begins, ends = np.array(edges, np.bool_).reshape(-1, 2).T
     return begins, ends
 
 
-def _word(source: np.random.Philox) -> np.uint64:
-    return np.uint64(source.random_raw())
+def _word(rng: np.random.Philox) -> np.uint64:
+    return np.uint64(rng.random_raw())
 
 
 def _fraction(word: np.uint64) -> float:
-    """A random word as a number from 0 to below 1."""
+    """Map a random word to [0, 1)."""
     return int(word >> np.uint64(11)) / (1 << 53)
 
 
@@ -200,24 +206,24 @@ def _fraction(word: np.uint64) -> float:
 def corrupt(
     tokens: NDArray[Any], mask: SpanMask, sentinels: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Both sides of each text, without end tokens.
+    """Build the encoder and decoder side of each text, without EOS tokens.
 
     Args:
-        tokens: [rows, n].
-        mask: its noise, [rows, n].
+        tokens: [B, N].
+        mask: its noise, [B, N].
         sentinels: ids of <extra_id_0>, <extra_id_1>, ...; as many as any row has spans.
 
     Returns:
-        The encoder's side, where each span is its sentinel, and the decoder's, where each span follows its sentinel;
-        the rows of each one behind the other.
+        Both sides, each with its rows concatenated. In the encoder's, each span is replaced by its sentinel; in the
+        decoder's, each span follows its sentinel.
     """
     number = np.maximum(mask.starts.cumsum(axis=1) - 1, 0)
     sentinel = sentinels[number]
     encoder = np.where(mask.noise, sentinel, tokens)[~mask.noise | mask.starts]
-    # The first token of a span is there twice; the first of the two becomes the sentinel.
+    # The first token of each span is duplicated; its first copy is then overwritten with the sentinel.
     copies = (mask.noise.astype(np.int8) + mask.starts).reshape(-1)
     decoder = np.repeat(np.asarray(tokens, np.int64).reshape(-1), copies)
-    places = np.cumsum(copies) - copies
-    opening = np.flatnonzero(mask.starts)
-    decoder[places[opening]] = sentinel.reshape(-1)[opening]
+    offsets = np.cumsum(copies) - copies
+    span_starts = np.flatnonzero(mask.starts)
+    decoder[offsets[span_starts]] = sentinel.reshape(-1)[span_starts]
     return encoder, decoder

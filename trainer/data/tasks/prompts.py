@@ -1,4 +1,4 @@
-"""Prompts with an answer: objects with texts, by a template, as token rows; NeMo's truncation and end tokens."""
+"""Tokenize prompts with an answer, formatted by a template, with NeMo's truncation and special tokens."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from ..tokenizers.tokenizer import TokenIds, Tokenizer
 from ..tokenizers.tokenizer_json import JsonTokenizer
 
 
-def read_record(found: Mapping[str, Any], where: str, names: Sequence[str], named_by: str = "") -> dict[str, str]:
-    """The texts of an object that a template names, the answer last.
+def read_record(record: Mapping[str, Any], location: str, names: Sequence[str], named_by: str = "") -> dict[str, str]:
+    """Return the fields of an object that a template uses, the answer last.
 
     Args:
-        found: the object.
-        where: its place, for messages.
-        names: of the texts.
-        named_by: the key that gave the template; empty for `context_key` and `label_key`.
+        record: the object.
+        location: of the object, for messages.
+        names: of the fields.
+        named_by: the key of the template; empty for `context_key` and `label_key`.
 
     Raises:
-        UserError: one is missing, or the object is a conversation.
+        UserError: a field is missing, or the object is a conversation.
     """
     for key in ("messages", "conversations"):
-        if isinstance(found.get(key), list) and not any(name in found for name in names):
-            raise UserError(f"{where} is a conversation (`{key}`), not a prompt with an answer: data=chat reads it")
+        if isinstance(record.get(key), list) and not any(name in record for name in names):
+            raise UserError(f"{location} is a conversation (`{key}`), not a prompt with an answer; use data=chat")
     keys = dict.fromkeys(names[:-1], named_by or CONTEXT_KEY) | {names[-1]: named_by or LABEL_KEY}
-    return {name: text_of(found, name, where, keys[name]).strip(" ") for name in names}
+    return {name: text_of(record, name, location, keys[name]).strip(" ") for name in names}
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """From records to token rows.
+    """Convert records to token ids with a loss mask.
 
     Attributes:
-        template: makes prompt and answer.
+        template: formats prompt and answer.
         tokenizer: of the model.
-        start: tokens before a prompt.
-        end: tokens behind an answer: that which ends it, or none.
-        answer_only: only the answer and its end are predicted.
-        length: s, tokens of a row.
-        shortened: names of the texts that are cut where a row cannot hold all; then answers, at their end.
-        side: where those texts are cut.
+        start: token ids before a prompt.
+        end: token ids after an answer: EOS, or none.
+        answer_only: only the answer and its EOS are predicted.
+        length: S, tokens in a row.
+        shortened: fields that are truncated if a record is longer than a row; after that, answers at their end.
+        side: side on which those fields are truncated.
     """
 
     template: PromptTemplate
@@ -63,41 +63,41 @@ class PromptTokens:
     side: Literal["left", "right"] = "right"
 
     def examples(self, records: Sequence[Record]) -> Iterator[Example]:
-        """The records as tokens; those that a row cannot hold are shortened as far as the template's texts allow.
+        """Yield the records as tokens, with fields truncated to fit a row as far as possible.
 
         Raises:
-            UserError: a text cannot be tokenized; with the number of its record.
+            UserError: a text cannot be tokenized; the message gives the number of its record.
         """
         prompts = [self.template.prompt(record) for record in records]
         answers = [self.template.answer(record) for record in records]
-        drops = _puts_space_first(self.tokenizer)
-        read = encoded(prompts, self.tokenizer, "prompt")
-        written = encoded(
-            [answer.removeprefix(" ") if drops else answer for answer in answers], self.tokenizer, "answer"
+        drop_space = _adds_prefix_space(self.tokenizer)
+        prompt_ids = encoded(prompts, self.tokenizer, "prompt")
+        answer_ids = encoded(
+            [answer.removeprefix(" ") if drop_space else answer for answer in answers], self.tokenizer, "answer"
         )
-        for record, prompt, asked, answer in zip(records, read, prompts, written, strict=True):
+        for record, prompt, text, answer in zip(records, prompt_ids, prompts, answer_ids, strict=True):
             excess = len(self.start) + len(prompt) + len(answer) + len(self.end) - (self.length + 1)
             if excess > 0 and self.shortened:
-                prompt = self._shorter(record, excess, drops)
+                prompt = self._truncated(record, excess, drop_space)
             tokens = np.concatenate([self.start, prompt, answer, self.end]).astype(answer.dtype)
-            before = len(self.start) + len(prompt)
-            counted: NDArray[np.bool_] = np.arange(len(tokens)) >= (before if self.answer_only else 1)
-            yield Example(tokens, counted, before, asked, self.template.answer(record).strip(" "))
+            prompt_length = len(self.start) + len(prompt)
+            counted: NDArray[np.bool_] = np.arange(len(tokens)) >= (prompt_length if self.answer_only else 1)
+            yield Example(tokens, counted, prompt_length, text, self.template.answer(record).strip(" "))
 
-    def _shorter(self, record: Record, excess: int, drops: bool) -> TokenIds:
-        """A prompt without `excess` tokens, which are taken from the texts in equal parts, as in NeMo."""
-        pieces = list(self.template.pieces(record))
-        texts = [text.removeprefix(" ") if drops and number else text for number, (text, _) in enumerate(pieces)]
+    def _truncated(self, record: Record, excess: int, drop_space: bool) -> TokenIds:
+        """Return a prompt without `excess` tokens, which are removed from the fields in equal parts, as in NeMo."""
+        segments = list(self.template.pieces(record))
+        texts = [text.removeprefix(" ") if drop_space and number else text for number, (text, _) in enumerate(segments)]
         ids = self.tokenizer.encode_batch(texts)
-        fields = [number for number, (_, name) in enumerate(pieces) if name in self.shortened]
-        for turn, number in enumerate(fields):
-            taken = min(excess // len(fields) + (turn < excess % len(fields)), len(ids[number]))
-            kept = len(ids[number]) - taken
-            ids[number] = ids[number][:kept] if self.side == "right" else ids[number][taken:]
+        fields = [number for number, (_, name) in enumerate(segments) if name in self.shortened]
+        for rank, number in enumerate(fields):
+            removed = min(excess // len(fields) + (rank < excess % len(fields)), len(ids[number]))
+            kept = len(ids[number]) - removed
+            ids[number] = ids[number][:kept] if self.side == "right" else ids[number][removed:]
         return np.concatenate(ids)
 
 
-def _puts_space_first(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer begins every text with a space, so that one that is there already would be a second."""
-    of_a_file = isinstance(tokenizer, JsonTokenizer | SentencePieceTokenizer)
-    return of_a_file and tokenizer.decode_bytes(tokenizer.encode("a")).startswith(b" ")
+def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
+    """Return True if a tokenizer adds a space before every text, which would double one that is already there."""
+    from_file = isinstance(tokenizer, JsonTokenizer | SentencePieceTokenizer)
+    return from_file and tokenizer.decode_bytes(tokenizer.encode("a")).startswith(b" ")

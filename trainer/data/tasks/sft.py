@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a GPT: from files of prompts with answers, or of conversations, to samples."""
+"""Supervised fine-tuning data of a GPT: samples from files of prompts with answers, or of conversations."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _TRAIN = "model.data.train_ds"
 
 @dataclass(frozen=True)
 class Records:
-    """What files hold: conversations, or objects with texts.
+    """Conversations, or prompts with answers.
 
     Attributes:
-        name: what they are, for messages.
-        sets: those of each split; training may have several, with proportions of their own.
-        input_of: what of a record decides about the split that it belongs to.
-        weights: these proportions; None takes the sets by their sizes.
-        has_own_splits: what was read says itself what is held out.
+        name: of the data, for messages.
+        sets: the records of each file of each split.
+        input_of: returns the part of a record whose hash determines its split.
+        weights: sampling probabilities of the training files; None samples in proportion to their sizes.
+        has_own_splits: the data come with their own splits.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Records:
     has_own_splits: bool = False
 
     def fingerprint(self) -> str:
-        """SHA-256 over all of them, in hexadecimal."""
+        """Return the SHA-256 of all records, in hexadecimal."""
         total = hashlib.sha256()
         for split in SPLITS:
             for number, records in enumerate(self.sets[split]):
                 for record in records:
-                    said = (record.messages, record.tools) if isinstance(record, Chat) else record
-                    total.update(json.dumps([split, number, said], sort_keys=True).encode("utf-8"))
+                    content = (record.messages, record.tools) if isinstance(record, Chat) else record
+                    total.update(json.dumps([split, number, content], sort_keys=True).encode("utf-8"))
         return total.hexdigest()
 
     def inputs(self) -> list[str]:
-        """The input of each record of all splits."""
+        """Return the input of each record of all splits."""
         return [self.input_of(record) for sets in self.sets.values() for records in sets for record in records]
 
 
@@ -70,9 +70,9 @@ class FineTuning:
     """The samples of a fine-tuning run.
 
     Attributes:
-        samples: of each split, or None where it is empty.
+        samples: of each split, or None if it is empty.
         examples: of each split.
-        records: what they were made of.
+        records: the records they were made of.
     """
 
     samples: dict[Split, FieldSamples | None]
@@ -80,23 +80,23 @@ class FineTuning:
     records: Records
 
     def of(self, split: Split) -> list[Example]:
-        """The examples of a split."""
+        """Return the examples of a split."""
         return all_of(self.examples[split])
 
     def check(self, split: Split, length: int, length_key: str) -> None:
-        """Find out whether there is anything to learn, or to validate on.
+        """Check that a split with examples has anything to predict.
 
         Args:
-            split: the one in question.
-            length: s, tokens of a row.
-            length_key: the key that says so, for messages.
+            split: the split.
+            length: S, tokens in a row.
+            length_key: the key that sets it, for messages.
 
         Raises:
-            UserError: not one example of the split has a token that counts.
+            UserError: no example of the split has a token to predict.
         """
         sets = self.examples[split]
-        left_out = sum(one.left_out for one in sets)
-        if not left_out or any(map(len, sets)):
+        skipped = sum(one.left_out for one in sets)
+        if not skipped or any(map(len, sets)):
             return
         too_long = [tokens for one in sets for tokens in one.too_long]
         if too_long:
@@ -105,32 +105,32 @@ class FineTuning:
                 f"{statistics.median_high(too_long):,} tokens in the median, {max(too_long):,} at most"
             )
         else:
-            why = "the chat template marks no answers, or writes none" if self.chats else "no answer has a token"
+            why = "the chat template renders no answers" if self.chats else "no answer has a token"
         raise UserError(
-            f"{self.records.name}: none of the examples of the {split} split ({left_out:,}) has anything to predict: "
+            f"{self.records.name}: none of the examples of the {split} split ({skipped:,}) has anything to predict: "
             f"{why}"
         )
 
     @property
     def chats(self) -> bool:
-        """Whether the records are conversations."""
+        """True if the records are conversations."""
         return any(isinstance(record, Chat) for sets in self.records.sets.values() for one in sets for record in one)
 
     def describe(self) -> str:
-        """How many there are, and what did not fit."""
-        every = [examples for sets in self.examples.values() for examples in sets]
+        """Return the number of examples, and of those truncated or skipped."""
+        example_sets = [examples for sets in self.examples.values() for examples in sets]
         counts = {split: sum(map(len, sets)) for split, sets in self.examples.items()}
         parts = (f"{split} {count:,} example{'s' * (count != 1)}" for split, count in counts.items())
-        cut, left_out = sum(one.cut for one in every), sum(one.left_out for one in every)
-        told = f"; cut to the length of a row: {cut:,}; left out with nothing to learn: {left_out:,}"
-        return ", ".join(parts) + (told if cut or left_out else "")
+        truncated, skipped = sum(one.cut for one in example_sets), sum(one.left_out for one in example_sets)
+        note = f"; truncated to the length of a row: {truncated:,}; skipped with nothing to predict: {skipped:,}"
+        return ", ".join(parts) + (note if truncated or skipped else "")
 
 
 def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning:
-    """What the configuration names, as samples.
+    """Build the fine-tuning samples of a configuration.
 
     Raises:
-        UserError: files that cannot be read or tokenized, or an empty split that is needed.
+        UserError: files cannot be read or tokenized, or a needed split is empty.
     """
     records = read_records(root, tokenizer)
     examples: dict[Split, list[Examples]] = {
@@ -144,7 +144,7 @@ def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning
 
 
 def held_out_examples(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning:
-    """All that a file or folder holds, as validation; of a folder that holds `train.jsonl` its `validation.jsonl`.
+    """Build validation samples of a file or folder; of a folder with a `train.jsonl`, of its `validation.jsonl`.
 
     Raises:
         UserError: it cannot be read.
@@ -160,18 +160,18 @@ def held_out_examples(path: Path, root: RootBlock, task: Task, tokenizer: Tokeni
     return FineTuning(samples, examples, records)
 
 
-# ---------------------------------------------------------------- what is read
+# ---------------------------------------------------------------- records
 
 
 def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
-    """The prompts with answers, or conversations, that `model.data` names.
+    """Read the prompts with answers, or conversations, of `model.data`.
 
     Args:
         root: the configuration.
-        tokenizer: its chat template may name roles of its own.
+        tokenizer: its chat template may define additional roles.
 
     Raises:
-        UserError: files that cannot be read, or an object that is none of these.
+        UserError: a file cannot be read, or an object is invalid.
     """
     data = root.model.data
     read, input_of = _reader(root, tokenizer)
@@ -189,22 +189,22 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
 
 
 def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[Reader[Any], Callable[[Any], str]]:
-    """What reads an object, and what of it decides about the split that it belongs to."""
+    """Return the parser of an object, and the function that returns its input."""
     if root.model.data.chat:
         source = chat_of(tokenizer).source
-        return lambda found, where: read_chat(found, where, source), first_words
+        return lambda found, location: read_chat(found, location, source), first_words
     template = template_of(root.model.data)
     names = sorted(set(template.names[:-1])) or list(template.names)
 
-    def asked(record: dict[str, str]) -> str:
-        """The texts before the answer, however the template puts them."""
+    def input_of(record: dict[str, str]) -> str:
+        """Return the texts before the answer, regardless of their order in the template."""
         return record[names[0]] if len(names) == 1 else json.dumps([record[name] for name in names])
 
     named_by = f"{_TRAIN}.prompt_template" if root.model.data.train_ds.prompt_template else ""
-    return lambda found, where: read_record(found, where, template.names, named_by), asked
+    return lambda found, location: read_record(found, location, template.names, named_by), input_of
 
 
-# ---------------------------------------------------------------- what is made of it
+# ---------------------------------------------------------------- examples and samples
 
 
 def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequence[Any]) -> Examples:
@@ -230,22 +230,22 @@ def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequen
     return fitted(tokens.examples(records), task.length)
 
 
-def _start(tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
-    if wanted is None:
+def _start(tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
+    if add_bos is None:
         return text_start(tokenizer)
     special = getattr(tokenizer, "special", None)
-    if wanted and (special is None or special.bos is None):
+    if add_bos and (special is None or special.bos is None):
         raise UserError(
-            f"`{_TRAIN}.add_bos` (true) needs a tokenizer with a bos token, and this one has none; leave it out"
+            f"`{_TRAIN}.add_bos` (true) needs a tokenizer with a BOS token, and this one has none; do not set it"
         )
-    return [special.bos] if wanted and special is not None else []
+    return [special.bos] if add_bos and special is not None else []
 
 
 def _end(tokenizer: Tokenizer) -> list[int]:
     if tokenizer.eos_id is None:
         raise UserError(
-            f"`{_TRAIN}.add_eos` (true) needs a tokenizer with a token that ends a text, and this one has none; set it "
-            "to false, or use tokenizer=byte"
+            f"`{_TRAIN}.add_eos` (true) needs a tokenizer with an EOS token, and this one has none; set it to false, "
+            "or use tokenizer=byte"
         )
     return [tokenizer.eos_id]
 
@@ -262,17 +262,23 @@ def _samples(
     seed = root.model.seed if training else None
 
     def rows(examples: Examples, part: int = 0) -> ExampleSamples:
-        told = task.padded
-        pad = tokenizer.pad_id
-        return ExampleSamples(examples, task.length, pad, seed, packs=task.packed, tells_padding=told, part=part)
+        return ExampleSamples(
+            examples,
+            task.length,
+            tokenizer.pad_id,
+            seed,
+            packs=task.packed,
+            tells_padding=task.padded,
+            part=part,
+        )
 
     if training and weights is not None:
         if not all(map(len, sets)):
             raise UserError(f"`{_TRAIN}.concat_sampling_probabilities`: a file of `file_names` holds no example")
         return BlendedFields([rows(examples, part) for part, examples in enumerate(sets)], weights)
-    together = Examples(
+    merged = Examples(
         all_of(sets),
         sum(examples.cut for examples in sets),
         sum(examples.left_out for examples in sets),
     )
-    return rows(together) if len(together) else None
+    return rows(merged) if len(merged) else None

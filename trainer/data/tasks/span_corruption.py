@@ -1,4 +1,4 @@
-"""Samples of span corruption: from texts to what T5's encoder reads and its decoder writes."""
+"""Samples of span corruption: encoder inputs and decoder targets made from texts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .noise_spans import Mask, SpanLengths, SpanMask, corrupt, ngram_spans, rand
 
 
 class NgramSpans(NamedTuple):
-    """NeMo's way to draw spans.
+    """Parameters of NeMo's spans.
 
     Attributes:
-        lengths: how long they are.
-        inside: where words are kept whole: `word_edges` of the tokenizer; None masks tokens.
+        lengths: distribution of their lengths.
+        inside: `word_edges` of the tokenizer for whole word masking; None masks tokens.
     """
 
     lengths: SpanLengths
@@ -27,18 +27,18 @@ class NgramSpans(NamedTuple):
 
 
 class Corruptor:
-    """Makes a pair of a text of any length.
+    """Corrupt texts of any length into pairs.
 
     Args:
-        corruption: how much is noise.
-        ngrams: NeMo's spans; None draws T5's.
+        corruption: noise density and mean span length.
+        ngrams: parameters of NeMo's spans; None draws T5's.
         sentinels: ids of <extra_id_0>, <extra_id_1>, ...
         eos_id: ends both sides.
-        longest: tokens of the longest text.
-        decoder_length: tokens that fit on the decoder's side.
+        max_length: maximum tokens of a text.
+        decoder_length: maximum tokens on the decoder side.
 
     Raises:
-        UserError: there are too few sentinels for the longest text.
+        UserError: there are too few sentinels for a text of maximum length.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Corruptor:
         ngrams: NgramSpans | None,
         sentinels: NDArray[np.int64],
         eos_id: int,
-        longest: int,
+        max_length: int,
         decoder_length: int,
     ) -> None:
         self.corruption = corruption
@@ -55,39 +55,39 @@ class Corruptor:
         self.sentinels = sentinels
         self.eos_id = eos_id
         self.decoder_length = decoder_length
-        needed = noise_counts(longest, corruption)[1] if ngrams is None else 1
+        needed = noise_counts(max_length, corruption)[1] if ngrams is None else 1
         if len(sentinels) < needed:
             raise UserError(
-                f"span corruption of {longest:,} tokens has {needed} spans, and the tokenizer {len(sentinels)} "
+                f"span corruption of {max_length:,} tokens has {needed} spans, and the tokenizer {len(sentinels)} "
                 f"sentinels; set `model.tokenizer.num_sentinel_tokens={needed}`, or longer spans "
                 "(`model.data.mean_ngram_size`)"
             )
 
-    def pair(self, text: NDArray[np.int64], source: np.random.Philox) -> Pair | None:
-        """Both sides of a text, int64 [n]; None where a single token leaves nothing to corrupt.
+    def pair(self, text: NDArray[np.int64], rng: np.random.Philox) -> Pair | None:
+        """Return both sides of a text, int64 [N]; None for a single token, which cannot be corrupted.
 
         Args:
             text: the tokens.
-            source: random words; the pair is a function of them and the text.
+            rng: random generator; the pair is a function of it and the text.
         """
         if len(text) < 2:
             return None
         if self.ngrams is None:
-            words = source.random_raw(len(text) - 2)[None]
+            words = rng.random_raw(len(text) - 2)[None]
             mask = random_spans(words, len(text), self.corruption)
         else:
             units = units_of(text, self.ngrams.inside)
             budget = noise_counts(len(text), self.corruption)[0]
-            # Noise, sentinels and the end must fit on the decoder's side.
+            # Noise, sentinels and EOS must fit on the decoder side.
             budget = min(budget, self.decoder_length - 2)
-            most = min(len(self.sentinels), self.decoder_length - 1 - budget)
-            drawn = ngram_spans(source, units, self.ngrams.lengths, budget, most)
-            mask = SpanMask(drawn.noise[None], drawn.starts[None])
+            max_spans = min(len(self.sentinels), self.decoder_length - 1 - budget)
+            spans = ngram_spans(rng, units, self.ngrams.lengths, budget, max_spans)
+            mask = SpanMask(spans.noise[None], spans.starts[None])
         encoder, decoder = corrupt(text[None], mask, self.sentinels)
         return Pair(np.append(encoder, self.eos_id), np.append(decoder, self.eos_id))
 
     def lengths(self, length: int) -> tuple[int, int]:
-        """The most tokens that the two sides of a text of `length` tokens have."""
+        """Return the maximum tokens on both sides for a text of `length` tokens."""
         if self.ngrams is None:
             return corrupted_lengths(length, self.corruption)
         noise = noise_counts(length, self.corruption)[0]
@@ -95,15 +95,15 @@ class Corruptor:
 
 
 class CorruptedWindows:
-    """Windows of text under T5's span corruption; every row fills the encoder's side to the token.
+    """Windows of text under T5's span corruption; every row fills the encoder side without padding.
 
-    A window that the end of a split cuts short gives a row in which nothing counts.
+    A window truncated by the end of a split is excluded from the loss.
 
     Args:
-        windows: of n tokens, of which `corrupted_lengths(n)` are the lengths of both sides.
+        windows: of N tokens; `corrupted_lengths(N)` are the lengths of both sides.
         corruptor: draws T5's spans.
         shape: of the rows.
-        seed: chooses the spans; for evaluation the same for all runs.
+        seed: of the spans; for evaluation the same for all runs.
     """
 
     def __init__(self, windows: Samples, corruptor: Corruptor, shape: Shape, seed: int) -> None:
@@ -114,16 +114,16 @@ class CorruptedWindows:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens on the encoder's side."""
+        """Tokens on the encoder side."""
         return self.shape.encoder
 
     @property
     def samples(self) -> int:
-        """How many there are before they repeat or end."""
+        """Samples per epoch, or in total."""
         return self.windows.samples
 
     def batch(self, first: int, count: int) -> NamedTensors:
-        """The samples at positions `first` to `first + count - 1`."""
+        """Return the samples at positions `first` to `first + count - 1`."""
         tokens, lengths = texts_of(self.windows, first, count)
         length = tokens.shape[1]
         words = np.stack(
@@ -133,15 +133,15 @@ class CorruptedWindows:
             ]
         )
         mask = random_spans(words, length, self.corruptor.corruption)
-        encoder, written = (
-            _ended(side.reshape(count, -1), self.corruptor.eos_id)
+        encoder, decoder = (
+            _append_eos(side.reshape(count, -1), self.corruptor.eos_id)
             for side in corrupt(tokens, mask, self.corruptor.sentinels)
         )
         short = lengths < length
         encoder[short] = self.shape.pad_id
-        written[short] = IGNORED_LABEL
-        return filled(encoder, written, self.shape)
+        decoder[short] = IGNORED_LABEL
+        return filled(encoder, decoder, self.shape)
 
 
-def _ended(rows: NDArray[np.int64], eos_id: int) -> NDArray[np.int64]:
+def _append_eos(rows: NDArray[np.int64], eos_id: int) -> NDArray[np.int64]:
     return np.pad(rows, ((0, 0), (0, 1)), constant_values=eos_id)

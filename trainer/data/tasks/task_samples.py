@@ -1,4 +1,4 @@
-"""From windows of text, or documents, to the samples of a task."""
+"""Build the samples of a task from windows of text, documents or pairs."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from .sentinels import mask_id, sentinel_ids, with_sentinels
 from .span_corruption import CorruptedWindows, Corruptor, NgramSpans
 
 _EVALUATION_SEED = 0
-"""Evaluation draws the same in all runs, so that they can be compared."""
+"""Evaluation uses the same random draws in all runs, so that they can be compared."""
 
 
 def tokenizer_of_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the sentinels that the task needs.
+    """Return the tokenizer with the sentinels that the task needs.
 
     Raises:
-        UserError: it has no token that ends a text, which the task needs.
+        UserError: it has no EOS token, which the task needs.
     """
     count = root.model.tokenizer.num_sentinel_tokens
     if task.name in ("gpt", "sft"):
         return tokenizer
-    has_a_mask = task.name == "bert" and mask_id(tokenizer, _mask_name(root)) is not None
-    extended = tokenizer if has_a_mask and count is None else with_sentinels(tokenizer, count)
+    has_mask_token = task.name == "bert" and mask_id(tokenizer, _mask_name(root)) is not None
+    extended = tokenizer if has_mask_token and count is None else with_sentinels(tokenizer, count)
     if extended.eos_id is None:
         raise UserError(
-            f"`model.data.dataset_type` ({task.name}) needs a tokenizer with a token that ends texts; name one with "
+            f"`model.data.dataset_type` ({task.name}) needs a tokenizer with an EOS token; set "
             "`model.tokenizer.special_tokens.eos_token`"
         )
     return extended
 
 
 def _mask_name(root: RootBlock) -> str | None:
-    """The token that is named to hide others; bytes have tokens of their own, and naming others changes nothing."""
+    """Return the configured mask token; the byte-level tokenizer ignores it, since it has its own special tokens."""
     keys = root.model.tokenizer
     return None if keys.library == "byte-level" else keys.special_tokens.mask_token
 
 
 class TaskSamples:
-    """Makes the samples of a task.
+    """Build the samples of a task.
 
     Args:
         root: the configuration.
-        task: what is to be learnt.
-        tokenizer: what `tokenizer_of_task` gave.
+        task: the training task.
+        tokenizer: output of `tokenizer_of_task`.
     """
 
     def __init__(self, root: RootBlock, task: Task, tokenizer: Tokenizer) -> None:
@@ -67,11 +67,11 @@ class TaskSamples:
 
     @property
     def takes_documents(self) -> bool:
-        """Whether samples are made of documents, not of windows across them."""
+        """True if samples are made of single documents, not of windows across them."""
         return self.task.name == "t5" and self._keys.respect_document_boundaries
 
     def of_windows(self, windows: Samples, *, training: bool) -> AnySamples:
-        """The samples of windows of `task.window` tokens.
+        """Build samples from windows of `task.window` tokens.
 
         Raises:
             UserError: the tokenizer lacks a token that the task needs.
@@ -79,7 +79,7 @@ class TaskSamples:
         seed = self._seed if training else _EVALUATION_SEED
         match self.task.name:
             case "gpt":
-                return self._numbered(self._masked(windows))
+                return self._with_document_ids(self._mask_after_eod(windows))
             case "sft" if self._keys.data_impl == "mock":
                 return windows
             case "t5":
@@ -102,24 +102,24 @@ class TaskSamples:
                 )
             case "sft" | "seq2seq":
                 raise UserError(
-                    f"`model.data.dataset_type` ({self.task.name}) needs pairs, which `model.data.data_impl` "
-                    f"({self._keys.data_impl}) has none of"
+                    f"`model.data.dataset_type` ({self.task.name}) needs pairs; `model.data.data_impl` "
+                    f"({self._keys.data_impl}) has none"
                 )
 
     def of_documents(self, documents: Documents, *, training: bool, part: int = 0) -> PairSamples | None:
-        """The samples of documents, or None where they are too short; `part` keeps the sets of a blend apart."""
-        pieces = CorruptedPieces(documents, self._corruptor(), self.task.window, self._keys.short_seq_prob)
-        return self.of_pairs(pieces, training=training, part=part)
+        """Build samples from documents; None if all are too short. `part` is the random stream of a blended dataset."""
+        chunks = CorruptedPieces(documents, self._corruptor(), self.task.window, self._keys.short_seq_prob)
+        return self.of_pairs(chunks, training=training, part=part)
 
     def of_pairs(self, pairs: Pairs, *, training: bool, part: int = 0) -> PairSamples | None:
-        """The samples of pairs, or None where there are none."""
+        """Build samples from pairs; None if there are none."""
         if not len(pairs):
             return None
         seed = self._seed if training else None
         return PairSamples(pairs, self.shape, seed, packs=self.task.packed, part=part)
 
     def mock(self, vocab_size: int, samples: int, part: int) -> AnySamples:
-        """Random samples; `part` keeps the splits apart (0 train, 1 validation, 2 test)."""
+        """Build random samples; `part` is the random stream of the split (0 train, 1 validation, 2 test)."""
         if self.task.has_two_sides:
             return MockPairs(vocab_size, self.shape, self._seed, samples, part)
         windows = MockSamples(vocab_size, self.task.window, self._seed, samples, part)
@@ -149,40 +149,40 @@ class TaskSamples:
         if not keys.whole_word_masking:
             return NgramSpans(lengths, None)
         tokenizer = self._tokenizer
-        pieces = [tokenizer.decode_bytes([id_]) for id_ in range(tokenizer.vocab_size)]
-        return NgramSpans(lengths, word_edges(pieces))
+        token_bytes = [tokenizer.decode_bytes([id_]) for id_ in range(tokenizer.vocab_size)]
+        return NgramSpans(lengths, word_edges(token_bytes))
 
     def _mask_tokens(self) -> MaskTokens:
         tokenizer = self._tokenizer
-        hidden = mask_id(tokenizer, self._mask_token)
+        mask_token_id = mask_id(tokenizer, self._mask_token)
         assert tokenizer.eos_id is not None
-        if hidden is None and self._mask_token is not None:
+        if mask_token_id is None and self._mask_token is not None:
             raise UserError(
                 f"`model.tokenizer.special_tokens.mask_token` ({self._mask_token}) is not a token of the tokenizer"
             )
-        if hidden is None:
+        if mask_token_id is None:
             raise UserError(
-                "`model.data.dataset_type` (bert) needs a token that hides others: [MASK], <mask> or a sentinel; set "
+                "`model.data.dataset_type` (bert) needs a mask token: [MASK], <mask> or a sentinel; set "
                 "`model.tokenizer.num_sentinel_tokens=1`"
             )
         with_text = np.flatnonzero(tokenizer.token_bytes() > 0)
-        others = with_text if len(with_text) else np.arange(tokenizer.vocab_size)
-        special = [hidden, tokenizer.eos_id, tokenizer.pad_id, *sentinel_ids(tokenizer)]
-        return MaskTokens(hidden, tokenizer.eos_id, tokenizer.pad_id, np.setdiff1d(others, special))
+        replacements = with_text if len(with_text) else np.arange(tokenizer.vocab_size)
+        special = [mask_token_id, tokenizer.eos_id, tokenizer.pad_id, *sentinel_ids(tokenizer)]
+        return MaskTokens(mask_token_id, tokenizer.eos_id, tokenizer.pad_id, np.setdiff1d(replacements, special))
 
-    def _masked(self, samples: Samples) -> Samples:
-        """The samples without the labels that `model.data.eod_mask_loss` leaves out.
+    def _mask_after_eod(self, samples: Samples) -> Samples:
+        """Mask the labels after EOS if `model.data.eod_mask_loss` is set.
 
         Raises:
-            UserError: labels are to be left out after the end of a document, and the tokenizer has no such token.
+            UserError: it is set, and the tokenizer has no EOS token.
         """
         return EndOfDocumentMasked(samples, self._eos("eod_mask_loss")) if self._keys.eod_mask_loss else samples
 
-    def _numbered(self, samples: Samples) -> Samples:
-        """The samples, with the number of each token's document where the model is to keep documents apart.
+    def _with_document_ids(self, samples: Samples) -> Samples:
+        """Add document indices if the model needs them to keep documents apart.
 
         Raises:
-            UserError: the tokenizer has no token that ends documents.
+            UserError: it does, and the tokenizer has no EOS token.
         """
         names = [name for name in ("reset_position_ids", "reset_attention_mask") if getattr(self._keys, name)]
         return NumberedDocuments(samples, self._eos(names[0])) if names else samples
@@ -190,7 +190,7 @@ class TaskSamples:
     def _eos(self, key: str) -> int:
         if self._tokenizer.eos_id is None:
             raise UserError(
-                f"`model.data.{key}` (true) needs a tokenizer with an end-of-document token, which the "
-                f"{self._tokenizer.to_document()['tokenizer']} tokenizer has not; set it to false"
+                f"`model.data.{key}` (true) needs a tokenizer with an end-of-document token; the "
+                f"{self._tokenizer.to_document()['tokenizer']} tokenizer has none; set the key to false"
             )
         return self._tokenizer.eos_id

@@ -1,4 +1,4 @@
-"""What a text begins with, by the rule of its tokenizer: a bos, or the end of an earlier document, or nothing."""
+"""The tokens before a document, as defined by the tokenizer: BOS, the EOS of the previous document, or none."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .tokenizer_json import JsonTokenizer
 
 
 def text_start(tokenizer: Tokenizer) -> list[int]:
-    """The tokens before a text that a GPT continues or scores.
+    """Return the tokens before a text that a GPT continues or scores.
 
-    A `tokenizer.json` says it itself, in its post-processor: Llama's and Gemma's put a bos there, those of GPT-2, Qwen
-    and SmolLM2 put nothing. A SentencePiece model that has a bos puts it there. stoker's own schemes have none; with
-    them documents follow one another, each after the eos of the one before, and so a text does.
+    The post-processor of a `tokenizer.json` defines them: BOS for Llama and Gemma, none for GPT-2, Qwen and SmolLM2. A
+    SentencePiece model with a BOS token adds it. stoker's own tokenizers have no BOS: documents follow one another,
+    each after the EOS of the previous one, so a text does too.
     """
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.added_tokens()[0]

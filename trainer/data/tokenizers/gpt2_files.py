@@ -1,7 +1,7 @@
-"""GPT-2's tokenizer from its own two files, `vocab.json` and `merges.txt`, as a `tokenizer.json` says the same.
+"""Convert GPT-2's two tokenizer files, `vocab.json` and `merges.txt`, to a `tokenizer.json`.
 
-Radford et al. 2019, section 2.2: byte pair encoding over bytes, which are written as printable characters, after a
-regular expression has cut the text into words.
+Radford et al. 2019, section 2.2: byte pair encoding over bytes, written as printable characters, after a regular
+expression has split the text into words.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def byte_level_definition(model: dict[str, Any], added: dict[str, int]) -> str:
-    """The canonical `tokenizer.json` of byte-level BPE with GPT-2's words.
+    """Return the canonical `tokenizer.json` of a byte-level BPE with GPT-2's pre-tokenizer.
 
     Args:
-        model: the `model` part.
+        model: the `model` section.
         added: special tokens with their ids.
     """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -36,15 +36,15 @@ def byte_level_definition(model: dict[str, Any], added: dict[str, int]) -> str:
 
 
 def gpt2_definition(vocab: str, merges: str) -> str:
-    """The definition that GPT-2's files stand for.
+    """Return the `tokenizer.json` equivalent to GPT-2's files.
 
     Args:
         vocab: text of `vocab.json`: id by token.
-        merges: text of `merges.txt`: two tokens a line, the most frequent pair first; a first line with `#version` is
+        merges: text of `merges.txt`: two tokens per line, the most frequent pair first; a first line with `#version` is
             skipped.
 
     Raises:
-        ValueError: a text is not of this kind, or the two are not of one tokenizer.
+        ValueError: a text is not of this format, or the two do not match.
     """
     try:
         vocabulary = json.loads(vocab)
@@ -53,7 +53,7 @@ def gpt2_definition(vocab: str, merges: str) -> str:
     if not isinstance(vocabulary, dict) or not all(type(id_) is int for id_ in vocabulary.values()):
         raise ValueError("the vocabulary must be an object of ids by token")
     pairs: list[list[str]] = []
-    for number, line in enumerate(merges.split("\n"), 1):  # tokens may hold characters that `splitlines` cuts at
+    for number, line in enumerate(merges.split("\n"), 1):  # tokens may contain characters that `splitlines` splits at
         line = line.removesuffix("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
@@ -75,6 +75,6 @@ def gpt2_definition(vocab: str, merges: str) -> str:
         "vocab": vocabulary,
         "merges": pairs,
     }
-    # Without its end of text a vocabulary has no other token to end documents with; GPT-2's is its last.
+    # The end-of-text token is the only EOS of such a vocabulary, so it is added if missing; GPT-2's id is the last.
     added = {END_OF_TEXT: vocabulary.get(END_OF_TEXT, max(vocabulary.values(), default=-1) + 1)}
     return byte_level_definition(model, added)

@@ -1,7 +1,7 @@
-"""Tokenizers of SentencePiece's `.model` files (Kudo and Richardson 2018, arXiv 1808.06226): Llama, Mistral, T5, Gemma.
+"""Tokenizers of SentencePiece `.model` files (Kudo and Richardson 2018, arXiv 1808.06226): Llama, Mistral, T5, Gemma.
 
-The ids are SentencePiece's own, without bos and eos. Control symbols (`</s>`) written in a text stay text, as they do
-there; the tokens that the user adds are control symbols too, with the ids after the vocabulary.
+The ids are those of SentencePiece, without BOS and EOS. As in SentencePiece, control symbols (`</s>`) in a text are
+encoded as ordinary text. Tokens added by the user are control symbols too, with ids after the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .token_bytes import exact_lengths
 from .tokenizer import TokenIds, ids_of, text_of, utf8
 
 MAX_MODEL_BYTES = 32 << 20
-"""Of a model file; T5's multilingual one of 250,100 pieces has 4.3 MB."""
+"""Maximum size of a model file; that of mT5, with 250,100 pieces, has 4.3 MB."""
 MAX_ADDED = 1 << 16
 
 _BYTE_FALLBACK = 35
 _SPACE_AS_SUFFIX = 24
-"""Fields of TrainerSpec in sentencepiece_model.proto."""
+"""Field numbers of TrainerSpec in sentencepiece_model.proto."""
 
 
 class SentencePieceTokenizer:
-    """A tokenizer that a SentencePiece model defines; `define` finds its special tokens.
+    """A tokenizer defined by a SentencePiece model; `define` finds its special tokens.
 
     Args:
         model: the bytes of the file.
-        added: tokens beyond the model's own, with the ids after them.
-        special: ids that stand for no text.
+        added: additional tokens, with ids after the model's.
+        special: ids of the special tokens.
 
     Raises:
-        ValueError: `model` is not a SentencePiece model, or a token of `added` is in it already.
+        ValueError: `model` is not a SentencePiece model, or already contains a token of `added`.
         UserError: the sentencepiece package is not installed.
     """
 
@@ -52,9 +52,9 @@ class SentencePieceTokenizer:
         self._model = model
         self._added = tuple(added)
         self._ids = known | {token: pieces + number for number, token in enumerate(added)}
-        silent = special.ids()
-        own = (b"" if id_ in silent else _piece(processor, id_) for id_ in range(pieces))
-        self._pieces = [*own, *(b"" for _ in added)]
+        special_ids = special.ids()
+        pieces_bytes = (b"" if id_ in special_ids else _piece(processor, id_) for id_ in range(pieces))
+        self._pieces = [*pieces_bytes, *(b"" for _ in added)]
         normalizer = _Normalizer(model)
         self._space_first = normalizer.space_first
         self._space_last = normalizer.space_last
@@ -69,56 +69,56 @@ class SentencePieceTokenizer:
         special.check(self.vocab_size)
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids of `text`, [n].
+        """Return the token ids of `text`, [N].
 
         Raises:
-            UserError: `text` has a lone surrogate.
+            UserError: `text` contains a lone surrogate.
         """
         utf8(text)
         return np.array(self._processor.encode(text, out_type=int), self._dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_bytes(self, data: bytes) -> TokenIds:
-        """Token ids of UTF-8 encoded text.
+        """Return the token ids of UTF-8 encoded text.
 
         Raises:
-            UserError: `data` is no UTF-8.
+            UserError: `data` is not UTF-8.
         """
         return self.encode(text_of(data))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of a document's ids, without the space the model puts before it; bad bytes become U+FFFD."""
+        """Return the text of a document's ids, without the space added before it; invalid UTF-8 becomes U+FFFD."""
         text = self.decode_bytes(ids).decode("utf-8", errors="replace")
         text = text.removeprefix(" ") if self._space_first else text
         return text.removesuffix(" ") if self._space_last else text
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """The bytes of `ids`, one token after the other; control symbols and unknown ids give nothing."""
+        """Return the concatenated bytes of `ids`; control symbols and unknown ids are skipped."""
         return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a piece, or of an added token, by its text."""
+        """Return the id of a piece or an added token."""
         return self._ids.get(token)
 
     def token_name(self, id_: int) -> str | None:
-        """The name of a special token."""
+        """Return the text of a special token."""
         return self._names.get(id_)
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """UTF-8 bytes of text each id stands for, int64 [vocab_size], or zeros where ids do not tell.
+        """Return the number of UTF-8 bytes of each id, int64 [V]; all 0 if tokens do not add up to the text.
 
-        They tell for models with bytes for unknown characters that do not normalize text (Llama, Mistral, Gemma). The
-        space before every text is taken back by eos, see `exact_lengths`; a "▁" written in a text counts as a space.
+        They do for models with byte fallback and without text normalization (Llama, Mistral, Gemma). eos counts -1 for
+        the space added before every text, see `exact_lengths`; a "▁" in the text counts as a space.
         """
         if not self._lossless:
             return np.zeros(self.vocab_size, np.int64)
         return exact_lengths(self._pieces, self.eos_id, space_first=self._space_first or self._space_last)
 
     def to_document(self) -> dict[str, Any]:
-        """The model in base64, the added tokens, and the ids that stand for no text."""
+        """Return the model in base64, the added tokens, and the ids of the special tokens."""
         return {
             "tokenizer": "sentencepiece",
             "model": base64.b64encode(self._model).decode("ascii"),
@@ -128,11 +128,11 @@ class SentencePieceTokenizer:
 
 
 def define(model: bytes, named: Mapping[str, str], added: Sequence[str] = ()) -> SentencePieceTokenizer:
-    """A tokenizer with its special tokens.
+    """Build a tokenizer and find its special tokens.
 
     Args:
         model: the bytes of the file.
-        named: special token by kind (`eos`, `bos`, `pad`, `unk`); one that the model lacks is added.
+        named: special token by kind (`eos`, `bos`, `pad`, `unk`); added if the model lacks it.
         added: further tokens to add, unless the model has them.
 
     Raises:
@@ -144,14 +144,21 @@ def define(model: bytes, named: Mapping[str, str], added: Sequence[str] = ()) ->
     new = [token for token in dict.fromkeys([*named.values(), *added]) if token not in ids]
     ids |= {token: len(ids) + n for n, token in enumerate(new)}
     special = find_special(named, ids.get)
-    own = {"eos": processor.eos_id(), "bos": processor.bos_id(), "pad": processor.pad_id(), "unk": processor.unk_id()}
-    # The model names its own control symbols, whatever they are called; -1: it has none.
-    chosen = {kind: id_ if kind not in named and id_ >= 0 else getattr(special, kind) for kind, id_ in own.items()}
-    return SentencePieceTokenizer(model, new, SpecialIds(**chosen))
+    model_ids = {
+        "eos": processor.eos_id(),
+        "bos": processor.bos_id(),
+        "pad": processor.pad_id(),
+        "unk": processor.unk_id(),
+    }
+    # The model defines its own control symbols, whatever their names; -1: it has none.
+    ids_by_kind = {
+        kind: id_ if kind not in named and id_ >= 0 else getattr(special, kind) for kind, id_ in model_ids.items()
+    }
+    return SentencePieceTokenizer(model, new, SpecialIds(**ids_by_kind))
 
 
 def sentencepiece_from_document(document: Mapping[str, Any]) -> SentencePieceTokenizer:
-    """The tokenizer that `SentencePieceTokenizer.to_document` describes, read back from JSON.
+    """Rebuild the tokenizer from `SentencePieceTokenizer.to_document`, read back from JSON.
 
     Raises:
         ValueError: it is not such a document.
@@ -202,13 +209,13 @@ def _piece(processor: Any, id_: int) -> bytes:
 
 
 class _Normalizer:
-    """What a model does to text before it cuts it, read from the file: the library does not tell.
+    """Normalization settings of a model, parsed from the file, since the library does not expose them.
 
     Attributes:
-        byte_fallback: characters outside the vocabulary become bytes.
-        space_first: a space is put before every text.
-        space_last: or behind it.
-        keeps_text: nothing else is changed.
+        byte_fallback: characters outside the vocabulary are encoded as bytes.
+        space_first: a space is added before every text.
+        space_last: a space is added after every text.
+        keeps_text: there is no other normalization.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -220,45 +227,45 @@ class _Normalizer:
             elif field == 3 and isinstance(value, bytes):
                 rules.update(_fields(value))
         # Defaults of NormalizerSpec: 3 add_dummy_prefix, 4 remove_extra_whitespaces, 5 escape_whitespaces are true.
-        added = bool(rules.get(3, 1))
+        adds_space = bool(rules.get(3, 1))
         self.byte_fallback = bool(training.get(_BYTE_FALLBACK, 0))
-        self.space_last = added and bool(training.get(_SPACE_AS_SUFFIX, 0))
-        self.space_first = added and not self.space_last
+        self.space_last = adds_space and bool(training.get(_SPACE_AS_SUFFIX, 0))
+        self.space_first = adds_space and not self.space_last
         self.keeps_text = not rules.get(2) and not rules.get(4, 1) and bool(rules.get(5, 1))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Field numbers and values of a protocol buffer (https://protobuf.dev/programming-guides/encoding).
+    """Yield the field numbers and values of a protocol buffer (https://protobuf.dev/programming-guides/encoding).
 
     Raises:
         ValueError: it is not one.
     """
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
         match key & 7:
             case 0:
-                value, at = _varint(message, at)
+                value, offset = _varint(message, offset)
                 yield key >> 3, value
             case 2:
-                length, at = _varint(message, at)
-                if at + length > len(message):
+                length, offset = _varint(message, offset)
+                if offset + length > len(message):
                     raise ValueError("it is not a SentencePiece model: a field is cut off")
-                yield key >> 3, message[at : at + length]
-                at += length
+                yield key >> 3, message[offset : offset + length]
+                offset += length
             case 1 | 5 as kind:
-                at += 8 if kind == 1 else 4
+                offset += 8 if kind == 1 else 4
             case _:
                 raise ValueError("it is not a SentencePiece model: no protocol buffer")
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
-        if at >= len(message):
+        if offset >= len(message):
             break
-        value |= (message[at] & 0x7F) << shift
-        at += 1
-        if message[at - 1] < 0x80:
-            return value, at
+        value |= (message[offset] & 0x7F) << shift
+        offset += 1
+        if message[offset - 1] < 0x80:
+            return value, offset
     raise ValueError("it is not a SentencePiece model: a number is cut off")

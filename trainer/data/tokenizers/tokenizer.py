@@ -1,8 +1,8 @@
-"""What a tokenizer is, and the two that need no file: bytes (ByT5's scheme) and characters.
+"""The tokenizer interface, and the two tokenizers that need no file: bytes (ByT5's scheme) and characters.
 
-Those that come in files are in `tokenizer_json.py` and `tokenizer_sentencepiece.py`; `tokenizer_files.py` opens them.
-A tokenizer travels inside every checkpoint as a small JSON document (`to_document`), which is checked when it is read
-back (`from_document`): a checkpoint may come from anywhere.
+Tokenizers loaded from files are in `tokenizer_json.py` and `tokenizer_sentencepiece.py`; `tokenizer_files.py` loads
+them. Every checkpoint stores its tokenizer as a small JSON document (`to_document`). `from_document` validates it,
+because a checkpoint may come from an untrusted source.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ TokenIds = NDArray[np.uint16 | np.int32]
 
 MOST_SENTINELS = 10_000
 _UNICODE_CHARACTERS = 0x110000 - 0x800
-"""Code points that UTF-8 can hold: all but the surrogates."""
+"""Number of code points that UTF-8 can encode: all but the surrogates."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Map text to token ids and back.
 
     Attributes:
         vocab_size: number of token ids; ids are 0 to vocab_size - 1.
-        eos_id: the token that separates documents, or None where the vocabulary has none.
-        pad_id: the token that fills up short sequences; its labels are masked, so any id does.
-        chat: how a conversation is written, where the tokenizer's files say so or the user does.
+        eos_id: the token that separates documents; None if the vocabulary has none.
+        pad_id: pads short sequences; its labels are masked, so any id will do.
+        chat: the chat template from the tokenizer's files or from the user; None without one.
     """
 
     chat: ChatTemplate | None
@@ -45,43 +45,43 @@ class Tokenizer(Protocol):
     def pad_id(self) -> int: ...  # noqa: D102
 
     def encode(self, text: str) -> TokenIds:
-        """The token ids of `text`, [n], as uint16 where the vocabulary fits and int32 otherwise."""
+        """Return the token ids of `text`, [N]; uint16 if the vocabulary fits, else int32."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """The token ids of each text: `encode` for many."""
+        """Return the token ids of each text."""
         ...
 
     def encode_bytes(self, data: bytes) -> TokenIds:
-        """The token ids of UTF-8 encoded text."""
+        """Return the token ids of UTF-8 encoded text."""
         ...
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of token ids; bytes that are no UTF-8 become U+FFFD, ids without text give nothing."""
+        """Return the text of token ids; invalid UTF-8 becomes U+FFFD, special tokens are skipped."""
         ...
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """The UTF-8 bytes of token ids, exactly as they are."""
+        """Return the UTF-8 bytes of token ids, without replacing invalid ones."""
         ...
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token that stands for no text, such as a sentinel, by its name; None where there is none."""
+        """Return the id of a token, such as a sentinel, by its text; None if there is none."""
         ...
 
     def token_name(self, id_: int) -> str | None:
-        """The name of a token that stands for no text, such as eos; None where there is none."""
+        """Return the text of a special token, such as eos; None for any other id."""
         ...
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """UTF-8 bytes that each token id stands for, int64 [vocab_size]; 0 for eos, padding and unknown.
+        """Return the number of UTF-8 bytes of each token id, int64 [V]; 0 for eos, padding and unknown.
 
-        All are 0 where the tokens of a text do not add up to its bytes: then no bits per byte are claimed. -1 for eos
-        takes back a space that the tokenizer puts before every document.
+        All are 0 if the tokens of a text do not add up to its bytes; bits per byte are then not reported. eos counts -1
+        if the tokenizer puts a space before every document.
         """
         ...
 
     def to_document(self) -> dict[str, Any]:
-        """A JSON document from which `from_document` rebuilds the tokenizer."""
+        """Return a JSON document from which `from_document` rebuilds the tokenizer."""
         ...
 
 
@@ -89,10 +89,11 @@ class ByteTokenizer:
     """UTF-8 bytes in ByT5's scheme (Xue et al. 2021, arXiv 2105.13626): pad 0, eos 1, unk 2, byte b is b + 3.
 
     Args:
-        sentinels: tokens `<extra_id_0>`, `<extra_id_1>`, ... with the ids from 259 on, as Hugging Face's ByT5 has them.
+        sentinels: number of tokens `<extra_id_0>`, `<extra_id_1>`, ...; their ids start at 259, as in Hugging Face's
+            ByT5.
 
     Raises:
-        ValueError: a negative number of them, or too many.
+        ValueError: `sentinels` is negative or too large.
     """
 
     eos_id = 1
@@ -109,51 +110,51 @@ class ByteTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The bytes, three special tokens and the sentinels."""
+        """Number of token ids: three special tokens, 256 bytes and the sentinels."""
         return self._FIRST_SENTINEL + self.sentinels
 
     def encode(self, text: str) -> NDArray[np.uint16]:
-        """Token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
+        """Return the token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
         return self.encode_bytes(utf8(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_bytes(self, data: bytes) -> NDArray[np.uint16]:
-        """Token ids of `data`, uint16 [len(data)]; any bytes are accepted."""
+        """Return the token ids of `data`, uint16 [len(data)]; any bytes are accepted."""
         return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(self._FIRST_BYTE)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """The bytes of `ids`; pad, eos, unk and ids past the vocabulary give nothing."""
+        """Return the bytes of `ids`; pad, eos, unk and ids outside the vocabulary are skipped."""
         array = ids_of(ids) - self._FIRST_BYTE
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """1 for each byte, 0 for the special tokens; int64 [vocab_size]."""
+        """Return 1 for each byte and 0 for the special tokens; int64 [V]."""
         lengths = np.zeros(self.vocab_size, np.int64)
         lengths[self._FIRST_BYTE : self._FIRST_SENTINEL] = 1
         return lengths
 
     def token_id(self, token: str) -> int | None:
-        """The id of a sentinel."""
+        """Return the id of a sentinel."""
         number = token.removeprefix("<extra_id_").removesuffix(">")
         if not (number.isdecimal() and len(number) < 6 and token == f"<extra_id_{int(number)}>"):
             return None
         return self._FIRST_SENTINEL + int(number) if int(number) < self.sentinels else None
 
     def token_name(self, id_: int) -> str | None:
-        """As Hugging Face's ByT5 names them."""
+        """Return the name of a special token, as in Hugging Face's ByT5."""
         if 0 <= id_ < len(self._NAMES):
             return self._NAMES[id_]
         return f"<extra_id_{id_ - self._FIRST_SENTINEL}>" if self._FIRST_SENTINEL <= id_ < self.vocab_size else None
 
     def to_document(self) -> dict[str, Any]:
-        """The scheme's name, and the number of sentinels where there are any."""
+        """Return the name of the scheme, and the number of sentinels if there are any."""
         return {"tokenizer": "byte-level", **({"sentinels": self.sentinels} if self.sentinels else {})}
 
 
@@ -161,10 +162,10 @@ class CharTokenizer:
     """One token per character; the vocabulary is the sorted set of characters of a text.
 
     Args:
-        characters: the vocabulary, sorted by code point without repetition.
+        characters: the vocabulary, sorted by code point, without repetition.
 
     Raises:
-        ValueError: `characters` is empty, unsorted, repeats a character or holds a surrogate.
+        ValueError: `characters` is empty, unsorted, repeats a character or contains a surrogate.
     """
 
     eos_id = None
@@ -185,7 +186,7 @@ class CharTokenizer:
 
     @classmethod
     def of_texts(cls, texts: Sequence[str]) -> CharTokenizer:
-        """The tokenizer whose vocabulary is every character of `texts`."""
+        """Build the tokenizer whose vocabulary is every character of `texts`."""
         return cls("".join(sorted(set().union(*texts))))
 
     @property
@@ -194,15 +195,15 @@ class CharTokenizer:
         return len(self.characters)
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids of `text`, [characters].
+        """Return the token ids of `text`, [characters].
 
         Raises:
-            UserError: a character is not in the vocabulary; the line names it and its position.
+            UserError: a character is not in the vocabulary; the message gives it and its position.
         """
         try:
             codes = _code_points(text)
         except UnicodeEncodeError as error:
-            raise UserError(_surrogate(error.start)) from None
+            raise UserError(_surrogate_message(error.start)) from None
         ids = np.searchsorted(self._codes, codes)
         known = self._codes[np.minimum(ids, self.vocab_size - 1)] == codes
         if not known.all():
@@ -211,63 +212,63 @@ class CharTokenizer:
             raise UserError(
                 f"character {character!r} (U+{ord(character):04X}) at position {position} is not among the "
                 f"{self.vocab_size} characters of the training text; leave it out, or train with "
-                "`model.tokenizer.library=byte-level`, which knows every character"
+                "`model.tokenizer.library=byte-level`, which covers every character"
             )
         return ids.astype(self._dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_bytes(self, data: bytes) -> TokenIds:
-        """Token ids of UTF-8 encoded text.
+        """Return the token ids of UTF-8 encoded text.
 
         Raises:
-            UserError: `data` is no UTF-8, or holds a character outside the vocabulary.
+            UserError: `data` is not UTF-8, or contains a character outside the vocabulary.
         """
         return self.encode(text_of(data))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of `ids`; ids past the vocabulary give nothing."""
+        """Return the text of `ids`; ids outside the vocabulary are skipped."""
         array = ids_of(ids)
         return "".join(self.characters[i] for i in array[array < self.vocab_size])
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """The UTF-8 bytes of `ids`."""
+        """Return the UTF-8 bytes of `ids`."""
         return self.decode(ids).encode("utf-8")
 
     def token_id(self, token: str) -> int | None:
-        """There are characters only."""
+        """Return None: there are no special tokens."""
         return None
 
     def token_name(self, id_: int) -> str | None:
-        """There are characters only."""
+        """Return None: there are no special tokens."""
         return None
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """Length of each character in UTF-8; int64 [vocab_size]."""
+        """Return the UTF-8 length of each character; int64 [V]."""
         return np.array([len(character.encode("utf-8")) for character in self.characters], np.int64)
 
     def to_document(self) -> dict[str, Any]:
-        """The name of the scheme and the vocabulary as one string."""
+        """Return the name of the scheme and the vocabulary as one string."""
         return {"tokenizer": "char", "characters": self.characters}
 
 
 def saved_document(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a checkpoint keeps of a tokenizer: the document that makes its tokens, and its chat template."""
+    """Return the document that a checkpoint stores: the tokenizer and its chat template."""
     chat = {} if tokenizer.chat is None else {"chat": tokenizer.chat.to_document()}
     return {**tokenizer.to_document(), **chat}
 
 
 def makes_same_tokens(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two documents, from anywhere, give every text the same ids.
+    """Return True if two tokenizer documents (possibly untrusted) map every text to the same ids.
 
-    What Hugging Face's would put around a text is left out. Documents that are none are the same if they are equal.
+    The post-processor of a Hugging Face tokenizer is ignored. Invalid documents compare by equality.
     """
-    return _without_surroundings(one) == _without_surroundings(other)
+    return _without_post_processor(one) == _without_post_processor(other)
 
 
-def _without_surroundings(document: Mapping[str, Any]) -> dict[str, Any]:
+def _without_post_processor(document: Mapping[str, Any]) -> dict[str, Any]:
     if document.get("tokenizer") != "huggingface":
         return dict(document)
     try:
@@ -280,23 +281,23 @@ def _without_surroundings(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_document(document: object) -> Tokenizer:
-    """The tokenizer a document describes.
+    """Build the tokenizer of a document.
 
     Args:
-        document: what `to_document` or `saved_document` gave, read back from JSON; nothing about it is taken on trust.
+        document: output of `to_document` or `saved_document`, read back from JSON; fully validated.
 
     Raises:
-        ValueError: it is not such a document; the message says what is wrong with it.
+        ValueError: it is not such a document; the message gives the reason.
     """
     if not isinstance(document, dict):
         raise ValueError(f"a tokenizer document must be an object, not {type(document).__name__}")
-    tokenizer = _of_tokens({name: value for name, value in document.items() if name != "chat"})
+    tokenizer = _tokenizer_from_document({name: value for name, value in document.items() if name != "chat"})
     if "chat" in document:
         tokenizer.chat = ChatTemplate.from_document(document["chat"])
     return tokenizer
 
 
-def _of_tokens(document: dict[str, Any]) -> Tokenizer:
+def _tokenizer_from_document(document: dict[str, Any]) -> Tokenizer:
     match document.get("tokenizer"), set(document):
         case "byte-level", keys if keys <= {"tokenizer", "sentinels"}:
             return ByteTokenizer(document.get("sentinels", 0))
@@ -321,10 +322,10 @@ def _of_tokens(document: dict[str, Any]) -> Tokenizer:
 
 
 def ids_of(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-    """Token ids in one row, int64 [n].
+    """Return token ids as a flat array, int64 [N].
 
     Raises:
-        ValueError: a negative one.
+        ValueError: an id is negative.
     """
     array = np.asarray(ids, np.int64).reshape(-1)
     if array.size and array.min() < 0:
@@ -333,10 +334,10 @@ def ids_of(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
 
 
 def text_of(data: bytes) -> str:
-    """UTF-8 bytes as text.
+    """Decode UTF-8 bytes.
 
     Raises:
-        UserError: they are no UTF-8.
+        UserError: they are not UTF-8.
     """
     try:
         return data.decode("utf-8")
@@ -345,18 +346,18 @@ def text_of(data: bytes) -> str:
 
 
 def utf8(text: str) -> bytes:
-    """The UTF-8 bytes of a text.
+    """Encode a text as UTF-8.
 
     Raises:
-        UserError: it holds a lone surrogate.
+        UserError: it contains a lone surrogate.
     """
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(_surrogate(error.start)) from None
+        raise UserError(_surrogate_message(error.start)) from None
 
 
-def _surrogate(position: int) -> str:
+def _surrogate_message(position: int) -> str:
     return f"the text is not valid Unicode: lone surrogate at position {position}"
 
 

@@ -1,6 +1,6 @@
-"""Opening tokenizers that come in files: tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece models.
+"""Load tokenizers from files: tokenizer.json, GPT-2's vocab.json and merges.txt, SentencePiece models.
 
-Files are read from the disk only: nothing is downloaded, and no code comes with a tokenizer.
+Only local files are read: nothing is downloaded, and no code of a tokenizer is executed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MAX_SETTINGS_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Which tokens have a part to play.
+    """Special tokens named by the user.
 
     Attributes:
-        eos: the token between documents; None finds it by the tokenizer's own settings, or by its usual names.
-        pad: the token that fills up sequences; None finds it likewise, or takes eos.
-        more: tokens that are added to the vocabulary where it does not have them.
+        eos: the token between documents; None uses the tokenizer's own settings, or the usual names.
+        pad: the padding token; None likewise, falling back to eos.
+        more: tokens added to the vocabulary if it lacks them.
     """
 
     eos: str | None = None
@@ -42,48 +42,50 @@ class SpecialTokens:
     more: Sequence[str] = ()
 
     def named(self) -> dict[str, str]:
-        """Token by kind, of those that are named."""
+        """Return the named tokens by kind."""
         return {kind: token for kind, token in (("eos", self.eos), ("pad", self.pad)) if token is not None}
 
 
 def tokenizer_of_keys(keys: TokenizerBlock) -> Tokenizer:
-    """The tokenizer that `model.tokenizer` names, for the libraries that read files.
+    """Load the tokenizer of `model.tokenizer`, for the libraries that read files.
 
     Raises:
-        UserError: a file is missing, cannot be read, or is no tokenizer; a token that is named is not in it.
+        UserError: a file is missing, unreadable or not a tokenizer; or a named token is not in it.
     """
-    at = "model.tokenizer"
-    named = keys.special_tokens
-    hides = [] if named.mask_token is None else [named.mask_token]
-    special = SpecialTokens(named.eos_token, named.pad_token, [*keys.additional_special_tokens, *hides])
+    section = "model.tokenizer"
+    special_tokens = keys.special_tokens
+    mask_tokens = [] if special_tokens.mask_token is None else [special_tokens.mask_token]
+    special = SpecialTokens(
+        special_tokens.eos_token, special_tokens.pad_token, [*keys.additional_special_tokens, *mask_tokens]
+    )
     match keys.library:
         case "huggingface":
             name = "type" if keys.type else "model"
-            return open_description(_path(keys.type or keys.model, f"{at}.{name}"), f"{at}.{name}", special)
+            return open_description(_path(keys.type or keys.model, f"{section}.{name}"), f"{section}.{name}", special)
         case "megatron":
-            vocabulary = _path(keys.vocab_file, f"{at}.vocab_file")
-            return open_gpt2(vocabulary, _path(keys.merge_file, f"{at}.merge_file"), at, special)
+            vocabulary = _path(keys.vocab_file, f"{section}.vocab_file")
+            return open_gpt2(vocabulary, _path(keys.merge_file, f"{section}.merge_file"), section, special)
         case "sentencepiece":
-            return open_sentencepiece(_path(keys.model, f"{at}.model"), f"{at}.model", special)
+            return open_sentencepiece(_path(keys.model, f"{section}.model"), f"{section}.model", special)
         case library:
             raise ValueError(f"`library` ({library}) must be one that reads files")
 
 
 def open_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenizer:
-    """The tokenizer of a file or folder, whatever its kind.
+    """Load the tokenizer of a file or folder of any supported kind.
 
     Args:
-        name: `byte-level`, a tokenizer.json, a SentencePiece .model, or a folder that holds one of them or GPT-2's
-            vocab.json and merges.txt.
+        name: `byte-level`, a tokenizer.json, a SentencePiece .model, or a folder with one of them or GPT-2's vocab.json
+            and merges.txt.
         named_by: the option that gave the name, for messages.
-        special: tokens with a part to play.
+        special: special tokens named by the user.
 
     Raises:
         UserError: as `tokenizer_of_keys`.
     """
     if name == "byte-level":
         if special != SpecialTokens():
-            raise UserError(f"{named_by} byte-level has its own end-of-document token (id 1); name no other")
+            raise UserError(f"{named_by} byte-level has its own end-of-document token (id 1); do not set another")
         return ByteTokenizer()
     path = _path(name, named_by)
     if path.is_dir():
@@ -102,35 +104,35 @@ def open_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenize
 
 
 def open_description(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
-    """A tokenizer.json, or the folder of one; a tokenizer_config.json beside it names its eos, bos and padding."""
+    """Load a tokenizer.json, or its folder; EOS, BOS and padding come from a tokenizer_config.json in the folder."""
     file = path / DESCRIPTION if path.is_dir() else path
     if not os.path.lexists(file):
         kind = f"the folder {path} holds no {DESCRIPTION}" if path.is_dir() else f"there is no file {path}"
         raise UserError(
             f"`{named_by}`: {kind}; stoker downloads no tokenizers: give the path of a {DESCRIPTION}, or of its folder"
         )
-    named = {**_settings(file.parent / SETTINGS, named_by), **special.named()}
-    tokenizer = _defined(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
+    named = {**_configured_special_tokens(file.parent / SETTINGS, named_by), **special.named()}
+    tokenizer = _build_json_tokenizer(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
     tokenizer.chat = template_beside(file.parent, named_by)
     return tokenizer
 
 
 def open_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
-    """GPT-2's byte-level BPE from its two files."""
+    """Load GPT-2's byte-level BPE from its two files."""
     vocabulary = _text(vocab_file, _MAX_TEXT_BYTES, named_by)
     merges = _text(merge_file, _MAX_TEXT_BYTES, named_by)
-    where = f"`{named_by}`: {vocab_file} and {merge_file}"
+    location = f"`{named_by}`: {vocab_file} and {merge_file}"
     try:
         definition = gpt2_definition(vocabulary, merges)
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-    tokenizer = _defined(definition, special.named(), special, where)
+        raise UserError(f"{location}: {error}") from None
+    tokenizer = _build_json_tokenizer(definition, special.named(), special, location)
     tokenizer.chat = template_beside(vocab_file.parent, named_by)
     return tokenizer
 
 
 def open_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
-    """A SentencePiece .model file; tokens that it lacks get the ids after its last."""
+    """Load a SentencePiece .model file; missing special tokens get the ids after its last."""
     data = _bytes(path, MAX_MODEL_BYTES, named_by)
     try:
         tokenizer = sentencepiece_tokenizer.define(data, special.named(), special.more)
@@ -140,21 +142,23 @@ def open_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tok
     return tokenizer
 
 
-def _defined(definition: str, named: Mapping[str, str], special: SpecialTokens, where: str) -> Tokenizer:
+def _build_json_tokenizer(
+    definition: str, named: Mapping[str, str], special: SpecialTokens, location: str
+) -> Tokenizer:
     try:
         return tokenizer_json.define(tokenizer_json.canonical(definition), named, special.more)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: parts of the wrong shape
-        raise UserError(f"{where}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: fields of the wrong type
+        raise UserError(f"{location}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
 
 
-def _settings(path: Path, named_by: str) -> dict[str, str]:
-    """The eos, bos and padding tokens that a tokenizer_config.json names; an empty one where there is no such file."""
+def _configured_special_tokens(path: Path, named_by: str) -> dict[str, str]:
+    """Return the eos, bos and padding tokens of a tokenizer_config.json; empty if there is no such file."""
     if not path.is_file():
         return {}
     try:
         settings = json.loads(_text(path, _MAX_SETTINGS_BYTES, named_by))
     except (ValueError, RecursionError):
-        raise UserError(f"`{named_by}`: {path} is not JSON; mend it or take it away") from None
+        raise UserError(f"`{named_by}`: {path} is not JSON; repair or remove it") from None
     tokens: dict[str, str] = {}
     for name in ("eos", "bos", "pad"):
         token = settings.get(f"{name}_token") if isinstance(settings, dict) else None
@@ -186,5 +190,5 @@ def _bytes(path: Path, limit: int, named_by: str) -> bytes:
     except OSError as error:
         raise UserError(f"`{named_by}`: cannot read {path}: {error.strerror}") from None
     if len(data) > limit:
-        raise UserError(f"`{named_by}`: {path} has more than {limit:,} bytes: it is no tokenizer")
+        raise UserError(f"`{named_by}`: {path} has more than {limit:,} bytes: it is not a tokenizer")
     return data

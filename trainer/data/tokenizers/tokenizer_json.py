@@ -1,7 +1,7 @@
-"""Tokenizers of Hugging Face's `tokenizer.json`, run by the `tokenizers` library: BPE, WordPiece, Unigram.
+"""Tokenizers of Hugging Face `tokenizer.json` files, run by the `tokenizers` library: BPE, WordPiece, Unigram.
 
-The ids are those of `transformers`' fast tokenizers without the tokens that a post-processor adds: a stream of text
-needs no bos before every piece. A special token that is written in the text becomes that token, as it does there.
+The ids are those of `transformers`' fast tokenizers with `add_special_tokens=False`: a token stream needs no BOS before
+every text. As in `transformers`, a special token written in the text becomes that token.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     import tokenizers
 
 MAX_DEFINITION_BYTES = 56 << 20
-"""Of a definition written as a JSON string; the tokenizer document of a checkpoint may have 64 MiB."""
+"""Maximum size of a definition as a JSON string; the tokenizer document of a checkpoint may have 64 MiB."""
 MAX_VOCABULARY = 1 << 22
-"""Token ids; the largest vocabularies there are have 262,144. Larger ids would allocate tables of their size."""
+"""Maximum number of token ids; the largest known vocabularies have 262,144. Tables of this size are allocated."""
 
 
 class JsonTokenizer:
-    """A tokenizer that a `tokenizer.json` defines; `define` finds its special tokens.
+    """A tokenizer defined by a `tokenizer.json`; `define` finds its special tokens.
 
     Args:
-        definition: the text of the file, as `canonical` gives it.
-        special: ids that stand for no text.
+        definition: the text of the file, as returned by `canonical`.
+        special: ids of the special tokens.
 
     Raises:
-        ValueError: the definition is too large, is none, or has a part that the library or stoker does not know.
+        ValueError: the definition is too large, invalid, or has a part that is not supported.
     """
 
     def __init__(self, definition: str, special: SpecialIds) -> None:
@@ -55,20 +55,20 @@ class JsonTokenizer:
         self.eos_id = special.eos
         self.pad_id = special.fill
         special.check(self.vocab_size)
-        by_words = is_byte_level(self._parsed, self._vocabulary) and has_gpt2_words(self._parsed)
-        self._words = WordTokenizer(self._tokenizer, self._dtype) if by_words else None
+        has_fast_path = is_byte_level(self._parsed, self._vocabulary) and has_gpt2_words(self._parsed)
+        self._words = WordTokenizer(self._tokenizer, self._dtype) if has_fast_path else None
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids of `text`, [n].
+        """Return the token ids of `text`, [N].
 
         Raises:
-            UserError: `text` has a lone surrogate, or a character for which the vocabulary has no token, nor one for
-                unknown characters.
+            UserError: `text` contains a lone surrogate, or a character outside the vocabulary and there is no unknown
+                token.
         """
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Token ids of each text; several at once keep the library's threads busy where those are on.
+        """Return the token ids of each text; batches use the library's threads if those are enabled.
 
         Raises:
             UserError: as `encode`.
@@ -79,69 +79,69 @@ class JsonTokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
             for text in texts:
-                utf8(text)  # the library has no words for a string that is no Unicode
+                utf8(text)  # the library's error for invalid Unicode is unclear
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"the tokenizer.json cannot tokenize this text: {reason}") from None
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_bytes(self, data: bytes) -> TokenIds:
-        """Token ids of UTF-8 encoded text.
+        """Return the token ids of UTF-8 encoded text.
 
         Raises:
-            UserError: `data` is no UTF-8.
+            UserError: `data` is not UTF-8.
         """
         return self.encode(text_of(data))
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of a document's ids; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of a document's ids; invalid UTF-8 becomes U+FFFD.
 
-        Where the scheme puts a space before a text, a space there is taken away again.
+        If the tokenizer adds a space before texts, a leading space is removed.
         """
         text = self.decode_bytes(ids).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self._space_first else text
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """The bytes of `ids`, one token after the other; special tokens and unknown ids give nothing."""
+        """Return the concatenated bytes of `ids`; special tokens and unknown ids are skipped."""
         return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
 
     def added_tokens(self) -> tuple[list[int], list[int]]:
-        """The special tokens that the file's post-processor puts before and behind a text, as transformers does."""
+        """Return the special tokens that the post-processor adds before and after a text, as transformers does."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        texts = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-        first, last = (texts[0], texts[-1] + 1) if texts else (len(encoding.ids), len(encoding.ids))
+        positions = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
+        first, last = (positions[0], positions[-1] + 1) if positions else (len(encoding.ids), len(encoding.ids))
         return encoding.ids[:first], encoding.ids[last:]
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text."""
+        """Return the id of a token by its text."""
         return self._vocabulary.get(token)
 
     def token_name(self, id_: int) -> str | None:
-        """The name of a special token."""
+        """Return the text of a special token."""
         return self._tokenizer.id_to_token(id_) if id_ in self.special.ids() else None
 
     def encode_with_places(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
-        """Token ids of `text`, [n], and from where to where in it each token goes, in characters, [n, 2].
+        """Return the token ids of `text`, [N], and the character offsets of each token, [N, 2].
 
-        The places are the library's: spaces that a token takes along may lie outside of it.
+        The offsets are those of the library; they may exclude spaces that are part of a token.
 
         Raises:
             UserError: as `encode`.
         """
         ids = self.encode(text)
-        places = self._tokenizer.encode(text, add_special_tokens=False).offsets
-        return ids, np.array(places, np.int64).reshape(-1, 2)
+        offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return ids, np.array(offsets, np.int64).reshape(-1, 2)
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """UTF-8 bytes of text each id stands for, or zeros where ids do not tell; see `token_lengths`."""
+        """Return the number of UTF-8 bytes of each id; 0 if tokens do not add up to the text, see `token_lengths`."""
         return token_lengths(self._parsed, self._pieces, self._vocabulary, self.eos_id)
 
     def to_document(self) -> dict[str, Any]:
-        """The definition as text, and the ids that stand for no text."""
+        """Return the definition as text, and the ids of the special tokens."""
         return {"tokenizer": "huggingface", "definition": self._definition, "special": self.special.to_document()}
 
 
 def canonical(text: str) -> str:
-    """A `tokenizer.json` in one form whatever its white space, without truncation and padding.
+    """Return a `tokenizer.json` in a form independent of white space, without truncation and padding.
 
     Raises:
         ValueError: it is not a JSON object.
@@ -152,11 +152,11 @@ def canonical(text: str) -> str:
 
 
 def define(definition: str, named: Mapping[str, str], added: Sequence[str] = ()) -> JsonTokenizer:
-    """A tokenizer with its special tokens.
+    """Build a tokenizer and find its special tokens.
 
     Args:
-        definition: what `canonical` gave.
-        named: special token by kind (`eos`, `bos`, `pad`, `unk`); one that the vocabulary lacks is added, as in NeMo.
+        definition: output of `canonical`.
+        named: special token by kind (`eos`, `bos`, `pad`, `unk`); added if the vocabulary lacks it, as in NeMo.
         added: further special tokens.
 
     Raises:
@@ -166,24 +166,24 @@ def define(definition: str, named: Mapping[str, str], added: Sequence[str] = ())
     library = _library_tokenizer(definition, parsed)
     missing = [token for token in dict.fromkeys([*named.values(), *added]) if library.token_to_id(token) is None]
     if missing:
-        definition = _added(parsed, library, missing)
+        definition = _with_special_tokens(parsed, library, missing)
         library = _library_tokenizer(definition, parsed)
     return JsonTokenizer(definition, find_special(named, library.token_to_id))
 
 
 def extended(document: Mapping[str, Any], tokens: Sequence[str]) -> JsonTokenizer:
-    """The tokenizer of a document with special tokens that it lacks; their ids follow its last, in the order given.
+    """Return the tokenizer of a document with additional special tokens; their ids follow its last, in the given order.
 
     Raises:
         ValueError: it is not the document of such a tokenizer.
     """
     parsed = _parse(document["definition"])
-    definition = _added(parsed, _library_tokenizer(document["definition"], parsed), tokens)
+    definition = _with_special_tokens(parsed, _library_tokenizer(document["definition"], parsed), tokens)
     return JsonTokenizer(definition, special_from_document(document["special"]))
 
 
-def _added(parsed: dict[str, Any], library: tokenizers.Tokenizer, tokens: Sequence[str]) -> str:
-    """A definition with more special tokens."""
+def _with_special_tokens(parsed: dict[str, Any], library: tokenizers.Tokenizer, tokens: Sequence[str]) -> str:
+    """Return a definition with additional special tokens."""
     first = max(library.get_vocab().values()) + 1
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     parsed["added_tokens"] = [
@@ -194,7 +194,7 @@ def _added(parsed: dict[str, Any], library: tokenizers.Tokenizer, tokens: Sequen
 
 
 def json_from_document(document: Mapping[str, Any]) -> JsonTokenizer:
-    """The tokenizer that `JsonTokenizer.to_document` describes, read back from JSON.
+    """Rebuild the tokenizer from `JsonTokenizer.to_document`, read back from JSON.
 
     Raises:
         ValueError: it is not such a document.
@@ -215,11 +215,11 @@ def _library_tokenizer(definition: str, parsed: Mapping[str, Any]) -> tokenizers
         library = tokenizers.Tokenizer.from_str(definition)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of the library is no Exception
-        raise ValueError(f"the tokenizers library refuses it: {' '.join(str(error).split())[:200]}") from None
+    except BaseException as error:  # a panic of the Rust library is not an Exception
+        raise ValueError(f"the tokenizers library rejects it: {' '.join(str(error).split())[:200]}") from None
     ids = library.get_vocab().values()
     if not ids or max(ids) >= MAX_VOCABULARY:
-        raise ValueError(f"token ids ({max(ids, default='none')}) must be there and below {MAX_VOCABULARY:,}")
+        raise ValueError(f"token ids (largest: {max(ids, default='none')}) must exist and be below {MAX_VOCABULARY:,}")
     return library
 
 
@@ -229,7 +229,7 @@ def _parse(definition: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
-        raise ValueError("it is no tokenizer.json: there is no object `model` in it")
+        raise ValueError("it is not a tokenizer.json: it has no object `model`")
     return parsed
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer that `model.tokenizer` names, and the vocabulary of the model: its own, or a larger one."""
+"""Build the tokenizer of `model.tokenizer`, and determine the vocabulary size of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 
 def tokenizer_of_text(root: RootBlock, corpus: Corpus) -> Tokenizer:
-    """The tokenizer that `model.tokenizer` asks for; the characters are those of all splits."""
+    """Return the tokenizer of `model.tokenizer`; a char tokenizer covers the characters of all splits."""
     match root.model.tokenizer.library:
         case "byte-level":
             return ByteTokenizer()
@@ -27,18 +27,18 @@ def tokenizer_of_text(root: RootBlock, corpus: Corpus) -> Tokenizer:
 
 
 def named_tokenizer(root: RootBlock) -> Tokenizer | None:
-    """The tokenizer that `model.tokenizer` names; None where it has its default, which says nothing about the data.
+    """Return the tokenizer of `model.tokenizer`; None for the default, which does not describe existing token ids.
 
     Raises:
-        UserError: it is made from the training text, and there is none.
+        UserError: it is built from the training text, and there is none.
     """
     match root.model.tokenizer.library:
         case "byte-level":
             return None
         case "char":
             raise UserError(
-                f"`model.tokenizer.library` (char) is made from text, which `model.data.data_impl="
-                f"{root.model.data.data_impl}` has none of; use the tokenizer that made the data"
+                f"`model.tokenizer.library` (char) is built from text, but `model.data.data_impl="
+                f"{root.model.data.data_impl}` has none; use the tokenizer that made the data"
             )
         case _:
             from .tokenizer_files import tokenizer_of_keys
@@ -47,15 +47,15 @@ def named_tokenizer(root: RootBlock) -> Tokenizer | None:
 
 
 def with_chat(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, with the chat template of `model.tokenizer.chat_template` where that is given.
+    """Set the tokenizer's chat template to `model.tokenizer.chat_template`, if that is given.
 
     Raises:
-        UserError: it names a file that cannot be read, and the tokenizer of a checkpoint holds none either.
+        UserError: the template cannot be read, and the tokenizer (of a checkpoint) has none either.
     """
-    named = root.model.tokenizer.chat_template
-    if named is not None:
+    template = root.model.tokenizer.chat_template
+    if template is not None:
         try:
-            tokenizer.chat = template_of_key(named, tokenizer)
+            tokenizer.chat = template_of_key(template, tokenizer)
         except UserError:
             if tokenizer.chat is None:
                 raise
@@ -63,10 +63,10 @@ def with_chat(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def model_vocabulary(root: RootBlock, tokenizer: Tokenizer) -> int:
-    """Token ids that the model has: those of its tokenizer, or `model.override_vocab_size`.
+    """Return the vocabulary size of the model: that of its tokenizer, or `model.override_vocab_size`.
 
     Raises:
-        UserError: that is too few.
+        UserError: `model.override_vocab_size` is too small.
     """
     override = root.model.override_vocab_size
     if override is not None and override < tokenizer.vocab_size:
@@ -78,9 +78,9 @@ def model_vocabulary(root: RootBlock, tokenizer: Tokenizer) -> int:
 
 
 def bytes_of_ids(tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int64]:
-    """UTF-8 bytes that each id of the model stands for, int64 [vocab_size]; see `Tokenizer.token_bytes`.
+    """Return the number of UTF-8 bytes of each id of the model, int64 [V]; see `Tokenizer.token_bytes`.
 
-    A sentinel stands for none: as a label it is no text, whatever its name is.
+    Sentinels and padding of the vocabulary count 0.
     """
     token_bytes = tokenizer.token_bytes()
     token_bytes[sentinel_ids(tokenizer)] = 0

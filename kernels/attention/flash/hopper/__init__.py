@@ -1,1 +1,1 @@
-"""Flash attention for Hopper (sm_90) in Gluon: TMA loads, one producer warp group, two or three consumers of wgmma."""
+"""Flash attention for Hopper (sm_90) in Gluon: TMA loads, one producer and two or three wgmma consumer warp groups."""

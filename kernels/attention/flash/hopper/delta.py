@@ -1,4 +1,4 @@
-"""What both backward kernels on Hopper read of each row: its delta and its log-sum-exp in base 2."""
+"""Row statistics for both backward kernels on Hopper: delta, and the log-sum-exp in base 2."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def hopper_delta(
     stride_b, stride_s, stride_h, heads, rows, pitch,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_LSE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of a head. delta = sum(out * dO) - dLSE, base_2 = lse * log2(e); 0 and +inf in empty rows.
+    """Each program computes delta = sum(out * dO) - dLSE and base_2 = lse * log2(e) of ROWS rows of a head.
 
-    out: contiguous (batch, rows, heads, HEAD_DIM); the strides, of dO, count eight numbers (16 bytes). lse, and its
-    gradient: (batch, heads, rows) fp32; delta and base_2: (batch, heads, pitch) fp32.
+    Fully masked rows get 0 and +inf. out: contiguous (batch, rows, heads, HEAD_DIM); the strides, of dO, are in units
+    of eight elements (16 bytes). lse, and its gradient: (batch, heads, rows) fp32; delta and base_2: (batch, heads,
+    pitch) fp32.
     """
     blocks = tl.cdiv(rows, ROWS)
     pair, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS
@@ -37,30 +38,32 @@ def hopper_delta(
     out = tl.load(out_pointer + out_rows[:, None] + column, mask=inside[:, None], other=0.0)
     gradient = tl.load(out_gradient_pointer + gradient_rows[:, None] + column, mask=inside[:, None], other=0.0)
     delta = tl.sum(out.to(tl.float32) * gradient.to(tl.float32), 1)
-    here = pair.to(tl.int64) * rows + row
-    lse = tl.load(lse_pointer + here, mask=inside, other=float("-inf"))
+    lse_offset = pair.to(tl.int64) * rows + row
+    lse = tl.load(lse_pointer + lse_offset, mask=inside, other=float("-inf"))
     if HAS_LSE_GRADIENT:
-        delta -= tl.load(lse_gradient_pointer + here, mask=inside, other=0.0)
-    there = pair.to(tl.int64) * pitch + row
+        delta -= tl.load(lse_gradient_pointer + lse_offset, mask=inside, other=0.0)
+    out_offset = pair.to(tl.int64) * pitch + row
     empty = lse == float("-inf")
-    tl.store(delta_pointer + there, tl.where(empty, 0.0, delta), mask=inside)
-    tl.store(base_2_pointer + there, tl.where(empty, float("inf"), lse * LOG2E), mask=inside)
+    tl.store(delta_pointer + out_offset, tl.where(empty, 0.0, delta), mask=inside)
+    tl.store(base_2_pointer + out_offset, tl.where(empty, float("inf"), lse * LOG2E), mask=inside)
 
 
 def delta_and_base_2(
     out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Both (batch, heads, pitch), of which `rows` count: each head begins at a multiple of 16 bytes, as TMA wants it.
+    """Compute delta and the log-sum-exp in base 2, both (batch, heads, pitch) with pitch >= rows.
+
+    The padding aligns each head to 16 bytes, as TMA requires.
 
     Args:
         out: contiguous (batch, rows, heads, head_dim).
         lse: (batch, heads, rows), natural.
-        out_gradient: like `out`, as TMA reads it.
+        out_gradient: like `out`, from `as_tma_reads`.
         lse_gradient: like `lse`, None for 0.
     """
     batch, rows, heads, head_dim = out.shape
     delta, base_2 = (lse.new_empty(batch, heads, -(-rows // 4) * 4) for _ in range(2))
-    # a dimension of one entry may have any stride
+    # the stride of a dimension of size 1 is arbitrary
     strides = [stride // 8 if size > 1 else 0 for stride, size in zip(out_gradient.stride(), out.shape, strict=True)]
     with on_device(out):
         launch(hopper_delta, -(-rows // _ROWS) * batch * heads, out.dtype, out.device, {

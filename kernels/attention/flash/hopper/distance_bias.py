@@ -1,7 +1,7 @@
-"""A distance bias on its way into the Hopper kernels, and its gradient on its way out."""
+"""Distance bias of the Hopper kernels: the lookup table they read, and the final reduction of the gradient."""
 
+# pyright does not know that tl.static_range is unrolled:
 # pyright: reportGeneralTypeIssues=false
-# the checker does not know that tl.static_range unrolls
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ _NUMBERS = (
 )  # fmt: skip
 kernel: Any = jit(do_not_specialize=_NUMBERS)
 
-# tiles of at most this many queries and keys together: a tile that is not far has distances below reach + this
+# upper bound of a tile's queries plus keys: a tile that overlaps the reach has distances below reach + SPAN
 SPAN = 256
 
 
 @kernel
 def table_kernel(bias_pointer, table_pointer, entries, width, extent, reach, inverse_scale, BLOCK: tl.constexpr):
-    """BLOCK entries of `distance_table`; there are `entries` in each of its halves, `width` per head."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    distance = place % width - extent
-    row = bias_pointer + place // width * (2 * reach + 1) + reach
-    there = place < entries
-    for neighbour in tl.static_range(-1, 2):
-        nearest = tl.minimum(tl.maximum(distance + neighbour, -reach), reach)
-        value = tl.load(row + nearest, mask=there, other=0.0) * inverse_scale
-        if neighbour != -1:
-            tl.store(table_pointer + 2 * place + neighbour, value, mask=there)
-        if neighbour != 1:
-            tl.store(table_pointer + 2 * (entries + place) - neighbour, value, mask=there)
+    """Each program writes BLOCK entries of both halves of `distance_table`: `entries` per half, `width` per head."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    distance = entry % width - extent
+    row = bias_pointer + entry // width * (2 * reach + 1) + reach
+    inside = entry < entries
+    for neighbor in tl.static_range(-1, 2):
+        clipped = tl.minimum(tl.maximum(distance + neighbor, -reach), reach)
+        value = tl.load(row + clipped, mask=inside, other=0.0) * inverse_scale
+        if neighbor != -1:
+            tl.store(table_pointer + 2 * entry + neighbor, value, mask=inside)
+        if neighbor != 1:
+            tl.store(table_pointer + 2 * (entries + entry) - neighbor, value, mask=inside)
 
 
 def distance_table(distance_bias: Tensor, scale: float) -> tuple[Tensor, int]:
-    """A distance bias as the kernels read it: in units of the unscaled scores, its ends drawn out by SPAN.
+    """Build the lookup table of a distance bias for the kernels: divided by the scale, its ends extended by SPAN.
 
-    A tile of which some pair is nearer than the reach then looks up every pair without a comparison. A thread holds two
-    neighbours of a row and reads what they need at once; along a row distances rise in one kernel and fall in another.
+    With the extension, a tile that overlaps the reach looks up every pair without clipping. A thread holds two adjacent
+    elements of a row and loads both biases at once; along a row distances increase in one kernel and decrease in
+    another, hence the two halves.
 
     Args:
         distance_bias: (heads, 2 reach + 1).
-        scale: of the scores, > 0.
+        scale: factor of the scores, > 0.
 
     Returns:
-        fp32 (2, heads, 2 extent + 1, 2) and the extent, reach + SPAN. Entry extent + d of the first half holds the bias
-        of the distances d and d + 1, of the second half those of d and d - 1.
+        fp32 (2, heads, 2 extent + 1, 2) and the extent, reach + SPAN. Entry extent + d of the first half contains the
+        biases of the distances d and d + 1, of the second half those of d and d - 1.
     """
     heads, reach = distance_bias.shape[0], distance_bias.shape[1] // 2
     extent = reach + SPAN
@@ -73,7 +74,7 @@ def distance_table(distance_bias: Tensor, scale: float) -> tuple[Tensor, int]:
 
 
 def bands_of(reach: int) -> int:
-    """How many tiles of 64 queries have a pair nearer than the reach with some key of a block of 64, at most."""
+    """Return the maximum number of tiles of 64 queries within the reach of a block of 64 keys."""
     return (2 * reach + 126) // 64 + 1
 
 
@@ -81,10 +82,10 @@ def bands_of(reach: int) -> int:
 def line_kernel(
     sums_pointer, line_pointer, batch, heads, key_blocks, bands, ROWS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One program: 64 distances of a head, summed over sequences and key blocks in order.
+    """Each program sums 64 distances of a head over sequences and key blocks, in order.
 
-    Column c of band s is for the distance top - 64 s + c - 64, so halves of neighbours cover the same 64 distances.
-    line: (heads, (bands + 1) * 64), distances from top - 64 bands on.
+    Column c of band s is for the distance top - 64 s + c - 64, so the halves of adjacent bands cover the same 64
+    distances. line: (heads, (bands + 1) * 64), distances from top - 64 bands on.
     """
     head = tl.program_id(0) // (bands + 1)
     band = tl.program_id(0) % (bands + 1)
@@ -95,9 +96,9 @@ def line_kernel(
     for start in range(0, batch * key_blocks, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
         block = (row // key_blocks * heads + head) * key_blocks + row % key_blocks
-        here = sums_pointer + (block.to(tl.int64) * bands + band) * 128 + column
-        upper = tl.load(here + 64, mask=row < upper_rows, other=0.0)
-        lower = tl.load(here - 128, mask=row < lower_rows, other=0.0)
+        pointers = sums_pointer + (block.to(tl.int64) * bands + band) * 128 + column
+        upper = tl.load(pointers + 64, mask=row < upper_rows, other=0.0)
+        lower = tl.load(pointers - 128, mask=row < lower_rows, other=0.0)
         total += tl.sum(upper + lower, 0)
     tl.store(line_pointer + (head * (bands + 1) + bands - band) * 64 + tl.arange(0, 64), total)
 
@@ -108,22 +109,25 @@ def ends_kernel(
     batch, heads, queries, length, begin, reach,
     HAS_FAR: tl.constexpr, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradient of a head from its line, of which `begin` is the distance 1 - reach; see below."""
+    """Each program computes the gradient of a head from `line`, whose index `begin` is the distance 1 - reach.
+
+    See `distance_gradient`.
+    """
     head = tl.program_id(0)
     near, high = tl.zeros((BLOCK,), ACCUMULATE), tl.zeros((BLOCK,), ACCUMULATE)
     for start in range(0, length, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        value = tl.load(line_pointer + head * length + place, mask=place < length, other=0.0)
-        distance = place - begin + 1 - reach
+        index = start + tl.arange(0, BLOCK)
+        value = tl.load(line_pointer + head * length + index, mask=index < length, other=0.0)
+        distance = index - begin + 1 - reach
         between = (distance > -reach) & (distance < reach)
-        tl.store(gradient_pointer + head * (2 * reach + 1) + distance + reach, value, mask=between & (place < length))
+        tl.store(gradient_pointer + head * (2 * reach + 1) + distance + reach, value, mask=between & (index < length))
         near += tl.where(between, value, 0.0)
         high += tl.where(distance >= reach, value, 0.0)
     if HAS_FAR:
         for start in range(0, batch * queries, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            at = (place // queries * heads + head).to(tl.int64) * queries + place % queries
-            high += tl.load(far_pointer + at, mask=place < batch * queries, other=0.0)
+            row = start + tl.arange(0, BLOCK)
+            far_offset = (row // queries * heads + head).to(tl.int64) * queries + row % queries
+            high += tl.load(far_pointer + far_offset, mask=row < batch * queries, other=0.0)
     total = tl.zeros((), ACCUMULATE)
     if HAS_TOTAL:
         total = tl.load(total_pointer + head)
@@ -133,16 +137,16 @@ def ends_kernel(
 
 
 def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, reach: int, offset: int) -> Tensor:
-    """Gradient of `distance_bias`, fp32 (heads, 2 reach + 1), from the sums that the two backward kernels leave.
+    """Compute the gradient of `distance_bias`, fp32 (heads, 2 reach + 1), from the sums of the two backward kernels.
 
-    What is far to the left is the rest: a row's weights add up to 1, so the gradients of its scores add up to the
+    The sum over distances <= -reach is the remainder: the weights of a row sum to 1, so its score gradients sum to the
     gradient of its log-sum-exp.
 
     Args:
         sums: (batch, heads, key blocks, bands, 128), see `store_diagonals`.
-        far: (batch, heads, queries), what is far to the right, see `hopper_dq`; None for nothing.
-        total: (heads,), the gradients of the log-sum-exps of all rows; None for 0.
-        reach: of the bias.
+        far: (batch, heads, queries), sums over far distances to the right, see `hopper_dq`; None for 0.
+        total: (heads,), summed gradients of the log-sum-exp of all rows; None for 0.
+        reach: reach of the bias.
         offset: keys - queries.
     """
     bands = bands_of(reach)

@@ -1,10 +1,10 @@
 """Gradients of keys and values on Hopper: one producer warp group, two consumers of 64 keys each.
 
-Scores are transposed here, (keys, queries), so that the weights are an operand in registers. Heads of width 256 leave
-no room for two sums in one warp group: there one consumer sums dV and the other dK, both over the same 64 keys.
+Scores are transposed here, (keys, queries), so that the weights are a register operand of wgmma. With head width 256
+two accumulators do not fit into one warp group: there one consumer computes dV and the other dK of the same 64 keys.
 """
 
-# Gluon compiles these functions, and its language is typed for itself:
+# Gluon functions are compiled by Triton, and pyright cannot check their types:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -20,7 +20,7 @@ from .score_tile import far_shifts, places, row_slopes, slope_of_head, with_dist
 
 @jit
 def _first_query_tile(tile, offset, BLOCK_M: gl.constexpr, BLOCK_KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """The first tile of queries that see a key of the tile."""
+    """Return the first tile of queries that see any key of the tile."""
     first = 0
     if CAUSAL:
         first = gl.maximum(tile * BLOCK_KEYS - offset, 0) // BLOCK_M
@@ -30,46 +30,46 @@ def _first_query_tile(tile, offset, BLOCK_M: gl.constexpr, BLOCK_KEYS: gl.conste
 @jit
 def _produce(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
-    keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+    keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
     TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Load the keys and values of a tile, and the queries and upstream gradients that meet them, head by head."""
+    """Load the keys and values of a tile, and the queries and output gradients that visit it, head by head."""
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        tile, pair = turn_of(order_pointer, order_width, turn)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        tile, pair = turn_of(order_pointer, order_width, iteration)
         group, sequence = pair % groups, pair // groups
-        slot = turn % KEY_STAGES
+        slot = iteration % KEY_STAGES
         full = keys_ring[1].index(slot)
-        mbarrier.wait(keys_ring[2].index(slot), ((turn // KEY_STAGES) & 1) ^ 1)
+        mbarrier.wait(keys_ring[2].index(slot), ((iteration // KEY_STAGES) & 1) ^ 1)
         mbarrier.expect(full, 2 * TILES * BLOCK_N * HEAD_DIM * 2)
         for w in gl.static_range(TILES):
-            place = [sequence, (tile * TILES + w) * BLOCK_N, group, 0]
-            load_tile(k_descriptor, place, full, keys_ring[0].index(slot * TILES + w))
-            load_tile(v_descriptor, place, full, values.index(slot * TILES + w))
+            coordinates = [sequence, (tile * TILES + w) * BLOCK_N, group, 0]
+            load_tile(k_descriptor, coordinates, full, keys_ring[0].index(slot * TILES + w))
+            load_tile(v_descriptor, coordinates, full, values.index(slot * TILES + w))
         first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
         for h in range(heads_per_group):
             head = group * heads_per_group + h
             row = sequence * groups * heads_per_group + head
             for i in range(first, query_tiles):
                 stage = step % STAGES
-                place = [sequence, i * BLOCK_M, head, 0]
-                fill(queries_ring, step, q_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
+                coordinates = [sequence, i * BLOCK_M, head, 0]
+                fill(queries_ring, step, q_descriptor, coordinates, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
                 load_tile(lse_descriptor, [row, i * BLOCK_M], queries_ring[1].index(stage), lse_buffers.index(stage))
-                fill(upstream_ring, step, do_descriptor, place, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
+                fill(out_gradients_ring, step, do_descriptor, coordinates, BLOCK_M * HEAD_DIM * 2 + BLOCK_M * 4, STAGES)
                 load_tile(
-                    delta_descriptor, [row, i * BLOCK_M], upstream_ring[1].index(stage), delta_buffers.index(stage)
+                    delta_descriptor, [row, i * BLOCK_M], out_gradients_ring[1].index(stage), delta_buffers.index(stage)
                 )
                 step += 1
 
 
 @jit
 def _exponents(
-    s, lse, distance_here, far, slope, key, query, offset, keys, scale_log2, reach,
+    s, lse, distance_table, far, slope, key, query, offset, keys, scale_log2, reach,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
-    """Exponents (keys, queries) of the weights of a tile from key `key` and query `query` on; `far` of `far_shifts`."""
+    """Return the exponents (keys, queries) of a tile that starts at `key` and `query`; `far` is from `far_shifts`."""
     layout: gl.constexpr = s.type.layout
     row = gl.expand_dims(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
@@ -80,17 +80,17 @@ def _exponents(
             shift = far[1]
         elif key + s.shape[0] - 1 - query - offset > -reach:
             shift = 0.0
-            s = with_distances(s, distance_here + 2 * (key - query - offset), -1)
+            s = with_distances(s, distance_table + 2 * (key - query - offset), -1)
     if HAS_SLOPE:  # as in `scores.biased`
-        place_of_key, place_of_query = places(s)
+        tile_key, tile_query = places(s)
         gap = (key - query - offset).to(gl.float32)
         if CAUSAL:
-            s = s + slope * place_of_key
+            s = s + slope * tile_key
             shift = slope * scale_log2 * gap
             lse += row_slopes(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
         else:
-            s = s - slope * gl.abs(place_of_key - place_of_query + gap)
-    # rows that do not exist have a score of 0, whose exponential need not be finite
+            s = s - slope * gl.abs(tile_key - tile_query + gap)
+    # rows beyond the end have a score of 0, whose exponential may overflow
     edge = (key + s.shape[0] > keys) | (query + s.shape[1] > keys - offset)
     if CAUSAL:
         edge = edge | (query + offset < key + s.shape[0])
@@ -104,7 +104,7 @@ def _exponents(
 
 @jit
 def _store(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
-    """Store rows of a contiguous (batch, keys, groups, HEAD_DIM)."""
+    """Store rows to a contiguous tensor (batch, keys, groups, HEAD_DIM)."""
     layout: gl.constexpr = sums.type.layout
     j = key + gl.expand_dims(gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout)), 0)
@@ -115,7 +115,7 @@ def _store(pointer, sums, key, pair, groups, keys, HEAD_DIM: gl.constexpr):
 @jit
 def _consume_both(
     dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
-    keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
+    keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, scratch,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
     scale, scale_log2, reach, extent, bands, key_blocks,
     W: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -123,43 +123,43 @@ def _consume_both(
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W: both gradients of its BLOCK_N keys of each tile."""
+    """Consumer W: compute both gradients of its BLOCK_N keys of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        tile, pair = turn_of(order_pointer, order_width, turn)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        tile, pair = turn_of(order_pointer, order_width, iteration)
         key = (tile * TILES + W) * BLOCK_N
-        k = keys_ring[0].index(turn % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
-        v = values.index(turn % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
+        k = keys_ring[0].index(iteration % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
+        v = values.index(iteration % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
         dk = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         dv = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         first = _first_query_tile(tile, offset, BLOCK_M, TILES * BLOCK_N, CAUSAL)
-        wait_full(keys_ring, turn, KEY_STAGES)
+        wait_full(keys_ring, iteration, KEY_STAGES)
         for h in range(heads_per_group):
             head = pair % groups * heads_per_group + h
-            distance_here = distance_pointer
+            distance_table = distance_pointer
             if HAS_DISTANCE:
-                # the falling half of the table: here a column is a query
-                falling = groups * heads_per_group + head
-                distance_here = distance_pointer + 2 * (falling * (2 * extent + 1) + extent)
-            far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
+                # second half of the table: columns are queries, along which the distance decreases
+                table_row = groups * heads_per_group + head
+                distance_table = distance_pointer + 2 * (table_row * (2 * extent + 1) + extent)
+            far = far_shifts(distance_table, extent, scale_log2, HAS_DISTANCE)
             slope = slope_of_head(slopes_pointer, head, scale_log2, HAS_SLOPE)
             for i in range(first, query_tiles):
                 stage = step % STAGES
                 q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
-                out_gradient = upstream_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                out_gradient = out_gradients_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
                 wait_full(queries_ring, step, STAGES)
                 pending = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                wait_full(upstream_ring, step, STAGES)
+                wait_full(out_gradients_ring, step, STAGES)
                 pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 s = warpgroup_mma_wait(1, deps=[pending])
                 weight = gl.exp2(_exponents(
-                    s, lse, distance_here, far, slope, key, i * BLOCK_M, offset, keys, scale_log2, reach,
+                    s, lse, distance_table, far, slope, key, i * BLOCK_M, offset, keys, scale_log2, reach,
                     CAUSAL, HAS_DISTANCE, HAS_SLOPE,
                 ))  # fmt: skip
                 p = gl.convert_layout(weight.to(dtype), weights_layout)
@@ -176,46 +176,46 @@ def _consume_both(
                         reach, bands, key_blocks,
                     )  # fmt: skip
                 dv = warpgroup_mma_wait(1, deps=[pending_dv])
-                release(upstream_ring, step, STAGES)
+                release(out_gradients_ring, step, STAGES)
                 dk = warpgroup_mma_wait(0, deps=[pending_dk])
                 release(queries_ring, step, STAGES)
                 step += 1
-        release(keys_ring, turn, KEY_STAGES)
+        release(keys_ring, iteration, KEY_STAGES)
         _store(dk_pointer, dk * scale, key, pair, groups, keys, HEAD_DIM)
         _store(dv_pointer, dv, key, pair, groups, keys, HEAD_DIM)
 
 
 @jit
 def _consume_one(
-    out_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+    out_pointer, keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
     order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys, scale, scale_log2,
     IS_KEYS: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """One gradient, of the keys or of the values, of each tile of keys."""
+    """Compute one gradient, of the keys (IS_KEYS) or of the values, of each tile of keys."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        tile, pair = turn_of(order_pointer, order_width, turn)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        tile, pair = turn_of(order_pointer, order_width, iteration)
         key = tile * BLOCK_N
-        k = keys_ring[0].index(turn % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
-        v = values.index(turn % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
+        k = keys_ring[0].index(iteration % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
+        v = values.index(iteration % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
         sums = gl.zeros([BLOCK_N, HEAD_DIM], gl.float32, sums_layout)
         first = _first_query_tile(tile, offset, BLOCK_M, BLOCK_N, CAUSAL)
-        wait_full(keys_ring, turn, KEY_STAGES)
+        wait_full(keys_ring, iteration, KEY_STAGES)
         for _ in range(heads_per_group):
             for i in range(first, query_tiles):
                 stage = step % STAGES
                 q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
-                out_gradient = upstream_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
+                out_gradient = out_gradients_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
                 wait_full(queries_ring, step, STAGES)
                 pending = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-                wait_full(upstream_ring, step, STAGES)
+                wait_full(out_gradients_ring, step, STAGES)
                 lse = lse_buffers.index(stage).reshape([BLOCK_M]).load(columns_layout)
                 if IS_KEYS:
                     pending_product = warpgroup_mma(v, out_gradient.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -237,9 +237,9 @@ def _consume_one(
                     pending_sums = warpgroup_mma(p, out_gradient, sums, is_async=True)
                 sums = warpgroup_mma_wait(0, deps=[pending_sums])
                 release(queries_ring, step, STAGES)
-                release(upstream_ring, step, STAGES)
+                release(out_gradients_ring, step, STAGES)
                 step += 1
-        release(keys_ring, turn, KEY_STAGES)
+        release(keys_ring, iteration, KEY_STAGES)
         if IS_KEYS:
             sums = sums * scale
         _store(out_pointer, sums, key, pair, groups, keys, HEAD_DIM)
@@ -255,24 +255,26 @@ def hopper_dkdv(
     KEY_STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, DIAGONALS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of every tile of TILES * BLOCK_N keys and values, from all query heads of their group in order.
+    """Compute the gradients of each tile of TILES * BLOCK_N keys and values, summed over the group's heads in order.
 
-    Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in a row without keys) and delta over (batch *
-    heads, queries) fp32. dk, dv: contiguous (batch, keys, groups, HEAD_DIM). diagonals (DIAGONALS): see `diagonals.py`.
-    Distance and slopes as in `hopper_forward`.
+    Descriptors over (batch, rows, heads, HEAD_DIM); of lse (base 2, +inf in fully masked rows) and delta over (batch *
+    heads, queries) fp32. dk, dv: contiguous (batch, keys, groups, HEAD_DIM). diagonals (DIAGONALS): see
+    `store_diagonals`. Distance and slopes as in `hopper_forward`.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     layout: gl.constexpr = q_descriptor.layout
     row_layout: gl.constexpr = lse_descriptor.layout
     offset = keys - queries
-    # consumers of heads up to 128 wide have a tile of keys each; the two of wider ones share one
+    # up to head width 128 each consumer has its own tile of keys; beyond, both share one
     READERS: gl.constexpr = TILES if HEAD_DIM <= 128 else 2
     keys_ring = ring(
         gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout), KEY_STAGES, READERS
     )
     values = gl.allocate_shared_memory(dtype, [KEY_STAGES * TILES, 1, BLOCK_N, 1, HEAD_DIM], layout)
     queries_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
-    upstream_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS)
+    out_gradients_ring = ring(
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_M, 1, HEAD_DIM], layout), STAGES, READERS
+    )
     lse_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_layout)
     scratch, other_scratch = values, values
@@ -281,18 +283,18 @@ def hopper_dkdv(
     if HEAD_DIM > 128:
         gl.warp_specialize([
             (_consume_one, (
-                dv_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                dv_pointer, keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, False, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_consume_one, (
-                dk_pointer, keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                dk_pointer, keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, True, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
                 TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
             )),
@@ -301,7 +303,7 @@ def hopper_dkdv(
         gl.warp_specialize([
             (_consume_both, (
                 dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, scratch,
+                keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
                 0, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
@@ -309,7 +311,7 @@ def hopper_dkdv(
             )),
             (_consume_both, (
                 dk_pointer, dv_pointer, distance_pointer, slopes_pointer, diagonals_pointer,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers, other_scratch,
+                keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers, other_scratch,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset, keys,
                 scale, scale_log2, reach, extent, bands, key_blocks,
                 1, TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
@@ -317,7 +319,7 @@ def hopper_dkdv(
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, do_descriptor, lse_descriptor, delta_descriptor,
-                keys_ring, values, queries_ring, lse_buffers, upstream_ring, delta_buffers,
+                keys_ring, values, queries_ring, lse_buffers, out_gradients_ring, delta_buffers,
                 order_pointer, order_width, groups, heads_per_group, query_tiles, offset,
                 TILES, BLOCK_M, BLOCK_N, STAGES, KEY_STAGES, HEAD_DIM, CAUSAL,
             )),

@@ -1,6 +1,6 @@
-"""Gradient of the queries on Hopper: the grid and the warp groups of the forward kernel, three products per tile."""
+"""Gradient of the queries on Hopper: grid and warp groups as in the forward kernel, three products per tile."""
 
-# Gluon compiles these functions, and its language is typed for itself:
+# Gluon functions are compiled by Triton, and pyright cannot check their types:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -30,60 +30,60 @@ from .score_tile import (
 
 @jit
 def _produce(
-    q_descriptor, k_descriptor, v_descriptor, do_descriptor, queries_ring, upstream, keys_ring, values_ring,
+    q_descriptor, k_descriptor, v_descriptor, do_descriptor, queries_ring, out_gradients, keys_ring, values_ring,
     order_pointer, order_width, heads, heads_per_group, offset, keys,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Load queries and upstream gradients of both consumers, and the tiles of keys and values, the last first."""
+    """Load queries and output gradients of both consumers, and the tiles of keys and values, the last first."""
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, turn)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, iteration)
         head, sequence = pair % heads, pair // heads
         group = head // heads_per_group
-        number = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
-        for i in range(number):
-            place = [sequence, (number - 1 - i) * BLOCK_N, group, 0]
-            fill(keys_ring, step, k_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+        num_tiles = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
+        for i in range(num_tiles):
+            coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
+            fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             if i == 0:
                 for w in gl.static_range(2):
                     full = queries_ring[1].index(w)
-                    mbarrier.wait(queries_ring[2].index(w), (turn & 1) ^ 1)
+                    mbarrier.wait(queries_ring[2].index(w), (iteration & 1) ^ 1)
                     mbarrier.expect(full, 2 * BLOCK_M * HEAD_DIM * 2)
-                    place_q = [sequence, (2 * row + w) * BLOCK_M, head, 0]
-                    load_tile(q_descriptor, place_q, full, queries_ring[0].index(w))
-                    load_tile(do_descriptor, place_q, full, upstream.index(w))
-            fill(values_ring, step, v_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+                    q_coordinates = [sequence, (2 * row + w) * BLOCK_M, head, 0]
+                    load_tile(q_descriptor, q_coordinates, full, queries_ring[0].index(w))
+                    load_tile(do_descriptor, q_coordinates, full, out_gradients.index(w))
+            fill(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             step += 1
 
 
 @jit
 def _consume(
     dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
-    queries_ring, upstream, keys_ring, values_ring, outs,
+    queries_ring, out_gradients, keys_ring, values_ring, outs,
     order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
     W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, FAR_SUMS: gl.constexpr,
-    SLOPE_SUMS: gl.constexpr, OUT_APART: gl.constexpr, dtype: gl.constexpr,
+    SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W: the gradient of its BLOCK_M rows of each tile."""
+    """Consumer W: compute the gradient of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     rows_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores_layout)
     q = queries_ring[0].index(W).reshape([BLOCK_M, HEAD_DIM])
-    out_gradient = upstream.index(W).reshape([BLOCK_M, HEAD_DIM])
+    out_gradient = out_gradients.index(W).reshape([BLOCK_M, HEAD_DIM])
     out_buffer = outs.index(W)
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, turn)
-        number = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, iteration)
+        num_tiles = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
         first = row * 2 * BLOCK_M + W * BLOCK_M
-        clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
-        distance_here = distance_pointer
+        unmasked = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        distance_table = distance_pointer
         if HAS_DISTANCE:
-            distance_here = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
-        far = far_shifts(distance_here, extent, scale_log2, HAS_DISTANCE)
+            distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
+        far = far_shifts(distance_table, extent, scale_log2, HAS_DISTANCE)
         slope = slope_of_head(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         lse = gl.load(lse_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
@@ -91,8 +91,8 @@ def _consume(
         delta = gl.load(delta_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
         dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
         row_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
-        mbarrier.wait(queries_ring[1].index(W), turn & 1)
-        for i in range(number):
+        mbarrier.wait(queries_ring[1].index(W), iteration & 1)
+        for i in range(num_tiles):
             wait_full(keys_ring, step, STAGES)
             k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -100,17 +100,17 @@ def _consume(
             v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             pending_product = warpgroup_mma(out_gradient, v.permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(1, deps=[pending])
-            start = (number - 1 - i) * BLOCK_N
+            start = (num_tiles - 1 - i) * BLOCK_N
             s, shift = biased(
-                s, distance_here, far, slope, start, first, offset, reach, scale_log2, CAUSAL, HAS_DISTANCE, HAS_SLOPE
+                s, distance_table, far, slope, start, first, offset, reach, scale_log2, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
-            if number - 1 - i >= clear:
+            if num_tiles - 1 - i >= unmasked:
                 s = hidden_scores(s, start, first, offset, keys, CAUSAL)
             weight = gl.exp2(s * scale_log2 - gl.expand_dims(lse - shift, 1))
             product = warpgroup_mma_wait(0, deps=[pending_product])
             release(values_ring, step, STAGES)
             gradient = weight * (product - gl.expand_dims(delta, 1))
-            if FAR_SUMS:  # by blocks of 64 keys, as `diagonals.py` takes the others
+            if FAR_SUMS:  # in blocks of 64 keys, since `diagonals.py` sums the other blocks of 64
                 lowest = start - (first + BLOCK_M - 1) - offset
                 if lowest >= reach:
                     row_sum += gl.sum(gradient, 1)
@@ -118,23 +118,23 @@ def _consume(
                     column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)), 0)
                     row_sum += gl.sum(gl.where(column >= BLOCK_N - 64, gradient, 0.0), 1)
             if SLOPE_SUMS:
-                place_of_row, place_of_column = places(gradient)
-                apart = place_of_column - place_of_row + (start - first - offset).to(gl.float32)
-                row_sum -= gl.sum(gradient * gl.abs(apart), 1)
+                tile_row, tile_column = places(gradient)
+                distance = tile_column - tile_row + (start - first - offset).to(gl.float32)
+                row_sum -= gl.sum(gradient * gl.abs(distance), 1)
             g = gl.convert_layout(gradient.to(dtype), weights_layout)
             pending_dq = warpgroup_mma(g, k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
             release(keys_ring, step, STAGES)
             step += 1
-        if OUT_APART:
+        if SEPARATE_OUT:
             mbarrier.arrive(queries_ring[2].index(W), count=1)
         if FAR_SUMS or SLOPE_SUMS:
             gl.store(row_sums_pointer + pair.to(gl.int64) * queries + query, row_sum, mask=query < queries)
-        tma.store_wait(0)  # of the tile before: its gradient has left the buffer
+        tma.store_wait(0)  # wait until the gradient of the previous tile has left the buffer
         out_buffer.reshape([BLOCK_M, HEAD_DIM]).store((dq * scale).to(dtype))
         fence_async_shared()
         store_tile(dq_descriptor, [pair // heads, first, pair % heads, 0], out_buffer)
-        if not OUT_APART:
+        if not SEPARATE_OUT:
             tma.store_wait(0)
             mbarrier.arrive(queries_ring[2].index(W), count=1)
     tma.store_wait(0)
@@ -147,22 +147,22 @@ def hopper_dq(
     order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale, scale_log2, reach, extent,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, FAR_SUMS: gl.constexpr,
-    SLOPE_SUMS: gl.constexpr, OUT_APART: gl.constexpr,
+    SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
 ):  # fmt: skip
-    """Gradient of every tile of 2 BLOCK_M queries.
+    """Compute the gradient of each tile of 2 BLOCK_M queries.
 
-    Descriptors and distance as in `hopper_forward`. lse (base 2, +inf in a row without keys) and delta: fp32 (batch,
-    heads, pitch). row_sums: fp32 (batch, heads, queries); with FAR_SUMS the gradients of a row's scores, summed over
-    blocks of 64 keys whose distances to the row's tile are all >= reach; with SLOPE_SUMS what the row gives to the
+    Descriptors and distance as in `hopper_forward`. lse (base 2, +inf in fully masked rows) and delta: fp32 (batch,
+    heads, pitch). row_sums: fp32 (batch, heads, queries); with FAR_SUMS the score gradients of a row, summed over
+    blocks of 64 keys whose distances to the row's tile are all >= reach; with SLOPE_SUMS the row's contribution to the
     gradient of its head's slope.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries
     layout: gl.constexpr = q_descriptor.layout
     q_buffers = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
-    upstream = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
+    out_gradients = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
     outs = q_buffers
-    if OUT_APART:
+    if SEPARATE_OUT:
         outs = gl.allocate_shared_memory(dtype, [2, 1, BLOCK_M, 1, HEAD_DIM], layout)
     queries_ring = ring(q_buffers, 2, 1)
     keys_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
@@ -170,20 +170,21 @@ def hopper_dq(
     gl.warp_specialize([
         (_consume, (
             dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
-            queries_ring, upstream, keys_ring, values_ring, outs,
+            queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
             0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, FAR_SUMS, SLOPE_SUMS,
-            OUT_APART, dtype,
+            SEPARATE_OUT, dtype,
         )),
         (_consume, (
             dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
-            queries_ring, upstream, keys_ring, values_ring, outs,
+            queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
             1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, FAR_SUMS, SLOPE_SUMS,
-            OUT_APART, dtype,
+            SEPARATE_OUT, dtype,
         )),
         (_produce, (
-            q_descriptor, k_descriptor, v_descriptor, do_descriptor, queries_ring, upstream, keys_ring, values_ring,
+            q_descriptor, k_descriptor, v_descriptor, do_descriptor,
+            queries_ring, out_gradients, keys_ring, values_ring,
             order_pointer, order_width, heads, heads_per_group, offset, keys,
             BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL,
         )),

@@ -1,11 +1,10 @@
-"""The forward kernel of flash attention on Hopper, after FlashAttention-3 (Shah et al., arXiv 2407.08608).
+"""Flash attention forward kernel for Hopper, after FlashAttention-3 (Shah et al., arXiv 2407.08608).
 
-A persistent grid. One warp group loads by TMA, two or three compute, 64 queries each: the scores of the next tile of
-keys are issued before the output of the last one is awaited, so that the tensor cores work while the softmax is
-computed.
+Persistent grid; one producer warp group loads by TMA, two or three consumers compute 64 queries each. The scores of the
+next tile of keys are issued before waiting for the output of the last one, so that tensor cores and softmax overlap.
 """
 
-# Gluon compiles these functions, and its language is typed for itself:
+# Gluon functions are compiled by Triton, and pyright cannot check their types:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -33,21 +32,21 @@ def _produce(
 ):  # fmt: skip
     """Load the queries of all consumers, and the tiles of keys and values from the last to the first."""
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, turn)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, iteration)
         head, sequence = pair % heads, pair // heads
         group = head // heads_per_group
-        number = key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
-        for i in range(number):
-            place = [sequence, (number - 1 - i) * BLOCK_N, group, 0]
-            fill(keys_ring, step, k_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+        num_tiles = key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
+        for i in range(num_tiles):
+            coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
+            fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             if i == 0:
                 for w in gl.static_range(CONSUMERS):
-                    mbarrier.wait(queries_ring[2].index(w), (turn & 1) ^ 1)
+                    mbarrier.wait(queries_ring[2].index(w), (iteration & 1) ^ 1)
                     mbarrier.expect(queries_ring[1].index(w), BLOCK_M * HEAD_DIM * 2)
-                    place_q = [sequence, (CONSUMERS * row + w) * BLOCK_M, head, 0]
-                    load_tile(q_descriptor, place_q, queries_ring[1].index(w), queries_ring[0].index(w))
-            fill(values_ring, step, v_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+                    q_coordinates = [sequence, (CONSUMERS * row + w) * BLOCK_M, head, 0]
+                    load_tile(q_descriptor, q_coordinates, queries_ring[1].index(w), queries_ring[0].index(w))
+            fill(values_ring, step, v_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             step += 1
 
 
@@ -57,10 +56,10 @@ def _consume(
     order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
     W: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, OUT_APART: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, SEPARATE_OUT: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W: output and log-sum-exp of its BLOCK_M rows of each tile."""
+    """Consumer W: compute output and log-sum-exp of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -70,66 +69,66 @@ def _consume(
     q = queries_ring[0].index(W).reshape([BLOCK_M, HEAD_DIM])
     out_buffer = outs.index(W)
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, turn)
-        number = key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, iteration)
+        num_tiles = key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
         first = (row * CONSUMERS + W) * BLOCK_M
-        clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
-        distance_here = distance_pointer
+        unmasked = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        distance_table = distance_pointer
         if HAS_DISTANCE:
-            distance_here = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
-        far = far_shifts(distance_here, extent, scale, HAS_DISTANCE)
+            distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
+        far = far_shifts(distance_table, extent, scale, HAS_DISTANCE)
         slope = slope_of_head(slopes_pointer, pair % heads, scale, HAS_SLOPE)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         out = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
 
-        mbarrier.wait(queries_ring[1].index(W), turn & 1)
+        mbarrier.wait(queries_ring[1].index(W), iteration & 1)
         wait_full(keys_ring, step, STAGES)
         k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
         pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[pending])
         release(keys_ring, step, STAGES)
-        start = (number - 1) * BLOCK_N
+        start = (num_tiles - 1) * BLOCK_N
         s, shift = biased(
-            s, distance_here, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
+            s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
         )
         s = hidden_scores(s, start, first, offset, keys, CAUSAL)
         maximum = gl.max(s, 1) * scale + shift
-        # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
+        # -inf until the first visible key, and -inf - -inf would be NaN
         safe = gl.where(maximum == float("-inf"), 0.0, maximum) - shift
         weight = gl.exp2(s * scale - gl.expand_dims(safe, 1))
         total = gl.sum(weight, 1)
         p = gl.convert_layout(weight.to(dtype), weights_layout)
-        for i in range(1, number):
-            before = step
+        for i in range(1, num_tiles):
+            previous = step
             step += 1
             wait_full(keys_ring, step, STAGES)
             k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-            wait_full(values_ring, before, STAGES)
-            v = values_ring[0].index(before % STAGES).reshape([BLOCK_N, HEAD_DIM])
+            wait_full(values_ring, previous, STAGES)
+            v = values_ring[0].index(previous % STAGES).reshape([BLOCK_N, HEAD_DIM])
             pending_out = warpgroup_mma(p, v, out, is_async=True)
             s = warpgroup_mma_wait(1, deps=[pending])
             release(keys_ring, step, STAGES)
-            start = (number - 1 - i) * BLOCK_N
+            start = (num_tiles - 1 - i) * BLOCK_N
             s, shift = biased(
-                s, distance_here, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
+                s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
-            if number - 1 - i >= clear:
+            if num_tiles - 1 - i >= unmasked:
                 s = hidden_scores(s, start, first, offset, keys, CAUSAL)
-            higher = gl.maximum(maximum, gl.max(s, 1) * scale + shift)
-            safe = gl.where(higher == float("-inf"), 0.0, higher)
-            shrink = gl.exp2(maximum - safe)
+            new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale + shift)
+            safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            rescale = gl.exp2(maximum - safe)
             safe = safe - shift
             weight = gl.exp2(s * scale - gl.expand_dims(safe, 1))
-            total = total * shrink + gl.sum(weight, 1)
-            maximum = higher
+            total = total * rescale + gl.sum(weight, 1)
+            maximum = new_maximum
             out = warpgroup_mma_wait(0, deps=[pending_out])
-            release(values_ring, before, STAGES)
-            out = out * gl.expand_dims(gl.convert_layout(shrink, out_rows_layout), 1)
+            release(values_ring, previous, STAGES)
+            out = out * gl.expand_dims(gl.convert_layout(rescale, out_rows_layout), 1)
             p = gl.convert_layout(weight.to(dtype), weights_layout)
-        if OUT_APART:
+        if SEPARATE_OUT:
             mbarrier.arrive(queries_ring[2].index(W), count=1)
         wait_full(values_ring, step, STAGES)
         v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
@@ -144,11 +143,11 @@ def _consume(
         out = warpgroup_mma_wait(0, deps=[pending_out])
         release(values_ring, step, STAGES)
         step += 1
-        tma.store_wait(0)  # of the tile before: its output has left the buffer
+        tma.store_wait(0)  # wait until the output of the previous tile has left the buffer
         out_buffer.reshape([BLOCK_M, HEAD_DIM]).store((out * gl.expand_dims(inverse, 1)).to(dtype))
         fence_async_shared()
         store_tile(out_descriptor, [pair // heads, first, pair % heads, 0], out_buffer)
-        if not OUT_APART:
+        if not SEPARATE_OUT:
             tma.store_wait(0)
             mbarrier.arrive(queries_ring[2].index(W), count=1)
     tma.store_wait(0)
@@ -160,21 +159,21 @@ def hopper_forward(
     order_pointer, order_width, heads, heads_per_group, queries, keys, scale, reach, extent,
     CONSUMERS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, OUT_APART: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, SEPARATE_OUT: gl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of every tile of CONSUMERS * BLOCK_M queries.
+    """Compute output and log-sum-exp of each tile of CONSUMERS * BLOCK_M queries.
 
     Descriptors over (batch, rows, heads, HEAD_DIM) with tiles of BLOCK_M or BLOCK_N rows. lse: (batch, heads, queries)
-    fp32, natural. distance: the table of `distance.distance_table`. slopes: fp32 (heads,), not with
-    a distance bias. scale: of the scores times log2(e). OUT_APART: the output has shared memory of its own, so that
-    the next queries come early.
+    fp32, natural. distance: the table of `distance.distance_table`. slopes: fp32 (heads,), not with a distance bias.
+    scale: of the scores times log2(e). SEPARATE_OUT: the output has its own shared memory instead of the queries', so
+    that the next queries are loaded earlier.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries
     layout: gl.constexpr = q_descriptor.layout
     q_buffers = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, BLOCK_M, 1, HEAD_DIM], layout)
     outs = q_buffers
-    if OUT_APART:
+    if SEPARATE_OUT:
         outs = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, BLOCK_M, 1, HEAD_DIM], layout)
     queries_ring = ring(q_buffers, CONSUMERS, 1)
     keys_ring = ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, CONSUMERS)
@@ -185,19 +184,19 @@ def hopper_forward(
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
+                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
             )),
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
+                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
             )),
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                2, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
+                2, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,
@@ -211,13 +210,13 @@ def hopper_forward(
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
+                0, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
             )),
             (_consume, (
                 out_descriptor, lse_pointer, distance_pointer, slopes_pointer,
                 queries_ring, keys_ring, values_ring, outs,
                 order_pointer, order_width, heads, queries, offset, keys, scale, reach, extent,
-                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, OUT_APART, dtype,
+                1, CONSUMERS, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, SEPARATE_OUT, dtype,
             )),
             (_produce, (
                 q_descriptor, k_descriptor, v_descriptor, queries_ring, keys_ring, values_ring,

@@ -1,4 +1,4 @@
-"""Launches that cost the host little: arguments are checked once per variant of a kernel, then only passed on."""
+"""Kernel launches with little host overhead: arguments are checked once per compiled variant only."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....launch import INTERPRETED
 
-# compiled variants: name of the kernel, device and constants -> what Triton returned at the first launch
+# compiled variants: (kernel name, dtype, device, constants) -> compiled kernel returned by Triton's first launch
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
 class Tiles(TensorDescriptor):
-    """Tiles of a strided tensor, read and written by TMA; unlike those of the base class not checked when made."""
+    """TMA descriptor of a strided tensor's tiles; skips the checks of the base class at construction."""
 
     def __post_init__(self) -> None:
         pass
 
     def checked(self) -> TensorDescriptor:
-        """As Triton wants it where it compiles."""
+        """Return a checked descriptor of the base class, which compilation requires."""
         return TensorDescriptor(
             self.base, list(self.shape), list(self.strides), list(self.block_shape), self.layout, self.padding
         )
@@ -29,16 +29,16 @@ class Tiles(TensorDescriptor):
 
 @cache
 def _parameters(kernel: Any) -> tuple[list[str], list[str]]:
-    """Names of a kernel's parameters, and of those that are constants."""
+    """Return the names of a kernel's parameters, and of its constexpr parameters."""
     names = [parameter.name for parameter in kernel.params]
     return names, [parameter.name for parameter in kernel.params if parameter.is_constexpr]
 
 
 def launch(kernel: Any, programs: int, dtype: torch.dtype, device: torch.device, arguments: dict[str, Any]) -> None:
-    """Launch a kernel of `schedule.kernel` with one warp group for each of its roles, or a plain one of four warps.
+    """Launch a `schedule.kernel`, with one warp group per role, or a plain Triton kernel with four warps.
 
-    Such a kernel is compiled for its constants and the dtypes of its tensors, which `dtype` implies; numbers are not
-    specialised. So all else can change from launch to launch.
+    A variant is compiled per constexpr values, device and dtype, which determines the dtypes of all tensors. Other
+    arguments are not specialized and may change between launches.
     """
     if INTERPRETED:
         kernel[(programs,)](**arguments)

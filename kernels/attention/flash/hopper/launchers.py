@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels; `gate.serves` says for which calls."""
+"""Launches of the Hopper kernels, for the calls that `gate.serves` accepts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a consumer's tile, how many tiles are loaded ahead, and warp groups that compute."""
+    """Queries and keys of a consumer's tile, pipeline stages of keys and values, and consumer warp groups."""
 
     queries: int
     keys: int
@@ -33,12 +33,12 @@ class Blocks(NamedTuple):
     consumers: int = 2
 
     def constants(self) -> dict[str, int]:
-        """As the kernels take them."""
+        """Return the constexpr arguments of the kernels."""
         return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "STAGES": self.stages}
 
 
 class KeyBlocks(NamedTuple):
-    """Queries and keys of a consumer's tile, tiles of queries loaded ahead, tiles of keys at a time and ahead."""
+    """Queries and keys of a consumer's tile, stages of queries, tiles of keys per program, and their stages."""
 
     queries: int
     keys: int
@@ -47,26 +47,26 @@ class KeyBlocks(NamedTuple):
     key_stages: int = 2
 
     def constants(self) -> dict[str, int]:
-        """As the kernel takes them."""
+        """Return the constexpr arguments of the kernel."""
         names = ("BLOCK_M", "BLOCK_N", "STAGES", "TILES", "KEY_STAGES")
         return dict(zip(names, self, strict=True))
 
 
 _FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
-# three where they have the registers, not beside slopes or a bias looked up often; causal, their tile has a long edge
+# three consumers if registers suffice: not with slopes or frequent bias lookups; nor causal, where masked edges grow
 _FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}
 _MANY_KEYS = 4096
 _DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
-_DQ_SLOPES = _DQ | {64: Blocks(64, 64, 3)}  # the sums of a wider tile take registers it needs
+_DQ_SLOPES = _DQ | {64: Blocks(64, 64, 3)}  # slope sums over a wider tile need too many registers
 _DKDV = {64: KeyBlocks(64, 64, 2), 128: KeyBlocks(64, 64, 2), 256: KeyBlocks(64, 64, 2, tiles=1, key_stages=1)}
 _LSE = {64: Blocks(64, 128, 4, consumers=3), 128: Blocks(64, 128, 4, consumers=3), 256: Blocks(64, 64, 3, consumers=3)}
-_DKDV_DISTANCE = _DKDV | {128: KeyBlocks(64, 64, 2, key_stages=1)}  # sums of diagonals take the room of a tile
+_DKDV_DISTANCE = _DKDV | {128: KeyBlocks(64, 64, 2, key_stages=1)}  # diagonal sums need the shared memory of a stage
 
 
-def _rows_of(tensor: Tensor, rows: int) -> Tiles:
-    """Tiles of `rows` rows of a (batch, rows, heads, head_dim)."""
+def _row_tiles(tensor: Tensor, rows: int) -> Tiles:
+    """Return the TMA descriptor of tiles of `rows` rows of a tensor (batch, rows, heads, head_dim)."""
     shape, strides = list(tensor.shape), list(tensor.stride())
-    if 1 in shape:  # a dimension of one entry may have any stride, which TMA would still check
+    if 1 in shape:  # the stride of a dimension of size 1 is arbitrary, but TMA checks it
         strides = [stride if size > 1 else shape[-1] for stride, size in zip(strides, shape, strict=True)]
     return Tiles(tensor, shape, strides, [1, rows, 1, shape[-1]], _TILE)
 
@@ -74,26 +74,26 @@ def _rows_of(tensor: Tensor, rows: int) -> Tiles:
 def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    width = together(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
+    concurrent = together(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
     rows = blocks.consumers * blocks.queries
-    return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, width, q.device)
+    return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, concurrent, q.device)
 
 
 def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyBlocks, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
-    width = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
+    concurrent = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
     rows = blocks.tiles * blocks.keys
-    return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, width, q.device)
+    return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, concurrent, q.device)
 
 
 def _forward_blocks(head_dim: int, keys: int, problem: Problem) -> Blocks:
-    biased_often = problem.alibi_slopes is not None or (problem.distance_bias is not None and keys < _MANY_KEYS)
-    return (_FORWARD if problem.right == 0 or biased_often else _FORWARD_FULL)[head_dim]
+    frequent_bias = problem.alibi_slopes is not None or (problem.distance_bias is not None and keys < _MANY_KEYS)
+    return (_FORWARD if problem.right == 0 or frequent_bias else _FORWARD_FULL)[head_dim]
 
 
 def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
-    """Table, reach and extent of the distance bias."""
+    """Return table, reach and extent of the distance bias, see `distance_table`."""
     if problem.distance_bias is None:
         return None, 0, 0
     table, extent = distance_table(problem.distance_bias, problem.scale)
@@ -101,7 +101,7 @@ def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output like `q`, contiguous, and the log-sum-exps (batch, heads, queries)."""
+    """Compute the output, like `q` and contiguous, and the log-sum-exp (batch, heads, queries)."""
     q, k, v = (as_tma_reads(tensor) for tensor in (q, k, v))
     out, lse = empty_results(q, problem)
     _, queries, heads, head_dim = q.shape
@@ -112,10 +112,10 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     table, reach, extent = _distance(problem)
     with on_device(q):
         launch(hopper_forward, len(order), q.dtype, q.device, dict(
-            q_descriptor=_rows_of(q, blocks.queries),
-            k_descriptor=_rows_of(k, blocks.keys),
-            v_descriptor=_rows_of(v, blocks.keys),
-            out_descriptor=_rows_of(out, blocks.queries),
+            q_descriptor=_row_tiles(q, blocks.queries),
+            k_descriptor=_row_tiles(k, blocks.keys),
+            v_descriptor=_row_tiles(v, blocks.keys),
+            out_descriptor=_row_tiles(out, blocks.queries),
             lse_pointer=lse,
             distance_pointer=lse if table is None else table,
             slopes_pointer=lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
@@ -134,13 +134,13 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
             HAS_SLOPE=problem.alibi_slopes is not None,
-            OUT_APART=head_dim <= 128,
+            SEPARATE_OUT=head_dim <= 128,
         ))  # fmt: skip
     return out, lse
 
 
 def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
-    """Write the log-sum-exps into `lse` (batch, heads, queries), or merge them in; `shift` None for no causal mask."""
+    """Write the log-sum-exp to `lse` (batch, heads, queries), or merge it; `shift` is None without a causal mask."""
     q, k = as_tma_reads(q), as_tma_reads(k)
     queries, heads, head_dim = q.shape[1:]
     keys, groups = k.shape[1:3]
@@ -148,8 +148,8 @@ def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: 
     order = _order_of_queries(q, k, blocks, shift == keys - queries)
     with on_device(q):
         launch(hopper_lse, len(order), q.dtype, q.device, dict(
-            q_descriptor=_rows_of(q, blocks.queries),
-            k_descriptor=_rows_of(k, blocks.keys),
+            q_descriptor=_row_tiles(q, blocks.queries),
+            k_descriptor=_row_tiles(k, blocks.keys),
             lse_pointer=lse,
             order_pointer=order,
             order_width=order.shape[1],
@@ -167,7 +167,10 @@ def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: 
 
 
 class Prepared(NamedTuple):
-    """What both backward kernels read; `lse` (base 2) and `delta`: (batch, heads, pitch); `distance` of `_distance`."""
+    """Inputs of both backward kernels.
+
+    `lse` (base 2) and `delta` are (batch, heads, pitch), see `delta_and_base_2`; `distance` is from `_distance`.
+    """
 
     q: Tensor
     k: Tensor
@@ -182,7 +185,7 @@ def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
     problem: Problem,
 ) -> Prepared:  # fmt: skip
-    """Everything both kernels share."""
+    """Compute the inputs of both backward kernels."""
     q, k, v, out_gradient = (as_tma_reads(tensor) for tensor in (q, k, v, out_gradient))
     delta, base_2 = delta_and_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
     return Prepared(q, k, v, out_gradient, base_2, delta, _distance(problem))
@@ -191,7 +194,7 @@ def prepare_backward(
 def launch_dq(
     saved: Prepared, problem: Problem, *, far_sums: bool = False, slope_sums: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of q, contiguous; with `far_sums` or `slope_sums` also (batch, heads, queries), see `hopper_dq`."""
+    """Compute the gradient of q, contiguous, and with `far_sums` or `slope_sums` the row sums of `hopper_dq`."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
@@ -202,11 +205,11 @@ def launch_dq(
     row_sums = saved.lse.new_empty(batch, heads, queries) if far_sums or slope_sums else None
     with on_device(q):
         launch(hopper_dq, len(order), q.dtype, q.device, dict(
-            q_descriptor=_rows_of(q, blocks.queries),
-            k_descriptor=_rows_of(k, blocks.keys),
-            v_descriptor=_rows_of(saved.v, blocks.keys),
-            do_descriptor=_rows_of(saved.out_gradient, blocks.queries),
-            dq_descriptor=_rows_of(gradient, blocks.queries),
+            q_descriptor=_row_tiles(q, blocks.queries),
+            k_descriptor=_row_tiles(k, blocks.keys),
+            v_descriptor=_row_tiles(saved.v, blocks.keys),
+            do_descriptor=_row_tiles(saved.out_gradient, blocks.queries),
+            dq_descriptor=_row_tiles(gradient, blocks.queries),
             lse_pointer=saved.lse,
             delta_pointer=saved.delta,
             distance_pointer=saved.lse if table is None else table,
@@ -230,13 +233,13 @@ def launch_dq(
             HAS_SLOPE=problem.alibi_slopes is not None,
             FAR_SUMS=far_sums,
             SLOPE_SUMS=slope_sums,
-            OUT_APART=head_dim <= 128,
+            SEPARATE_OUT=head_dim <= 128,
         ))  # fmt: skip
     return gradient, row_sums
 
 
 def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of k and v, contiguous; with `diagonals` also (batch, heads, key blocks, bands, 128), see there."""
+    """Compute the gradients of k and v, contiguous; with `diagonals` also the sums of `store_diagonals`."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
@@ -246,17 +249,17 @@ def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[
     k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
     bands, key_blocks = bands_of(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
-    row_numbers = {
-        name: Tiles(numbers, [batch * heads, queries], [numbers.shape[2], 1], [1, blocks.queries], _ROW)
-        for name, numbers in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
+    row_descriptors = {
+        name: Tiles(rows, [batch * heads, queries], [rows.shape[2], 1], [1, blocks.queries], _ROW)
+        for name, rows in (("lse_descriptor", saved.lse), ("delta_descriptor", saved.delta))
     }
     with on_device(q):
         launch(hopper_dkdv, len(order), q.dtype, q.device, dict(
-            q_descriptor=_rows_of(q, blocks.queries),
-            k_descriptor=_rows_of(k, blocks.keys),
-            v_descriptor=_rows_of(saved.v, blocks.keys),
-            do_descriptor=_rows_of(saved.out_gradient, blocks.queries),
-            **row_numbers,
+            q_descriptor=_row_tiles(q, blocks.queries),
+            k_descriptor=_row_tiles(k, blocks.keys),
+            v_descriptor=_row_tiles(saved.v, blocks.keys),
+            do_descriptor=_row_tiles(saved.out_gradient, blocks.queries),
+            **row_descriptors,
             dk_pointer=k_gradient,
             dv_pointer=v_gradient,
             distance_pointer=saved.lse if table is None else table,

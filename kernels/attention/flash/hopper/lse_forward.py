@@ -1,9 +1,9 @@
-"""Log-sum-exps of attention scores on Hopper: the forward kernel without values, stage 1 of LSE-first attention.
+"""Log-sum-exp of attention scores on Hopper: the forward kernel without values, stage 1 of LSE-first attention.
 
-One warp group loads, three compute, 64 queries each: while one has the tensor cores, the others have the exponentials.
+One producer warp group and three consumers of 64 queries each, which alternate between tensor cores and exponentials.
 """
 
-# Gluon compiles these functions, and its language is typed for itself:
+# Gluon functions are compiled by Triton, and pyright cannot check their types:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -22,20 +22,20 @@ def _produce(
     order_pointer, order_width, heads, heads_per_group, offset, keys,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Load the queries of the consumers, and the tiles of keys from the last to the first."""
+    """Load the queries of all consumers, and the tiles of keys from the last to the first."""
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, turn)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, iteration)
         head, sequence = pair % heads, pair // heads
-        number = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
+        num_tiles = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
         for w in gl.static_range(3):
-            mbarrier.wait(queries_ring[2].index(w), (turn & 1) ^ 1)
+            mbarrier.wait(queries_ring[2].index(w), (iteration & 1) ^ 1)
             mbarrier.expect(queries_ring[1].index(w), BLOCK_M * HEAD_DIM * 2)
-            place = [sequence, (3 * row + w) * BLOCK_M, head, 0]
-            load_tile(q_descriptor, place, queries_ring[1].index(w), queries_ring[0].index(w))
-        for i in range(number):
-            place = [sequence, (number - 1 - i) * BLOCK_N, head // heads_per_group, 0]
-            fill(keys_ring, step, k_descriptor, place, BLOCK_N * HEAD_DIM * 2, STAGES)
+            coordinates = [sequence, (3 * row + w) * BLOCK_M, head, 0]
+            load_tile(q_descriptor, coordinates, queries_ring[1].index(w), queries_ring[0].index(w))
+        for i in range(num_tiles):
+            coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, head // heads_per_group, 0]
+            fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
             step += 1
 
 
@@ -45,46 +45,46 @@ def _consume(
     W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, MERGE: gl.constexpr,
 ):  # fmt: skip
-    """Consumer W: its BLOCK_M rows of each tile."""
+    """Consumer W: compute the log-sum-exp of its BLOCK_M rows of each tile."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     q = queries_ring[0].index(W).reshape([BLOCK_M, HEAD_DIM])
     step = 0
-    for turn in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, turn)
-        number = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
+    for iteration in range(turns_of(order_pointer, order_width)):
+        row, pair = turn_of(order_pointer, order_width, iteration)
+        num_tiles = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
         first = (3 * row + W) * BLOCK_M
-        clear = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        unmasked = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
-        mbarrier.wait(queries_ring[1].index(W), turn & 1)
-        for i in range(number):
+        mbarrier.wait(queries_ring[1].index(W), iteration & 1)
+        for i in range(num_tiles):
             wait_full(keys_ring, step, STAGES)
             k = keys_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
             pending = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[pending])
             release(keys_ring, step, STAGES)
-            if number - 1 - i >= clear:
-                s = hidden_scores(s, (number - 1 - i) * BLOCK_N, first, offset, keys, CAUSAL)
-            higher = gl.maximum(maximum, gl.max(s, 1) * scale)
-            # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
-            safe = gl.where(higher == float("-inf"), 0.0, higher)
+            if num_tiles - 1 - i >= unmasked:
+                s = hidden_scores(s, (num_tiles - 1 - i) * BLOCK_N, first, offset, keys, CAUSAL)
+            new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
+            # -inf until the first visible key, and -inf - -inf would be NaN
+            safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             total = total * gl.exp2(maximum - safe) + gl.sum(gl.exp2(s * scale - gl.expand_dims(safe, 1)), 1)
-            maximum = higher
+            maximum = new_maximum
             step += 1
         mbarrier.arrive(queries_ring[2].index(W), count=1)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
-        place = lse_pointer + pair.to(gl.int64) * queries + query
+        lse_row = lse_pointer + pair.to(gl.int64) * queries + query
         if MERGE:
-            before = gl.load(place, mask=query < queries, other=float("-inf")) * 1.4426950408889634
-            higher = gl.maximum(maximum, before)
-            safe = gl.where(higher == float("-inf"), 0.0, higher)
-            total = total * gl.exp2(maximum - safe) + gl.exp2(before - safe)
-            maximum = higher
+            previous = gl.load(lse_row, mask=query < queries, other=float("-inf")) * 1.4426950408889634
+            new_maximum = gl.maximum(maximum, previous)
+            safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            total = total * gl.exp2(maximum - safe) + gl.exp2(previous - safe)
+            maximum = new_maximum
         empty = total == 0.0
         lse = (maximum + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
-        gl.store(place, gl.where(empty, float("-inf"), lse), mask=query < queries)
+        gl.store(lse_row, gl.where(empty, float("-inf"), lse), mask=query < queries)
 
 
 @kernel
@@ -94,10 +94,10 @@ def hopper_lse(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAUSAL: gl.constexpr, MERGE: gl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of every tile of 3 BLOCK_M queries over the keys; with MERGE added to what is there.
+    """Compute the log-sum-exp of each tile of 3 BLOCK_M queries over the keys; MERGE merges it into `lse`.
 
     Descriptors over (batch, rows, heads, HEAD_DIM) with tiles of BLOCK_M or BLOCK_N rows. lse: (batch, heads, queries)
-    fp32, natural. offset: CAUSAL, query i sees key j where j <= i + offset. scale: of the scores times log2(e), > 0.
+    fp32, natural. offset: if CAUSAL, query i sees key j if j <= i + offset. scale: of the scores times log2(e), > 0.
     """
     dtype: gl.constexpr = q_descriptor.dtype
     layout: gl.constexpr = q_descriptor.layout

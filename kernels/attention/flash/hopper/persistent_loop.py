@@ -1,6 +1,6 @@
-"""The turns of a program of a persistent grid, and the rings of shared memory that its loads go through."""
+"""Persistent grid and software pipeline: tiles of a program, and ring buffers in shared memory for TMA loads."""
 
-# Gluon compiles these functions, and its language is typed for itself:
+# Gluon functions are compiled by Triton, and pyright cannot check their types:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -14,34 +14,34 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 jit: Any = gluon.jit
 
-# what a launch may pass without a variant of its own: all numbers that are no constants
+# runtime numbers, not specialized, so that their values do not cause new compiled variants
 _NUMBERS = (
     "order_width", "heads", "heads_per_group", "groups", "queries", "pitch", "keys", "query_tiles", "reach", "extent",
     "bands", "key_blocks", "offset",
 )  # fmt: skip
 kernel: Any = gluon.jit(do_not_specialize=_NUMBERS)
 
-# what Triton 3.9 has new names for
+# renamed in Triton 3.9
 load_tile: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @jit
 def turns_of(order, width):
-    """How many tiles this program computes; `order` is of `order.py`, rows of `width` numbers."""
+    """Return the number of tiles of this program; `order` is from `tile_order`, with rows of `width` numbers."""
     return gl.load(order + gl.program_id(0) * width)
 
 
 @jit
 def turn_of(order, width, turn):
-    """Tile, and pair of sequence and head, of this program's turn."""
-    at = order + gl.program_id(0) * width + 1 + 2 * turn
-    return gl.load(at), gl.load(at + 1)
+    """Return the tile, and the (sequence, head) pair, of this program's iteration `turn`."""
+    entry = order + gl.program_id(0) * width + 1 + 2 * turn
+    return gl.load(entry), gl.load(entry + 1)
 
 
 @jit
 def ring(buffers, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Shared memory `buffers` of STAGES tiles with its barriers: (buffers, full, free)."""
+    """Return a ring buffer of STAGES tiles with its barriers: (buffers, full, free)."""
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
@@ -52,22 +52,22 @@ def ring(buffers, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @jit
-def fill(tiles, step, descriptor, place, BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """Producer: when the ring's place of `step` is free, load a tile into it."""
+def fill(tiles, step, descriptor, coordinates, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """Producer: wait until the stage of `step` is free, then start loading a tile into it."""
     buffers, full, free = tiles
     stage = step % STAGES
     mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), BYTES)
-    load_tile(descriptor, place, full.index(stage), buffers.index(stage))
+    load_tile(descriptor, coordinates, full.index(stage), buffers.index(stage))
 
 
 @jit
 def wait_full(tiles, step, STAGES: gl.constexpr):
-    """Consumer: wait for the tile of `step`."""
+    """Consumer: wait until the tile of `step` is loaded."""
     mbarrier.wait(tiles[1].index(step % STAGES), (step // STAGES) & 1)
 
 
 @jit
 def release(tiles, step, STAGES: gl.constexpr):
-    """Consumer: the tile of `step` is read."""
+    """Consumer: mark the tile of `step` as read, which frees its stage."""
     mbarrier.arrive(tiles[2].index(step % STAGES), count=1)

@@ -1,9 +1,9 @@
-"""Which keys a tile of queries visits, and what is added to its scores or hides them.
+"""Device functions for the scores of a tile: visited keys, masks and biases.
 
-Terms as in `tile.py`: a query i and a key j have the distance d = j - (i + offset), offset = keys - queries.
+Terms as in `tile.py`: query i and key j have the distance d = j - (i + offset), offset = keys - queries.
 """
 
-# Gluon compiles these functions, and its language is typed for itself:
+# Gluon functions are compiled by Triton, and pyright cannot check their types:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportOperatorIssue=false
 
@@ -18,7 +18,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @jit
 def key_tiles(row, offset, keys, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many tiles of keys the queries of a row tile visit; at least one, so that there is something to do."""
+    """Return the number of key tiles that the queries of tile `row` visit; at least one, for the pipeline."""
     end = keys
     if CAUSAL:
         end = gl.minimum(keys, (row + 1) * ROWS + offset)
@@ -27,7 +27,7 @@ def key_tiles(row, offset, keys, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUS
 
 @jit
 def tiles_without_mask(first, offset, keys, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many tiles of keys, from the first on, every query from row `first` on sees whole."""
+    """Return the number of leading key tiles that are fully visible to all queries from `first` on."""
     clear = keys // BLOCK_N
     if CAUSAL:
         clear = gl.minimum(clear, gl.maximum(first + offset + 1, 0) // BLOCK_N)
@@ -36,7 +36,7 @@ def tiles_without_mask(first, offset, keys, BLOCK_N: gl.constexpr, CAUSAL: gl.co
 
 @jit
 def hidden_scores(s, start, first, offset, keys, CAUSAL: gl.constexpr):
-    """Scores (queries, keys) with -inf for keys that do not exist or are later than the query."""
+    """Mask scores (queries, keys): -inf for keys beyond the end or, if CAUSAL, later than the query."""
     layout: gl.constexpr = s.type.layout
     key = start + gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
     hidden = key >= keys
@@ -47,38 +47,38 @@ def hidden_scores(s, start, first, offset, keys, CAUSAL: gl.constexpr):
 
 
 @jit
-def far_shifts(distance_here, extent, scale, HAS_DISTANCE: gl.constexpr):
-    """What exponents gain at the distances <= -reach, and >= reach."""
+def far_shifts(distance_table, extent, scale, HAS_DISTANCE: gl.constexpr):
+    """Return the bias of exponents at distances <= -reach, and >= reach."""
     low = 0.0
     high = 0.0
     if HAS_DISTANCE:
-        low = gl.load(distance_here - 2 * extent) * scale
-        high = gl.load(distance_here + 2 * extent) * scale
+        low = gl.load(distance_table - 2 * extent) * scale
+        high = gl.load(distance_table + 2 * extent) * scale
     return low, high
 
 
 @jit
 def with_distances(s, pairs, SIGN: gl.constexpr):
-    """A tile plus its entries of the distance table, two by two, since a thread holds neighbouring columns.
+    """Add entries of the distance table to a tile, two at a time, since a thread holds adjacent columns.
 
     Args:
         s: (rows, columns).
-        pairs: the entry of row 0 and column 0.
-        SIGN: 1 where the distance grows with the column, in the rising table; -1 in the falling one.
+        pairs: pointer to the table entry of row 0 and column 0.
+        SIGN: 1 if the distance increases with the column (first half of the table), -1 if it decreases (second half).
     """
     halves = s.reshape([s.shape[0], s.shape[1] // 2, 2])
     layout: gl.constexpr = halves.type.layout
     row = gl.arange(0, s.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     column = 2 * gl.arange(0, s.shape[1] // 2, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    apart = gl.expand_dims(gl.expand_dims(column, 0) - gl.expand_dims(row, 1), 2)
-    halves += gl.load(pairs + 2 * SIGN * apart + gl.expand_dims(gl.expand_dims(second, 0), 1))
+    distance = gl.expand_dims(gl.expand_dims(column, 0) - gl.expand_dims(row, 1), 2)
+    halves += gl.load(pairs + 2 * SIGN * distance + gl.expand_dims(gl.expand_dims(second, 0), 1))
     return gl.convert_layout(halves.reshape([s.shape[0], s.shape[1]]), s.type.layout)
 
 
 @jit
 def slope_of_head(slopes_pointer, head, scale, HAS_SLOPE: gl.constexpr):
-    """Slope of a head, in units of the unscaled scores; `scale` is theirs times log2(e)."""
+    """Load the slope of a head, divided by the scale of the scores; `scale` is that scale times log2(e)."""
     slope = 0.0
     if HAS_SLOPE:
         slope = gl.load(slopes_pointer + head) * LOG2E / scale
@@ -87,7 +87,7 @@ def slope_of_head(slopes_pointer, head, scale, HAS_SLOPE: gl.constexpr):
 
 @jit
 def places(tile):
-    """Row and column of each entry of a tile, fp32, (rows, 1) and (1, columns)."""
+    """Return the row and column indices of a tile, fp32, (rows, 1) and (1, columns)."""
     layout: gl.constexpr = tile.type.layout
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)).to(gl.float32)
     column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout)).to(gl.float32)
@@ -96,22 +96,22 @@ def places(tile):
 
 @jit
 def row_slopes(rows, slope, scale, CAUSAL: gl.constexpr, HAS_SLOPE: gl.constexpr):
-    """What `biased` leaves out of the exponents of row 0, 1, ... of a tile: `rows` is 1-D and gives the layout."""
-    left_out = gl.zeros_like(rows)
+    """Return the per-row term that `biased` omits from the exponents of a tile; `rows` (1-D) provides the layout."""
+    omitted = gl.zeros_like(rows)
     if HAS_SLOPE and CAUSAL:
-        left_out = slope * scale * gl.arange(0, rows.shape[0], rows.type.layout).to(gl.float32)
-    return left_out
+        omitted = slope * scale * gl.arange(0, rows.shape[0], rows.type.layout).to(gl.float32)
+    return omitted
 
 
 @jit
 def biased(
-    s, distance_here, far, slope, start, first, offset, reach, scale,
+    s, distance_table, far, slope, start, first, offset, reach, scale,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
-    """Scores with the bias where it differs within the tile, and what all exponents of the tile gain beside.
+    """Return the scores plus the bias that varies within the tile, and a constant shift of all its exponents.
 
-    `s`: (queries, keys) from query `first` and key `start` on; `far`: of `far_shifts`. A causal slope is a line along
-    the keys: what it takes from a whole row is left out, see `row_slopes`.
+    `s`: (queries, keys) from query `first` and key `start` on; `far`: from `far_shifts`. A causal ALiBi bias is linear
+    along the keys; its term that is constant per row is omitted, see `row_slopes`.
     """
     shift = 0.0
     if HAS_DISTANCE:
@@ -120,7 +120,7 @@ def biased(
             shift = far[1]
         elif start + s.shape[1] - 1 - first - offset > -reach:
             shift = 0.0
-            s = with_distances(s, distance_here + 2 * (start - first - offset), 1)
+            s = with_distances(s, distance_table + 2 * (start - first - offset), 1)
     if HAS_SLOPE:
         row, column = places(s)
         gap = (start - first - offset).to(gl.float32)

@@ -1,4 +1,4 @@
-"""Which calls the Hopper kernels serve; all others take the portable ones, which compute the same."""
+"""Dispatch between the Hopper kernels and the portable ones, which compute the same."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ....launch import INTERPRETED
 from ..kernel_arguments import Problem
 
 HEAD_DIMS = (64, 128, 256)
-# a table of sums per tile of keys holds 2 reach / 64 diagonals: beyond this it is no longer small beside K and V
+# the diagonal sums of a tile of keys have 2 reach / 64 bands; for a larger reach they are not small compared to K and V
 LARGEST_REACH = 512
 
 
 @cache
 def _has_gluon() -> bool:
-    """Whether the installed Triton has the Gluon of 3.6, the oldest that the kernels were run with."""
+    """Return True if the installed Triton includes Gluon, from 3.6 on, the oldest version tested."""
     try:
         installed = tuple(int(part) for part in version("triton").split(".")[:2])
     except (PackageNotFoundError, ValueError):
@@ -33,9 +33,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def as_tma_reads(tensor: Tensor) -> Tensor:
-    """A (batch, rows, heads, head_dim) as it is if TMA can read it, else a copy.
+    """Return the tensor (batch, rows, heads, head_dim) if TMA can read it, else a contiguous copy.
 
-    TMA wants addresses in units of 16 bytes, rows without gaps, and no dimension that is expanded.
+    TMA requires addresses and strides in multiples of 16 bytes, a contiguous last dimension and no expanded dimension.
     """
     if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:  # head widths are multiples of 16 bytes
         return tensor
@@ -48,7 +48,7 @@ def as_tma_reads(tensor: Tensor) -> Tensor:
 
 
 def serves_scores(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Whether the Hopper kernels compute the scores of these tensors."""
+    """Return True if the Hopper kernels support the scores of these tensors."""
     if INTERPRETED or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return False
     if q.ndim != 4 or scale <= 0 or q.shape[-1] not in HEAD_DIMS or not (q.numel() and k.numel()):
@@ -57,7 +57,7 @@ def serves_scores(q: Tensor, k: Tensor, scale: float) -> bool:
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
-    """Whether the Hopper kernels compute this call, forward and backward."""
+    """Return True if the Hopper kernels support this call, forward and backward."""
     if problem.packed or problem.left >= 0 or problem.right > 0:
         return False
     if problem.softcap or problem.dropout_p or problem.bias is not None or problem.key_padding_mask is not None:

@@ -1,10 +1,10 @@
-"""Flash attention's backward kernels: delta, then dq per tile of queries and dk, dv per tile of keys.
+"""Flash attention backward kernels: delta, then dq per tile of queries and dk, dv per tile of keys.
 
-The scores are computed twice, once by each kernel. In return no two programs write one place, so there are no atomics
-and the gradients are the same bits each time.
+The scores are computed twice, once by each kernel. In return no two programs write the same element, so there are no
+atomics and the gradients are bitwise reproducible.
 """
 
-# Triton unrolls static_range, and its constant conditions decide which names exist:
+# Triton unrolls static_range and resolves constexpr conditions at compile time, which pyright does not know:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def delta_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_LSE_GRADIENT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One program: delta = sum(out * dO) - dLSE of BLOCK_M rows of a head, like the lse; 0 in empty rows.
+    """Each program computes delta = sum(out * dO) - dLSE of BLOCK_M rows of a head; 0 in fully masked rows.
 
-    A packed tensor is taken as one sequence, for a row's delta needs nothing but the row.
+    delta: like lse. A packed tensor is treated as one sequence, since a row's delta depends on that row only.
     """
     sequence, head, first = dense_place(tl.program_id(0), rows, heads, BLOCK_M, False)
     row = first + tl.arange(0, BLOCK_M)
@@ -69,11 +69,11 @@ def delta_kernel(
     out = load_rows(out_rows, first, stride_os, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     gradient = load_rows(gradient_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     delta = tl.sum(out.to(ACCUMULATE) * gradient.to(ACCUMULATE), 1)
-    here = per_row_start(sequence, head, 0, heads, rows, False) + row
-    lse = tl.load(lse_pointer + here, mask=inside, other=float("-inf"))
+    offset = per_row_start(sequence, head, 0, heads, rows, False) + row
+    lse = tl.load(lse_pointer + offset, mask=inside, other=float("-inf"))
     if HAS_LSE_GRADIENT:
-        delta -= tl.load(lse_gradient_pointer + here, mask=inside, other=0.0)
-    tl.store(delta_pointer + here, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
+        delta -= tl.load(lse_gradient_pointer + offset, mask=inside, other=0.0)
+    tl.store(delta_pointer + offset, tl.where(lse == float("-inf"), 0.0, delta), mask=inside)
 
 
 @jit
@@ -93,11 +93,11 @@ def dq_kernel(
     PACKED: tl.constexpr, WRITE_BIAS_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, SLOPE_SUMS: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes the gradient of BLOCK_M rows of q; places as in `forward_kernel`.
+    """Each program computes the gradient of BLOCK_M rows of q; grid and shapes as in `forward_kernel`.
 
-    bias_gradient (WRITE_BIAS_GRADIENT): (batch, heads, queries, keys), the gradient of each score, 0 on entry. far
-    (FAR_SUMS): (2, rows of the log-sum-exp), per query the gradient of its scores at distances <= -reach, >= reach.
-    slope_gradient (SLOPE_SUMS): like the log-sum-exp, per query the gradient of the head's slope.
+    bias_gradient (WRITE_BIAS_GRADIENT): (batch, heads, queries, keys), gradient of each score, 0 on entry. far
+    (FAR_SUMS): (2, *shape of lse), per query the sum of its score gradients at distances <= -reach, and >= reach.
+    slope_gradient (SLOPE_SUMS): like lse, each query's contribution to the gradient of the head's slope.
     """
     program = tl.program_id(0)
     if PACKED:
@@ -131,15 +131,15 @@ def dq_kernel(
         first_seen = 0
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
-        bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
+        bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
         far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
         if HAS_BIAS:
-            bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+            bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
         if HAS_PADDING:
-            padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+            padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
         if HAS_DISTANCE:
-            distance_here = distance_pointer + head * (2 * reach + 1)
-            far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+            distance_base = distance_pointer + head * (2 * reach + 1)
+            far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
         if HAS_SLOPE:
             alibi_slope = tl.load(slopes_pointer + head) * LOG2E
         if HAS_DROPOUT:
@@ -163,14 +163,14 @@ def dq_kernel(
                 begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
                 for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
                     key = start + tl.arange(0, BLOCK_N)
-                    part = keys_taking_part(padding_here, key, keys, first_seen, EDGE, HAS_PADDING)
-                    k = load_rows(k_rows, start, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
-                    v = load_rows(v_rows, start, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    key_mask = keys_taking_part(padding_base, key, keys, first_seen, EDGE, HAS_PADDING)
+                    k = load_rows(k_rows, start, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    v = load_rows(v_rows, start, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
                     zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
                     exponent, slope = exponents(
                         dot(q, tl.trans(k), zeros, PRECISION),
-                        query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right,
-                        scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+                        query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right,
+                        scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
                         EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                     )  # fmt: skip
                     value_product = dot(out_gradient, tl.trans(v), zeros, PRECISION)
@@ -182,8 +182,8 @@ def dq_kernel(
                     if WRITE_BIAS_GRADIENT:
                         score_row = (tl.cast(sequence, tl.int64) * heads + head) * queries + query
                         scores = bias_gradient_pointer + score_row[:, None] * keys + key[None, :]
-                        written = rounded(gradient, bias_gradient_pointer.dtype.element_ty)
-                        tl.store(scores, written, mask=inside[:, None] & (key < keys)[None, :])
+                        rounded_gradient = rounded(gradient, bias_gradient_pointer.dtype.element_ty)
+                        tl.store(scores, rounded_gradient, mask=inside[:, None] & (key < keys)[None, :])
                     if FAR_SUMS:
                         if EDGE:
                             distance = key[None, :] - query[:, None] - offset
@@ -194,8 +194,8 @@ def dq_kernel(
                             low_sum += tl.where(section == 1, tile_sum, 0.0)
                             high_sum += tl.where(section == 1, 0.0, tile_sum)
                     if SLOPE_SUMS:
-                        apart = pair_distances(query[:, None], key[None, :], offset, gradient)
-                        slope_gradient -= tl.sum(gradient * apart, 1)
+                        distances = pair_distances(query[:, None], key[None, :], offset, gradient)
+                        slope_gradient -= tl.sum(gradient * distances, 1)
 
         dq_rows = row_start(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
         store_rows(dq_rows, first, stride_dqs, inside, accumulator * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -222,10 +222,10 @@ def dkdv_kernel(
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes the gradients of BLOCK_N rows of k and v, from all query heads of their group in order.
+    """Each program computes the gradients of BLOCK_N rows of k and v, summed over the group's query heads in order.
 
-    Scores are transposed here, (keys, queries), so that no product needs a transposed tile of weights. Seen from a key,
-    a query lies at -right <= y - x <= left, and the far sides change places.
+    Scores are transposed here, (keys, queries), so that no product needs a transposed tile of weights. From a key's
+    position x, its queries y are at -right <= y - x <= left, so the low and high sides are swapped.
     """
     program = tl.program_id(0)
     groups = heads // HEADS_PER_GROUP
@@ -248,14 +248,14 @@ def dkdv_kernel(
         first_seen = 0
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
-        padding_here = padding_pointer
+        padding_base = padding_pointer
         if HAS_PADDING:
-            padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
-        part = keys_taking_part(padding_here, key, keys, first_seen, True, HAS_PADDING)
+            padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+        key_mask = keys_taking_part(padding_base, key, keys, first_seen, True, HAS_PADDING)
         k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
         v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
-        k = load_rows(k_rows, first, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
-        v = load_rows(v_rows, first, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        k = load_rows(k_rows, first, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        v = load_rows(v_rows, first, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
         k_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
         v_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
         last = tl.minimum(first + BLOCK_N, keys) - 1
@@ -265,14 +265,14 @@ def dkdv_kernel(
         for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
             q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
             do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
-            row_place = per_row_start(sequence, head, start_q, heads, rows, PACKED)
-            bias_here, distance_here = bias_pointer, distance_pointer
+            row_offset = per_row_start(sequence, head, start_q, heads, rows, PACKED)
+            bias_base, distance_base = bias_pointer, distance_pointer
             far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
             if HAS_BIAS:
-                bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+                bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
             if HAS_DISTANCE:
-                distance_here = distance_pointer + head * (2 * reach + 1)
-                far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+                distance_base = distance_pointer + head * (2 * reach + 1)
+                far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
             if HAS_SLOPE:
                 alibi_slope = tl.load(slopes_pointer + head) * LOG2E
             if HAS_DROPOUT:
@@ -290,13 +290,13 @@ def dkdv_kernel(
                         inside = query < queries
                         q = load_rows(q_rows, start, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, EDGE)
                         out_gradient = load_rows(do_rows, start, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, EDGE)
-                        lse = load_lse(lse_pointer, row_place + query, inside)
-                        delta = tl.load(delta_pointer + row_place + query, mask=inside, other=0.0)
+                        lse = load_lse(lse_pointer, row_offset + query, inside)
+                        delta = tl.load(delta_pointer + row_offset + query, mask=inside, other=0.0)
                         zeros = tl.zeros((BLOCK_N, BLOCK_M), ACCUMULATE)
                         exponent, slope = exponents(
                             dot(k, tl.trans(q), zeros, PRECISION),
-                            query[None, :], key[:, None], part[:, None], queries, keys, offset, left, right,
-                            scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here,
+                            query[None, :], key[:, None], key_mask[:, None], queries, keys, offset, left, right,
+                            scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base,
                             reach,
                             EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                         )  # fmt: skip
@@ -310,17 +310,17 @@ def dkdv_kernel(
 
         dk_rows = row_start(k_gradient_pointer, sequence, group, start_k, stride_dkb, stride_dks, stride_dkh)
         dv_rows = row_start(v_gradient_pointer, sequence, group, start_k, stride_dvb, stride_dvs, stride_dvh)
-        # a key of padding or beyond the window has products of zero rows with real gradients, which are not its own
-        k_gradient = tl.where(part[:, None], k_gradient * scale, 0.0)
-        v_gradient = tl.where(part[:, None], v_gradient, 0.0)
+        # masked keys were loaded as zero rows, whose sums with real gradients are not zero and must be discarded
+        k_gradient = tl.where(key_mask[:, None], k_gradient * scale, 0.0)
+        v_gradient = tl.where(key_mask[:, None], v_gradient, 0.0)
         store_rows(dk_rows, first, stride_dks, key < keys, k_gradient, HEAD_DIM, BLOCK_N, BLOCK_D)
         store_rows(dv_rows, first, stride_dvs, key < keys, v_gradient, HEAD_DIM, BLOCK_N, BLOCK_D)
 
 
 class Saved(NamedTuple):
-    """What the backward kernels read of the forward, and of the gradients that reach it.
+    """Inputs of the backward kernels.
 
-    `lse` and `delta` per row as `launch_forward` returns the log-sum-exp; `out_gradient` like `q`.
+    `lse` and `delta` have the shape of the log-sum-exp of `launch_forward`; `out_gradient` is like `q`.
     """
 
     q: Tensor
@@ -331,7 +331,7 @@ class Saved(NamedTuple):
     delta: Tensor
 
     def arguments(self, problem: Problem) -> dict[str, object]:
-        """Keyword arguments of the kernels that compute scores again."""
+        """Return the keyword arguments common to all kernels that recompute scores."""
         return {
             **shared_arguments(self.q, self.k, self.v, problem),
             **strides("do", self.out_gradient),
@@ -344,7 +344,7 @@ class Saved(NamedTuple):
 def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
 ) -> Saved:
-    """Run the delta kernel. Its result folds in the gradient of the log-sum-exp: d lse / d score is the weight."""
+    """Compute delta, which includes the gradient of the log-sum-exp, since d lse / d score is the weight."""
     q, k, v, out_gradient = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v), with_plain_rows(out_gradient)
     out, delta = with_plain_rows(out), torch.empty_like(lse)
     rows, heads, head_dim = out.shape[-3:]
@@ -375,18 +375,18 @@ def prepare_backward(
 def launch_dq(
     saved: Saved, problem: Problem, *, scores_dtype: torch.dtype | None, far_sums: bool, slope_sums: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradient of q, and what the same kernel can tell of the biases on its way.
+    """Compute the gradient of q, and optionally gradients of biases that the same kernel can accumulate.
 
     Args:
         saved: from `prepare_backward`.
-        problem: of the call.
-        scores_dtype: return the gradient of every score too, in this dtype; dense calls only.
-        far_sums: return the sums over the far distances too.
-        slope_sums: return the gradient of `alibi_slopes` too.
+        problem: parameters of the call.
+        scores_dtype: also return the score gradients, in this dtype; dense calls only.
+        far_sums: also return the sums of score gradients over far distances.
+        slope_sums: also return the gradient of `alibi_slopes`.
 
     Returns:
-        dq like q; the scores' gradient (batch, heads, queries, keys); per query the sums of it over distances at most
-        -reach and at least reach, (2, *shape of lse); the gradient of the slopes (heads,), in fp32 or fp64.
+        dq like q; the score gradients (batch, heads, queries, keys); their sums per query over distances <= -reach, and
+        >= reach, (2, *shape of lse); the gradient of the slopes (heads,), in fp32 or fp64. None where not requested.
     """
     q = saved.q
     zeros = q.new_zeros if problem.packed else q.new_empty
@@ -427,7 +427,7 @@ def launch_dq(
 
 
 def launch_dkdv(saved: Saved, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Gradients of k and v, like k and v."""
+    """Compute the gradients of k and v, like k and v."""
     q, k, v = saved.q, saved.k, saved.v
     zeros = k.new_zeros if problem.packed else k.new_empty
     k_gradient, v_gradient = zeros(k.shape), zeros(v.shape)

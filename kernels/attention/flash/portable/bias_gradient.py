@@ -1,9 +1,9 @@
-"""Gradients of the biases: kernels that compute scores again for what the dq kernel cannot add up without atomics.
+"""Bias gradients: kernels that recompute scores for sums that the dq kernel cannot accumulate without atomics.
 
-A dense bias that is broadcast over batch or heads: one program owns a tile of the bias and adds the scores' gradients
-of everything it was broadcast to, in order. A bias by distance: one program owns one diagonal of tiles of a head. All
-these tiles have the same pattern of distances, so their gradients are added as they are, and only the sum is turned
-into sums along diagonals, once. Memory is O(queries + keys).
+Dense bias broadcast over batch or heads: each program owns a tile of the bias and sums the score gradients over the
+dimensions it was broadcast to, in order. Distance bias: each program owns one diagonal of tiles of a head. All tiles of
+a diagonal have the same pattern of distances, so their gradients are summed elementwise, and only the result is reduced
+along its diagonals, once. Memory is O(queries + keys).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .tile import (
     score_gradients,
 )
 
-# of the diagonal kernel, together: enough for the largest GPU, and a number that depends on no device
+# target number of programs of the diagonal kernel: enough for the largest GPU; independent of the device, so that
+# results are too
 PROGRAMS_WANTED = 1024
 
 
@@ -47,7 +48,7 @@ def tile_gradient(
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the biased scores of the tile at (first_query, first_key), which may begin before key 0."""
+    """Return the gradient of the biased scores of the tile at (first_query, first_key); first_key may be negative."""
     offset = keys - queries
     query = first_query + tl.arange(0, BLOCK_M)
     key = first_key + tl.arange(0, BLOCK_N)
@@ -55,20 +56,20 @@ def tile_gradient(
     first_seen = 0
     if HAS_LEFT:
         first_seen = tl.maximum(offset - left, 0)
-    bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
+    bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
     alibi_slope, seed, counter = 0.0, 0, 0
     if HAS_BIAS:
-        bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+        bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
     if HAS_PADDING:
-        padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+        padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
     if HAS_DISTANCE:
-        distance_here = distance_pointer + head * (2 * reach + 1)
+        distance_base = distance_pointer + head * (2 * reach + 1)
     if HAS_SLOPE:
         alibi_slope = tl.load(slopes_pointer + head) * LOG2E
     if HAS_DROPOUT:
         seed = tl.load(rng_pointer)
         counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
-    part = keys_taking_part(padding_here, key, keys, first_seen, True, HAS_PADDING)
+    key_mask = keys_taking_part(padding_base, key, keys, first_seen, True, HAS_PADDING)
     group = head // heads_per_group
     q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
     do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
@@ -76,16 +77,16 @@ def tile_gradient(
     v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
     row = per_row_start(sequence, head, start_q, heads, rows, PACKED) + query
     q = load_rows(q_rows, first_query, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    k = load_rows(k_rows, first_key, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    k = load_rows(k_rows, first_key, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
     zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
     exponent, slope = exponents(
         dot(q, tl.trans(k), zeros, PRECISION),
-        query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right, scale, softcap, 0.0,
-        alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+        query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right, scale, softcap, 0.0,
+        alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
         True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
     )  # fmt: skip
     out_gradient = load_rows(do_rows, first_query, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    v = load_rows(v_rows, first_key, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    v = load_rows(v_rows, first_key, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
     lse = load_lse(lse_pointer, row, inside)
     delta = tl.load(delta_pointer + row, mask=inside, other=0.0)
     _, gradient, _ = score_gradients(
@@ -110,33 +111,33 @@ def bias_gradient_kernel(
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradient of one tile of a dense bias, summed over the batch and heads it was broadcast to.
+    """Each program computes the gradient of one tile of a dense bias, summed over broadcast batch and heads.
 
-    partial: (bias batch, bias heads, partial_rows, partial_columns); a row per tile of queries instead of per query
-    where the bias is broadcast over queries (SUM_QUERIES), likewise columns.
+    partial: (bias batch, bias heads, partial_rows, partial_columns); if the bias is broadcast over queries
+    (SUM_QUERIES), a row is the sum over a tile of queries; likewise columns with SUM_KEYS.
     """
     tiles_m = tl.cdiv(max_queries, BLOCK_M)
     tiles_n = tl.cdiv(max_keys, BLOCK_N)
     program = tl.program_id(0)
     tile_n = program % tiles_n
     tile_m = program // tiles_n % tiles_m
-    place = program // (tiles_n * tiles_m)  # within the batch and heads of the bias
+    bias_head = program // (tiles_n * tiles_m)  # index into the flattened batch and heads of the bias
     sequence_begin, sequence_end, head_begin, head_end = 0, batch, 0, heads
     if not HEADS_BROADCAST:
-        head_begin = place % heads
+        head_begin = bias_head % heads
         head_end = head_begin + 1
     if not BATCH_BROADCAST:
-        sequence_begin = place if HEADS_BROADCAST else place // heads
+        sequence_begin = bias_head if HEADS_BROADCAST else bias_head // heads
         sequence_end = sequence_begin + 1
     first_query, first_key = tile_m * BLOCK_M, tile_n * BLOCK_N
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
     offset = max_keys - max_queries
-    seen = True
+    visible = True
     if HAS_RIGHT:
-        seen = first_key <= tl.minimum(first_query + BLOCK_M, max_queries) - 1 + offset + right
+        visible = first_key <= tl.minimum(first_query + BLOCK_M, max_queries) - 1 + offset + right
     if HAS_LEFT:
-        seen = seen & (first_key + BLOCK_N - 1 >= first_query + offset - left)
-    if seen:
+        visible = visible & (first_key + BLOCK_N - 1 >= first_query + offset - left)
+    if visible:
         for sequence in range(sequence_begin, sequence_end):
             for head in range(head_begin, head_end):
                 accumulator += tile_gradient(
@@ -158,7 +159,7 @@ def bias_gradient_kernel(
     if SUM_KEYS:
         accumulator = tl.sum(accumulator, 1, keep_dims=True)
         column = tile_n + tl.arange(0, 1)
-    start = tl.cast(place, tl.int64) * partial_rows * partial_columns
+    start = tl.cast(bias_head, tl.int64) * partial_rows * partial_columns
     pointers = partial_pointer + start + row.to(tl.int64)[:, None] * partial_columns + column[None, :]
     tl.store(pointers, accumulator, mask=(row < partial_rows)[:, None] & (column < partial_columns)[None, :])
 
@@ -177,10 +178,10 @@ def distance_gradient_kernel(
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: sums by distance along one diagonal of tiles of a head, every `splits`-th tile of it.
+    """Each program sums score gradients by distance over every `splits`-th tile of one diagonal of tiles of a head.
 
-    Tiles are square. The tile of diagonal c at query m begins at the key whose distance from m is c * BLOCK_N, so its
-    entry (row, column) has the distance c * BLOCK_N + column - row. partial: (splits, heads, diagonals, 2, BLOCK_N):
+    Tiles are square. The tile of diagonal c at query m starts at the key with distance c * BLOCK_N from m, so its
+    element (row, column) has the distance c * BLOCK_N + column - row. partial: (splits, heads, diagonals, 2, BLOCK_N):
     the sums of the distances (c - 1) * BLOCK_N + n, and of c * BLOCK_N + n.
     """
     program = tl.program_id(0)
@@ -211,19 +212,19 @@ def distance_gradient_kernel(
                 HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE,
                 HAS_SLOPE, HAS_PADDING, HAS_DROPOUT, PACKED, ACCUMULATE, PRECISION,
             )  # fmt: skip
-    # row r moved r places to the left and around the corner: then each column holds two diagonals
+    # row r is rotated left by r columns; each column then contains two diagonals
     row = tl.arange(0, BLOCK_M)[:, None]
     column = tl.arange(0, BLOCK_N)[None, :]
-    moved = tl.gather(accumulator, (row + column) % BLOCK_N, 1)
-    upper = tl.sum(tl.where(row + column < BLOCK_N, moved, 0.0), 0)
-    lower = tl.sum(tl.where(row + column < BLOCK_N, 0.0, moved), 0)
+    skewed = tl.gather(accumulator, (row + column) % BLOCK_N, 1)
+    upper = tl.sum(tl.where(row + column < BLOCK_N, skewed, 0.0), 0)
+    lower = tl.sum(tl.where(row + column < BLOCK_N, 0.0, skewed), 0)
     pointers = partial_pointer + tl.cast(program, tl.int64) * 2 * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(pointers, lower)
     tl.store(pointers + BLOCK_N, upper)
 
 
 def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
-    """Gradient of a dense bias that is broadcast over some dimension, in fp32 or fp64, in the shape of the bias."""
+    """Compute the gradient of a dense bias that is broadcast over some dimension, fp32 or fp64, like the bias."""
     q, bias = saved.q, problem.bias
     assert bias is not None
     batch, heads = q.shape[0], q.shape[-2]
@@ -231,7 +232,7 @@ def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
     config = config_of("bias_gradient", q, problem)
     tiles_m, tiles_n = -(-queries // config.queries), -(-keys // config.keys)
-    # a dimension of size 1 that is 1 in the bias too may count as either
+    # for a dimension of size 1 in the call, broadcast or not makes no difference
     sum_queries, sum_keys = shape[2] == 1, shape[3] == 1
     partial_shape = (*shape[:2], tiles_m if sum_queries else queries, tiles_n if sum_keys else keys)
     partial = saved.lse.new_zeros(partial_shape)
@@ -258,13 +259,13 @@ def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
 
 
 def launch_distance_gradient(saved: Saved, problem: Problem, far: Tensor) -> Tensor:
-    """Gradient of `distance_bias`, (heads, 2 reach + 1), in fp32 or fp64; `far` is from `launch_dq`."""
+    """Compute the gradient of `distance_bias`, (heads, 2 reach + 1), fp32 or fp64; `far` is from `launch_dq`."""
     q, distance_bias = saved.q, problem.distance_bias
     assert distance_bias is not None
     heads, reach = distance_bias.shape[0], distance_bias.shape[1] // 2
     low, high = far.transpose(1, 2).flatten(2).sum(2) if far.ndim == 4 else far.sum(2)
     between = low.new_zeros(heads, 2 * reach - 1)
-    # distances that any pair of the call has, apart from the two ends
+    # range of the distances that occur in the call, without the two clipped ends
     nearest = max(1 - reach, 1 - problem.max_keys, *([-problem.left] if problem.left >= 0 else []))
     farthest = min(reach - 1, problem.max_queries - 1, *([problem.right] if problem.right >= 0 else []))
     batch, rows = problem.batch(q), q.shape[-3]
@@ -289,10 +290,10 @@ def launch_distance_gradient(saved: Saved, problem: Problem, far: Tensor) -> Ten
                 diagonals=diagonals,
             )
         sums = partial.sum(0)
-        # each distance is in the upper sums of one diagonal of tiles and in the lower sums of the next
+        # each distance contributes to the upper sums of one diagonal of tiles and to the lower sums of the next
         lower, upper = F.pad(sums[:, :, 0], (0, 0, 0, 1)), F.pad(sums[:, :, 1], (0, 0, 1, 0))
-        line = (lower + upper).flatten(1)  # distances from (first_diagonal - 1) * block on
+        by_distance = (lower + upper).flatten(1)  # starts at the distance (first_diagonal - 1) * block
         begin = nearest - (first_diagonal - 1) * block
         count = farthest - nearest + 1
-        between[:, nearest + reach - 1 : nearest + reach - 1 + count] = line[:, begin : begin + count]
+        between[:, nearest + reach - 1 : nearest + reach - 1 + count] = by_distance[:, begin : begin + count]
     return torch.cat([low[:, None], between, high[:, None]], dim=1)

@@ -1,6 +1,6 @@
-"""Flash attention's forward kernel (Dao, arXiv 2307.08691): one program per tile of queries, softmax on the fly."""
+"""Flash attention forward kernel (Dao, arXiv 2307.08691): one program per tile of queries, online softmax."""
 
-# Triton unrolls static_range, and its constant conditions decide which names exist:
+# Triton unrolls static_range and resolves constexpr conditions at compile time, which pyright does not know:
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def forward_kernel(
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
     PACKED: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M rows of one head; packed, the tiles slot, slot + slots, ... of the list.
+    """Each program computes BLOCK_M rows of one head; packed, the tiles slot, slot + slots, ... of the tile list.
 
-    q, out: (batch, queries, heads, HEAD_DIM) or packed (rows, heads, HEAD_DIM); k, v with fewer heads. lse: (batch,
-    heads, queries) or (heads, rows), natural. distance: (heads, 2 reach + 1). slopes: (heads,). padding: (batch,
-    keys), 0 for padding. tiles (packed): int32 (1 + bound, 2): their number, then sequence and first row of each.
+    q, out: (batch, queries, heads, HEAD_DIM) or packed (rows, heads, HEAD_DIM); k, v: likewise with groups instead of
+    heads. lse: (batch, heads, queries) or packed (heads, rows), natural. distance: (heads, 2 reach + 1). slopes:
+    (heads,). padding: (batch, keys), 0 for padding. tiles: see `tile_list`.
     """
     program = tl.program_id(0)
     if PACKED:
@@ -86,15 +86,15 @@ def forward_kernel(
         first_seen = 0
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
-        bias_here, padding_here, distance_here = bias_pointer, padding_pointer, distance_pointer
+        bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
         far_low, far_high, alibi_slope = 0.0, 0.0, 0.0
         if HAS_BIAS:
-            bias_here = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+            bias_base = row_start(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
         if HAS_PADDING:
-            padding_here = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
+            padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
         if HAS_DISTANCE:
-            distance_here = distance_pointer + head * (2 * reach + 1)
-            far_low, far_high = tl.load(distance_here), tl.load(distance_here + 2 * reach)
+            distance_base = distance_pointer + head * (2 * reach + 1)
+            far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
         if HAS_SLOPE:
             alibi_slope = tl.load(slopes_pointer + head) * LOG2E
         if HAS_DROPOUT:
@@ -113,31 +113,31 @@ def forward_kernel(
         ):
             plain_start, plain_end, edge_end = section_tiles(section, bounds)
             far = tl.where(section == 1, far_low, far_high)
-            # looked-up biases are not worth the shared memory of a pipeline: edge tiles are few
+            # no pipelining of edge tiles with a bias lookup: they are too few to be worth the shared memory
             for EDGE in tl.static_range(2):
                 begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
                 for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
                     key = start + tl.arange(0, BLOCK_N)
-                    part = keys_taking_part(padding_here, key, keys, first_seen, EDGE, HAS_PADDING)
-                    k = load_rows(k_rows, start, stride_ks, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
-                    v = load_rows(v_rows, start, stride_vs, part, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    key_mask = keys_taking_part(padding_base, key, keys, first_seen, EDGE, HAS_PADDING)
+                    k = load_rows(k_rows, start, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
+                    v = load_rows(v_rows, start, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
                     product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
                     exponent, _ = exponents(
-                        product, query[:, None], key[None, :], part[None, :], queries, keys, offset, left, right,
-                        scale, softcap, far, alibi_slope, bias_here, stride_bias_q, stride_bias_k, distance_here, reach,
+                        product, query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right,
+                        scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
                         EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                     )  # fmt: skip
-                    higher = tl.maximum(maximum, tl.max(exponent, 1))
-                    # a row that has seen no key yet holds -inf, and -inf - -inf would be NaN
-                    shift = tl.where(higher == float("-inf"), 0.0, higher)
+                    new_maximum = tl.maximum(maximum, tl.max(exponent, 1))
+                    # -inf until the first visible key, and -inf - -inf would be NaN
+                    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
                     weight = tl.exp2(exponent - shift[:, None])
-                    shrink = tl.exp2(maximum - shift)
-                    total = total * shrink + tl.sum(weight, 1)
+                    rescale = tl.exp2(maximum - shift)
+                    total = total * rescale + tl.sum(weight, 1)
                     if HAS_DROPOUT:
                         kept = dropout_kept(seed, counter, query[:, None], key[None, :], max_keys, threshold)
                         weight = tl.where(kept, weight, 0.0)
-                    accumulator = dot(rounded(weight, v.dtype), v, accumulator * shrink[:, None], PRECISION)
-                    maximum = higher
+                    accumulator = dot(rounded(weight, v.dtype), v, accumulator * rescale[:, None], PRECISION)
+                    maximum = new_maximum
 
         empty = total == 0.0
         accumulator = accumulator * (keep_scale / tl.where(empty, 1.0, total))[:, None]
@@ -149,7 +149,7 @@ def forward_kernel(
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output like `q`, contiguous, and its log-sum-exp per row, (batch, heads, queries) or packed (heads, rows)."""
+    """Compute the output, like `q`, and the log-sum-exp, (batch, heads, queries) or packed (heads, rows)."""
     q, k, v = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v)
     out, lse = empty_results(q, problem)
     batch, heads = problem.batch(q), q.shape[-2]
@@ -174,7 +174,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
 
 
 def empty_results(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Room for output and log-sum-exp. Packed rows of no sequence, which no program visits, hold 0 and -inf."""
+    """Allocate output and log-sum-exp; if packed, initialized to 0 and -inf for rows outside of all sequences."""
     shape = (q.shape[-2], q.shape[0]) if problem.packed else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = accumulator_dtype(q.dtype)
     if problem.packed:

@@ -1,9 +1,9 @@
-"""What the kernels of forward and backward share: which tiles to visit, and the scores of one tile.
+"""Device functions shared by forward and backward kernels: tile iteration, loads and stores, scores of one tile.
 
-Terms: a query i and a key j have the distance d = j - (i + offset) with offset = keys - queries, so that both sequences
-end at the same token. A query sees the keys with -left <= d <= right. In an "edge" tile the mask differs from place to
-place; in a "plain" tile every pair is visible and the distance bias is one number, so nothing is compared or looked up.
-Exponents are in base 2: a score times log2(e).
+Terms: query i and key j have the distance d = j - (i + offset) with offset = keys - queries, so that both sequences end
+at the same token. A query sees the keys with -left <= d <= right. An "edge" tile needs masking or a lookup per element;
+in a "plain" tile every pair is visible and the distance bias is constant, so neither is needed. Exponents are in base
+2: a score times log2(e).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LOG2E = _constant(1.4426950408889634)
 LN2 = _constant(0.6931471805599453)
 
 
-# ---------------------------------------------------------------- numbers
+# ---------------------------------------------------------------- arithmetic
 
 
 @jit
 def dot(a, b, accumulator, PRECISION: tl.constexpr):
-    """Returns accumulator + a @ b. The interpreter cannot multiply bf16, so there both are widened first."""
+    """Return accumulator + a @ b. The interpreter does not support bf16 products, so both are upcast there."""
     if INTERPRET:
         wide = tl.dot(a.to(accumulator.dtype), b.to(accumulator.dtype), out_dtype=accumulator.dtype)
         accumulator = accumulator + wide
@@ -36,12 +36,12 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr):
     return accumulator
 
 
-# ---------------------------------------------------------------- places
+# ---------------------------------------------------------------- indices and memory
 
 
 @jit
 def dense_place(program, rows, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """Sequence, head and first row of a program's tile; with LAST_FIRST the longest tiles of a causal call start."""
+    """Return sequence, head and first row of a program's tile; LAST_FIRST starts the longest causal tiles first."""
     tiles = tl.cdiv(rows, BLOCK)
     tile = program % tiles
     if LAST_FIRST:
@@ -51,7 +51,7 @@ def dense_place(program, rows, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.conste
 
 @jit
 def packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence):
-    """Start and length of a packed sequence's queries, and of its keys."""
+    """Return start and length of a packed sequence's queries, and of its keys."""
     start_q = tl.load(cu_seqlens_q + sequence)
     start_k = tl.load(cu_seqlens_k + sequence)
     return (
@@ -64,16 +64,16 @@ def packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence):
 
 @jit
 def row_start(pointer, sequence, head, start, stride_b, stride_s, stride_h):
-    """Pointer to the first row of a sequence and head; `start` is the sequence's first row when packed, else 0."""
+    """Return the pointer to the first row of a sequence and head; `start` is its first row if packed, else 0."""
     offset = tl.cast(sequence, tl.int64) * stride_b + tl.cast(start, tl.int64) * stride_s
     return pointer + offset + tl.cast(head, tl.int64) * stride_h
 
 
 @jit
 def per_row_start(sequence, head, start, heads, rows, PACKED: tl.constexpr):
-    """Where the numbers of a sequence's rows begin in (batch, heads, rows), or packed in (heads, rows)."""
-    before = tl.cast(head, tl.int64) if PACKED else tl.cast(sequence, tl.int64) * heads + head
-    return before * rows + start
+    """Return the offset of a sequence's first row in a tensor (batch, heads, rows), or packed (heads, rows)."""
+    leading = tl.cast(head, tl.int64) if PACKED else tl.cast(sequence, tl.int64) * heads + head
+    return leading * rows + start
 
 
 @jit
@@ -81,7 +81,7 @@ def load_rows(
     pointer, first, stride, kept, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` to `first + BLOCK` of (rows, HEAD_DIM); 0 in columns from HEAD_DIM on and where not `kept`."""
+    """Load rows `first` to `first + BLOCK` of (rows, HEAD_DIM); 0 in columns from HEAD_DIM on and where not `kept`."""
     column = tl.arange(0, BLOCK_D)[None, :]
     pointers = pointer + tl.cast(first, tl.int64) * stride + (tl.arange(0, BLOCK)[:, None] * stride + column)
     if MASKED:
@@ -98,13 +98,13 @@ def load_rows(
 
 @jit
 def store_rows(pointer, first, stride, kept, tile, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store what `load_rows` would load, rounded."""
+    """Store a tile, rounded, to the elements that `load_rows` loads."""
     column = tl.arange(0, BLOCK_D)[None, :]
     pointers = pointer + tl.cast(first, tl.int64) * stride + (tl.arange(0, BLOCK)[:, None] * stride + column)
     tl.store(pointers, rounded(tile, pointer.dtype.element_ty), mask=kept[:, None] & (column < HEAD_DIM))
 
 
-# ---------------------------------------------------------------- which tiles
+# ---------------------------------------------------------------- tile iteration
 
 
 @jit
@@ -112,11 +112,11 @@ def sections(
     first, last, length, low, high, reach, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
     HAS_DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Cuts the positions y < length that a block of positions first <= x <= last visits, where -low <= y - x <= high.
+    """Divide the positions y < length with -low <= y - x <= high, for first <= x <= last, into edge and plain tiles.
 
-    Returns six ascending bounds, all but the last multiples of BLOCK: edge tiles from the 1st to the 2nd (the window's
-    low side), plain tiles to the 3rd (y - x <= -reach), edge tiles to the 4th, plain tiles to the 5th (y - x >= reach),
-    edge tiles to the 6th. Without a distance bias the 2nd, 3rd and 4th are equal.
+    Returns six ascending bounds, all but the last multiples of BLOCK: edge tiles from the 1st to the 2nd (low side of
+    the window), plain tiles to the 3rd (y - x <= -reach), edge tiles to the 4th, plain tiles to the 5th
+    (y - x >= reach), edge tiles to the 6th. Without a distance bias the 2nd, 3rd and 4th are equal.
     """
     begin = 0
     plain_begin = 0
@@ -142,9 +142,10 @@ def sections(
 
 @jit
 def section_tiles(section, bounds):
-    """Where a section's plain tiles begin and end, and its edge tiles, which follow; 0 is the window's, 1 low, 2 high.
+    """Return begin and end of a section's plain tiles, and the end of its edge tiles, which follow.
 
-    The begin is chosen here, not carried from section to section: Triton 3.6 loses such a carried bound of a loop.
+    Sections: 0 low side of the window, 1 distances <= -reach, 2 distances >= reach. The begin is selected here instead
+    of carried from section to section, because Triton 3.6 miscompiles a loop bound carried that way.
     """
     begin, plain_begin, far_low_stop, far_high_begin, plain_stop, stop = bounds
     plain_start = tl.where(section == 0, begin, tl.where(section == 1, plain_begin, far_high_begin))
@@ -158,39 +159,39 @@ def section_tiles(section, bounds):
 
 @jit
 def keys_taking_part(padding_pointer, key, keys, first_seen, EDGE: tl.constexpr, HAS_PADDING: tl.constexpr):
-    """Whether a key exists, is seen by some query and is no padding; the other rows of K and V are read as 0."""
-    part = key >= 0
+    """Return True for keys that exist, are visible to some query and are not padding; other rows of K, V load as 0."""
+    key_mask = key >= 0
     if EDGE:
-        part = part & (key >= first_seen) & (key < keys)
+        key_mask = key_mask & (key >= first_seen) & (key < keys)
     if HAS_PADDING:
-        part = part & (tl.load(padding_pointer + key, mask=part, other=0) != 0)
-    return part
+        key_mask = key_mask & (tl.load(padding_pointer + key, mask=key_mask, other=0) != 0)
+    return key_mask
 
 
 @jit
 def pair_distances(query, key, offset, like):
-    """How far apart query and key are, |key - query - offset|, in the dtype of `like`; exact below 2^24 tokens.
+    """Return |key - query - offset| in the dtype of `like`; exact below 2^24 tokens.
 
-    The places are converted before they are broadcast: a conversion per row and column, not one per pair.
+    Positions are converted before broadcasting: one conversion per row and column instead of one per pair.
     """
     return tl.abs(key.to(like.dtype) - (query + offset).to(like.dtype))
 
 
 @jit
 def exponents(
-    product, query, key, part, queries, keys, offset, left, right, scale, softcap, far_bias, alibi_slope,
+    product, query, key, key_mask, queries, keys, offset, left, right, scale, softcap, far_bias, alibi_slope,
     bias_pointer, stride_bias_q, stride_bias_k, distance_pointer, reach,
     EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Exponents of a tile from its products q k, -inf where hidden, and the slope of the softcap.
+    """Return the exponents of a tile from its products q k^T, -inf where masked, and the derivative of the softcap.
 
-    `query`, `key` and `part` are shaped to broadcast to the tile, whichever of them its rows are. `alibi_slope` is that
-    of the head times log2(e).
+    `query`, `key` and `key_mask` are broadcastable to the tile, (queries, keys) or (keys, queries). `alibi_slope` is
+    the slope of the head times log2(e).
     """
     slope = 1.0
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which needs no library call and ends at -1 and 1
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1) needs no library call and saturates at -1 and 1 without overflow
         tanh = 1.0 - 2.0 / (tl.exp2(product * (scale / softcap * 2.0 * LOG2E)) + 1.0)
         exponent = tanh * (softcap * LOG2E)
         slope = 1.0 - tanh * tanh
@@ -210,7 +211,7 @@ def exponents(
     if HAS_SLOPE:
         exponent = exponent - alibi_slope * pair_distances(query, key, offset, exponent)
     if EDGE or HAS_PADDING:
-        visible = part
+        visible = key_mask
         if EDGE and HAS_LEFT:
             visible = visible & (distance >= -left)
         if EDGE and HAS_RIGHT:
@@ -221,13 +222,13 @@ def exponents(
 
 @jit
 def dropout_kept(seed, first_counter, query, key, max_keys, threshold):
-    """Which weights of a tile dropout keeps; `first_counter` is that of the sequence's and head's first weight."""
+    """Return the keep mask of a tile; `first_counter` is the counter of the first weight of the sequence and head."""
     return kept_by_dropout(seed, first_counter + query.to(tl.int64) * max_keys + key, threshold)
 
 
 @jit
 def first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys):
-    """Counter of a head's first weight, see `dropout.py`."""
+    """Return the dropout counter of a head's first weight, see `dropout.py`."""
     return (tl.cast(sequence, tl.int64) * heads + head) * max_queries * max_keys + tl.load(rng_pointer + 1)
 
 
@@ -236,9 +237,9 @@ def score_gradients(
     exponent, slope, value_product, lse, delta, seed, first_counter, query, key, max_keys, threshold, keep_scale,
     HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Weights after dropout, gradient of the biased scores, and of the scores before the softcap.
+    """Return the weights after dropout, the gradient of the biased scores, and that of the scores before the softcap.
 
-    `value_product` is dO v^T; `lse` (base 2) and `delta`, per query, broadcast to the tile.
+    `value_product` is dO v^T; `lse` (base 2) and `delta`, per query, are broadcastable to the tile.
     """
     weight = tl.exp2(exponent - lse)
     dropped = weight
@@ -255,6 +256,6 @@ def score_gradients(
 
 @jit
 def load_lse(pointer, row, inside):
-    """Log-sum-exp of the rows in base 2; +inf, which makes each weight 0, where there is no key or no row."""
+    """Load the log-sum-exp of rows in base 2; +inf, which makes all weights 0, for masked or missing rows."""
     lse = tl.load(pointer + row, mask=inside, other=float("-inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)

@@ -1,4 +1,4 @@
-"""Tile sizes, warps and stages of each kernel: tables per architecture, never tuned at run time."""
+"""Launch configurations of the flash attention kernels: tables per architecture, no autotuning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Kind = Literal["forward", "dq", "dkdv", "bias_gradient", "distance_gradient"]
 
 
 class TileConfig(NamedTuple):
-    """How a kernel is launched: queries and keys of a tile, warps of a program, stages of the loads' pipeline."""
+    """Queries and keys per tile, warps per program and software pipeline stages."""
 
     queries: int
     keys: int
@@ -20,13 +20,13 @@ class TileConfig(NamedTuple):
     stages: int
 
 
-# rows of a table: head width padded to a power of two -> config
+# head width, padded to a power of two -> config
 _Table = dict[int, TileConfig]
 
-# small tiles: several per axis even for the short sequences of a test
+# small tiles, so that even the short sequences of tests have several per axis
 _INTERPRETER = TileConfig(32, 32, 4, 1)
 
-# data centre GPUs, Ampere to Blackwell: 163 KB of shared memory a program or more
+# data center GPUs, Ampere to Blackwell: at least 163 KB of shared memory per program
 _LARGE: dict[Kind, _Table] = {
     "forward": {
         16: TileConfig(128, 64, 8, 3),
@@ -51,7 +51,7 @@ _LARGE: dict[Kind, _Table] = {
     },
 }
 
-# GPUs of 99 KB: sm_86, sm_89, sm_120
+# GPUs with 99 KB: sm_86, sm_89, sm_120
 _SMALL: dict[Kind, _Table] = {
     "forward": _LARGE["forward"] | {128: TileConfig(128, 32, 8, 2), 256: TileConfig(64, 32, 8, 1)},
     "dq": {
@@ -70,8 +70,8 @@ _SMALL: dict[Kind, _Table] = {
     },
 }
 
-# the two kernels that compute the gradient of a bias hold four tiles of rows and loop over heads or along a diagonal;
-# the one of `distance_bias` needs square tiles
+# the two kernels of bias gradients hold four tiles of rows and loop over heads or along a diagonal; the one of
+# `distance_bias` requires square tiles
 _GRADIENTS: _Table = {
     16: TileConfig(64, 64, 4, 1),
     32: TileConfig(64, 64, 4, 1),
@@ -84,14 +84,14 @@ _GRADIENTS: _Table = {
 def tile_config(
     kind: Kind, head_dim: int, dtype: torch.dtype, capability: int | None, *, dense_bias: bool = False
 ) -> TileConfig:
-    """Config of a kernel.
+    """Return the launch configuration of a kernel.
 
     Args:
         kind: the kernel.
         head_dim: width of a head, 16 to 256.
-        dtype: of the tensors; fp32 tiles take twice the shared memory of 16-bit ones, so they are halved.
-        capability: of the GPU, 90 for sm_90; None in the interpreter. An unknown one takes the nearest table.
-        dense_bias: a tile of a bias is loaded with each tile of scores; a stage less makes room for it.
+        dtype: of the tensors; fp32 tiles need twice the shared memory of 16-bit ones, so they are halved.
+        capability: of the GPU, 90 for sm_90; None in the interpreter. An unknown one uses the nearest table.
+        dense_bias: a bias tile is loaded with each tile of scores, for which one pipeline stage is dropped.
     """
     if capability is None:
         return _INTERPRETER
@@ -110,12 +110,12 @@ def tile_config(
 
 
 def _has_large_memory(capability: int) -> bool:
-    """Whether a program may have 163 KB of shared memory or more: sm_80, 87, and 90 to 110."""
+    """Return True for at least 163 KB of shared memory per program: sm_80, 87, and 90 to 110."""
     return capability in (80, 87) or 90 <= capability < 120
 
 
 def device_capability(device: torch.device) -> int | None:
-    """Compute capability of a device, 90 for sm_90; None in the interpreter."""
+    """Return the compute capability of a device, 90 for sm_90; None in interpreter mode."""
     if INTERPRETED:
         return None
     major, minor = torch.cuda.get_device_capability(device)

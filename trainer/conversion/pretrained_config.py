@@ -1,4 +1,4 @@
-"""What `stoker finetune` takes from the model it begins with: its keys and its tokenizer, unless they are given."""
+"""Keys and tokenizer of a pretrained model, for `stoker finetune`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from ...models.config.gpt import GPTKeys
 from ...models.config.memory import MemoryKeys
 from ...models.config.model_keys import Family
 from ...models.config.t5 import T5Keys
-from . import dotted_paths
+from ..config import dotted_paths
+from ..config.load import config_from_document
 
 if TYPE_CHECKING:
-    from ..conversion.pretrained import BaseWeights
+    from .pretrained import BaseWeights
 
 KEY, ADAPTER_KEY = "model.restore_from_path", "model.peft.restore_from_path"
-_KEYS: Mapping[Family, frozenset[str]] = {
+_FAMILY_KEYS: Mapping[Family, frozenset[str]] = {
     "gpt": frozenset(GPTKeys.model_fields),
     "t5": frozenset(T5Keys.model_fields),
     "bert": frozenset(BertKeys.model_fields),
 }
-_OF_THE_RUN = {
+_RUN_KEYS = {
     *MemoryKeys.model_fields,
     *("use_flash_attention", "attention_backend", "transformer_engine", "masked_softmax_fusion"),
     *("compile", "seed", "label_smoothing", "moe_layer_recompute", "moe_grouped_gemm", "moe_per_layer_logging"),
 }
-"""Keys of a model that say how a run computes, and nothing about the model."""
+"""Keys of a model that concern execution only; they are not taken from the pretrained model."""
 SHAPES = frozenset(
     {
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups"),
@@ -39,7 +40,7 @@ SHAPES = frozenset(
         *("share_token_embeddings", "share_decoder_tokens_head_embeddings", "tokens_head_bias"),
     }
 )
-"""Keys that its weights were trained with, which no run can change."""
+"""Keys that determine the shape of the weights, which fine-tuning must not change."""
 SCHEME_KEY, PRESETS = "model.peft.peft_scheme", ("lora", "adapter", "ia3", "ptuning")
 ADAPTER_SHAPES = frozenset(
     f"model.peft.{name}"
@@ -55,18 +56,18 @@ ADAPTER_SHAPES = frozenset(
         *("p_tuning.virtual_tokens", "p_tuning.bottleneck_dim", "p_tuning.embedding_dim"),
     )
 )
-"""Likewise of an adapter that a run goes on with."""
+"""The same for a restored adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """The model that a run begins with.
+    """Configuration of the pretrained model.
 
     Attributes:
-        family: of the model.
-        keys: dotted paths below the root to values: of the model alone.
-        tokenizer: `model.tokenizer` likewise; empty where it has none.
-        origin: where they stand, for messages.
+        family: model family.
+        keys: values of the model's keys by dotted path.
+        tokenizer: values of `model.tokenizer.*` by dotted path; empty if there is no tokenizer.
+        origin: the file they were read from, for messages.
     """
 
     family: Family
@@ -76,13 +77,13 @@ class StartingPoint:
 
 
 def starting_point(path: Path) -> StartingPoint:
-    """The keys of the model in a checkpoint of stoker's, or in a folder of Hugging Face's.
+    """Read the model keys of a stoker checkpoint or a Hugging Face folder.
 
     Raises:
-        UserError: there is none, with every reason.
+        UserError: there is no supported model at `path`; lists all reasons.
     """
-    from ..conversion.from_hf import open_source
-    from ..conversion.pretrained import checked, find_base, has_tokenizer
+    from .from_hf import open_source
+    from .pretrained import checked, find_base, has_tokenizer
 
     base = find_base(path, verify=False)
     if base.checkpoint is None:
@@ -90,67 +91,68 @@ def starting_point(path: Path) -> StartingPoint:
             incoming = checked(source)
             family: Family = incoming.architecture.family
             keys = {
-                f"model.{name}": value for name, value in dotted_paths.leaves(incoming.keys) if name in _kept(family)
+                f"model.{name}": value
+                for name, value in dotted_paths.leaves(incoming.keys)
+                if name in _model_keys(family)
             }
-            keys |= _of_stacks(incoming.keys)
+            keys |= _nested_keys(incoming.keys)
             tokenizer = incoming.tokenizer_folder.keys_in(path.absolute())
             found = {f"model.tokenizer.{name}": value for name, value in tokenizer.items()}
             if not has_tokenizer(source):
                 found = {}
             return StartingPoint(family, keys, found, str(path / "config.json"))
-    return _of_checkpoint(base)
+    return _from_checkpoint(base)
 
 
 def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
-    """The keys of `model.peft` that an adapter was trained with, as dotted paths below the root.
+    """Read the `model.peft` keys an adapter was trained with, by dotted path.
 
     Args:
-        adapter: of stoker's, or a folder in the format of Hugging Face's peft.
-        base: the model that a run begins with.
+        adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
+        base: the pretrained model.
 
     Raises:
         UserError: there is no adapter, or it belongs to another model.
     """
-    from ..conversion.convert_adapters import keys_of_adapter
-    from ..conversion.pretrained import find_base
+    from .convert_adapters import keys_of_adapter
+    from .pretrained import find_base
 
     found = keys_of_adapter(adapter, find_base(base, verify=False))
     return {f"model.peft.{name}": value for name, value in found.items()}
 
 
-def _of_checkpoint(base: BaseWeights) -> StartingPoint:
-    from ..conversion.size_check import check_claimed_size
-    from .run_config import RunConfig
+def _from_checkpoint(base: BaseWeights) -> StartingPoint:
+    from .size_check import check_claimed_size
 
     assert base.checkpoint is not None
     origin = str(base.path / "config.json")
-    root = RunConfig.from_document(base.checkpoint.config_document, trusted=False, origin=origin).root
+    root = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin).root
     check_claimed_size(base.checkpoint, root, root.model.override_vocab_size or 1)
     document = root.model.model_dump(mode="json")
     family = root.model.family
     if document.get("max_position_embeddings", 0) is None:
         length = document["seq_length" if family == "t5" else "encoder_seq_length"]
-        document["max_position_embeddings"] = length if _has_table(document) else None
-    keys = {f"model.{name}": value for name, value in document.items() if name in _kept(family)}
-    keys |= _of_stacks(document)
+        document["max_position_embeddings"] = length if _has_position_table(document) else None
+    keys = {f"model.{name}": value for name, value in document.items() if name in _model_keys(family)}
+    keys |= _nested_keys(document)
     tokenizer = {f"model.tokenizer.{name}": value for name, value in dotted_paths.leaves(document["tokenizer"])}
     return StartingPoint(family, keys, tokenizer, origin)
 
 
-def _kept(family: Family) -> frozenset[str]:
-    return _KEYS[family] - _OF_THE_RUN - {"encoder", "decoder", "bert"}
+def _model_keys(family: Family) -> frozenset[str]:
+    return _FAMILY_KEYS[family] - _RUN_KEYS - {"encoder", "decoder", "bert"}
 
 
-def _of_stacks(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of blocks below the model: of T5's stacks, and BERT's own."""
+def _nested_keys(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of blocks below `model` by dotted path: T5's stacks and `bert`."""
     return {
         f"model.{block}.{name}": value
         for block in ("encoder", "decoder", "bert")
         for name, value in dotted_paths.leaves(model.get(block) or {})
-        if name not in _OF_THE_RUN
+        if name not in _RUN_KEYS
     }
 
 
-def _has_table(model: Mapping[str, Any]) -> bool:
+def _has_position_table(model: Mapping[str, Any]) -> bool:
     stacks = [model, *(model.get(stack) or {} for stack in ("encoder", "decoder"))]
     return any(str(stack.get("position_embedding_type")).startswith("learned_") for stack in stacks)

@@ -1,0 +1,365 @@
+"""A configuration between composition and validation: raw values, their origins, and the problems found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...models.config.key_block import Finding
+from ...models.config.model_keys import Family
+from ..utils.redaction import shown_value, without_secrets
+from . import dotted_paths, expand_t5, infer_family, validate
+from .dotted_paths import MISSING, Tree
+from .interpolation import InterpolationError, Resolver, holds_interpolation
+from .nemo import nemo_spellings
+from .nemo.key_row import State
+from .nemo.key_states import KeyStates, Verdict
+from .nemo.key_table import row_of
+from .override_typos import corrected
+from .problems import ConfigError, KeyAccount, Problem
+from .rules import all_rules
+from .rules.process_rules import PARALLEL_SIZES
+from .rules.rule_context import Facts
+from .run_config import DEFAULT, Origin, RunConfig
+from .schema.key_index import defaults_tree, key_of_any_family, schema_blocks, schema_keys, show_value
+from .schema.root import RootBlock, family_of
+
+if TYPE_CHECKING:
+    from .overrides import Edit
+
+_NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
+_SCHED = "model.optim.sched"
+_STEPS_OR_RATIO = {
+    f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
+    for part in ("warmup", "constant", "hold")
+    for one, other in (("steps", "ratio"), ("ratio", "steps"))
+}
+"""Key and its alternative form: `X_steps` and `X_ratio` set the same value."""
+
+
+class Draft:
+    """Configuration under construction: raw values, origins, and the problems found so far.
+
+    Args:
+        tree: values as written.
+        origins: origin by path.
+        environ: the caller's environment variables.
+        literal: do not resolve interpolations (untrusted documents).
+
+    Attributes:
+        packaged: paths set by packaged files.
+    """
+
+    def __init__(
+        self, tree: Tree, origins: dict[str, Origin], environ: Mapping[str, str], literal: bool = False
+    ) -> None:
+        self.tree = tree
+        self.origins = origins
+        self.variables = environ
+        self.literal = literal
+        self.problems: list[Problem] = []
+        self.findings: list[Finding] = []
+        self.packaged: frozenset[str] = frozenset()
+        self._moved: dict[str, str] = {}
+        self._raw: Tree = {}
+        self._resolved: Tree = {}
+        self._from_environment: set[str] = set()
+        self._family: Family = "gpt"
+        self._family_hint = infer_family.told_family(tree)  # before overrides reset the keys it is inferred from
+
+    def apply(self, edit: Edit) -> None:
+        """Apply one value override. An unknown key stays in the tree, to be reported with all others."""
+        origin = Origin("override", edit.typed)
+        if edit.is_reset:
+            if edit.names_value and _is_known(edit.path) and not self._matches_reset_value(edit):
+                return
+            for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
+                del self.origins[path]
+            if not dotted_paths.remove(self.tree, edit.path) and not _is_known(edit.path):
+                dotted_paths.put(self.tree, edit.path, None)
+                self.origins[edit.path] = origin
+            return
+        value = edit.value
+        if isinstance(value, dict) and value and not _is_open(edit.path):
+            value = _text_keys(value)
+            for path, leaf in dotted_paths.leaves(value, edit.path):
+                dotted_paths.put(self.tree, path, leaf)
+                self.origins[path] = origin
+            return
+        for path in [known for known in self.origins if known.startswith(edit.path + ".")]:
+            del self.origins[path]
+        dotted_paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
+        self.origins[edit.path] = origin
+        if edit.value is not None and self.origins.get(_STEPS_OR_RATIO.get(edit.path, ""), DEFAULT).kind == "file":
+            self._replace_other_form(edit.path)
+
+    def _matches_reset_value(self, edit: Edit) -> bool:
+        """Return True if the value matches that of `~key=VALUE`; otherwise report a problem."""
+        key = key_of_any_family(edit.path)
+        current = dotted_paths.get(self.tree, edit.path, key.default if key else None)
+        if current == edit.value and isinstance(current, bool) == isinstance(edit.value, bool):
+            return True
+        expected = show_value(edit.value)
+        origin = self.origin_text(edit.path)
+        rule = f"is reset only if it is {shown_value(edit.path, expected)}; its value is from {origin}"
+        fix = f"~{edit.path}, or {corrected(edit.path, expected)}"
+        typed = f"{without_secrets(edit.typed)} (command line)"
+        self.problems.append(Problem(edit.path, show_value(current), typed, rule, fix))
+        return False
+
+    def prefer_users_form(self) -> None:
+        """Let `X_steps` of a user's file replace `X_ratio` of a packaged one, and vice versa."""
+        for path, other in _STEPS_OR_RATIO.items():
+            if path not in self.packaged and other in self.packaged and dotted_paths.get(self.tree, path) is not None:
+                self._replace_other_form(path)
+
+    def _replace_other_form(self, path: str) -> None:
+        other = _STEPS_OR_RATIO[path]
+        value = dotted_paths.get(self.tree, other)
+        if value is None:
+            return
+        rule = f"it replaces `{other}={show_value(value)}` of {self.origins.get(other, DEFAULT)}"
+        self.findings.append(Finding("info", (path,), rule))
+        dotted_paths.remove(self.tree, other)
+        del self.origins[other]
+
+    def finish(self, files: tuple[Path, ...]) -> RunConfig:
+        """Resolve and validate after all overrides are applied.
+
+        Raises:
+            ConfigError: the configuration is not valid.
+        """
+        self._infer_family()
+        self._resolve()
+        self._family = family_of(self._resolved.get("model"))
+        for finding in expand_t5.spread_over_stacks(self._resolved, self.kind_of, self._moved):
+            self._add_finding(finding)
+        for finding in nemo_spellings.respelled(self._resolved, self._moved):
+            self._add_finding(finding)
+        states = KeyStates(self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override")
+        acting: Tree = {}
+        account: list[KeyAccount] = []
+        historical: list[str] = []
+        for verdict in states.verdicts():
+            if verdict.state is State.ACTS:
+                dotted_paths.put(acting, verdict.path, verdict.value)
+                continue
+            account.append(self._key_account(verdict))
+            if verdict.state is State.HISTORICAL:
+                historical.append(verdict.path)
+        self.problems.extend(states.problems())
+        self.findings.extend(states.findings())
+        self._report_missing(acting)
+        given = frozenset(path for path, _ in dotted_paths.leaves(acting))
+        root, wrong_types, wrong = validate.typed(acting, self.origin_text)
+        self.problems.extend(wrong_types)
+        wrong |= {problem.key for problem in self.problems}
+        facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment))
+        # With an invalid parallel size the data-parallel size is unknown.
+        unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZES else set())
+        for finding in all_rules.run_rules(facts):
+            if not unknown.intersection(finding.keys):
+                self._add_finding(finding)
+        inactive = {row.path for row in account}
+        effective = [row for row in self._effective_accounts(root, wrong) if row.path not in inactive]
+        findings = tuple(replace(finding, origin=self._finding_origin(finding)) for finding in self.findings)
+        if self.problems:
+            raise ConfigError(_without_duplicates(self.problems), [*effective, *account], findings)
+        document = self._document(root)
+        origins = {key: self.origins.get(key, DEFAULT) for key in _leaf_paths(document)} | self.origins
+        return RunConfig(
+            root=root,
+            origins=origins,
+            document=document,
+            findings=findings,
+            historical=tuple(historical),
+            account=(*effective, *account),
+            files=files,
+        )
+
+    def origin_text(self, path: str) -> str:
+        """Return the origin of the value at `path` as text."""
+        origin = self._origin_at(path)
+        return f"{without_secrets(origin.text)} (command line)" if origin.kind == "override" else origin.text
+
+    def _origin_at(self, path: str) -> Origin:
+        old = self._moved.get(path)
+        if old is None and path in self._moved.values() and dotted_paths.get(self._resolved, path, MISSING) == MISSING:
+            return DEFAULT  # the value given here was moved to another key
+        path = old or path
+        while path:
+            if path in self.origins:
+                return self.origins[path]
+            path = dotted_paths.parent_of(path)
+        return DEFAULT
+
+    def kind_of(self, path: str) -> str:
+        """Return the kind of origin: `file`, `override`, `document` or `default`."""
+        return self.origins.get(path, DEFAULT).kind
+
+    def _infer_family(self) -> None:
+        """Infer `model.family` of a NeMo file from its keys, and reject files of unsupported models."""
+        other = infer_family.other_model(self.tree)
+        if other is not None:  # further problems would be misleading
+            path, model_name = other
+            rule = f"a configuration of NeMo's {model_name}; stoker supports GPT, T5 and BERT"
+            value = show_value(dotted_paths.get(self.tree, path))
+            raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
+        path = "model.family"
+        inferred = infer_family.told_family(self.tree) or self._family_hint
+        if inferred is not None and dotted_paths.get(self.tree, path) is None:
+            family, reason = inferred
+            dotted_paths.put(self.tree, path, family)
+            self.origins[path] = Origin("default", reason)
+            self.findings.append(Finding("info", (path,), f"`{family}`, since {reason}", f"{path}={family}"))
+        self._family = family_of(self.tree.get("model"))
+
+    def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
+        """Return the paths set by an override, a document or a user's file."""
+        return frozenset(
+            path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT).kind != "file"
+        )
+
+    def _resolve(self) -> None:
+        """Fill `_resolved`; an unresolvable interpolation is a problem if its key could have an effect."""
+        whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
+        resolver = Resolver(whole, self.variables, nemo_default, takes_only_text)
+        for path, raw in list(dotted_paths.leaves(self.tree)):
+            if self.literal or not holds_interpolation(raw):
+                dotted_paths.put(self._resolved, path, raw)
+                continue
+            try:
+                found = resolver.value(path)
+            except InterpolationError as error:
+                row = row_of(path, self._family)
+                acts = path in schema_keys(self._family)
+                if row is not None and not acts and (row.state is State.HISTORICAL or row.switch):
+                    dotted_paths.put(self._resolved, path, raw)
+                else:
+                    self.problems.append(
+                        Problem(
+                            path,
+                            show_value(raw),
+                            self.origin_text(path),
+                            f"it {error}",
+                            self._reference_suggestion(error),
+                        )
+                    )
+                continue
+            dotted_paths.put(self._resolved, path, found.value)
+            if found.from_environment or holds_interpolation(found.value):
+                self._from_environment.add(path)
+                dotted_paths.put(self._raw, path, raw)
+
+    def _reference_suggestion(self, error: InterpolationError) -> str:
+        from .interpolation import AbsentError
+        from .nemo.key_states import suggestions
+
+        if not isinstance(error, AbsentError):
+            return ""
+        blocks = schema_blocks(self._family)
+        near = [path for path in suggestions(error.target, self._family) if path not in blocks]
+        return f"did you mean ${{{near[0]}}}?" if near else ""
+
+    def _report_missing(self, acting: Tree) -> None:
+        for path, value in list(dotted_paths.leaves(acting)):
+            if value == MISSING:
+                dotted_paths.remove(acting, path)
+                self.problems.append(
+                    Problem(
+                        path, MISSING, self.origin_text(path), "must be given before a run can start", f"{path}=VALUE"
+                    )
+                )
+
+    def _add_finding(self, finding: Finding) -> None:
+        """Record a finding; an error becomes a problem with values and origins."""
+        for key in finding.keys:
+            if key in self._moved and finding.fix == f"~{key}":
+                finding = replace(finding, fix=f"~{self._moved[key]}")
+        if finding.level != "error":
+            self.findings.append(finding)
+            return
+        first, *others = finding.keys
+        also = tuple(f"{key} = {self._shown(key)} ({self.origin_text(key)})" for key in others)
+        self.problems.append(
+            Problem(first, self._shown(first), self.origin_text(first), finding.message, finding.fix, also)
+        )
+
+    def _finding_origin(self, finding: Finding) -> str:
+        """Return the origin of the first key of a finding; empty for a default."""
+        first = next(iter(finding.keys), "")
+        return "" if self._origin_at(first).kind == "default" else self.origin_text(first)
+
+    def _shown(self, path: str) -> str:
+        value = dotted_paths.get(self._raw, path)
+        if value is None:
+            key = schema_keys(self._family).get(path)
+            value = dotted_paths.get(self._resolved, path, key.default if key else None)
+        return shown_value(path, show_value(value))
+
+    def _key_account(self, verdict: Verdict) -> KeyAccount:
+        raw = dotted_paths.get(self._raw, verdict.path, verdict.value)
+        return KeyAccount(verdict.path, show_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
+
+    def _effective_accounts(self, root: RootBlock, wrong: set[str]) -> list[KeyAccount]:
+        rows = []
+        for path, value in dotted_paths.leaves(self._document(root)):
+            shown = self._shown(path) if path in wrong else show_value(value)
+            rows.append(KeyAccount(path, shown, State.ACTS, self.origin_text(path), "error" if path in wrong else ""))
+        return rows
+
+    def _document(self, root: RootBlock) -> Tree:
+        """Return the effective keys as saved; values from the environment stay unresolved."""
+        document = root.model_dump(mode="json")
+        for path in self._from_environment:
+            if path in schema_keys(self._family) or _is_open(dotted_paths.parent_of(path)):
+                dotted_paths.put(document, path, dotted_paths.get(self._raw, path))
+        return document
+
+
+def _leaf_paths(document: Tree) -> list[str]:
+    return [path for path, _ in dotted_paths.leaves(document)]
+
+
+def nemo_default(path: str) -> Any:
+    """Return NeMo's default of a key, for references to keys that no file sets.
+
+    Raises:
+        KeyError: the key is not in the key table.
+    """
+    row = row_of(path)
+    if row is None or row.pattern != path:
+        raise KeyError(path)
+    return row.default
+
+
+def takes_only_text(path: str) -> bool:
+    """Return True if a key takes text only, or is unknown."""
+    key = key_of_any_family(path)
+    return key is None or key.is_text
+
+
+def _is_at_or_below(path: str, above: str) -> bool:
+    return path == above or path.startswith(above + ".")
+
+
+def _is_known(path: str) -> bool:
+    from .nemo.key_states import is_known
+
+    return is_known(path)
+
+
+def _is_open(path: str) -> bool:
+    key = key_of_any_family(path)
+    return key is not None and key.is_open
+
+
+def _text_keys(block: Mapping[Any, Any]) -> Tree:
+    """Return a block of an override with text keys; Hydra may parse names as numbers."""
+    return {str(name): _text_keys(value) if isinstance(value, dict) else value for name, value in block.items()}
+
+
+def _without_duplicates(problems: Sequence[Problem]) -> list[Problem]:
+    return list(dict.fromkeys(problems))
