@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from config_helpers import last_of_each
 from hf_folders import letter_tokenizer, random_model, save
-from tiers import looped
+from tiers import full_only, looped
 
 from stoker.trainer.cli.main import VERBS, main
 
@@ -42,6 +42,7 @@ def commands(kind: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+@full_only
 @pytest.mark.usefixtures("without_pictures", "little_pystd")
 def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

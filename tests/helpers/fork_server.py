@@ -87,6 +87,14 @@ def _call(module: str, function: str, arguments: list[Any], answer: int) -> None
     os._exit(code)
 
 
+def imported(modules: list[str]) -> tuple[list[str], bool]:
+    """Return those of the modules that a process for training has imported, and whether Lightning finds matplotlib."""
+    found = sorted(set(modules) & set(sys.modules))
+    from lightning_utilities.core.imports import RequirementCache
+
+    return found, bool(RequirementCache("matplotlib"))
+
+
 def main() -> None:
     """Read calls, one per line, and answer each with its result or with the exit code of its process."""
     importlib.import_module(sys.argv[1])  # once, before any fork

@@ -157,13 +157,14 @@ def problems_after(directory: Path, *, is_async: bool, world_size: int) -> list[
     return found
 
 
-def killed(folder: str, is_async: bool, world_size: int) -> dict[str, Any]:
-    """Kill a save at every call, in a process without threads; return the number of calls, deaths, and problems."""
+def killed(folder: str, is_async: bool, world_size: int, stride: int) -> dict[str, Any]:
+    """Kill a save at every `stride`-th call, in a process without threads; return numbers of calls, kills, deaths."""
     root = Path(folder)
     calls = count_calls(root / "counted", is_async=is_async, world_size=world_size)
     problems: dict[int, list[str]] = {}
     deaths = 0
-    for number in range(1, calls + 1):
+    numbers = range(1, calls + 1, stride)
+    for number in numbers:
         directory = root / str(number)
         save(directory, 2, is_async=is_async, world_size=world_size)
         pid = os.fork()
@@ -174,4 +175,4 @@ def killed(folder: str, is_async: bool, world_size: int) -> dict[str, Any]:
         deaths += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         if found := problems_after(directory, is_async=is_async, world_size=world_size):
             problems[number] = found
-    return {"calls": calls, "deaths": deaths, "problems": problems}
+    return {"calls": calls, "kills": len(numbers), "deaths": deaths, "problems": problems}

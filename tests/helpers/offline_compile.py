@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for GPUs that are not installed; `python tests/helpers/offline_compile.py` prints JSON lines.
+"""Compile every Triton kernel for GPUs that are not installed; run as a script it prints JSON lines.
 
 Must run in its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
@@ -215,8 +215,8 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": usage["REG"], "stack": usage["STACK"], "local": usage["LOCAL"]}
 
 
-def compiled(capabilities: Sequence[int] = CAPABILITIES) -> list[dict[str, Any]]:
-    """Compile all variants and return their rows."""
+def compiled(capabilities: Sequence[int] = CAPABILITIES, only: str = "") -> list[dict[str, Any]]:
+    """Compile all variants, or `only` one, and return their rows."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -224,6 +224,8 @@ def compiled(capabilities: Sequence[int] = CAPABILITIES) -> list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     for capability in capabilities:
         for name, kernel, signature, constants, options in cases(capability):
+            if only not in ("", name):
+                continue
             order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
             # divisible by 16 as in launches with usual widths; other kernels meet their budgets for any width
             multiples = [n for n, p in enumerate(order) if signature.get(p, "fp32") != "fp32"]

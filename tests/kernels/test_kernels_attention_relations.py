@@ -163,6 +163,7 @@ def test_dropout_keeps_its_share(attention: Callable[..., Any]) -> None:
 COMPILED = ("causal", "softcap", "both_biases", "packed", "padding", "dropout", "slopes")
 
 
+@full_only
 @mostly_full("name", {name: name for name in COMPILED}, ["causal"], gpu=True)
 def test_one_graph(name: str, device: str) -> None:
     problem = build(EVERY_PATH[name], torch.float32, device)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tiers import DEVICES, cases
+from tiers import DEVICES, cases, full_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -162,6 +162,7 @@ def _square_sum(q, k, v, bias, distance_bias, alibi_slopes):
     return (out * out).sum()
 
 
+@full_only
 def test_custom_operations_are_well_formed():
     inputs = _inputs()
     padding, rng = torch.arange(18)[None] % 5 != 2, torch.tensor([1, 2])
@@ -176,6 +177,7 @@ def test_custom_operations_are_well_formed():
     torch.library.opcheck(ops._flash_attention_backward, (*gradients, *saved, *tensors, *numbers, *needs))
 
 
+@full_only
 def test_custom_operation_is_well_formed_when_packed():
     q, k, v, _, distance_bias, _ = (tensor.detach()[0] for tensor in _inputs().values())
     ends_q, ends_k = torch.tensor([0, 7, 7, 19], dtype=torch.int32), torch.tensor([0, 10, 11, 18], dtype=torch.int32)
@@ -186,6 +188,7 @@ def test_custom_operation_is_well_formed_when_packed():
     torch.library.opcheck(ops._flash_attention, call)
 
 
+@full_only
 def test_compiled_and_checkpointed_calls_have_the_same_bits():
     inputs = tuple(_inputs().values())
     expected = torch.autograd.grad(_square_sum(*inputs), inputs)

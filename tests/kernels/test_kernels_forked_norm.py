@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_compiler
-from tiers import DEVICES
+from tiers import DEVICES, full_only
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -121,6 +121,7 @@ def test_norm_that_is_made_again_has_one_rounding(device: str) -> None:
     assert error <= 1.02 * rounding
 
 
+@full_only
 def test_the_custom_operations_are_well_formed() -> None:
     stream, weight, outer = case(6, 24, torch.float32)
     torch.library.opcheck(_backward_with_normed, (*outer[:2], stream.detach(), weight.detach(), 1e-5, True))
@@ -157,6 +158,7 @@ def assert_near(found: Any, expected: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, truth, rtol=4 * torch.finfo(dtype).eps, atol=0.01 * truth.abs().max().item())
 
 
+@full_only
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_serves_compiled_norms_that_learn_and_keeps_no_more(
@@ -192,6 +194,7 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     torch.compiler.reset()
 
 
+@full_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_projection_serves_compiled_norms_that_shall_not_be_kept(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import DEVICES, cases, looped
+from tiers import DEVICES, cases, full_only, looped
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -166,6 +166,7 @@ def test_inputs_that_need_no_gradient_get_none() -> None:
     assert {name for name, tensor in given.items() if tensor.grad is not None} == set(LEARNT[1:])
 
 
+@full_only
 @pytest.mark.usefixtures("interpreted")
 def test_the_operation_is_well_formed_and_compiles_whole() -> None:
     given = drawn(6, 8, 24, 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import cases, looped
+from tiers import cases, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.fused_qkv_rope import (
@@ -93,6 +93,7 @@ def test_on_a_gpu_through_autograd(compiled: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=8e-3, atol=8e-3)
 
 
+@full_only
 @interpreted
 def test_custom_operation_is_well_formed() -> None:
     projected = randn(ROWS, TOKENS, HEADS + 2 * GROUPS, WIDTH, dtype=torch.float32).requires_grad_()

@@ -335,7 +335,7 @@ def test_bad_arguments_are_named() -> None:
 # ---------------------------------------------------------------- recomputation
 
 
-@pytest.mark.parametrize("function", ["as written", "compiled"])
+@pytest.mark.parametrize("function", ["as written", *extra("compiled")])
 def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import extra, looped
+from tiers import extra, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention.backends.sdpa import sdpa_math
@@ -445,6 +445,7 @@ def test_a_single_token_is_read_and_written_too() -> None:
     torch.testing.assert_close(other(F.pad(read, (0, 1), value=5), padding=hidden)[:, :1], one)
 
 
+@full_only
 def test_compiled_layers_of_a_stack_share_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """With memory, documents and the bias of cross-attention; what is generated after that compiles nothing."""
     compiles, graphs = torch.nn.Module.compile, []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import looped
+from tiers import extra, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention.dispatch import NoBackendError
@@ -364,7 +364,7 @@ def test_compile_refuses_wrong_masks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"
-@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
+@pytest.mark.parametrize("positions", ["rope", *extra("learned_absolute")])
 def test_layers_are_one_graph_compiled_once(positions: str) -> None:
     """fullgraph, one compilation for all equal layers and kinds of work, generation left eager, same numbers."""
     eager = gpt(position_embedding_type=positions, num_layers=3, num_query_groups=2)
@@ -405,6 +405,7 @@ def test_compile_true_compiles() -> None:
     assert gpt().compile_reason.startswith("off by default on cpu")
 
 
+@full_only
 def test_many_models_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo counts their layers together: a limit of 2, in place of its 8, would make the third kind an error."""
     compiles = torch.nn.Module.compile

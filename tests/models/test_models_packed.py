@@ -354,8 +354,10 @@ def test_evaluation_equals_training_without_dropout() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"
-@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("positions", "recompute"),
+    [("rope", False), *extra(("rope", True), ("learned_absolute", False), ("learned_absolute", True))],
+)
 def test_compiled_layers_are_one_graph_whatever_the_documents(positions: str, recompute: bool) -> None:
     options: dict[str, Any] = {"position_embedding_type": positions, "dtype": torch.float32, "num_layers": 3}
     eager, model = gpt(**options), gpt(**options)

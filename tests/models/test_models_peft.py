@@ -8,7 +8,7 @@ import deferred_copies
 import pytest
 import torch
 from peft_models import FULL, LENGTH, PARTS, SCHEMES, batch_of, model_of
-from tiers import extra, full_only
+from tiers import cases, extra, full_only
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -265,20 +265,21 @@ def test_what_is_not_one_operation(changes: dict[str, Any], monkeypatch: pytest.
         gradients(model_of("gpt", "lora", peft=peft, bias=False), "gpt")
 
 
-@pytest.mark.parametrize("family", ["gpt", "experts", "t5"])
+HOW = [
+    ("lora", "full"),
+    ("lora", "parts"),
+    ("lora", "offload"),
+    ("lora", "full offload"),
+    ("adapter", "full"),
+    ("adapter", "parts"),
+    ("ptuning", "full"),
+]
+
+
 @pytest.mark.parametrize(
-    ("scheme", "how"),
-    [
-        ("lora", "full"),
-        ("lora", "parts"),
-        ("lora", "offload"),
-        ("lora", "full offload"),
-        ("adapter", "full"),
-        ("adapter", "parts"),
-        ("ptuning", "full"),
-    ],
+    ("family", "scheme", "how", "dropout"),
+    cases(((family, *how, p) for family in ("gpt", "experts", "t5") for how in HOW for p in (0.0, 0.3)), fast=18),
 )
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_memory_is_saved_to_the_same_gradients(
     family: str, scheme: str, how: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

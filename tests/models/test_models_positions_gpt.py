@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import full_only
 from torch import Tensor
 
 from stoker.kernels.attention.call_spec import Installed
@@ -255,6 +256,7 @@ def test_terms_are_made_once_for_all_layers(kind: str) -> None:
     assert all(terms is seen[0] for terms in seen)
 
 
+@full_only
 def test_compiled_layers_share_the_terms(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles, graphs = torch.nn.Module.compile, []
 

@@ -389,18 +389,17 @@ def plainly() -> Any:
     torch.compiler.reset()
 
 
+@full_only
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"
 @pytest.mark.parametrize(
     ("mode", "again"),
     [
         ("cheap", Counter(baddbmm=1)),
-        *extra(
-            ("uniform 1", Counter(mm=3, baddbmm=1, bmm=1)),
-            ("uniform 2", Counter()),  # whole graphs run again
-            ("norm", Counter()),
-            ("mlp_activation", Counter()),
-            ("selective", Counter(baddbmm=1)),
-        ),
+        ("uniform 1", Counter(mm=3, baddbmm=1, bmm=1)),
+        ("uniform 2", Counter()),  # whole graphs run again
+        ("norm", Counter()),
+        ("mlp_activation", Counter()),
+        ("selective", Counter(baddbmm=1)),
     ],
 )
 def test_compiled_layers_are_trained_alike_and_keep_less(mode: str, again: Counter[str], plainly: Any) -> None:
@@ -462,7 +461,7 @@ def test_the_kernel_of_a_gated_mlp_gives_the_same_bits_and_keeps_no_product(monk
     assert calls == [True]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, *extra(True)])
 def test_the_kernels_of_unfused_attention_train_alike_and_keep_no_scores(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from config_helpers import DATA, write
+from fork_server import Forks
 
 from stoker.trainer.cli import doctor, main
 from stoker.trainer.config import render
@@ -30,45 +31,36 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        (["train", "--help"], 0),
-        (["config", "model=gpt_125m"], 0),
-        (["config", "--schema"], 0),
-        (["train", "model.num_laers=3"], 2),
-        (["train", "model=nope"], 2),
-        (["trian"], 2),
-    ],
-)
-def test_torch_waits_for_a_valid_configuration(arguments: list[str], code: int, tmp_path: Path) -> None:
-    heavy = "torch lightning pytorch_lightning numpy triton rich transformers tensorboard"
+def test_torch_waits_for_a_valid_configuration(tmp_path: Path) -> None:
+    """One process runs the commands one after the other: what one of them imports is there for the next ones."""
+    commands = {
+        "--help": 0,
+        "train --help": 0,
+        "config model=gpt_125m": 0,
+        "config --schema": 0,
+        "train model.num_laers=3": 2,
+        "train model=nope": 2,
+        "trian": 2,
+    }
+    heavy = ["torch", "lightning", "pytorch_lightning", "numpy", "triton", "rich", "transformers", "tensorboard"]
     script = (
         "import sys\nfrom stoker.trainer.cli.main import main\n"
-        "try: code = main(sys.argv[1:])\nexcept SystemExit as end: code = end.code or 0\n"
-        f"loaded = sorted(set({heavy.split()!r}) & set(sys.modules))\n"
-        "print('loaded', loaded, 'code', code)"
+        f"for command in {list(commands)}:\n"
+        "    try: code = main(command.split())\n"
+        "    except SystemExit as end: code = end.code or 0\n"
+        f"    print('\\nran', command, code, sorted(set({heavy}) & set(sys.modules)), flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.stdout.splitlines()[-1] == f"loaded [] code {code}", done.stderr
+    found = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
+    assert found == [f"ran {command} {code} []" for command, code in commands.items()], done.stderr
 
 
-def test_training_imports_none_of_the_large_libraries_that_it_does_not_use() -> None:
+def test_training_imports_none_of_the_large_libraries_that_it_does_not_use(forks: Forks) -> None:
     """Also where they are installed, as they are here: Lightning's torchmetrics would."""
-    large = "transformers matplotlib scipy sklearn pandas torchvision datasets peft"
-    script = f"import sys, stoker.trainer.train\nprint(sorted(set({large.split()!r}) & set(sys.modules)))\n"
-    script += "from lightning_utilities.core.imports import RequirementCache\n"
-    script += "print(bool(RequirementCache('matplotlib')))"  # again as it is
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
-    assert done.stdout.split() == ["[]", "True"], done.stderr
+    large = ["transformers", "matplotlib", "scipy", "sklearn", "pandas", "torchvision", "datasets", "peft"]
+    assert forks.call("fork_server", "imported", large) == [[], True], "matplotlib is available again afterwards"
 
 
 def test_python_m_and_the_console_script_are_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from config_helpers import load, problems
+from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.factory import check_splits
@@ -138,6 +139,7 @@ def test_keys() -> None:
     assert not load(*of, f"{PATH}=org/name", "model.data.chat=true").findings
 
 
+@full_only
 @pytest.mark.filterwarnings("ignore")  # of how the package hashes functions
 def test_the_package_itself(tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")

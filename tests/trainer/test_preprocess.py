@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import full_only
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.data.preprocess import partition, read_documents, train_tokenizer
@@ -270,6 +271,7 @@ def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
     os.close(writer)
 
 
+@full_only
 def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", 3000)
     program = (

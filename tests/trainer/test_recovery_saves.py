@@ -11,7 +11,7 @@ import tempfile
 import pytest
 from interrupted_runs import arguments
 from kill_during_save import count_calls, problems_after, replace_calls, save
-from tiers import extra
+from tiers import TIER, extra
 from tiny_run import final_hashes, tiny_config
 
 from stoker.trainer.checkpoint.reader import newest_checkpoint, open_checkpoint
@@ -26,15 +26,14 @@ from stoker.trainer.utils.errors import EXIT_DONE, EXIT_IO, UserError
 @pytest.mark.parametrize("how", ["sync", *extra("async")])
 @pytest.mark.parametrize("ranks", [1, *extra(2)])
 def test_a_kill_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, forks, how, ranks):
-    result = forks.call("kill_during_save", "killed", str(tmp_path), how == "async", ranks)
+    result = forks.call("kill_during_save", "killed", str(tmp_path), how == "async", ranks, 9 if TIER == "fast" else 1)
     assert result["calls"] >= 40
-    assert result["deaths"] == result["calls"]
+    assert result["deaths"] == result["kills"] >= 5
     assert result["problems"] == {}
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, *extra(errno.EIO, errno.EROFS, errno.EACCES)])
-@pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("how", "ranks"), [("async", 2), *extra(("sync", 1), ("sync", 2), ("async", 1))])
 def test_an_error_of_any_call_of_a_save_is_told_once_and_leaves_a_whole_checkpoint(tmp_path, how, ranks, code):
     is_async = how == "async"
     calls = count_calls(tmp_path / "counted", is_async=is_async, world_size=ranks)

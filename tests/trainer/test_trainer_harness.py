@@ -127,6 +127,7 @@ def assert_equal_scores(theirs: Any, ours: Any, per_token: float) -> None:
                 assert answer == pytest.approx(wanted, abs=per_token * 64, rel=1e-5)
 
 
+@full_only
 def test_scores_are_those_of_the_type_hf(models: tuple[Path, Path], tasks: Path) -> None:
     pytest.importorskip("lm_eval")
     from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM

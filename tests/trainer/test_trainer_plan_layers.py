@@ -184,8 +184,8 @@ def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "lora"),
-        *extra(*(name for name in CASES if name not in ("llama", "lora", "chunk again"))),
+        "llama",
+        *extra(*(name for name in CASES if name not in ("llama", "chunk again"))),
     ],
 )
 def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):

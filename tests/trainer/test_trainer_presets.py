@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import load
+from tiers import cases
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, parameter_count
@@ -49,7 +50,7 @@ def test_size(name: str) -> None:
     assert parameter_count(model) == EXACT.get(name, pytest.approx(SIZES.get(name, 0), rel=0.1))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, fast=8))
 def test_shrunk_it_trains(name: str, tmp_path: Path) -> None:
     length = "seq_length" if "t5" in name else "encoder_seq_length"
     where = f"exp_manager.explicit_log_dir={tmp_path}"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import last_of_each
-from tiers import full_only
+from tiers import extra, full_only
 from torch import Tensor
 
 from stoker.trainer.cli import main
@@ -163,7 +163,7 @@ def evaluated(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> d
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", [True, *extra(False)])
 def test_a_model_learns_to_answer(chat: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Answers that are always the same: exact match 1, from prompts as training shows them, up to their end."""
     path, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"

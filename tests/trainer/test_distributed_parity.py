@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from distributed_runs import RankRuns, difference, records, samples_by_step
+from tiers import extra, full_only
 
 LIMIT = 1e-12
 
@@ -108,6 +109,7 @@ def compare(runs: RankRuns, name: str, ranks: int, layout: dict, changes: dict, 
     return together
 
 
+@full_only
 def test_the_comparison_is_not_empty(runs):
     directory, alone = runs.run("plain-ddp-2", 2), runs.run("alone-plain")
     first, second = (record["targets"] for record in records(directory))
@@ -118,11 +120,12 @@ def test_the_comparison_is_not_empty(runs):
     assert len(records(directory)[0]["steps"][0]) == 6, "nothing is accumulated"
 
 
-@pytest.mark.parametrize("layout", ["ddp", "full"])
+@pytest.mark.parametrize("layout", ["full", *extra("ddp")])
 def test_two_ranks_equal_one_process(runs, layout):
     compare(runs, f"plain {layout}", 2, LAYOUTS[layout], {})
 
 
+@full_only
 def test_saved_by_two_ranks_and_resumed_by_one_process(runs):
     start = step(runs.run("plain-full-2", 2, **FULL), 3)
     resumed = runs.run("resumed-1", exp_manager__resume_from_checkpoint=str(start), **SIX)
@@ -132,11 +135,13 @@ def test_saved_by_two_ranks_and_resumed_by_one_process(runs):
     assert samples_by_step(unbroken)[3:] == samples_by_step(resumed)
 
 
+@full_only
 def test_average_and_growing_batch_of_two_ranks_equal_one_process(runs):
     directory = compare(runs, "ema-ramp full", 2, FULL, EMA | RAMP_UP, 5, kinds=("model", "optimizer", "ema"))
     assert [sum(map(len, samples)) for samples in samples_by_step(directory)] == [8, 8, 8, 16, 24]
 
 
+@full_only
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_one_process(runs, layout, ranks):
@@ -145,17 +150,20 @@ def test_every_layout_equals_one_process(runs, layout, ranks):
     compare(runs, f"plain {layout}", ranks, LAYOUTS[layout], {})
 
 
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 3), ("zero1", 2), ("full", 4), ("hybrid", 4)])
 def test_fused_weights_equal_one_process(runs, layout, ranks):
     compare(runs, f"untied {layout}", ranks, LAYOUTS[layout], UNTIED)
 
 
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("full", 2), ("full", 3), ("hybrid", 4)])
 @pytest.mark.parametrize("positions", ["kerple", "buckets"])
 def test_shared_positions_equal_one_process(runs, positions, layout, ranks):
     compare(runs, f"{positions} {layout}", ranks, LAYOUTS[layout], KERPLE if positions == "kerple" else BUCKETS)
 
 
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 3), ("zero1", 2), ("full", 2), ("grad", 3), ("hybrid", 4)])
 def test_t5_equals_one_process(runs, layout, ranks):
     nested = {name.replace("model__", ""): value for name, value in LAYOUTS[layout].items()}
@@ -165,32 +173,38 @@ def test_t5_equals_one_process(runs, layout, ranks):
     check_equal(together, alone)
 
 
+@full_only
 def test_t5_with_muon_equals_one_process(runs):
     together = runs.run("t5-muon-full-3", 3, model=T5_MUON["model"] | {"fsdp": True})
     check_equal(together, runs.run("alone-t5-muon", **T5_MUON))
 
 
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("full", 2), ("grad", 3), ("full", 4), ("hybrid", 4)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_equals_one_process(runs, optimizer, layout, ranks):
     compare(runs, f"{optimizer} {layout}", ranks, LAYOUTS[layout], OPTIMIZERS[optimizer] | UNTIED)
 
 
+@full_only
 def test_scaled_rates_with_a_cut_state_equal_one_process(runs):
     scaled = OPTIMIZERS["scaled"]["model__optim"] | {"name": "distributed_fused_adam"}
     compare(runs, "scaledzero1 zero1", 3, {}, {"model__optim": scaled} | UNTIED)
 
 
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("zero1", 4), ("full", 3), ("hybrid", 4)])
 def test_average_equals_one_process(runs, layout, ranks):
     compare(runs, f"ema {layout}", ranks, LAYOUTS[layout], EMA, kinds=("model", "optimizer", "ema"))
 
 
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 4), ("zero1", 2), ("full", 4)])
 def test_growing_batch_equals_one_process(runs, layout, ranks):
     compare(runs, f"ramp {layout}", ranks, LAYOUTS[layout], RAMP_UP, 5)
 
 
+@full_only
 @pytest.mark.parametrize(
     ("saved", "ranks", "resumed", "others"),
     [
@@ -226,6 +240,7 @@ def test_resumed_by_another_number_of_ranks(runs, saved, ranks, resumed, others)
     assert samples_by_step(unbroken)[3:] == samples_by_step(directory)
 
 
+@full_only
 @pytest.mark.parametrize("layout", ["ddp", "full"])
 def test_saved_beside_training_is_what_is_saved_at_once(runs, layout):
     each = {"save_top_k": -1, "every_n_train_steps": 1}
@@ -246,6 +261,7 @@ def test_saved_beside_training_is_what_is_saved_at_once(runs, layout):
         assert len(tensors[0]) == 6, "two ranks write weights, state and average each"
 
 
+@full_only
 @pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("zero1", 3), ("full", 2), ("hybrid", 4)])
 @pytest.mark.parametrize(("precision", "limit"), [("32", 1e-4), ("bf16", 2e-2)])
 def test_narrow_precisions_are_close_to_one_process(runs, precision, limit, layout, ranks):
