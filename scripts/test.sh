@@ -23,4 +23,5 @@ case "${1:-}" in
     ;;
   --full) shift; export STOKER_TEST_TIER=full ;;
 esac
-exec python -m pytest -n "${STOKER_TEST_WORKERS:-auto}" "$@"
+# worksteal: neighbouring tests, which share imports and fixtures of a module, run in one process
+exec python -m pytest -n "${STOKER_TEST_WORKERS:-auto}" --dist worksteal "$@"

@@ -1,19 +1,17 @@
 """Shared fixtures and hooks; if stoker is not installed, the repository root is imported as the package."""
 
-import functools
 import gc
 import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import interpreter_speedups
 import pytest
-from fork_server import Forks
+from fork_server import ForkServer
 from hypothesis import settings
 from tiers import TIER
 
@@ -22,7 +20,6 @@ settings.register_profile("stoker", derandomize=True, deadline=None)
 settings.load_profile("stoker")
 
 gc.disable()  # until everything is imported, see `pytest_collection_finish`
-metadata.version = functools.cache(metadata.version)  # each run looks up a dozen versions, each from a file
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # a shell ignores SIGINT for background jobs, and the processes started by tests would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -72,31 +69,31 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
+def forks() -> Iterator[ForkServer]:
     """Run functions in child processes that have torch imported already."""
-    server = Forks()
+    server = ForkServer()
     yield server
     server.close()
 
 
 @pytest.fixture(scope="session")
-def compilers() -> Iterator[Forks]:
+def compilers() -> Iterator[ForkServer]:
     """Run functions in child processes that can compile kernels, which were not imported under TRITON_INTERPRET=1."""
-    server = Forks("stoker.models.build", TRITON_INTERPRET="0")
+    server = ForkServer("stoker.models.build", TRITON_INTERPRET="0")
     yield server
     server.close()
 
 
 @pytest.fixture
-def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def harness(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Build and run tiny configurations."""
-    from config_harness import Lab
+    from config_harness import ConfigHarness
 
-    return Lab(tmp_path, capsys, monkeypatch)
+    return ConfigHarness(tmp_path, capsys, monkeypatch)
 
 
 @pytest.fixture
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the expert load figure of MoE runs, as if matplotlib were missing: drawing takes longer than the run."""
     from stoker.trainer.callbacks import expert_load
 
@@ -104,7 +101,7 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduce `pystd` to modules that begin with a, b or c: parsing the whole standard library takes seconds."""
     from stoker.trainer.data.sources import text_sources
 
@@ -113,9 +110,9 @@ def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def steps_without_sync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make device synchronization in training steps an error from the third step on; return the steps that ran so."""
-    from cuda_sync import waits_forbidden
+    from cuda_sync import forbid_cuda_sync
 
     from stoker.trainer.data.dataloader import GlobalBatch
     from stoker.trainer.lightning.lightning_module import LanguageModule
@@ -127,7 +124,7 @@ def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if self.step < 2:  # the first steps compile and allocate
             training_step(self, batch, batch_idx)
             return
-        with waits_forbidden():
+        with forbid_cuda_sync():
             training_step(self, batch, batch_idx)
         steps.append(self.step)
 

@@ -43,7 +43,7 @@ def commands(kind: str) -> list[str]:
 
 
 @full_only
-@pytest.mark.usefixtures("without_pictures", "little_pystd")
+@pytest.mark.usefixtures("without_plots", "small_pystd")
 def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
@@ -109,7 +109,7 @@ def test_the_yaml_of_docs_finetune_is_a_run(tmp_path, monkeypatch, capsys):
     assert values["model.hidden_size"]["value"] == random_model("llama").config.hidden_size
 
 
-@pytest.mark.usefixtures("little_pystd")
+@pytest.mark.usefixtures("small_pystd")
 def test_the_lines_of_docs_library_run(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)

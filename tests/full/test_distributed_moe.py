@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from distributed_runs import RankRuns, difference, tensors
+from distributed_runs import DistributedRuns, difference, tensors
 
 LIMIT = 1e-12
 
@@ -43,7 +43,7 @@ CLOCKS = ("time", "step_seconds", "tokens_per_second", "memory_gib")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, forks):
-    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
+    return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
 def step(directory: Path, number: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from distributed_runs import RankRuns, difference
+from distributed_runs import DistributedRuns, difference
 
 STEPS = {"trainer__max_steps": 2, "trainer__val_check_interval": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -26,10 +26,10 @@ EXPERTS: dict[str, Any] = {"model__num_moe_experts": 4, "model__moe_aux_loss_coe
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, forks):
-    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
+    return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
-def check_same(runs: RankRuns, scheme: str, layout: str, **changes: Any) -> None:
+def check_same(runs: DistributedRuns, scheme: str, layout: str, **changes: Any) -> None:
     """What two ranks train is what one does, in fp64."""
     shared = {**STEPS, **SCHEMES[scheme], "model__peft__peft_scheme": scheme, **changes}
     kind = f"{scheme}{'-experts' * bool(changes)}"

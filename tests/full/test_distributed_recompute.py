@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from distributed_runs import RankRuns, difference, records, samples_by_step
+from distributed_runs import DistributedRuns, difference, records, samples_by_step
 
 BASE = {"model__num_layers": 3, "trainer__max_steps": 2, "trainer__val_check_interval": 2}
 LAYOUTS = {
@@ -40,10 +40,10 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, forks):
-    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
+    return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
-def check_same(runs: RankRuns, layout: str, mode: str, **changes: Any) -> None:
+def check_same(runs: DistributedRuns, layout: str, mode: str, **changes: Any) -> None:
     """Weights and state of the optimizer after two steps, bit for bit."""
     changes = BASE | changes
     name = f"{'-'.join(['experts'] * ('model__num_moe_experts' in changes))}{layout}"

@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from fork_server import Forks
+from fork_server import ForkServer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
@@ -64,13 +64,13 @@ def check(rows: list[dict]) -> None:
     assert [row for row in rows if any(row["over"].values())] == []
 
 
-def test_a_kernel_of_each_kind_compiles_and_spills_nothing(compilers: Forks) -> None:
+def test_a_kernel_of_each_kind_compiles_and_spills_nothing(compilers: ForkServer) -> None:
     rows = compilers.call("flash_compile", "compiled", "few")
     assert {row["kind"] for row in rows} == {"forward", "dq", "distance_gradient"}
     check(rows)
 
 
-def test_every_family_compiles_within_its_budget(compilers: Forks) -> None:
+def test_every_family_compiles_within_its_budget(compilers: ForkServer) -> None:
     rows = compilers.call("flash_compile", "compiled", "all")
     assert len(rows) > 80
     check(rows)

@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from fork_server import Forks
+from fork_server import ForkServer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
@@ -30,13 +30,13 @@ def assert_within_budget(rows: list[dict]) -> None:
                 assert row["narrow_copies"] == 0, row
 
 
-def test_a_few_kernels_compile_without_a_gpu(compilers: Forks) -> None:
+def test_a_few_kernels_compile_without_a_gpu(compilers: ForkServer) -> None:
     rows = compilers.call("grouped_compile", "compiled", "few")
     assert {row["kind"] for row in rows} == {"gated", "rows_backward", "outer"}
     assert_within_budget(rows)
 
 
-def test_every_kernel_compiles_within_its_budget(compilers: Forks) -> None:
+def test_every_kernel_compiles_within_its_budget(compilers: ForkServer) -> None:
     rows = compilers.call("grouped_compile", "compiled", "all")
     assert {row["capability"] for row in rows} == set(SHARED)
     assert {row["kind"] for row in rows} == set(REGISTERS)

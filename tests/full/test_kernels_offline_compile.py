@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from fork_server import Forks
+from fork_server import ForkServer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
@@ -46,7 +46,7 @@ REGISTERS = {
 
 
 @pytest.mark.parametrize("capabilities", [[90], [80, 90, 100, 120]], ids=str)
-def test_kernels_compile_without_a_gpu_and_spill_nothing(compilers: Forks, capabilities: list[int]) -> None:
+def test_kernels_compile_without_a_gpu_and_spill_nothing(compilers: ForkServer, capabilities: list[int]) -> None:
     rows = compilers.call("offline_compile", "compiled", capabilities)
     assert {(r["kernel"], r["capability"]) for r in rows} == {(k, c) for k in REGISTERS for c in capabilities}
     for row in rows:

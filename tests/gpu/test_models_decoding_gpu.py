@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import waits_forbidden
+from cuda_sync import forbid_cuda_sync
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -79,7 +79,7 @@ def test_steps_give_what_the_whole_text_gives(case: str, compiled: bool, dtype: 
     for number in range(50):
         assert errors(logits, whole[rows, starts - 1 + number]) < allowed
         following = texts[rows, starts + number]
-        with waits_forbidden() if number > 5 else nullcontext():
+        with forbid_cuda_sync() if number > 5 else nullcontext():
             logits = decoder.step(following)
 
 
@@ -100,7 +100,7 @@ def test_a_t5_writes_what_the_whole_text_gives(compiled: bool) -> None:
     decoder.begin(read, torch.tensor(lengths, device="cuda"))
     whole = [model(read[row // 2, : lengths[row // 2]][None], written[row : row + 1])[0] for row in range(4)]
     for place in range(40):
-        with waits_forbidden() if place > 5 else nullcontext():
+        with forbid_cuda_sync() if place > 5 else nullcontext():
             logits = decoder.step(written[:, place])
         assert errors(logits, torch.stack([one[place] for one in whole])) < 1e-4
 

@@ -271,9 +271,9 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path, more: dict[str, Any]
 
 
 @pytest.mark.usefixtures("_small_tensors_too")
-def test_a_step_never_waits_for_the_device(tmp_path: Path, seen_without_a_wait: list[int]) -> None:
+def test_a_step_never_waits_for_the_device(tmp_path: Path, steps_without_sync: list[int]) -> None:
     run_training(tiny_config(tmp_path, **RUN, **OFFLOADED))
-    assert seen_without_a_wait == [3, 4, 5, 6, 7, 8]
+    assert steps_without_sync == [3, 4, 5, 6, 7, 8]
 
 
 def test_offload_is_built_for_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:

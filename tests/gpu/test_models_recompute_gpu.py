@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import waits_forbidden
+from cuda_sync import forbid_cuda_sync
 from tiny_run import tiny_document
 from torch import Tensor
 
@@ -148,7 +148,7 @@ def test_gpu_nothing_waits_for_the_device(mode: str) -> None:
     step(model)
     tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    with waits_forbidden():
+    with forbid_cuda_sync():
         model.loss(tokens, tokens, float(BATCH * TOKENS)).backward()
 
 

@@ -40,12 +40,12 @@ def losses(directory):
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "bf16-true", "32"])
 @pytest.mark.parametrize("global_batch", [2, 6])
 @pytest.mark.parametrize("data", ["whole", "packed"])
-def test_a_step_never_waits_for_the_device(tmp_path, seen_without_a_wait, precision, global_batch, data):
+def test_a_step_never_waits_for_the_device(tmp_path, steps_without_sync, precision, global_batch, data):
     settings = GPU | LLAMA | NO_DROPOUT | {"model__global_batch_size": global_batch, "trainer__precision": precision}
     if data == "packed":
         settings["model__data"] = PACKED
     result = run_training(tiny_config(tmp_path, **settings))
-    assert seen_without_a_wait == [3, 4, 5, 6, 7, 8]
+    assert steps_without_sync == [3, 4, 5, 6, 7, 8]
     assert result.step == 8
 
 
@@ -62,10 +62,10 @@ def test_a_step_never_waits_for_the_device(tmp_path, seen_without_a_wait, precis
     ],
     ids=["plain", "recompute", "capacity", "padded", "deterministic", "sinkhorn"],
 )
-def test_a_step_with_experts_never_waits_for_the_device(tmp_path, seen_without_a_wait, case, compiled):
+def test_a_step_with_experts_never_waits_for_the_device(tmp_path, steps_without_sync, case, compiled):
     settings = GPU | LLAMA | NO_DROPOUT | EXPERTS | case | {"model__compile": compiled, "trainer__precision": "bf16"}
     assert run_training(tiny_config(tmp_path, **settings)).step == 8
-    assert seen_without_a_wait == [3, 4, 5, 6, 7, 8]
+    assert steps_without_sync == [3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("precision", ["32", "bf16"])

@@ -223,8 +223,8 @@ def test_runs_on_and_off_end_alike_and_go_on_from_each_other(tmp_path, graph, ac
 
 
 @pytest.mark.parametrize("optim", [{"name": "adamw"}, {"name": "adafactor", "beta1": 0.9}, {"name": "muon"}])
-def test_a_step_never_waits_for_the_device(tmp_path, seen_without_a_wait, optim):
+def test_a_step_never_waits_for_the_device(tmp_path, steps_without_sync, optim):
     optim = {**optim, "lr": 1e-2, "sched": {"max_steps": 100, "warmup_steps": 2}}
     settings = {"trainer__accelerator": "gpu", "trainer__precision": "bf16", "model__cpu_offloading_optimizer": True}
     run_training(tiny_config(tmp_path, **settings, model__optim=optim, exp_manager__ema={"enable": True}))
-    assert seen_without_a_wait == [3, 4, 5, 6, 7, 8]
+    assert steps_without_sync == [3, 4, 5, 6, 7, 8]

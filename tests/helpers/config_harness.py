@@ -45,7 +45,7 @@ def fingerprint(value: torch.Tensor) -> str:
     return hashlib.sha256(repr(value.shape).encode() + value.detach().float().numpy().tobytes()).hexdigest()
 
 
-class Lab:
+class ConfigHarness:
     """Build and run tiny configurations.
 
     Args:

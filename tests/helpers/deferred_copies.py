@@ -29,7 +29,7 @@ class Copy:
     done: bool = False
 
 
-class LateCopies:
+class DeferredCopies:
     """Copies that are done when waited for; until then their target holds garbage.
 
     So reading without waiting reads garbage, and freeing memory or a buffer without waiting fails an assertion.
@@ -128,7 +128,7 @@ def install(patch: Any = None) -> None:
     """
     least_size = 512
     replace, change = (setattr, operator.setitem) if patch is None else (patch.setattr, patch.setitem)
-    replace(build, "copies_of", lambda device: LateCopies)
+    replace(build, "copies_of", lambda device: DeferredCopies)
     for part in (ActivationOffload, WeightOffload):
         defaults: Any = part.__init__.__kwdefaults__
         change(defaults, "least_size", least_size)

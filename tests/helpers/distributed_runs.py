@@ -1,6 +1,6 @@
 """Multi-rank training runs on gloo; the ranks are forked from a process that has imported torch.
 
-Tests use `RankRuns`; the functions below it run in the ranks. Every rank writes a record of its samples.
+Tests use `DistributedRuns`; the functions below it run in the ranks. Every rank writes a record of its samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fork_server import Forks
+from fork_server import ForkServer
 from safetensors import safe_open
 from tiny_run import tiny_config
 from torch import Tensor
@@ -38,7 +38,7 @@ EXACT: dict[str, Any] = {
 Validation has 7 micro batches, which do not divide evenly over several ranks."""
 
 
-class RankRuns:
+class DistributedRuns:
     """Start runs of any number of ranks, one after the other.
 
     Args:
@@ -46,7 +46,7 @@ class RankRuns:
         forks: fork server.
     """
 
-    def __init__(self, folder: Path, forks: Forks) -> None:
+    def __init__(self, folder: Path, forks: ForkServer) -> None:
         self.folder = folder
         self._forks = forks
 

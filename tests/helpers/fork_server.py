@@ -1,7 +1,7 @@
 """Fork server for tests: a process that has imported torch and Lightning and forks a child for each call.
 
-Importing torch and Lightning takes longer than most of these calls. Tests use `Forks` through the fixtures `forks` and
-`compilers`.
+Importing torch and Lightning takes longer than most of these calls. Tests use `ForkServer` through the fixtures
+`forks` and `compilers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECONDS = 1800
 """Timeout of a call."""
 
 
-class Forks:
+class ForkServer:
     """Client of a fork server, which is started at the first call.
 
     Args:

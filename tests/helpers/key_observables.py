@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from config_harness import CPU, DATA, MANAGER, MODEL, TEXT, TOKENIZER, TRAINER, Changes, Lab, fingerprint
+from config_harness import CPU, DATA, MANAGER, MODEL, TEXT, TOKENIZER, TRAINER, Changes, ConfigHarness, fingerprint
 from config_helpers import gpt, load
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -47,13 +47,13 @@ from stoker.trainer.lightning import lightning_module
 from stoker.trainer.train import run_training
 
 
-def shapes(lab: Lab, changes: Changes) -> Any:
-    return {name: tuple(value.shape) for name, value in lab.model(changes).named_parameters()}
+def shapes(harness: ConfigHarness, changes: Changes) -> Any:
+    return {name: tuple(value.shape) for name, value in harness.model(changes).named_parameters()}
 
 
-def shapes_of_family(lab: Lab, changes: Changes) -> Any:
+def shapes_of_family(harness: ConfigHarness, changes: Changes) -> Any:
     """Parameter shapes, with the stack's keys placed where the family expects them."""
-    document = lab.document(changes)
+    document = harness.document(changes)
     model = document["model"]
     if changes[MODEL + "family"] == "t5":
         stack = {name: model.pop(name) for name in list(model) if name in StackKeys.model_fields}
@@ -65,44 +65,44 @@ def shapes_of_family(lab: Lab, changes: Changes) -> Any:
     return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
 
-def weights(lab: Lab, changes: Changes) -> Any:
-    return {name: fingerprint(value) for name, value in lab.model(changes).named_parameters()}
+def weights(harness: ConfigHarness, changes: Changes) -> Any:
+    return {name: fingerprint(value) for name, value in harness.model(changes).named_parameters()}
 
 
-def logits(lab: Lab, changes: Changes) -> Any:
-    model = lab.model(changes).eval()
+def logits(harness: ConfigHarness, changes: Changes) -> Any:
+    model = harness.model(changes).eval()
     with torch.no_grad():
         return fingerprint(model(torch.arange(8).repeat(2, 1)))
 
 
-def training_loss(lab: Lab, changes: Changes) -> Any:
+def training_loss(harness: ConfigHarness, changes: Changes) -> Any:
     """Loss of one micro batch, seeded as in training."""
-    model = lab.model(changes)
+    model = harness.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
-    lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    lightning_module.seed_generators(lightning_module.micro_batch_seed(harness.root(changes).model.seed, 0, 0), CPU)
     return model.loss(tokens, tokens, 1.0).item()
 
 
-def gradients(lab: Lab, changes: Changes) -> Any:
+def gradients(harness: ConfigHarness, changes: Changes) -> Any:
     """Gradients of one micro batch, seeded as in training."""
-    model = lab.model(changes)
+    model = harness.model(changes)
     tokens = torch.arange(8).repeat(2, 1)
-    lightning_module.seed_generators(lightning_module.micro_batch_seed(lab.root(changes).model.seed, 0, 0), CPU)
+    lightning_module.seed_generators(lightning_module.micro_batch_seed(harness.root(changes).model.seed, 0, 0), CPU)
     model.loss(tokens, tokens, 1.0).backward()
     return {name: fingerprint(value.grad) for name, value in model.named_parameters() if value.grad is not None}
 
 
-def flops(lab: Lab, changes: Changes) -> Any:
+def flops(harness: ConfigHarness, changes: Changes) -> Any:
     """Matmul FLOPs of a forward pass."""
-    model = lab.model(changes).eval()
+    model = harness.model(changes).eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(8).repeat(2, 1))
     return counter.get_total_flops()
 
 
-def routings(lab: Lab, changes: Changes) -> Any:
+def routings(harness: ConfigHarness, changes: Changes) -> Any:
     """Dtype of each call of the first layer's router in a training step."""
-    model = lab.model(changes)
+    model = harness.model(changes)
     (router, *_) = (layer.router for layer in moe_layers(model).values())
     seen: list[torch.dtype] = []
     router.register_forward_hook(lambda _module, _arguments, routed: seen.append(routed.choice.gates.dtype))
@@ -110,9 +110,9 @@ def routings(lab: Lab, changes: Changes) -> Any:
     return seen
 
 
-def kept(lab: Lab, changes: Changes) -> Any:
+def kept(harness: ConfigHarness, changes: Changes) -> Any:
     """Bytes that a training step saves for its backward pass."""
-    model, storages = lab.model(changes), dict[int, int]()
+    model, storages = harness.model(changes), dict[int, int]()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -124,7 +124,7 @@ def kept(lab: Lab, changes: Changes) -> Any:
     return sum(storages.values())
 
 
-def expert_implementation(lab: Lab, changes: Changes) -> Any:
+def expert_implementation(harness: ConfigHarness, changes: Changes) -> Any:
     """Implementation of each call of the experts."""
     seen: list[str] = []
     expert_mlp = experts_module.expert_mlp
@@ -133,21 +133,21 @@ def expert_implementation(lab: Lab, changes: Changes) -> Any:
         seen.append(implementation)
         return expert_mlp(*arguments, implementation=implementation, **more)
 
-    with lab.monkeypatch.context() as patch:
+    with harness.monkeypatch.context() as patch:
         patch.setattr(experts_module, "expert_mlp", record)
-        training_loss(lab, changes)
+        training_loss(harness, changes)
     return seen
 
 
-def logged_names(lab: Lab, changes: Changes) -> Any:
-    return {name for row in lab.metrics(changes) for name in row}
+def logged_names(harness: ConfigHarness, changes: Changes) -> Any:
+    return {name for row in harness.metrics(changes) for name in row}
 
 
-def attention_backends(lab: Lab, changes: Changes) -> Any:
-    return {kind: decision.backend for kind, decision in lab.model(changes).attention_decisions.items()}
+def attention_backends(harness: ConfigHarness, changes: Changes) -> Any:
+    return {kind: decision.backend for kind, decision in harness.model(changes).attention_decisions.items()}
 
 
-def hopper_backend(lab: Lab, changes: Changes) -> Any:
+def hopper_backend(harness: ConfigHarness, changes: Changes) -> Any:
     """Backend that the dispatcher chooses on a GPU that supports every backend."""
     call = AttentionCall(
         device="cuda",
@@ -165,7 +165,7 @@ def hopper_backend(lab: Lab, changes: Changes) -> Any:
         training=True,
         deterministic=False,
     )
-    stack = gpt(lab.root(changes))
+    stack = gpt(harness.root(changes))
     return choose(
         call,
         use_flash_attention=stack.use_flash_attention,
@@ -176,45 +176,45 @@ def hopper_backend(lab: Lab, changes: Changes) -> Any:
     ).backend
 
 
-def softmax_fusion(lab: Lab, changes: Changes) -> Any:
+def softmax_fusion(harness: ConfigHarness, changes: Changes) -> Any:
     """Whether unfused attention of a layer may use the fused softmax."""
-    layer = lab.model(changes).decoder.layers[0]
+    layer = harness.model(changes).decoder.layers[0]
     assert isinstance(layer, Layer)
     function = layer.attention.backends["training"]
     assert isinstance(function, UnfusedAttention)
     return function.masked_softmax_fusion
 
 
-def attention_masks(lab: Lab, changes: Changes) -> Any:
+def attention_masks(harness: ConfigHarness, changes: Changes) -> Any:
     """Bytes of the attention masks recorded by the dispatcher."""
-    return {kind: decision.mask_bytes for kind, decision in lab.model(changes).attention_decisions.items()}
+    return {kind: decision.mask_bytes for kind, decision in harness.model(changes).attention_decisions.items()}
 
 
-def optimizer_groups(lab: Lab, changes: Changes) -> Any:
-    root = lab.root(changes)
-    groups = build_optimizer(root, lab.model(changes), plan_precision(root.trainer, True, CPU)).param_groups
+def optimizer_groups(harness: ConfigHarness, changes: Changes) -> Any:
+    root = harness.root(changes)
+    groups = build_optimizer(root, harness.model(changes), plan_precision(root.trainer, True, CPU)).param_groups
     return [(group["names"], group["weight_decay"]) for group in groups]
 
 
-def plan(lab: Lab, changes: Changes) -> Any:
-    root = lab.root(changes)
+def plan(harness: ConfigHarness, changes: Changes) -> Any:
+    root = harness.root(changes)
     return plan_precision(root.trainer, root.model.megatron_amp_O2, torch.device("cuda"))
 
 
-def first_batch(lab: Lab, changes: Changes, samples: int = 2) -> Any:
-    return build_data(lab.root(changes)).train.batch(0, samples).tokens.tolist()
+def first_batch(harness: ConfigHarness, changes: Changes, samples: int = 2) -> Any:
+    return build_data(harness.root(changes)).train.batch(0, samples).tokens.tolist()
 
 
-def of_task(lab: Lab, changes: Changes) -> RootBlock:
+def of_task(harness: ConfigHarness, changes: Changes) -> RootBlock:
     """Configuration of the family a task is for (T5 by default), with the data it needs."""
     name = changes.get(DATA + "dataset_type", "t5")
-    pairs = lab.folder / "pairs.jsonl"
+    pairs = harness.folder / "pairs.jsonl"
     texts = (json.dumps({"input": f"read {n}", "output": f"write {n}", "other": f"{n}"}) + "\n" for n in range(40))
     pairs.write_text("".join(texts))
     family, length = ("t5", "seq_length")
     if name in ("gpt", "sft", "bert"):
         family, length = ("bert" if name == "bert" else "gpt", "encoder_seq_length")
-    source, path = ("jsonl", pairs) if name in ("seq2seq", "sft") else ("text", documents(lab)[DATA + "path"])
+    source, path = ("jsonl", pairs) if name in ("seq2seq", "sft") else ("text", documents(harness)[DATA + "path"])
     document: dict[str, Any] = {
         "model": {"family": family, length: 24, "data": {"data_impl": source, "path": str(path)}}
     }
@@ -223,45 +223,45 @@ def of_task(lab: Lab, changes: Changes) -> RootBlock:
     return RootBlock.model_validate({**document, "trainer": {"limit_val_batches": 0}})
 
 
-def task_batch(lab: Lab, changes: Changes) -> Any:
+def task_batch(harness: ConfigHarness, changes: Changes) -> Any:
     """Names, shapes and values of the first batch of a task."""
-    built = build_data(of_task(lab, changes))
+    built = build_data(of_task(harness, changes))
     batch = built.train.batch(0, 8)
     tensors = batch if isinstance(batch, dict) else {"tokens": batch.tokens, "labels": batch.labels}
     return built.vocab_size, [(name, fingerprint(tensor)) for name, tensor in tensors.items()]
 
 
-def data(lab: Lab, changes: Changes) -> Any:
-    built = build_data(lab.root(changes))
+def data(harness: ConfigHarness, changes: Changes) -> Any:
+    built = build_data(harness.root(changes))
     return built.description, built.vocab_size, type(built.train).__name__
 
 
-def documents(lab: Lab) -> Changes:
+def documents(harness: ConfigHarness) -> Changes:
     """Write a folder of files, each one document, and return the keys that read it."""
-    folder = lab.folder / "documents"
+    folder = harness.folder / "documents"
     folder.mkdir(exist_ok=True)
     for number in range(20):
         (folder / f"{number}.txt").write_text(f"This is document {number}.")
     return {**TEXT, DATA + "path": str(folder)}
 
 
-def counted_labels(lab: Lab, changes: Changes) -> Any:
+def counted_labels(harness: ConfigHarness, changes: Changes) -> Any:
     """Number of labels that count towards the loss, in a folder of files."""
-    built = build_data(lab.root({**documents(lab), **changes}))
+    built = build_data(harness.root({**documents(harness), **changes}))
     return int((built.train.batch(0, 20).labels != IGNORED_LABEL).sum())
 
 
-def trained_on_documents(lab: Lab, changes: Changes) -> Any:
-    return trained(lab, {**documents(lab), **changes})
+def trained_on_documents(harness: ConfigHarness, changes: Changes) -> Any:
+    return trained(harness, {**documents(harness), **changes})
 
 
-def trained(lab: Lab, changes: Changes) -> Any:
-    return {name: fingerprint(value) for name, value in lab.run(changes).model.named_parameters()}
+def trained(harness: ConfigHarness, changes: Changes) -> Any:
+    return {name: fingerprint(value) for name, value in harness.run(changes).model.named_parameters()}
 
 
-def stepped(lab: Lab, changes: Changes) -> Any:
+def stepped(harness: ConfigHarness, changes: Changes) -> Any:
     """Weights after three steps of optimizer and schedule, without a run."""
-    root, model = lab.root(changes), lab.model(changes)
+    root, model = harness.root(changes), harness.model(changes)
     optimizer = build_optimizer(root, model, plan_precision(root.trainer, root.model.megatron_amp_O2, CPU))
     rate = build_schedule(root.model.optim, root.trainer.max_steps)
     tokens = torch.arange(8).repeat(2, 1)
@@ -272,81 +272,81 @@ def stepped(lab: Lab, changes: Changes) -> Any:
     return {name: fingerprint(value) for name, value in model.named_parameters()}
 
 
-def learning_rates(lab: Lab, changes: Changes) -> Any:
-    return [line["lr"] for line in lab.metrics(changes)]
+def learning_rates(harness: ConfigHarness, changes: Changes) -> Any:
+    return [line["lr"] for line in harness.metrics(changes)]
 
 
-def rates(lab: Lab, changes: Changes) -> Any:
+def rates(harness: ConfigHarness, changes: Changes) -> Any:
     """Learning rates of the schedule itself."""
-    root = lab.root(changes)
+    root = harness.root(changes)
     return [build_schedule(root.model.optim, root.trainer.max_steps)(step) for step in range(4)]
 
 
-def reported_steps(lab: Lab, changes: Changes) -> Any:
-    return [line["step"] for line in lab.metrics(changes) if "loss" in line]
+def reported_steps(harness: ConfigHarness, changes: Changes) -> Any:
+    return [line["step"] for line in harness.metrics(changes) if "loss" in line]
 
 
-def validated_steps(lab: Lab, changes: Changes) -> Any:
-    return [line["step"] for line in lab.metrics(changes) if "val_loss" in line]
+def validated_steps(harness: ConfigHarness, changes: Changes) -> Any:
+    return [line["step"] for line in harness.metrics(changes) if "val_loss" in line]
 
 
-def consumed(lab: Lab, changes: Changes) -> Any:
-    return [line["consumed_samples"] for line in lab.metrics(changes)]
+def consumed(harness: ConfigHarness, changes: Changes) -> Any:
+    return [line["consumed_samples"] for line in harness.metrics(changes)]
 
 
-def validated_tokens(lab: Lab, changes: Changes) -> Any:
-    validation = lab.run(changes).validation
+def validated_tokens(harness: ConfigHarness, changes: Changes) -> Any:
+    validation = harness.run(changes).validation
     return None if validation is None else validation.tokens
 
 
-def files(lab: Lab, changes: Changes) -> Any:
-    return {path.name for path in lab.run(changes).directory.iterdir()}
+def files(harness: ConfigHarness, changes: Changes) -> Any:
+    return {path.name for path in harness.run(changes).directory.iterdir()}
 
 
-def checkpoints(lab: Lab, changes: Changes) -> Any:
+def checkpoints(harness: ConfigHarness, changes: Changes) -> Any:
     changes = {"exp_manager.create_checkpoint_callback": True, **changes}
-    return sorted(path.name for path in (lab.run(changes).directory / "checkpoints").glob("*"))
+    return sorted(path.name for path in (harness.run(changes).directory / "checkpoints").glob("*"))
 
 
-def place(lab: Lab, changes: Changes) -> Any:
+def place(harness: ConfigHarness, changes: Changes) -> Any:
     """Default run directory, relative to the working directory."""
-    lab.runs += 1
-    cwd = lab.folder / f"cwd-{lab.runs}"
+    harness.runs += 1
+    cwd = harness.folder / f"cwd-{harness.runs}"
     cwd.mkdir()
-    lab.monkeypatch.chdir(cwd)
-    lab.monkeypatch.setattr("time.strftime", lambda *_: "now")
+    harness.monkeypatch.chdir(cwd)
+    harness.monkeypatch.setattr("time.strftime", lambda *_: "now")
     defaults = {MANAGER + "explicit_log_dir": None, MANAGER + "resume_if_exists": False, TRAINER + "max_steps": 1}
-    document = lab.document({**defaults, **changes})
+    document = harness.document({**defaults, **changes})
     result = run_training(RunConfig(RootBlock.model_validate(document), document=document))
     return result.directory.relative_to(cwd).parts
 
 
-def panel(lab: Lab, changes: Changes) -> Any:
-    lab.monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the output as a terminal
-    return "╭" in lab.printed(changes)
+def panel(harness: ConfigHarness, changes: Changes) -> Any:
+    harness.monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat the output as a terminal
+    return "╭" in harness.printed(changes)
 
 
-def summary(lab: Lab, changes: Changes) -> Any:
-    return "token_embedding" in lab.printed(changes)
+def summary(harness: ConfigHarness, changes: Changes) -> Any:
+    return "token_embedding" in harness.printed(changes)
 
 
-def first_validation(lab: Lab, changes: Changes) -> Any:
-    return "before the first step" in lab.printed(changes)
+def first_validation(harness: ConfigHarness, changes: Changes) -> Any:
+    return "before the first step" in harness.printed(changes)
 
 
-def stopped_by(lab: Lab, changes: Changes) -> Any:
-    return lab.run(changes).stopped_by
+def stopped_by(harness: ConfigHarness, changes: Changes) -> Any:
+    return harness.run(changes).stopped_by
 
 
-def checks_said(lab: Lab, changes: Changes) -> Any:
-    return "early stopping: val_loss" in lab.printed(changes)
+def checks_said(harness: ConfigHarness, changes: Changes) -> Any:
+    return "early stopping: val_loss" in harness.printed(changes)
 
 
-def validation_losses(lab: Lab, changes: Changes) -> Any:
-    return [line["val_loss"] for line in lab.metrics(changes) if "val_loss" in line]
+def validation_losses(harness: ConfigHarness, changes: Changes) -> Any:
+    return [line["val_loss"] for line in harness.metrics(changes) if "val_loss" in line]
 
 
-def algorithms(lab: Lab, changes: Changes) -> Any:
+def algorithms(harness: ConfigHarness, changes: Changes) -> Any:
     """Deterministic-algorithm settings in force within a run, observed when data is built."""
     seen: list[tuple[bool, bool]] = []
     original = train.build_data
@@ -356,18 +356,18 @@ def algorithms(lab: Lab, changes: Changes) -> Any:
         seen.append((torch.are_deterministic_algorithms_enabled(), warn_only))
         return original(root)
 
-    lab.monkeypatch.setattr(train, "build_data", build)
-    lab.run(changes)
-    lab.monkeypatch.setattr(train, "build_data", original)
+    harness.monkeypatch.setattr(train, "build_data", build)
+    harness.run(changes)
+    harness.monkeypatch.setattr(train, "build_data", original)
     assert not torch.are_deterministic_algorithms_enabled()
     return seen
 
 
-def profiles(lab: Lab, changes: Changes) -> Any:
-    return sorted(path.name for path in (lab.run(changes).directory / "profile").glob("*"))
+def profiles(harness: ConfigHarness, changes: Changes) -> Any:
+    return sorted(path.name for path in (harness.run(changes).directory / "profile").glob("*"))
 
 
-def accumulation(lab: Lab, changes: Changes) -> Any:
+def accumulation(harness: ConfigHarness, changes: Changes) -> Any:
     """Samples in each forward pass of a step."""
     sizes: list[int] = []
     original = GPT.loss
@@ -376,13 +376,13 @@ def accumulation(lab: Lab, changes: Changes) -> Any:
         sizes.append(len(tokens))
         return original(self, tokens, *rest)
 
-    lab.monkeypatch.setattr(GPT, "loss", loss)
-    lab.run({"trainer.max_steps": 1, **changes})
-    lab.monkeypatch.setattr(GPT, "loss", original)
+    harness.monkeypatch.setattr(GPT, "loss", loss)
+    harness.run({"trainer.max_steps": 1, **changes})
+    harness.monkeypatch.setattr(GPT, "loss", original)
     return sizes
 
 
-def workers(lab: Lab, changes: Changes) -> Any:
+def workers(harness: ConfigHarness, changes: Changes) -> Any:
     """Value of `num_workers` passed to torch's DataLoader; empty if a thread prepares the batches."""
     passed: list[int] = []
 
@@ -394,18 +394,18 @@ def workers(lab: Lab, changes: Changes) -> Any:
         def __iter__(self) -> Iterator[Any]:
             return self.batches
 
-    lab.monkeypatch.setattr(dataloader, "DataLoader", Loader)
-    lab.run(changes)
+    harness.monkeypatch.setattr(dataloader, "DataLoader", Loader)
+    harness.run(changes)
     return passed
 
 
-def compiled(lab: Lab, changes: Changes) -> Any:
-    layer: Any = lab.model(changes).decoder.layers[0]
+def compiled(harness: ConfigHarness, changes: Changes) -> Any:
+    layer: Any = harness.model(changes).decoder.layers[0]
     return layer._compiled_call_impl is not None
 
 
-def layout(lab: Lab, changes: Changes) -> Any:
-    keys = lab.root(changes).model
+def layout(harness: ConfigHarness, changes: Changes) -> Any:
+    keys = harness.root(changes).model
     return plan_layout(
         4,
         optimizer=keys.optim.name,
@@ -415,48 +415,48 @@ def layout(lab: Lab, changes: Changes) -> Any:
     )
 
 
-def summed_in(lab: Lab, changes: Changes) -> Any:
-    return reduce_dtype(lab.root(changes), torch.bfloat16)
+def summed_in(harness: ConfigHarness, changes: Changes) -> Any:
+    return reduce_dtype(harness.root(changes), torch.bfloat16)
 
 
-def norm_weight(lab: Lab, changes: Changes) -> Any:
-    norm = lab.model(changes).decoder.final_norm
+def norm_weight(harness: ConfigHarness, changes: Changes) -> Any:
+    norm = harness.model(changes).decoder.final_norm
     assert norm is not None
     return type(norm).__name__, norm.weight[0].item()
 
 
-def warnings(lab: Lab, changes: Changes) -> Any:
+def warnings(harness: ConfigHarness, changes: Changes) -> Any:
     found = load("data=mock", *(f"{path}={value}" for path, value in changes.items())).findings
     return [finding.keys[0] for finding in found]
 
 
-def device(lab: Lab, changes: Changes) -> Any:
+def device(harness: ConfigHarness, changes: Changes) -> Any:
     """Device chosen on a machine with CUDA and MPS."""
-    lab.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    lab.monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    return choose_device(lab.root(changes)).type
+    harness.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    harness.monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    return choose_device(harness.root(changes)).type
 
 
-def arithmetic(lab: Lab, changes: Changes) -> Any:
-    chosen = plan(lab, changes)
+def arithmetic(harness: ConfigHarness, changes: Changes) -> Any:
+    chosen = plan(harness, changes)
     return chosen.weights, chosen.main_weights, chosen.autocast
 
 
-def activation(lab: Lab, changes: Changes) -> Any:
-    return shapes(lab, changes), logits(lab, changes)
+def activation(harness: ConfigHarness, changes: Changes) -> Any:
+    return shapes(harness, changes), logits(harness, changes)
 
 
-def normalization(lab: Lab, changes: Changes) -> Any:
-    return shapes(lab, changes), norm_weight(lab, changes)
+def normalization(harness: ConfigHarness, changes: Changes) -> Any:
+    return shapes(harness, changes), norm_weight(harness, changes)
 
 
-def tokens_of_text(lab: Lab, changes: Changes) -> Any:
-    return first_batch(lab, {**TEXT, DATA + "path": str(lab.text), **changes})
+def tokens_of_text(harness: ConfigHarness, changes: Changes) -> Any:
+    return first_batch(harness, {**TEXT, DATA + "path": str(harness.text), **changes})
 
 
-def tokenizer_files(lab: Lab) -> Changes:
+def tokenizer_files(harness: ConfigHarness) -> Changes:
     """Write small GPT-2 vocabulary and merge files and a smaller tokenizer.json, and return keys that use them."""
-    folder = lab.folder / "tokenizer"
+    folder = harness.folder / "tokenizer"
     folder.mkdir(exist_ok=True)
     vocabulary = {character: number for number, character in enumerate(byte_alphabet())}
     vocabulary |= {"to": 256, "<|endoftext|>": 257, "be": 258}
@@ -471,30 +471,30 @@ def tokenizer_files(lab: Lab) -> Changes:
     }
 
 
-def tokens_of_file(lab: Lab, changes: Changes) -> Any:
+def tokens_of_file(harness: ConfigHarness, changes: Changes) -> Any:
     """Tokens with each tokenizer library and its own file; sentencepiece is replaced by a stub."""
-    model = lab.folder / "tokenizer.model"
+    model = harness.folder / "tokenizer.model"
     model.write_bytes(b"a model")
-    stub = CharTokenizer.of_texts([lab.text.read_text() + "\0"])
-    lab.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stub)
-    files = tokenizer_files(lab)
+    stub = CharTokenizer.of_texts([harness.text.read_text() + "\0"])
+    harness.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stub)
+    files = tokenizer_files(harness)
     if changes[TOKENIZER + "library"] == "sentencepiece":
         files = {TOKENIZER + "model": str(model)}
-    return tokens_of_text(lab, {**files, **changes})
+    return tokens_of_text(harness, {**files, **changes})
 
 
-def optimizer(lab: Lab, changes: Changes) -> Any:
-    return stepped(lab, changes), optimizer_groups(lab, changes)
+def optimizer(harness: ConfigHarness, changes: Changes) -> Any:
+    return stepped(harness, changes), optimizer_groups(harness, changes)
 
 
-def monitored(lab: Lab, changes: Changes) -> Any:
+def monitored(harness: ConfigHarness, changes: Changes) -> Any:
     """Metric by which checkpoints are ranked, and its mode."""
-    params = lab.root(changes).exp_manager.checkpoint_callback_params
+    params = harness.root(changes).exp_manager.checkpoint_callback_params
     return logged_name(params.monitor), params.mode
 
 
-def watched(lab: Lab, changes: Changes) -> Any:
-    params = lab.root(changes).exp_manager.early_stopping_callback_params
+def watched(harness: ConfigHarness, changes: Changes) -> Any:
+    params = harness.root(changes).exp_manager.early_stopping_callback_params
     return EarlyStopping(params, Patience.model_validate({})).metric, EarlyStopping(
         params, Patience.model_validate({"best": 1.0})
     ).check(2.0)[1]

@@ -20,7 +20,7 @@ class Move:
     target: Tensor
 
 
-class LaneCopies:
+class StreamCopies:
     """Copies that fill their target with garbage when started, and read their source when waited for.
 
     So overwriting, reading or changing memory too early gives wrong results. Waiting for a copy waits for all earlier

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_sync import waits_forbidden
+from cuda_sync import forbid_cuda_sync
 from tiers import DEVICES
 
 from stoker.kernels.optim import adamw_kernel, multi_tensor
@@ -167,5 +167,5 @@ def test_the_host_does_not_wait_for_the_device():
     state, gradients = arrays("mixed", "cuda"), gradients_of("mixed", 1, "cuda")
     given = {"step": number(1, "cuda"), "grad_scale": torch.tensor(1.0, device="cuda"), **SETTINGS}
     multi_tensor._on_device.cache_clear()
-    with waits_forbidden():
+    with forbid_cuda_sync():
         triton_adamw_step(state[0], state[1], gradients, *state[2:], **given)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fork_server import Forks
+from fork_server import ForkServer
 from tiers import full_only, looped
 from torch import Tensor
 
@@ -223,13 +223,13 @@ def assert_within_budget(rows: list[dict[str, Any]]) -> None:
 
 
 @interpreted
-def test_a_few_kernels_compile_without_a_gpu(compilers: Forks) -> None:
+def test_a_few_kernels_compile_without_a_gpu(compilers: ForkServer) -> None:
     assert_within_budget(compilers.call("decode_compile", "compiled", "few"))
 
 
 @full_only
 @interpreted
-def test_every_kernel_compiles_within_its_budget(compilers: Forks) -> None:
+def test_every_kernel_compiles_within_its_budget(compilers: ForkServer) -> None:
     rows = compilers.call("decode_compile", "compiled", "all")
     assert {row["capability"] for row in rows} == set(SHARED)
     assert_within_budget(rows)

@@ -131,6 +131,7 @@ GRADCHECK = {
 }
 
 
+@full_only
 @mostly_full("case", GRADCHECK, [])  # `test_kernels_flash_internals.py` has all biases at once in the fast tier
 def test_kernels_pass_gradcheck(case: Case, device: str) -> None:
     small = replace(case, lengths=tuple((q // 2, k // 2) for q, k in case.lengths))

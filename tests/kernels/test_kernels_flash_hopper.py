@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, Problem, assert_accurate, build, run
-from fork_server import Forks
+from fork_server import ForkServer
 from tiers import full_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -186,7 +186,7 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
 
 
 @full_only
-def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: Forks) -> None:
+def test_every_kernel_compiles_and_keeps_its_loops_in_registers(compilers: ForkServer) -> None:
     """Spilled scalars cost nothing; a spilled tile would be kilobytes."""
     rows = compilers.call("hopper_compile", "compiled")
     assert len(rows) == 48

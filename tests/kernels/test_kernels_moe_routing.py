@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import waits_forbidden
+from cuda_sync import forbid_cuda_sync
 from routing_cases import GOLDEN, GOLDEN_EXPERTS, random_logits
 from tiers import full_only, looped
 from torch import Tensor
@@ -299,7 +299,7 @@ def test_a_device_gives_what_the_cpu_gives_and_is_not_waited_for() -> None:
             a_router(logits, *inputs)[0].backward()
             logits.grad = None
             torch.cuda.synchronize()
-        with waits_forbidden() if device == "cuda" else nullcontext():
+        with forbid_cuda_sync() if device == "cuda" else nullcontext():
             with torch.autocast("cuda", torch.bfloat16):  # which routing must not feel
                 output, *others = a_router(logits, *inputs)
             output.backward()

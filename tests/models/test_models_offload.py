@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from deferred_copies import LateCopies, install
+from deferred_copies import DeferredCopies, install
 from tiers import extra, full_only, looped
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -48,9 +48,9 @@ def model_of(*, t5: bool = False, dtype: torch.dtype = torch.float32, **changes:
     return build_model(keys, dtype=dtype, form=form, **facts)
 
 
-def offloaded(model: Any, layers: int = 3, least_size: int = LEAST) -> LateCopies:
+def offloaded(model: Any, layers: int = 3, least_size: int = LEAST) -> DeferredCopies:
     """Offload the first layers of each stack."""
-    copies = LateCopies()
+    copies = DeferredCopies()
     for stack in stacks_of(model):
         stack.activation_offload = ActivationOffload(copies, layers, least_size=least_size)
     return copies
@@ -354,7 +354,7 @@ def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
     expected = gradients(parts, lambda: [run(None, 1)])
     for size in (1, 2, 4, 6):
         for layers in range(1, 6):
-            copies = LateCopies()
+            copies = DeferredCopies()
             offload = ActivationOffload(copies, layers, least_size=1)
             assert_equal(gradients(parts, lambda offload=offload, size=size: [run(offload, size)]), expected)
             assert copies.events
@@ -369,7 +369,7 @@ def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
 def test_chunks_are_fetched_before_the_backward_reads_them(size: int, layers: int) -> None:
     """When the backward reaches a chunk, what was saved by the one before it is on its way."""
     parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-    copies = LateCopies()
+    copies = DeferredCopies()
     run = ActivationOffload(copies, layers, least_size=1).forward_pass(len(parts), ())
     hidden = torch.randn(16, 64, requires_grad=True)
     for start in range(0, len(parts), size):
@@ -434,7 +434,7 @@ def test_memory_that_the_system_does_not_pin_names_the_keys(monkeypatch: pytest.
 
 def test_what_dies_during_its_copy_waits_for_it() -> None:
     """A graph that nobody needs any more: others get its memory and its buffer when the copy is done."""
-    copies = LateCopies()
+    copies = DeferredCopies()
     run = ActivationOffload(copies, 1, least_size=1).forward_pass(3, ())
     with run.layers(range(1), ()):
         result = torch.randn(64, requires_grad=True).exp()
@@ -464,7 +464,7 @@ def test_views_come_back_as_they_were(part: str, leaves: bool) -> None:
             seen.append(tensor.stride())
             return None, (tensor * gradients[0]).sum()[None]
 
-    copies = LateCopies()
+    copies = DeferredCopies()
     run = ActivationOffload(copies, 1, least_size=1).forward_pass(3, ())
     with run.layers(range(1), ()):
         result = Scale.apply(base, factor).sum() * 0 if part == "whole_then_rows" else torch.zeros(())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import load, problems
-from deferred_copies import LateCopies
+from deferred_copies import DeferredCopies
 from test_models_offload import LAYERS, STACK, model_of
 from tiers import looped
 from tiny_run import tiny_config
@@ -197,7 +197,7 @@ def test_what_a_run_says_in_the_end() -> None:
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": 16, "cpu_offloading": True})
     model: Any = model_of()
     assert list(describe_moved(model)) == []
-    copies = LateCopies()
+    copies = DeferredCopies()
     offload(model, family_slice(keys, vocab_size=50, form=SampleForm(length=16)), lambda: copies)
     copies.pool.size = 3 << 30
     (part,) = stacks_of(model)
@@ -270,8 +270,8 @@ def test_slices_become_parts_of_the_stacks(monkeypatch: pytest.MonkeyPatch) -> N
     model = model_of()
     (part,) = stacks_of(model)
     assert part.activation_offload is None  # nothing on a CPU
-    made: list[LateCopies] = []
-    offload(model, described, lambda: (made.append(LateCopies()), made[-1])[1])
+    made: list[DeferredCopies] = []
+    offload(model, described, lambda: (made.append(DeferredCopies()), made[-1])[1])
     assert len(made) == 2  # weights do not queue behind activations
     assert part.activation_offload is not None
     assert part.activation_offload.layers == LAYERS - 1
@@ -285,7 +285,7 @@ def test_weights_that_are_cut_are_refused() -> None:
     layer = nn.Linear(4, 4)
     layer.weight = Cut(layer.weight.data)
     with pytest.raises(ValueError, match="`cpu_offloading_weights` \\(True\\) is not supported with sharded weights"):
-        WeightOffload(LateCopies(), [layer], 1)
+        WeightOffload(DeferredCopies(), [layer], 1)
 
 
 # ---------------------------------------------------------------- before a run
@@ -302,7 +302,7 @@ def test_what_a_run_says() -> None:
     described = family_slice(root.model, vocab_size=50, form=SampleForm(length=16))
     told = list(describe_offload(root, described, model, torch.device("cpu")))
     assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
-    offload(model, described, LateCopies)
+    offload(model, described, DeferredCopies)
     (line,) = describe_offload(root, described, model, CUDA)
     assert line.startswith("CPU offloading of the first 3 layers: activations and weights (")
     assert line.endswith("; recomputed instead of offloaded: core attention, mlp activation, norm")
@@ -375,7 +375,7 @@ def test_weights_count_on_the_host(monkeypatch: pytest.MonkeyPatch, model: str, 
     form = sample_form(root)
     facts: Any = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 1}
     built = build_model(root.model, vocab_size=50, form=form, **facts)
-    offload(built, family_slice(root.model, vocab_size=50, form=form), LateCopies)
+    offload(built, family_slice(root.model, vocab_size=50, form=form), DeferredCopies)
     sent = sum(part.sent_bytes for part in weight_offloads(built))
     assert sent > 0
     assert least_need(monkeypatch, root, of_host=True) == sent

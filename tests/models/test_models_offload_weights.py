@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from deferred_copies import LateCopies
+from deferred_copies import DeferredCopies
 from test_models_offload import LAYERS, LEAST, assert_equal, loss_of, model_of
 from tiers import full_only
 from torch import Tensor
@@ -16,12 +16,12 @@ from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
 
 
-def offload_weights(model: Any, layers: int, *, activations: bool = False) -> LateCopies:
-    copies = LateCopies()
+def offload_weights(model: Any, layers: int, *, activations: bool = False) -> DeferredCopies:
+    copies = DeferredCopies()
     for stack in stacks_of(model):
         stack.weight_offload = WeightOffload(copies, list(stack.layers), layers, least_size=LEAST)
         if activations:
-            stack.activation_offload = ActivationOffload(LateCopies(), layers, least_size=LEAST)
+            stack.activation_offload = ActivationOffload(DeferredCopies(), layers, least_size=LEAST)
     return copies
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from distributed_runs import RankRuns, difference, records, samples_by_step
+from distributed_runs import DistributedRuns, difference, records, samples_by_step
 from tiers import extra, full_only
 
 LIMIT = 1e-12
@@ -75,7 +75,7 @@ SIX = {"trainer__max_steps": 6}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, forks):
-    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
+    return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
 def step(directory: Path, number: int) -> Path:
@@ -101,7 +101,7 @@ def check_equal(directory: Path, alone: Path, last: int = 3, *, kinds=("model", 
     assert samples_by_step(directory) == samples_by_step(alone)
 
 
-def compare(runs: RankRuns, name: str, ranks: int, layout: dict, changes: dict, last: int = 3, **how) -> Path:
+def compare(runs: DistributedRuns, name: str, ranks: int, layout: dict, changes: dict, last: int = 3, **how) -> Path:
     """Run in one process and on so many ranks, and compare; the process alone runs once for all that it is for."""
     alone = runs.run("alone-" + name.partition(" ")[0], **changes)
     together = runs.run(name.replace(" ", "-") + f"-{ranks}", ranks, **changes, **layout)

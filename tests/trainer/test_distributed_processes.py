@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed_runs import RankRuns, records
+from distributed_runs import DistributedRuns, records
 from tiny_run import tiny_document
 
 from stoker.trainer.config.load import config_from_document
@@ -28,7 +28,7 @@ def checkpoints(run: Path) -> list[str]:
 def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path, forks):
     """Without a launcher; what that does with a signal is tested below."""
     keys = {"trainer__max_steps": 1000, "trainer__val_check_interval": 1000, "trainer__limit_val_batches": 0}
-    run = RankRuns(tmp_path, forks).run("run", 2, told=[1, 3], model__fsdp=True, **keys)
+    run = DistributedRuns(tmp_path, forks).run("run", 2, told=[1, 3], model__fsdp=True, **keys)
     (steps,) = {len(record["steps"]) for record in records(run)}
     assert 3 <= steps < 1000
     assert checkpoints(run) == [f"step-{steps}"]

@@ -1,7 +1,7 @@
 """No key lies: each key of the schema changes something that can be seen.
 
 A row says which observable (`key_observables.py`) a key changes. Keys with a closed list of values are in
-`test_keys_act_values.py`, those that need more than one configuration each in `test_keys_act_stories.py`.
+`test_keys_act_values.py`, those that need more than one configuration each in `test_keys_act_scenarios.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from config_harness import (
     WHOLE,
     YARN,
     Changes,
-    Lab,
+    ConfigHarness,
 )
 from key_observables import (
     accumulation,
@@ -97,12 +97,12 @@ from key_observables import (
     workers,
 )
 from test_keys_act_fine_tuning import KEYS as KEYS_OF_FINE_TUNING
-from test_keys_act_scenarios import STORIES
+from test_keys_act_scenarios import SCENARIOS
 from test_keys_act_values import VALUES
 
 from stoker.trainer.config.schema.key_index import schema_keys
 
-pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
+pytestmark = pytest.mark.usefixtures("without_plots", "small_pystd")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Row:
 
     key: str
     value: Any
-    observable: Callable[[Lab, Changes], Any]
+    observable: Callable[[ConfigHarness, Changes], Any]
     others: Changes | None = None
     before: Any = ...
 
@@ -343,25 +343,25 @@ BEFORE: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_key_changes_what_it_says(row: Row, lab: Lab) -> None:
+def test_a_key_changes_what_it_says(row: Row, harness: ConfigHarness) -> None:
     others = dict(row.others or {})
     if row.observable in (data, first_batch) and others == TEXT:
-        others[DATA + "path"] = str(lab.text)
+        others[DATA + "path"] = str(harness.text)
     if row.before is not ...:
         others[row.key] = row.before
-    after = row.observable(lab, {**others, row.key: row.value})
+    after = row.observable(harness, {**others, row.key: row.value})
     same = f"{row.observable.__name__} {others}"
     if same not in BEFORE:
-        BEFORE[same] = row.observable(lab, others)
+        BEFORE[same] = row.observable(harness, others)
     assert after != BEFORE[same]
 
 
 def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
     rows = {row.key for row in ROWS}
     keys = {key for key in schema_keys() if not key.startswith("model.peft.")} - KEYS_OF_FINE_TUNING
-    assert rows | set(VALUES) | set(STORIES) == keys
+    assert rows | set(VALUES) | set(SCENARIOS) == keys
     assert set(VALUES) == {path for path in keys if len(schema_keys()[path].choices)}
     for path, values in VALUES.items():
         assert set(values.aliases) | set(values.aliases.values()) <= set(schema_keys()[path].choices)
     single = {path for path in keys if len(schema_keys()[path].choices) == 1}
-    assert single <= set(STORIES)
+    assert single <= set(SCENARIOS)

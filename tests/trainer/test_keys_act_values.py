@@ -22,7 +22,7 @@ from config_harness import (
     TRAINER,
     WHOLE,
     Changes,
-    Lab,
+    ConfigHarness,
 )
 from config_helpers import problems
 from key_observables import (
@@ -51,14 +51,14 @@ from key_observables import (
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("without_pictures", "little_pystd")
+pytestmark = pytest.mark.usefixtures("without_plots", "small_pystd")
 
 
 @dataclass(frozen=True)
 class Values:
     """A closed list: its values give different observables, but for aliases, which give that of what they stand for."""
 
-    observable: Callable[[Lab, Changes], Any]
+    observable: Callable[[ConfigHarness, Changes], Any]
     aliases: dict[Any, Any]
     others: Changes | None = None
 
@@ -126,10 +126,10 @@ def canonical(values: Values, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_each_value_of_a_closed_list_is_accepted_and_distinct(key: str, lab: Lab) -> None:
+def test_each_value_of_a_closed_list_is_accepted_and_distinct(key: str, harness: ConfigHarness) -> None:
     entry = VALUES[key]
     observed = [
-        (canonical(entry, value), entry.observable(lab, {**(entry.others or {}), key: value}))
+        (canonical(entry, value), entry.observable(harness, {**(entry.others or {}), key: value}))
         for value in schema_keys()[key].choices
     ]
     for number, (name, seen) in enumerate(observed):
@@ -142,15 +142,15 @@ def test_no_other_value_is_accepted(key: str) -> None:
     assert list(problems(f"{key}=word")) == [key]
 
 
-def test_main_weights_set_bf16_apart(lab: Lab) -> None:
+def test_main_weights_set_bf16_apart(harness: ConfigHarness) -> None:
     precisions = ("bf16", "bf16-mixed", "bf16-true", 32)
-    assert len({arithmetic(lab, {TRAINER + "precision": precision}) for precision in precisions}) == 4
+    assert len({arithmetic(harness, {TRAINER + "precision": precision}) for precision in precisions}) == 4
 
 
-def test_every_backend_of_a_cpu_gives_the_same_logits(lab: Lab) -> None:
+def test_every_backend_of_a_cpu_gives_the_same_logits(harness: ConfigHarness) -> None:
     def of(backend: str) -> torch.Tensor:
         with torch.no_grad():
-            return lab.model({MODEL + "attention_backend": backend}).eval()(torch.arange(8)[None])
+            return harness.model({MODEL + "attention_backend": backend}).eval()(torch.arange(8)[None])
 
     for backend in ("flash", "unfused", "sdpa_flash", "sdpa_math", "reference"):
         torch.testing.assert_close(of(backend), of("auto"), atol=1e-5, rtol=1e-5)

@@ -110,7 +110,7 @@ def train_or_be_refused(count, seed, directory, capsys):
     assert {0, 2} == set(codes)
 
 
-@pytest.mark.usefixtures("without_pictures", "little_pystd")
+@pytest.mark.usefixtures("without_plots", "small_pystd")
 def test_random_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert set(POOLS) <= set(schema_keys())

@@ -136,7 +136,7 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.usefixtures("without_plots")
 def test_frozen_experts_keep_their_bias(tmp_path: Path) -> None:
     base = run_training(tiny_config(tmp_path / "base", **EXPERTS, trainer__max_steps=1))
     run = peft_run(base.directory, tmp_path / "run", "lora", **EXPERTS, trainer__max_steps=1)
@@ -144,7 +144,7 @@ def test_frozen_experts_keep_their_bias(tmp_path: Path) -> None:
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
 
 
-@pytest.mark.usefixtures("without_pictures")
+@pytest.mark.usefixtures("without_plots")
 def test_trained_routers_move_their_bias_and_an_adapter_holds_it(tmp_path: Path) -> None:
     base = run_training(tiny_config(tmp_path / "base", **EXPERTS, trainer__max_steps=1))
     bias = "decoder.layers.0.mlp.expert_bias"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import waits_forbidden
+from cuda_sync import forbid_cuda_sync
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
@@ -359,7 +359,7 @@ def test_values_are_those_of_their_time_and_nothing_later_is_waited_for() -> Non
     for _ in range(2):  # the first time kernels are loaded and memory is pinned
         start = Instant(device, 0.0)
         torch.cuda._sleep(200_000_000)  # about 0.1 s
-        with waits_forbidden():
+        with forbid_cuda_sync():
             tensor.fill_(1.0)
             values, at = LateValues(tensor), Instant(device, 0.0)
             tensor.zero_()
@@ -397,7 +397,7 @@ def test_a_report_begins_without_a_wait_and_says_the_same(
     begin = StepReports.begin
 
     def watched(self: StepReports, module: LanguageModule, *, restart: bool) -> None:
-        with waits_forbidden():
+        with forbid_cuda_sync():
             begin(self, module, restart=restart)
 
     monkeypatch.setattr(StepReports, "begin", watched)

@@ -37,7 +37,7 @@ from stoker.trainer.loggers.run_logger import StepReport
 from stoker.trainer.optim.sgd import SGD
 from stoker.trainer.train import run_training
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
+pytestmark = pytest.mark.usefixtures("without_plots")
 
 CPU = torch.device("cpu")
 AUX, Z = 0.5, 0.25

@@ -11,7 +11,7 @@ from stoker.trainer.optim.muon import Muon, is_hidden_matrix, orthogonalize
 from stoker.trainer.optim.optimizer_factory import fused_rows
 from stoker.trainer.train import run_training
 
-pytestmark = pytest.mark.usefixtures("without_pictures")
+pytestmark = pytest.mark.usefixtures("without_plots")
 
 EXPERTS, ROWS, COLUMNS = 3, 6, 4
 

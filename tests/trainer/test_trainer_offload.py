@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from deferred_copies import install
-from distributed_runs import RankRuns, difference
-from fork_server import Forks
+from distributed_runs import DistributedRuns, difference
+from fork_server import ForkServer
 from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
@@ -60,8 +60,8 @@ def test_a_run_says_what_it_offloads_and_updates_weights_on_the_device(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> RankRuns:
-    return RankRuns(tmp_path_factory.mktemp("runs"), forks)
+def runs(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> DistributedRuns:
+    return DistributedRuns(tmp_path_factory.mktemp("runs"), forks)
 
 
 @full_only
@@ -75,7 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> RankRuns:
     ids=["ddp", "zero1", "fsdp"],
 )
 def test_two_ranks_are_the_same_with_and_without(
-    runs: RankRuns, request: pytest.FixtureRequest, layout: dict[str, Any], offloads: dict[str, Any]
+    runs: DistributedRuns, request: pytest.FixtureRequest, layout: dict[str, Any], offloads: dict[str, Any]
 ) -> None:
     changes = {"model__num_layers": 3, "trainer__max_steps": 2, "trainer__val_check_interval": 2, **layout}
     name = request.node.callspec.id

@@ -10,7 +10,7 @@ import pytest
 import torch
 from config_helpers import load
 from optimizer_cases import MAKERS, WideNet, backward
-from stream_copies import LaneCopies
+from stream_copies import StreamCopies
 from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config
 
@@ -40,7 +40,7 @@ def settings(dtype):
 
 
 def on_host(kind, model, dtype, **more):
-    copies = LaneCopies()
+    copies = StreamCopies()
     return MAKERS[kind](model.named_parameters(), host=copies, bucket_bytes=BUCKET, **settings(dtype), **more), copies
 
 
@@ -109,7 +109,7 @@ def test_five_steps_are_bit_equal_to_those_without(kind, dtype, accumulated):
 def test_pure_bf16_has_its_state_on_the_host_too():
     plain, model = model_of(torch.bfloat16), model_of(torch.bfloat16)
     expected = AdamW(plain.named_parameters(), lr=1e-2)
-    optimizer = AdamW(model.named_parameters(), lr=1e-2, host=LaneCopies(), bucket_bytes=BUCKET)
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, host=StreamCopies(), bucket_bytes=BUCKET)
     train(plain, expected, range(3))
     train(model, optimizer, range(3))
     check_equal(model, optimizer, plain, expected)
@@ -119,7 +119,7 @@ def test_pure_bf16_has_its_state_on_the_host_too():
 
 def test_without_state_nothing_moves():
     model, plain = model_of(torch.float32), model_of(torch.float32)
-    copies = LaneCopies()
+    copies = StreamCopies()
     optimizer = SGD(model.named_parameters(), lr=1e-2, host=copies)
     expected = SGD(plain.named_parameters(), lr=1e-2)
     train(model, optimizer, range(2))
@@ -136,7 +136,7 @@ def test_frozen_parameters_and_gradients_that_are_no_rows_in_memory(kind):
     optimizers = []
     for number, model in enumerate(models):
         model.norm.weight.requires_grad_(False)
-        host = {"host": LaneCopies(), "bucket_bytes": BUCKET} if number else {}
+        host = {"host": StreamCopies(), "bucket_bytes": BUCKET} if number else {}
         optimizers.append(MAKERS[kind](model.named_parameters(), **host))
     for step in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -308,7 +308,7 @@ def test_the_average_follows_main_weights_on_the_host(cpu_offload):
         assert len(waits) == 3 * cpu_offload
         return {name: piece.local for name, piece in average.pieces().items()}
 
-    found, expected = averages({"host": LaneCopies(), "bucket_bytes": BUCKET}), averages({})
+    found, expected = averages({"host": StreamCopies(), "bucket_bytes": BUCKET}), averages({})
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -330,7 +330,7 @@ def pretend(monkeypatch):
     """A link to a pretended device wherever the key asks for one."""
 
     def copies(keys, device):
-        return LaneCopies() if keys.cpu_offloading_optimizer else None
+        return StreamCopies() if keys.cpu_offloading_optimizer else None
 
     monkeypatch.setattr(optimizer_factory, "host_copies", copies)
     monkeypatch.setattr(base_optimizer, "plan_buckets", lambda states, _: plan_buckets(states, BUCKET))

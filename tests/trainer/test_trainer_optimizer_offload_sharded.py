@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from optimizer_cases import MAKERS, WideNet, backward
-from stream_copies import LaneCopies
+from stream_copies import StreamCopies
 from tiers import full_only
 from torch import nn
 from torch._C._distributed_c10d import FileStore
@@ -50,7 +50,7 @@ def check(kind, layout, dtype):
         del arguments["piece_of"]
     plain, ours = (
         MAKERS[kind](model.named_parameters(), clip_norm=0.3, main_weights=dtype != torch.float32, **arguments, **host)
-        for model, host in zip(models, ({}, {"host": LaneCopies(), "bucket_bytes": BUCKET}), strict=True)
+        for model, host in zip(models, ({}, {"host": StreamCopies(), "bucket_bytes": BUCKET}), strict=True)
     )
     for step in range(3):
         for model, optimizer in zip(models, (plain, ours), strict=True):
@@ -76,7 +76,7 @@ def check_buckets(kind):
     model = CutNet()
     arguments = Replicated(DataLayout("zero1", 1, RANKS, True), torch.device("cpu"), None).optimizer_arguments
     for size in range(100, 1500, 100):
-        optimizer = MAKERS[kind](model.named_parameters(), **arguments, host=LaneCopies(), bucket_bytes=size)
+        optimizer = MAKERS[kind](model.named_parameters(), **arguments, host=StreamCopies(), bucket_bytes=size)
         assert optimizer.host_state is not None
         mine = [[stretch.index for stretch in bucket.stretches] for bucket in optimizer.host_state.plan.buckets]
         found: list[object] = [None] * RANKS

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from config_helpers import load, problems
-from distributed_runs import RankRuns, difference, records
-from fork_server import Forks
+from distributed_runs import DistributedRuns, difference, records
+from fork_server import ForkServer
 from tiers import extra, full_only
 from tiny_run import tiny_config
 
@@ -128,8 +128,8 @@ def test_resume_is_exact_with_dropout(tmp_path: Path, texts: Path) -> None:
 
 
 @full_only
-def test_two_ranks_with_cut_weights_equal_one(tmp_path: Path, texts: Path, forks: Forks) -> None:
-    runs = RankRuns(tmp_path, forks)
+def test_two_ranks_with_cut_weights_equal_one(tmp_path: Path, texts: Path, forks: ForkServer) -> None:
+    runs = DistributedRuns(tmp_path, forks)
     settings = {"model__data": data_of(texts, **BOTH), "model__position_embedding_type": "rope"}
     alone = runs.run("alone", **settings)
     together = runs.run("full", 2, model__fsdp=True, **settings)

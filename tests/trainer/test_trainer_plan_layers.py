@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deferred_copies import LateCopies
+from deferred_copies import DeferredCopies
 from saved_activations import facts_for, model_of, peak_of_backward, peak_of_loss, saved_as_written, saved_compiled
 from tiers import extra
 
@@ -266,7 +266,7 @@ def test_what_is_offloaded_is_where_the_engine_has_it(monkeypatch):
     model, tokens = model_of(facts), torch.zeros(3, 136, dtype=torch.int64)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    copies, held = LateCopies(), {}
+    copies, held = DeferredCopies(), {}
     engine = ActivationOffload(copies, 4, least_size=1)
     model.decoder.activation_offload = engine
     for number, layer in enumerate(model.decoder.layers):

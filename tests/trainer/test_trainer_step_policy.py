@@ -374,7 +374,7 @@ def test_a_trial_is_not_kept_off_by_checkpoints_of_the_run_elsewhere(tmp_path):
 
 
 def test_a_trial_that_does_not_reach_the_profiled_steps_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="step 5 is never reached: `fast_dev_run` makes 2"):
+    with pytest.raises(ConfigError, match="step 5 is never reached: `fast_dev_run` is 2"):
         config_from_document(
             tiny_document(tmp_path, trainer__fast_dev_run=2, trainer__max_steps=50, trainer__profiler="pytorch")
         )
