@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cross_entropy_kernels import torch_loss_and_gradient, triton_loss_and_gradient_
-from .launch import next_power_of_2, sums_wide, triton_runs_on
-from .scale_in_place import reference_scaled, scales_in_place, triton_scale_
+from .launch import next_power_of_2, supports_fp32_output, triton_runs_on
+from .scale_in_place import can_scale_in_place, reference_scale, triton_scale_
 
 CPU_CHUNK_BYTES = 32 << 20  # about the size of a laptop's cache
 GPU_CHUNK_BYTES = 512 << 20  # 16-bit logits; GEMMs keep thousands of rows up to a vocabulary of 128 k
@@ -53,7 +53,7 @@ def reference_linear_cross_entropy(
 # ---------------------------------------------------------------- custom operation
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _addmm_fp32_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add the product of 16-bit matrices to the fp32 matrix `total`, in place."""
     torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
@@ -82,7 +82,9 @@ def _linear_cross_entropy(
     total = torch.zeros((), dtype=accumulate, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden) if with_gradient else hidden.new_empty(0)
     one_chunk = chunk_tokens >= len(hidden)
-    accumulate_in_gemm = not one_chunk and sums_in_matmul(*weight.shape, width=hidden.element_size(), cuda=use_triton)
+    accumulate_in_gemm = not one_chunk and can_accumulate_in_gemm(
+        *weight.shape, width=hidden.element_size(), cuda=use_triton
+    )
     bias_sum = None if bias is None or frozen else torch.zeros(bias.shape, dtype=accumulate, device=bias.device)
     weight_sum: Tensor | None = None
     for start in range(0, len(hidden), chunk_tokens):
@@ -128,7 +130,7 @@ def _linear_cross_entropy(
             elif weight_sum is None:
                 weight_sum = (gradient.t() @ hidden_chunk).to(accumulate)
             elif accumulate_in_gemm:
-                _add_product_(weight_sum, gradient.t(), hidden_chunk)
+                _addmm_fp32_(weight_sum, gradient.t(), hidden_chunk)
             else:
                 weight_sum += gradient.t() @ hidden_chunk
     if denominator is not None:
@@ -176,13 +178,13 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _scale_gradients(ctx: Any, loss_gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     gradients: tuple[Tensor, ...] = ctx.saved_tensors
-    if scales_in_place(gradients[0]):
+    if can_scale_in_place(gradients[0]):
         for gradient in gradients:
             triton_scale_(gradient, loss_gradient)
         # a second backward pass raises autograd's version error instead of scaling the gradients twice
         torch.autograd.graph.increment_version(gradients)
     else:
-        gradients = tuple(reference_scaled(gradient, loss_gradient) for gradient in gradients)
+        gradients = tuple(reference_scale(gradient, loss_gradient) for gradient in gradients)
     hidden_gradient, weight_gradient, bias_gradient = gradients
     if ctx.frozen:
         return (hidden_gradient, *(None,) * 11)
@@ -201,9 +203,9 @@ def default_chunk_tokens(vocab: int, *, cuda: bool) -> int:
     return max(smallest, next_power_of_2(limit // (vocab * width) + 1) // 2)
 
 
-def sums_in_matmul(vocab: int, hidden_size: int, *, width: int, cuda: bool) -> bool:
+def can_accumulate_in_gemm(vocab: int, hidden_size: int, *, width: int, cuda: bool) -> bool:
     """Return True if the GEMM can accumulate weight gradients of chunks in fp32: on a GPU, for 16-bit inputs."""
-    return cuda and width == 2 and sums_wide(vocab, hidden_size)
+    return cuda and width == 2 and supports_fp32_output(vocab, hidden_size)
 
 
 def linear_cross_entropy(

@@ -29,7 +29,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 # ---------------------------------------------------------------- reference
 
 
-def reference_rotary_split(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> QKV:
+def reference_qkv_rope(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> QKV:
     """Reference in plain PyTorch, any device and floating dtype."""
     heads = projected.shape[2] - 2 * groups
     query_key, value = projected.split((heads + groups, groups), dim=2)
@@ -75,7 +75,7 @@ def _store_heads(
 
 
 @jit
-def rotary_split_kernel(
+def fused_qkv_rope_kernel(
     projected_pointer, query_pointer, key_pointer, value_pointer, cosine_pointer, sine_pointer, tokens, angle_stride,
     query_stride_row, query_stride_token, query_stride_head,
     key_stride_row, key_stride_token, key_stride_head,
@@ -146,7 +146,7 @@ def _launch(projected: Tensor, qkv: QKV, cosine: Tensor, sine: Tensor, interleav
     groups, half = key.shape[2], cosine.shape[-1]
     block_half, rest = next_power_of_2(half), width - 2 * half
     block_heads = min(next_power_of_2(heads + 2 * groups), max(PAIRS // block_half, 1))
-    rotary_split_kernel[(rows * tokens, triton.cdiv(heads + 2 * groups, block_heads))](
+    fused_qkv_rope_kernel[(rows * tokens, triton.cdiv(heads + 2 * groups, block_heads))](
         projected_pointer=projected,
         query_pointer=query,
         key_pointer=key,
@@ -201,13 +201,13 @@ def triton_backward(gradients: QKV, cosine: Tensor, sine: Tensor, interleaved: b
 
 
 @torch.library.custom_op("stoker::rotary_split", mutates_args=())
-def _rotary_split(
+def _fused_qkv_rope(
     projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return triton_forward(projected, cosine, sine, groups, interleaved)
 
 
-@_rotary_split.register_fake
+@_fused_qkv_rope.register_fake
 def _(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved: bool) -> QKV:
     rows, tokens, all_heads, width = projected.shape
     query = projected.new_empty(rows, tokens, all_heads - 2 * groups, width)
@@ -216,13 +216,13 @@ def _(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int, interleaved:
 
 
 @torch.library.custom_op("stoker::rotary_split_backward", mutates_args=())
-def _rotary_split_backward(
+def _fused_qkv_rope_backward(
     query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool
 ) -> Tensor:
     return triton_backward((query, key, value), cosine, sine, interleaved)
 
 
-@_rotary_split_backward.register_fake
+@_fused_qkv_rope_backward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     rows, tokens, heads, width = query.shape
     return query.new_empty(rows, tokens, heads + 2 * key.shape[2], width)
@@ -235,10 +235,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: QKV) -> None:
 
 def _backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None, None, None, None]:
     cosine, sine = ctx.saved_tensors
-    return _rotary_split_backward(query, key, value, cosine, sine, ctx.interleaved), None, None, None, None
+    return _fused_qkv_rope_backward(query, key, value, cosine, sine, ctx.interleaved), None, None, None, None
 
 
-_rotary_split.register_autograd(_backward, setup_context=_save)
+_fused_qkv_rope.register_autograd(_backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- public function
@@ -267,8 +267,8 @@ def rotary_split(
     """
     _check(projected, cosine, sine, groups)
     if triton_runs_on(projected):
-        return _rotary_split(projected, cosine, sine, groups, interleaved)
-    return reference_rotary_split(projected, cosine, sine, groups, interleaved)
+        return _fused_qkv_rope(projected, cosine, sine, groups, interleaved)
+    return reference_qkv_rope(projected, cosine, sine, groups, interleaved)
 
 
 def _check(projected: Tensor, cosine: Tensor, sine: Tensor, groups: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .activations import NONLINEARITIES
 from .launch import jit, tl, triton, triton_runs_on
 
-GATES = ("silu", "gelu", "gelu_tanh", "relu")
+GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 BLOCK = 1024
 
 
@@ -38,7 +38,7 @@ def _sigmoid(x):
 
 
 @jit
-def _gate_and_slope(x, KIND: tl.constexpr):
+def _gate_with_derivative(x, KIND: tl.constexpr):
     """Return act(x) and its derivative in fp32."""
     if KIND == "silu":
         sigmoid = _sigmoid(x)
@@ -68,7 +68,7 @@ def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr,
     inside = column < width
     gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    value, _ = _gate_and_slope(gate, KIND)
+    value, _ = _gate_with_derivative(gate, KIND)
     product = (value * up).to(product_pointer.dtype.element_ty)
     tl.store(product_pointer + row * width + column, product, mask=inside)
 
@@ -87,7 +87,7 @@ def _backward_kernel(
     gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
     outer = tl.load(product_gradient_pointer + row * width + column, mask=inside).to(tl.float32)
-    value, slope = _gate_and_slope(gate, KIND)
+    value, slope = _gate_with_derivative(gate, KIND)
     element = gradient_pointer.dtype.element_ty
     tl.store(gradient_pointer + row * 2 * width + column, (outer * up * slope).to(element), mask=inside)
     tl.store(gradient_pointer + row * 2 * width + width + column, (outer * value).to(element), mask=inside)
@@ -167,8 +167,8 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"`gate_up` must end in an even dimension, but ends in {gate_up.shape[-1]}.")
-    if kind not in GATES:
-        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATES)}.")
+    if kind not in GATED_ACTIVATIONS:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATED_ACTIVATIONS)}.")
     if triton_runs_on(gate_up):
         return _gated_activation(gate_up, kind)
     return reference_gated_activation(gate_up, kind)

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gated_activation import BLOCK, GATES, _gate_and_slope, gated_activation, reference_gated_activation
+from .gated_activation import (
+    BLOCK,
+    GATED_ACTIVATIONS,
+    _gate_with_derivative,
+    gated_activation,
+    reference_gated_activation,
+)
 from .launch import jit, tl, triton, triton_runs_on
 
 # ---------------------------------------------------------------- reference
@@ -43,7 +49,7 @@ def _backward_kernel(
     gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
     outer = tl.load(product_gradient_pointer + row * width + column, mask=inside).to(tl.float32)
-    value, slope = _gate_and_slope(gate, KIND)
+    value, slope = _gate_with_derivative(gate, KIND)
     element = gradient_pointer.dtype.element_ty
     tl.store(gradient_pointer + row * 2 * width + column, (outer * up * slope).to(element), mask=inside)
     tl.store(gradient_pointer + row * 2 * width + width + column, (outer * value).to(element), mask=inside)
@@ -115,8 +121,8 @@ def gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind:
     Raises:
         ValueError: shapes do not match, or `kind` is unknown.
     """
-    if kind not in GATES:
-        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATES)}.")
+    if kind not in GATED_ACTIVATIONS:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATED_ACTIVATIONS)}.")
     if gate_up.shape[-1] != 2 * weight.shape[-1]:
         raise ValueError(
             f"`gate_up` must end in twice the width of `weight` ({weight.shape[-1]}), but ends in {gate_up.shape[-1]}."

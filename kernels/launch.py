@@ -41,7 +41,7 @@ def triton_runs_on(tensor: torch.Tensor) -> bool:
     return HAS_TRITON and not INTERPRETED and tensor.is_cuda and tensor.dtype != torch.float64
 
 
-def sums_wide(*widths: int) -> bool:
+def supports_fp32_output(*widths: int) -> bool:
     """Return True if cuBLAS supports fp32 output for 16-bit matrices of these widths (rows of 16-byte multiples)."""
     return not any(width % 8 for width in widths)
 

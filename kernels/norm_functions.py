@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class NormParts(NamedTuple):
+class NormFactors(NamedTuple):
     """Factors of an RMSNorm output, which is source * factors * gain.
 
     Attributes:
         source: input of the norm, (..., n).
-        factors: inverse root mean square of each row, (..., 1), fp32 (fp64), without gradient.
+        inverse_rms: inverse root mean square of each row, (..., 1), fp32 (fp64), without gradient.
         gain: weight of the norm, (n,).
     """
 
     source: Tensor
-    factors: Tensor
+    inverse_rms: Tensor
     gain: Tensor
 
 
@@ -43,17 +43,17 @@ def rms_norm(
 
     Outside training and without gradients PyTorch's fused kernel may be used, which also rounds once.
     """
-    if not training and _in_one_kernel(inputs, weight, zero_centered):
+    if not training and _use_fused_kernel(inputs, weight, zero_centered):
         return F.rms_norm(inputs, weight.shape, weight, epsilon)
     wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
     return (wide * _factors(wide, epsilon) * _gain(weight, wide.dtype, zero_centered)).to(inputs.dtype)
 
 
-def rms_norm_parts(inputs: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool = False) -> NormParts:
+def rms_norm_factors(inputs: Tensor, weight: Tensor, *, epsilon: float, zero_centered: bool = False) -> NormFactors:
     """Return the factors of `rms_norm`; torch.compile computes the inverse root mean square once for both."""
     with torch.no_grad():
         wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-        return NormParts(inputs, _factors(wide, epsilon), _gain(weight, wide.dtype, zero_centered))
+        return NormFactors(inputs, _factors(wide, epsilon), _gain(weight, wide.dtype, zero_centered))
 
 
 def _factors(wide: Tensor, epsilon: float) -> Tensor:
@@ -64,7 +64,7 @@ def _gain(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
     return weight.to(dtype) + 1.0 if zero_centered else weight.to(dtype)
 
 
-def _in_one_kernel(inputs: Tensor, weight: Tensor, zero_centered: bool) -> bool:
+def _use_fused_kernel(inputs: Tensor, weight: Tensor, zero_centered: bool) -> bool:
     """Return True if F.rms_norm runs as one kernel: in eager mode on CUDA; torch.compile fuses plain PyTorch anyway.
 
     It saves seven launches per norm during generation.

@@ -4,7 +4,7 @@ The residual x of a pre-norm layer is read by the norm and by the residual add, 
 consumers, such as a router and the experts. torch.compile adds these gradients, computes the norm's gradient and
 reduces that of its weight over the rows in kernels that do not saturate memory bandwidth. Here each tensor is read
 once, and the forward pass saves only x. A linear layer after the norm would save the norm's output for the gradient of
-its weight; `forked_norm_projection` recomputes it in the same backward kernel, from values that are loaded anyway.
+its weight; `rms_norm_residual_linear` recomputes it in the same backward kernel, from values that are loaded anyway.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .interpreter_rounding import rounded
 from .launch import jit, next_power_of_2, tl, triton_runs_on
 from .norm_functions import rms_norm
 
-WIDEST = 4096
+MAX_WIDTH = 4096
 """Largest width whose rows fit in the registers of a program."""
-PROGRAMS = 528
+MAX_PROGRAMS = 528
 """Most programs of a launch, 4 per multiprocessor of a large GPU; each writes a partial gradient of the weight."""
 
 
@@ -48,7 +48,7 @@ def _load_tile(
 
 
 @jit
-def forked_norm_backward_kernel(
+def rms_norm_residual_backward_kernel(
     inputs_pointer, weight_pointer, residual_gradient_pointer, first_gradient_pointer, second_gradient_pointer,
     gradient_pointer, normed_pointer, partial_pointer, rows, width, chunk_rows, epsilon,
     SECOND: tl.constexpr, WRITE_NORMED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
@@ -100,7 +100,7 @@ def forked_norm_backward_kernel(
     tl.store(partial, tl.sum(weight_gradient, axis=0), mask=column < width)
 
 
-def tile_options(width: int) -> dict[str, int]:
+def launch_options(width: int) -> dict[str, int]:
     """Return constants and launch options: a whole row or several short ones per program, 8 elements per thread."""
     block = next_power_of_2(width)
     return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": max(4, block // 256), "enable_fp_fusion": True}
@@ -108,8 +108,8 @@ def tile_options(width: int) -> dict[str, int]:
 
 def _row_chunks(rows: int, width: int) -> tuple[int, int]:
     """Return the number of row chunks, one per program, and the rows of a chunk, a multiple of the tile."""
-    tile = tile_options(width)["ROWS"]
-    chunk_rows = -(-rows // (PROGRAMS * tile)) * tile
+    tile = launch_options(width)["ROWS"]
+    chunk_rows = -(-rows // (MAX_PROGRAMS * tile)) * tile
     return -(-rows // chunk_rows), chunk_rows
 
 
@@ -138,10 +138,10 @@ def triton_backward(
     gradient = torch.empty_like(inputs)
     normed = torch.empty_like(inputs) if again else None
     partial = inputs.new_empty(chunks, width, dtype=torch.float32)
-    forked_norm_backward_kernel[(chunks,)](
+    rms_norm_residual_backward_kernel[(chunks,)](
         inputs, weight, residual_gradient, first_gradient, second_gradient, gradient, normed, partial,
         rows, width, chunk_rows, epsilon,
-        SECOND=second_gradient is not None, WRITE_NORMED=again, ZERO_CENTERED=zero_centered, **tile_options(width),
+        SECOND=second_gradient is not None, WRITE_NORMED=again, ZERO_CENTERED=zero_centered, **launch_options(width),
     )  # fmt: skip
     return gradient, partial, normed
 
@@ -150,7 +150,7 @@ def triton_backward(
 
 
 @torch.library.custom_op("stoker::forked_norm_backward", mutates_args=())
-def _forked_norm_backward(
+def _rms_norm_residual_backward(
     residual_gradient: Tensor,
     first_gradient: Tensor,
     second_gradient: Tensor | None,
@@ -164,7 +164,7 @@ def _forked_norm_backward(
     return gradient, partial
 
 
-@_forked_norm_backward.register_fake
+@_rms_norm_residual_backward.register_fake
 def _(
     residual_gradient: Tensor,
     first_gradient: Tensor,
@@ -238,7 +238,7 @@ class _RMSNormResidual(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         residual, weight = ctx.saved_tensors
         residual_gradient, first, *second = gradients
-        gradient, partial = _forked_norm_backward(
+        gradient, partial = _rms_norm_residual_backward(
             residual_gradient, first, second[0] if second else None, residual, weight, ctx.epsilon, ctx.zero_centered
         )
         return gradient, partial.sum(dim=0).to(weight.dtype), None, None, None, None
@@ -285,7 +285,7 @@ def forks(residual: Tensor, weight: Tensor) -> bool:
     norm, whose compiled backward already runs at memory bandwidth.
     """
     trained = torch.is_grad_enabled() and weight.requires_grad
-    return trained and torch.compiler.is_compiling() and residual.shape[-1] <= WIDEST and triton_runs_on(residual)
+    return trained and torch.compiler.is_compiling() and residual.shape[-1] <= MAX_WIDTH and triton_runs_on(residual)
 
 
 def forked_rms_norm(
@@ -310,7 +310,7 @@ def forked_rms_norm(
     return residual, normed, second[0] if second else None
 
 
-def forked_norm_projection(
+def rms_norm_residual_linear(
     residual: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the residual and `F.linear(rms_norm(residual), weight, bias)`, saving the residual but not the norm.

@@ -33,7 +33,7 @@ def rotary_table(
     """
     frequencies, amplitude = rotary_frequencies(dim, base), 1.0
     if scaling is not None:
-        frequencies, amplitude = scaling.apply(frequencies, base), scaling.amplitude
+        frequencies, amplitude = scaling.apply(frequencies, base), scaling.attention_factor
     position = torch.arange(positions, dtype=torch.float64, device="cpu") * position_scale
     angle = torch.outer(position, torch.tensor(frequencies, dtype=torch.float64, device="cpu"))
     cosine, sine = angle.cos() * amplitude, angle.sin() * amplitude

@@ -21,19 +21,20 @@ class Llama3Scaling:
 
     Attributes:
         factor: divisor of the low frequencies.
-        original_length: context length of pretraining (`original_max_position_embeddings` in Hugging Face).
-        low: frequencies with fewer rotations than this in `original_length` are divided by `factor`
-            (`low_freq_factor`).
-        high: frequencies with more rotations than this are kept (`high_freq_factor`).
+        original_max_position_embeddings: context length of pretraining (`original_max_position_embeddings` in Hugging
+            Face).
+        low_freq_factor: frequencies with fewer rotations than this in `original_max_position_embeddings` are divided
+            by `factor` (`low_freq_factor`).
+        high_freq_factor: frequencies with more rotations than this are kept (`high_freq_factor`).
     """
 
     factor: float
-    original_length: int
-    low: float
-    high: float
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
 
     @property
-    def amplitude(self) -> float:
+    def attention_factor(self) -> float:
         """Factor of the rotated queries and keys (`attention_factor` in Hugging Face)."""
         return 1.0
 
@@ -42,8 +43,8 @@ class Llama3Scaling:
         return [self._scaled(frequency) for frequency in frequencies]
 
     def _scaled(self, frequency: float) -> float:
-        rotations = self.original_length * frequency / (2 * math.pi)
-        kept = min(1.0, max(0.0, (rotations - self.low) / (self.high - self.low)))
+        rotations = self.original_max_position_embeddings * frequency / (2 * math.pi)
+        kept = min(1.0, max(0.0, (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)))
         return (1 - kept) * frequency / self.factor + kept * frequency
 
 
@@ -53,26 +54,28 @@ class YarnScaling:
 
     Attributes:
         factor: divisor of the low frequencies.
-        original_length: context length of pretraining (`original_max_position_embeddings` in Hugging Face).
-        fast: frequencies with more rotations than this in `original_length` are kept (`beta_fast`).
-        slow: frequencies with fewer rotations than this are divided by `factor` (`beta_slow`).
+        original_max_position_embeddings: context length of pretraining (`original_max_position_embeddings` in Hugging
+            Face).
+        beta_fast: frequencies with more rotations than this in `original_max_position_embeddings` are kept
+            (`beta_fast`).
+        beta_slow: frequencies with fewer rotations than this are divided by `factor` (`beta_slow`).
     """
 
     factor: float
-    original_length: int
-    fast: float
-    slow: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
 
     @property
-    def amplitude(self) -> float:
+    def attention_factor(self) -> float:
         """Factor of the rotated queries and keys, 0.1 ln(factor) + 1, the paper's softmax temperature."""
         return 0.1 * math.log(self.factor) + 1.0
 
     def apply(self, frequencies: Sequence[float], base: float) -> list[float]:
         """Return the scaled frequencies, given the unscaled ones of `base`."""
         dim = 2 * len(frequencies)
-        first = max(math.floor(self._channel(self.fast, dim, base)), 0)
-        last = min(math.ceil(self._channel(self.slow, dim, base)), dim - 1)
+        first = max(math.floor(self._channel(self.beta_fast, dim, base)), 0)
+        last = min(math.ceil(self._channel(self.beta_slow, dim, base)), dim - 1)
         width = last - first or 0.001  # avoids division by zero: the ramp becomes a step
         ramp = [min(1.0, max(0.0, (channel - first) / width)) for channel in range(dim // 2)]
         return [
@@ -81,8 +84,8 @@ class YarnScaling:
         ]
 
     def _channel(self, rotations: float, dim: int, base: float) -> float:
-        """Return the (fractional) channel with this number of rotations in `original_length`."""
-        return dim * math.log(self.original_length / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        """Return the (fractional) channel with this number of rotations in `original_max_position_embeddings`."""
+        return dim * math.log(self.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
 
 RotaryScaling = Llama3Scaling | YarnScaling

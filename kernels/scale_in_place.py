@@ -12,12 +12,12 @@ from torch import Tensor
 from .launch import jit, tl, triton_runs_on
 
 BLOCK = 2048
-MOST_PROGRAMS = 1024  # about one wave on a large GPU: with a factor of 1 all programs return at once
+MAX_PROGRAMS = 1024  # about one wave on a large GPU: with a factor of 1 all programs return at once
 
 # ---------------------------------------------------------------- reference
 
 
-def reference_scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+def reference_scale(tensor: Tensor, factor: Tensor) -> Tensor:
     """Reference in plain PyTorch, out of place: in the dtype of `tensor`, 16-bit inputs multiplied in fp32."""
     return (tensor * factor).to(tensor.dtype)
 
@@ -52,7 +52,7 @@ def triton_scale_(tensor: Tensor, factor: Tensor) -> None:
     if size == 0:
         return
     blocks = -(-size // BLOCK)
-    programs = min(blocks, MOST_PROGRAMS)
+    programs = min(blocks, MAX_PROGRAMS)
     rounds = -(-blocks // programs)
     scale_kernel[(programs,)](tensor, factor, size, rounds, programs * BLOCK, BLOCK=BLOCK, num_warps=8)
 
@@ -60,7 +60,7 @@ def triton_scale_(tensor: Tensor, factor: Tensor) -> None:
 # ---------------------------------------------------------------- applicability
 
 
-def scales_in_place(tensor: Tensor) -> bool:
+def can_scale_in_place(tensor: Tensor) -> bool:
     """Return True if a backward pass may scale a saved tensor with `triton_scale_`.
 
     Not while tracing, where tensors may be fake and kernel launches are not recorded, nor under double backward.

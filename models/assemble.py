@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..kernels.attention.backends.registry import AttentionFunction
-from ..kernels.attention.dispatch import Decision
+from ..kernels.attention.dispatch import BackendSelection
 from .bert import BERT
-from .config.batch_shape import SampleForm
+from .config.batch_shape import BatchSpec
 from .config.bert_slice import BertSlice
 from .config.families import FamilySlice
 from .config.moe_slice import MoESlice
@@ -18,11 +18,11 @@ from .config.slices import AttentionSlice, GPTSlice, StackSlice
 from .config.t5_slice import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind
 from .gpt import GPT
-from .layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScorePositions
+from .layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScoreBiasModule
 from .layers.cross_attention import CrossAttention
 from .layers.mlp import MLP
 from .layers.norm import NORMS, LayerNorm, RMSNorm
-from .layers.position_embeddings import PositionTable, RotaryEmbedding, XPosEmbedding
+from .layers.position_embeddings import RotaryEmbedding, SamplePositionEmbedding, XPosEmbedding
 from .layers.self_attention import SelfAttention
 from .lm_head import TokenPositions
 from .moe.experts import Experts
@@ -37,7 +37,7 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def assemble(
-    model: FamilySlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
+    model: FamilySlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Mapping[str, Backends]
 ) -> LanguageModel:
     """Build a model on the meta device, without allocating memory.
 
@@ -57,7 +57,7 @@ def assemble(
                 return _assemble_gpt(model, form, decisions, backends.get("", {}))
 
 
-def _assemble_gpt(gpt: GPTSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> GPT:
+def _assemble_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends) -> GPT:
     hidden_size = gpt.stack.hidden_size
     return GPT(
         token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
@@ -80,7 +80,7 @@ def _assemble_gpt(gpt: GPTSlice, form: SampleForm, decisions: Mapping[str, Decis
 
 
 def _assemble_t5(
-    t5: T5Slice, form: SampleForm, decisions: Mapping[str, Decision], backends: Mapping[str, Backends]
+    t5: T5Slice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Mapping[str, Backends]
 ) -> T5:
     hidden_size = t5.encoder.stack.hidden_size
     cross = t5.cross_attention
@@ -110,7 +110,9 @@ def _assemble_t5(
     )
 
 
-def _assemble_bert(bert: BertSlice, form: SampleForm, decisions: Mapping[str, Decision], backends: Backends) -> BERT:
+def _assemble_bert(
+    bert: BertSlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends
+) -> BERT:
     hidden_size, stack = bert.stack.hidden_size, bert.stack
     return BERT(
         token_embedding=nn.Embedding(bert.padded_vocab_size, hidden_size),
@@ -163,7 +165,7 @@ def _build_rotary(stack: StackSlice) -> RotaryEmbedding | XPosEmbedding | None:
     rotary = stack.rotary
     if rotary is None:
         return None
-    if rotary.fading:
+    if rotary.xpos:
         return XPosEmbedding(rotary.dim, rotary.positions)
     return RotaryEmbedding(
         rotary.dim,
@@ -174,7 +176,7 @@ def _build_rotary(stack: StackSlice) -> RotaryEmbedding | XPosEmbedding | None:
     )
 
 
-def _build_score_positions(stack: StackSlice) -> ScorePositions | None:
+def _build_score_positions(stack: StackSlice) -> ScoreBiasModule | None:
     attention = stack.attention
     distance = attention.distance
     if distance is None:
@@ -205,7 +207,7 @@ def _build_position_table(rows: int | None, hidden_size: int, *, by_document: bo
     """
     if rows is None:
         return None
-    return (nn.Embedding if by_document else PositionTable)(rows, hidden_size)
+    return (nn.Embedding if by_document else SamplePositionEmbedding)(rows, hidden_size)
 
 
 def _build_layer(

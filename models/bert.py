@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention.dispatch import Decision
-from ..kernels.attention.packed_sequences import PackedSequences, positions_in_documents
-from .config.batch_shape import SampleForm
+from ..kernels.attention.dispatch import BackendSelection
+from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
+from .config.batch_shape import BatchSpec
 from .dispatch.attention_calls import CallKind, decision_for
-from .layers.compiling import layers_as_written
+from .layers.compiling import eager_layers
 from .layers.norm import LayerNorm, RMSNorm
-from .lm_head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .lm_head import TokenPositions, add_position_embeddings, matmul_dtype, token_logits, token_loss
 from .moe.find_moe_layers import moe_layers
-from .moe.token_mask import in_rows_with_label
+from .moe.token_mask import mask_rows_with_label
 from .stack import Stack
 
 
@@ -59,11 +59,11 @@ class BERT(nn.Module):
         head: nn.Linear | None,
         head_bias: bool,
         vocab_size: int,
-        form: SampleForm,
+        form: BatchSpec,
         max_positions: int | None,
         dropout: float,
         label_smoothing: float,
-        attention_decisions: Mapping[str, Decision],
+        attention_decisions: Mapping[str, BackendSelection],
     ) -> None:
         super().__init__()
         self.token_embedding = token_embedding
@@ -137,7 +137,7 @@ class BERT(nn.Module):
         """
         routed = None
         if self._has_experts and not self.training:  # in evaluation, windows and batches may be partial
-            routed = in_rows_with_label(tokens, labels, padding)
+            routed = mask_rows_with_label(tokens, labels, padding)
         return token_loss(
             self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents, routed=routed),
             self.output_weight,
@@ -180,16 +180,16 @@ class BERT(nn.Module):
         positions, packed = None, None
         embedded = self.token_embedding(tokens)
         if documents is not None and self.form.restart:
-            positions = positions_in_documents(documents)
+            positions = document_position_ids(documents)
         if documents is not None and self.form.packed:
             packed = PackedSequences.of(
                 documents,
-                dtype=dtype_of_products(embedded),
+                dtype=matmul_dtype(embedded),
                 causal=False,
                 mask=decision.needs_mask,
             )
         hidden = self._embed(embedded, token_types, positions)
-        with layers_as_written(self.compiled and kind == "generation"):
+        with eager_layers(self.compiled and kind == "generation"):
             hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
         hidden = hidden[:, :length]
         if self.transform is not None and self.transform_norm is not None:
@@ -197,7 +197,7 @@ class BERT(nn.Module):
         return hidden
 
     def _embed(self, hidden: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
-        hidden = add_positions(hidden, self.position_embedding, positions)
+        hidden = add_position_embeddings(hidden, self.position_embedding, positions)
         if self.token_type_embedding is not None:
             types = self.token_type_embedding
             hidden = hidden + (types.weight[0] if token_types is None else types(token_types))

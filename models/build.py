@@ -10,33 +10,33 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.backends.registry import function_of, installed, torch_version
+from ..kernels.attention.backends.registry import get_attention_function, installed, torch_version
 from ..kernels.attention.call_spec import AttentionCall, DType
-from ..kernels.attention.dispatch import Decision, NoBackendError
+from ..kernels.attention.dispatch import BackendSelection, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
 from .assemble import Backends, LanguageModel, assemble
 from .bert import BERT
-from .config.batch_shape import SampleForm
+from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
 from .config.peft_slice import PeftSlice, PromptSlice, peft_dropout
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
-from .dispatch.attention_calls import CallKind, decide
-from .dispatch.attention_choices import CallFacts, PlannedAttention, planned_attentions
+from .dispatch.attention_calls import CallKind, choose_backends
+from .dispatch.attention_choices import CallContext, PlannedAttention, plan_attentions
 from .gpt import GPT
-from .init import InitRules, initialise_
-from .memory.host_copies import Copies, CudaCopies, HostPool
+from .init import InitRules, initialize_
+from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
-from .peft.added_parameters import initial_values
-from .peft.apply import adapt
+from .peft.added_parameters import peft_initializers
+from .peft.apply import apply_peft
 from .recompute.analysis import has_dropout, training_labels
-from .recompute.policies import policies_of
+from .recompute.policies import recompute_policies
 from .stack import Stack
 from .t5 import T5
 
-ALL_KINDS: tuple[CallKind, ...] = ("training", "evaluation", "generation")
+ALL_CALL_KINDS: tuple[CallKind, ...] = ("training", "evaluation", "generation")
 
 DTYPE_NAMES: dict[torch.dtype, DType] = {
     torch.float64: "fp64",
@@ -66,9 +66,9 @@ def build_model(
     dtype: torch.dtype,
     flags: AttentionFlags,
     micro_batch_size: int,
-    form: SampleForm,
+    form: BatchSpec,
     compute_dtype: torch.dtype | None = None,
-    kinds: Collection[CallKind] = ALL_KINDS,
+    kinds: Collection[CallKind] = ALL_CALL_KINDS,
     sharding: Sharding | None = None,
     peft: PeftSlice | None = None,
 ) -> LanguageModel:
@@ -108,7 +108,7 @@ def build_model(
     )
     backends: dict[str, Backends] = {
         planned.name: {
-            kind: function_of(
+            kind: get_attention_function(
                 plan.decisions[planned.label(kind)],
                 masked_softmax_fusion=flags.masked_softmax_fusion and planned.attention.masked_softmax_fusion,
             )
@@ -118,22 +118,22 @@ def build_model(
     }
     model = _assembled(described, form, plan.decisions, backends, peft).to(dtype)
     make_copies = copies_of(device) if "training" in kinds else None
-    for stack_slice, stack, labels in zip(described.stacks, stacks_of(model), training_labels(described), strict=True):
-        for policy in policies_of(stack_slice, plan.decisions, *labels, offloads=make_copies is not None):
+    for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
+        for policy in recompute_policies(stack_slice, plan.decisions, *labels, offloads=make_copies is not None):
             policy.apply(stack)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
         generation = {planned.label("generation") for planned in plan.attentions}
-        whole = all(decision.compiles for label, decision in plan.decisions.items() if label not in generation)
-        for stack in stacks_of(model):
-            stack.compile_parts(hooked=sharding is not None, whole=whole)
+        whole = all(decision.supports_compile for label, decision in plan.decisions.items() if label not in generation)
+        for stack in get_stacks(model):
+            stack.compile_layers(has_hooks=sharding is not None, fullgraph=whole)
     if sharding is None:
         model = model.to_empty(device=device)
-        initialise_(model, _init_rules_of(model, described))
+        initialize_(model, _init_rules_of(model, described))
     else:
         sharding.cut(model)
         model.to_empty(device=device)
-        initialise_(model, _init_rules_of(model, described), sharding.fill)
+        initialize_(model, _init_rules_of(model, described), sharding.fill)
     if make_copies is not None:
         offload(model, described, make_copies)
     return model
@@ -141,8 +141,8 @@ def build_model(
 
 def _assembled(
     described: FamilySlice,
-    form: SampleForm,
-    decisions: Mapping[str, Decision],
+    form: BatchSpec,
+    decisions: Mapping[str, BackendSelection],
     backends: Mapping[str, Backends],
     peft: PeftSlice | None,
 ) -> LanguageModel:
@@ -150,12 +150,12 @@ def _assembled(
     model = assemble(described, form, decisions, backends)
     if peft is not None:
         with torch.device("meta"):
-            adapt(model, stacks_of(model), described, peft)
+            apply_peft(model, get_stacks(model), described, peft)
     return model
 
 
 def _init_rules_of(model: nn.Module, described: FamilySlice) -> InitRules:
-    return replace(init_rules(described), initializers=initial_values(model))
+    return replace(init_rules(described), initializers=peft_initializers(model))
 
 
 def build_gpt(
@@ -168,7 +168,7 @@ def build_gpt(
     micro_batch_size: int,
     seq_length: int | None = None,
     compute_dtype: torch.dtype | None = None,
-    kinds: Collection[CallKind] = ALL_KINDS,
+    kinds: Collection[CallKind] = ALL_CALL_KINDS,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     sharding: Sharding | None = None,
@@ -192,7 +192,7 @@ def build_gpt(
         dtype=dtype,
         flags=flags,
         micro_batch_size=micro_batch_size,
-        form=SampleForm(
+        form=BatchSpec(
             length=seq_length or keys.encoder_seq_length, packed=reset_attention_mask, restart=reset_position_ids
         ),
         compute_dtype=compute_dtype,
@@ -215,7 +215,7 @@ class ModelPlan:
     """
 
     attentions: tuple[PlannedAttention, ...]
-    decisions: Mapping[str, Decision]
+    decisions: Mapping[str, BackendSelection]
     compiled: bool
     compile_reason: str
 
@@ -227,8 +227,8 @@ def plan_model(
     dtype: torch.dtype,
     flags: AttentionFlags,
     micro_batch_size: int,
-    form: SampleForm,
-    kinds: Collection[CallKind] = ALL_KINDS,
+    form: BatchSpec,
+    kinds: Collection[CallKind] = ALL_CALL_KINDS,
     peft: PeftSlice | None = None,
 ) -> ModelPlan:
     """Choose the attention backend of each kind of call, and decide on compilation, without building the model.
@@ -249,21 +249,21 @@ def plan_model(
     """
     if dtype not in DTYPE_NAMES:
         raise ValueError(f"`dtype` ({dtype}) must be one of {', '.join(str(known) for known in DTYPE_NAMES)}.")
-    facts: CallFacts = {
+    facts: CallContext = {
         "device": device.type,
         "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         "dtype": DTYPE_NAMES[dtype],
         "batch": micro_batch_size,
         "deterministic": not flags.allow_nondeterministic,
     }
-    attentions = tuple(planned_attentions(model, form, facts))
+    attentions = tuple(plan_attentions(model, form, facts))
     software = installed(device.type)
-    decisions: dict[str, Decision] = {}
+    decisions: dict[str, BackendSelection] = {}
     problems: list[NoBackendError] = []
     for planned in attentions:
         calls: dict[CallKind, AttentionCall] = {kind: call for kind, call in planned.calls.items() if kind in kinds}
         try:
-            chosen = decide(planned.attention, calls, flags, software)
+            chosen = choose_backends(planned.attention, calls, flags, software)
         except NoBackendError as error:
             message = f"attention `{planned.name}`: {error}" if planned.name else str(error)
             problems.append(NoBackendError(message, error.rows))
@@ -273,11 +273,11 @@ def plan_model(
         rows = tuple(row for problem in problems for row in problem.rows)
         raise NoBackendError("\n".join(map(str, problems)), rows)
     dropout = any(map(has_dropout, model.stacks)) or peft_dropout(peft) > 0
-    compiled, reason = compile_policy(model.compile, device.type, torch_version(), dropout=dropout)
+    compiled, reason = decide_compile(model.compile, device.type, torch_version(), dropout=dropout)
     return ModelPlan(attentions, decisions, compiled, reason)
 
 
-def stacks_of(model: LanguageModel) -> tuple[Stack, ...]:
+def get_stacks(model: LanguageModel) -> tuple[Stack, ...]:
     """Return the stacks of a model, in forward order."""
     match model:
         case T5():
@@ -288,12 +288,12 @@ def stacks_of(model: LanguageModel) -> tuple[Stack, ...]:
             return (model.decoder,)
 
 
-def copies_of(device: torch.device) -> Callable[[], Copies] | None:
+def copies_of(device: torch.device) -> Callable[[], CopyEngine] | None:
     """Return a factory of copy engines that share one pool of pinned memory; None for a device other than a GPU."""
-    return partial(CudaCopies, device, HostPool(pinned=True)) if device.type == "cuda" else None
+    return partial(CudaCopyEngine, device, PinnedMemoryPool(pinned=True)) if device.type == "cuda" else None
 
 
-def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[[], Copies]) -> None:
+def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[[], CopyEngine]) -> None:
     """Enable the CPU offloading of activations and weights that the slice asks for; weights must be on their device.
 
     Args:
@@ -304,7 +304,7 @@ def offload(model: LanguageModel, described: FamilySlice, make_copies: Callable[
     Raises:
         ValueError: weight offloading with sharded weights.
     """
-    for stack_slice, stack in zip(described.stacks, stacks_of(model), strict=True):
+    for stack_slice, stack in zip(described.stacks, get_stacks(model), strict=True):
         settings = stack_slice.offload
         if settings is None:
             continue
@@ -322,7 +322,7 @@ def parameter_count(model: nn.Module) -> int:
 # ---------------------------------------------------------------- policies
 
 
-def compile_policy(
+def decide_compile(
     wish: bool | None, device_type: str, torch_release: tuple[int, int], *, dropout: bool
 ) -> tuple[bool, str]:
     """Decide whether to compile the layers; return the decision and its reason.

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention.dispatch import Decision
-from ..kernels.attention.packed_sequences import PackedSequences, positions_in_documents
+from ..kernels.attention.dispatch import BackendSelection
+from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from .dispatch.attention_calls import CallKind, decision_for
-from .layers.compiling import layers_as_written
-from .lm_head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .layers.compiling import eager_layers
+from .lm_head import TokenPositions, add_position_embeddings, matmul_dtype, token_logits, token_loss
 from .moe.find_moe_layers import moe_layers
-from .moe.token_mask import up_to_last_label
-from .peft.ptuning import Prompt
+from .moe.token_mask import mask_up_to_last_label
+from .peft.ptuning import PromptEncoder
 from .stack import Stack
 
 
@@ -62,7 +62,7 @@ class GPT(nn.Module):
         logits_softcap: float,
         reset_position_ids: bool,
         reset_attention_mask: bool,
-        attention_decisions: Mapping[str, Decision],
+        attention_decisions: Mapping[str, BackendSelection],
     ) -> None:
         super().__init__()
         self.token_embedding = token_embedding
@@ -79,7 +79,7 @@ class GPT(nn.Module):
         self.reset_position_ids = reset_position_ids
         self.reset_attention_mask = reset_attention_mask
         self.attention_decisions = dict(attention_decisions)
-        self.prompt: Prompt | None = None
+        self.prompt: PromptEncoder | None = None
         self._has_experts = bool(moe_layers(decoder))
 
     @property
@@ -155,28 +155,28 @@ class GPT(nn.Module):
         if kind != "generation":
             positions, packed = None, None
             if documents is not None and self.reset_position_ids:
-                positions = positions_in_documents(documents)
+                positions = document_position_ids(documents)
             hidden = self._embed(tokens, positions)
             if documents is not None and self.reset_attention_mask:
                 packed = PackedSequences.of(
                     documents,
-                    dtype=dtype_of_products(hidden),
+                    dtype=matmul_dtype(hidden),
                     causal=True,
                     mask=decision.needs_mask,
                 )
             if self.prompt is not None:
-                routed = self.prompt.route(routed)
+                routed = self.prompt.extend_routing_mask(routed)
             hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed)
             return hidden if self.prompt is None else hidden[:, len(self.prompt) :]
         if length == 1:  # Backends need not support one token: pad by another, which a causal model does not attend to.
             tokens = F.pad(tokens, (0, 1))
-        with layers_as_written(self.compiled):
+        with eager_layers(self.compiled):
             first = 0 if self.prompt is None else len(self.prompt)
             return self.decoder(self._embed(tokens), kind)[:, first : first + length]
 
     def _routed(self, labels: Tensor, padding: Tensor | None) -> Tensor | None:
         """Return the mask of tokens routed to experts, None for all; evaluation windows and batches may be partial."""
-        return up_to_last_label(labels) if self._has_experts and not self.training else padding
+        return mask_up_to_last_label(labels) if self._has_experts and not self.training else padding
 
     def _kind_of_call(self, length: int, documents: Tensor | None) -> CallKind:
         """Return the kind of call: training and evaluation have a fixed sequence length, anything else is generation.
@@ -217,7 +217,7 @@ class GPT(nn.Module):
         hidden = self.token_embedding(tokens)
         if self.prompt is not None:
             hidden = self.prompt(hidden)
-        hidden = add_positions(hidden, self.position_embedding, positions)
+        hidden = add_position_embeddings(hidden, self.position_embedding, positions)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         if self.training and self.dropout:

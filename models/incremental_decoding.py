@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .gpt import GPT
-from .kv_cache import CachedMemory, KVCache, slots_of
-from .layers.attention_bias import RelativeBias, ScoreTerms
-from .layers.compiling import layers_as_written
-from .lm_head import add_places, add_positions, dtype_of_products, token_logits
+from .kv_cache import CrossAttentionCache, KVCache, slots_of
+from .layers.attention_bias import RelativeBias, ScoreBias
+from .layers.compiling import eager_layers
+from .lm_head import add_decode_position_embeddings, add_position_embeddings, matmul_dtype, token_logits
 from .stack import Layer, Stack
 from .t5 import T5
 
@@ -61,7 +61,7 @@ class GPTDecoder:
     """
 
     def __init__(self, model: GPT, rows: int, slots: int) -> None:
-        _check_slots("slots", slots, longest_read(model))
+        _check_slots("slots", slots, max_input_length(model))
         self.rows = rows
         self.slots = slots
         self._model = model
@@ -78,10 +78,10 @@ class GPTDecoder:
         self._cache.begin(lengths)
         embedded = model.token_embedding(tokens)
         embedded = embedded if model.prompt is None else model.prompt(embedded)
-        hidden = _scaled(add_positions(embedded, model.position_embedding, None), model)
+        hidden = _scaled(add_position_embeddings(embedded, model.position_embedding, None), model)
         terms = model.decoder.score_positions
-        with layers_as_written(model.compiled):
-            hidden = model.decoder.go_on(
+        with eager_layers(model.compiled):
+            hidden = model.decoder.forward_cached(
                 hidden,
                 self._cache.layers,
                 positions=self._cache.positions[:, None] if hidden.shape[1] == 1 else None,
@@ -93,9 +93,11 @@ class GPTDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """See `Decoder.step`."""
         model, positions = self._model, self._cache.advance()
-        embedded = add_places(model.token_embedding(tokens[:, None]), model.position_embedding, positions)
+        embedded = add_decode_position_embeddings(
+            model.token_embedding(tokens[:, None]), model.position_embedding, positions
+        )
         hidden = _scaled(embedded, model)
-        hidden = model.decoder.go_on(hidden, self._cache.layers, positions=positions, terms=self._terms)
+        hidden = model.decoder.forward_cached(hidden, self._cache.layers, positions=positions, terms=self._terms)
         return self._logits(hidden[:, 0])
 
     def reorder(self, rows: Tensor) -> None:
@@ -114,8 +116,8 @@ class T5Decoder:
         model: in evaluation mode.
         rows: batch size of the decoder.
         slots: maximal length of a decoder sequence.
-        memory_slots: maximal length of an encoder sequence.
-        per_memory: number of consecutive decoder rows per encoder sequence, as of beams.
+        max_encoder_length: maximal length of an encoder sequence.
+        rows_per_encoding: number of consecutive decoder rows per encoder sequence, as of beams.
 
     Raises:
         ValueError: `rows` is not a multiple of `per_memory`, or the model has too few positions.
@@ -124,7 +126,7 @@ class T5Decoder:
     def __init__(self, model: T5, rows: int, slots: int, memory_slots: int, per_memory: int = 1) -> None:
         if rows % per_memory:
             raise ValueError(f"`rows` ({rows}) must be a multiple of `per_memory` ({per_memory}).")
-        _check_slots("memory_slots", memory_slots, longest_read(model))
+        _check_slots("memory_slots", memory_slots, max_input_length(model))
         _check_slots("slots", slots, model.max_positions[1])
         self.rows = rows
         self.slots = slots
@@ -141,7 +143,7 @@ class T5Decoder:
             cross = cast(Layer, layer).cross_attention
             assert cross is not None
             shape = (rows // per_memory, cross.groups, memory_slots + self._virtual_tokens, cross.head_dim)
-            key, value = (weight.new_zeros(shape, dtype=dtype_of_products(weight)) for _ in range(2))
+            key, value = (weight.new_zeros(shape, dtype=matmul_dtype(weight)) for _ in range(2))
             self._memories.append((key, value))
 
     @torch.no_grad()
@@ -163,26 +165,31 @@ class T5Decoder:
         """See `Decoder.step`."""
         model, positions = self._model, self._cache.advance()
         memories = [
-            CachedMemory(*cached, self._memory_lengths, positions[:, 0], self._cross_bias) for cached in self._memories
+            CrossAttentionCache(*cached, self._memory_lengths, positions[:, 0], self._cross_bias)
+            for cached in self._memories
         ]
-        hidden = add_places(model.decoder_embedding(tokens[:, None]), model.decoder_position_embedding, positions)
-        hidden = model.decoder.go_on(
+        hidden = add_decode_position_embeddings(
+            model.decoder_embedding(tokens[:, None]), model.decoder_position_embedding, positions
+        )
+        hidden = model.decoder.forward_cached(
             hidden, self._cache.layers, positions=positions, terms=self._terms, memories=memories
         )[:, 0]
-        return model.logits_of(hidden if model.output_scale == 1.0 else hidden * model.output_scale)
+        return model.compute_logits(hidden if model.output_scale == 1.0 else hidden * model.output_scale)
 
     def reorder(self, rows: Tensor) -> None:
         """See `Decoder.reorder`; a row must be replaced by one of the same encoder sequence."""
         self._cache.reorder(rows)
 
 
-def longest_read(model: GPT | T5) -> int | None:
+def max_input_length(model: GPT | T5) -> int | None:
     """Return the maximal input length of a model, None for no limit; virtual tokens take positions too."""
     positions = model.max_positions[0] if isinstance(model, T5) else model.max_positions
     return None if positions is None else positions - _num_virtual_tokens(model)
 
 
-def cache_bytes(model: GPT | T5, rows: int, slots: int, memory_slots: int = 0, per_memory: int = 1) -> int:
+def kv_cache_bytes(
+    model: GPT | T5, rows: int, slots: int, max_encoder_length: int = 0, rows_per_encoding: int = 1
+) -> int:
     """Return the bytes of a decoder's KV cache; arguments as of `GPTDecoder` and `T5Decoder`."""
     virtual_tokens = _num_virtual_tokens(model)
     elements = 0
@@ -192,8 +199,10 @@ def cache_bytes(model: GPT | T5, rows: int, slots: int, memory_slots: int = 0, p
         layer_slots = slots_of(slots + (0 if isinstance(model, T5) else virtual_tokens), window)
         elements += 2 * rows * layer_slots * layer.attention.groups * layer.attention.head_dim
         if (cross := layer.cross_attention) is not None:
-            elements += 2 * rows // per_memory * (memory_slots + virtual_tokens) * cross.groups * cross.head_dim
-    return elements * dtype_of_products(model.token_embedding.weight).itemsize
+            elements += (
+                2 * rows // rows_per_encoding * (max_encoder_length + virtual_tokens) * cross.groups * cross.head_dim
+            )
+    return elements * matmul_dtype(model.token_embedding.weight).itemsize
 
 
 def _num_virtual_tokens(model: GPT | T5) -> int:
@@ -215,12 +224,12 @@ def _build_cache(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache
         slots=slots,
         head_dim=attention.head_dim,
         window=-1 if attention.window is None else attention.window[0],
-        dtype=dtype_of_products(weight),
+        dtype=matmul_dtype(weight),
         device=weight.device,
     )
 
 
-def _step_terms(stack: Stack, slots: int) -> ScoreTerms | None:
+def _step_terms(stack: Stack, slots: int) -> ScoreBias | None:
     """Return the position-dependent score terms of a decode step over `slots` keys; the same for every step."""
     return None if stack.score_positions is None else stack.score_positions(1, slots)
 

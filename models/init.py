@@ -55,7 +55,7 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
+def initial_parameter(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     """Return the full (unsharded) initial value of a parameter, in fp32 on the CPU.
 
     Biases are 0, norm weights `norm_weight`, matrices normal. Kerple's parameters are a = p = 1 and b the slopes of
@@ -81,12 +81,12 @@ def initial_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(rules.seed, name))
 
 
-def copy_whole(parameter: Tensor, whole: Tensor) -> None:
+def copy_full(parameter: Tensor, whole: Tensor) -> None:
     """Fill an unsharded parameter."""
     parameter.copy_(whole)
 
 
-def initialise_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tensor], None] = copy_whole) -> None:
+def initialize_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tensor], None] = copy_full) -> None:
     """Initialize every parameter of `model` in place, in parallel threads: sampling dominates the start-up time.
 
     Args:
@@ -103,7 +103,7 @@ def initialise_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tens
 
     def initialise_parameter(name: str) -> None:
         with torch.no_grad():  # grad mode is thread-local
-            fill(parameters[name], initial_value(name, parameters[name].shape, rules))
+            fill(parameters[name], initial_parameter(name, parameters[name].shape, rules))
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(initialise_parameter, parameters))

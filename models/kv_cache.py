@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class LayerCache(NamedTuple):
+class LayerKVCache(NamedTuple):
     """Cached keys and values of the self-attention of one layer.
 
     Slot s holds the newest token whose position modulo the number of slots is s.
@@ -52,7 +52,7 @@ class LayerCache(NamedTuple):
                 cached.copy_(new.gather(2, newest.expand_as(cached)))
 
 
-class CachedMemory(NamedTuple):
+class CrossAttentionCache(NamedTuple):
     """Cached cross-attention keys and values of one layer, projected once from the encoder output.
 
     Attributes:
@@ -106,7 +106,7 @@ class KVCache:
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         shape = (rows, groups, slots_of(slots, window), head_dim)
         self.layers = [
-            LayerCache(
+            LayerKVCache(
                 torch.zeros(shape, dtype=dtype, device=device),
                 torch.zeros(shape, dtype=dtype, device=device),
                 self.lengths,

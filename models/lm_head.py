@@ -7,35 +7,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cross_entropy import linear_cross_entropy
-from .layers.position_embeddings import PositionTable
+from .layers.position_embeddings import SamplePositionEmbedding
 
-TokenPositions = nn.Embedding | PositionTable
+TokenPositions = nn.Embedding | SamplePositionEmbedding
 """Learned position embedding, indexed by the position within a document (nn.Embedding) or within a sample."""
 
 
-def dtype_of_products(hidden: Tensor) -> torch.dtype:
+def matmul_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype of matmuls: that of `hidden`, or of autocast."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def add_positions(embedded: Tensor, table: TokenPositions | None, positions: Tensor | None) -> Tensor:
+def add_position_embeddings(embedded: Tensor, table: TokenPositions | None, positions: Tensor | None) -> Tensor:
     """Add learned position embeddings.
 
     Args:
         embedded: (batch, tokens, hidden_size).
         table: learned position embedding, or None.
-        positions: position ids, int64 (batch, tokens), ignored by a `PositionTable`; None counts each row from 0.
+        positions: position ids, int64 (batch, tokens), ignored by a `SamplePositionEmbedding`; None counts each row
+            from 0.
     """
     tokens = embedded.shape[1]
     if table is None:
         return embedded
-    if isinstance(table, PositionTable):
+    if isinstance(table, SamplePositionEmbedding):
         return embedded + table(tokens)
     return embedded + (table.weight[:tokens] if positions is None else table(positions))
 
 
-def add_places(embedded: Tensor, table: TokenPositions | None, places: Tensor) -> Tensor:
+def add_decode_position_embeddings(embedded: Tensor, table: TokenPositions | None, places: Tensor) -> Tensor:
     """Add learned position embeddings to the tokens of a decode step.
 
     Args:
@@ -45,7 +46,7 @@ def add_places(embedded: Tensor, table: TokenPositions | None, places: Tensor) -
     """
     if table is None:
         return embedded
-    return embedded + (table.table[places] if isinstance(table, PositionTable) else table(places))
+    return embedded + (table.table[places] if isinstance(table, SamplePositionEmbedding) else table(places))
 
 
 def token_logits(
@@ -93,7 +94,7 @@ def token_loss(
     Returns:
         A scalar in fp32 (fp64 for an fp64 model).
     """
-    dtype = dtype_of_products(hidden)  # autocast does not apply to the fused operator: cast here
+    dtype = matmul_dtype(hidden)  # autocast does not apply to the fused operator: cast here
     if not isinstance(denominator, Tensor):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         denominator = torch.full((), denominator, dtype=exact, device=hidden.device)

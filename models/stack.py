@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from ..kernels.attention.packed_sequences import PackedSequences
 from .dispatch.attention_calls import CallKind
-from .kv_cache import CachedMemory, LayerCache
-from .layers.attention_bias import ScorePositions, ScoreTerms
-from .layers.compiling import prepare_compiler
+from .kv_cache import CrossAttentionCache, LayerKVCache
+from .layers.attention_bias import ScoreBias, ScoreBiasModule
+from .layers.compiling import configure_dynamo
 from .layers.cross_attention import CrossAttention, Memory
 from .layers.fused_linear import spares
 from .layers.mlp import MLP
 from .layers.norm import LayerNorm, Read, RMSNorm
-from .layers.position_embeddings import RotaryEmbedding, Rotation, XPosEmbedding
+from .layers.position_embeddings import RotaryEmbedding, RotaryTables, XPosEmbedding
 from .layers.self_attention import SelfAttention
-from .memory.activation_checkpoint import recomputes, run_again
+from .memory.activation_checkpoint import recomputes, run_with_recompute
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .moe.moe_layer import MoE
@@ -93,13 +93,13 @@ class Layer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotary: Rotation | None,
+        rotary: RotaryTables | None,
         kind: CallKind,
         packed: PackedSequences | None = None,
-        memory: Memory | CachedMemory | None = None,
-        terms: ScoreTerms | None = None,
+        memory: Memory | CrossAttentionCache | None = None,
+        terms: ScoreBias | None = None,
         padding: Tensor | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
         routed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer without updating its buffers, so that it can be recomputed.
@@ -120,7 +120,7 @@ class Layer(nn.Module):
         """
         inputs = hidden, rotary, kind, packed, memory, terms, padding, cache, routed
         if self.recompute and recomputes(self):
-            return run_again(self._run, self.preserve_rng_state, *inputs)
+            return run_with_recompute(self._run, self.preserve_rng_state, *inputs)
         return self._run(*inputs)
 
     def count(self, sums: Tensor | None) -> None:
@@ -131,13 +131,13 @@ class Layer(nn.Module):
     def _run(
         self,
         hidden: Tensor,
-        rotary: Rotation | None,
+        rotary: RotaryTables | None,
         kind: CallKind,
         packed: PackedSequences | None,
-        memory: Memory | CachedMemory | None,
-        terms: ScoreTerms | None,
+        memory: Memory | CrossAttentionCache | None,
+        terms: ScoreBias | None,
         padding: Tensor | None,
-        cache: LayerCache | None,
+        cache: LayerKVCache | None,
         routed: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         layer_input = hidden
@@ -170,7 +170,7 @@ class Layer(nn.Module):
                 padding if routed is None else routed,
                 read.norm,
                 use_capacity=kind != "generation",
-                router_input=read.again,
+                router_input=read.second_hidden,
                 residual=read.stream if fused else None,
             )
         else:
@@ -212,7 +212,7 @@ class Layer(nn.Module):
             self.block == "pre_ln" and not torch.is_autocast_enabled(hidden.device.type)
         )
         if isinstance(norm, RMSNorm) and is_saved:
-            return norm.forked(hidden, has_several_readers)
+            return norm.forward_with_residual(hidden, has_several_readers)
         return Read(hidden, norm(source))
 
     def _add_residual(
@@ -259,7 +259,7 @@ class Stack(nn.Module):
         *,
         final_norm: LayerNorm | RMSNorm | None,
         rotary: RotaryEmbedding | XPosEmbedding | None = None,
-        score_positions: ScorePositions | None = None,
+        score_positions: ScoreBiasModule | None = None,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -300,7 +300,7 @@ class Stack(nn.Module):
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and recomputes(self):
             shared = (rotary, packed, memory, terms, padding, routed)
-            activations = self.activation_offload.forward_pass(len(self.layers), shared)
+            activations = self.activation_offload.begin_forward(len(self.layers), shared)
         inputs = kind, rotary, packed, memory, terms, padding, routed
         chunk = self.recompute_chunk if recomputes(self) else 1
         for first in range(0, len(self.layers), chunk):
@@ -312,7 +312,7 @@ class Stack(nn.Module):
                 if chunk == 1:
                     hidden, sums = _run_layers(layers, hidden, *inputs)
                 else:
-                    hidden, sums = run_again(_run_layers, self.preserve_rng_state, layers, hidden, *inputs)
+                    hidden, sums = run_with_recompute(_run_layers, self.preserve_rng_state, layers, hidden, *inputs)
             for layer, layer_sums in zip(layers, sums, strict=True):
                 layer.count(layer_sums)
             if weights is not None and recomputes(self):
@@ -321,14 +321,14 @@ class Stack(nn.Module):
                 activations.after(numbers, hidden)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
-    def go_on(
+    def forward_cached(
         self,
         hidden: Tensor,
-        caches: Sequence[LayerCache],
+        caches: Sequence[LayerKVCache],
         *,
         positions: Tensor | None,
-        terms: ScoreTerms | None,
-        memories: Sequence[CachedMemory] | None = None,
+        terms: ScoreBias | None,
+        memories: Sequence[CrossAttentionCache] | None = None,
     ) -> Tensor:
         """Run all layers with KV caches: prefill, or decode one token per sequence.
 
@@ -349,33 +349,35 @@ class Stack(nn.Module):
             hidden = step(cast(Layer, layer), hidden, rotary, memory, terms, caches[number])
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
-    def compile_steps(self) -> None:
+    def compile_decode_step(self) -> None:
         """Compile the decode step of a layer; equal layers share one compilation."""
-        prepare_compiler()
+        configure_dynamo()
         self._compiled_step = torch.compile(_run_layer_cached, fullgraph=True, dynamic=False)
 
-    def compile_parts(self, *, hooked: bool = False, whole: bool = True) -> None:
+    def compile_layers(self, *, has_hooks: bool = False, fullgraph: bool = True) -> None:
         """Compile each layer and the final norm; equal layers share one compilation.
 
         Args:
-            hooked: the modules will get forward hooks (FSDP2's all-gather and reshard), which stay outside the graph.
-            whole: compile each module as a full graph; False allows a graph break at attention that cannot be traced.
+            has_hooks: the modules will get forward hooks (FSDP2's all-gather and reshard), which stay outside the
+                graph.
+            fullgraph: compile each module as a full graph; False allows a graph break at attention that cannot be
+                traced.
         """
-        prepare_compiler()
+        configure_dynamo()
         for module in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
-            if hooked:
-                module.forward = torch.compile(module.forward, fullgraph=whole, dynamic=False)
+            if has_hooks:
+                module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
             else:
-                module.compile(fullgraph=whole, dynamic=False)
+                module.compile(fullgraph=fullgraph, dynamic=False)
 
 
 def _run_layer_cached(
     layer: Layer,
     hidden: Tensor,
-    rotary: Rotation | None,
-    memory: CachedMemory | None,
-    terms: ScoreTerms | None,
-    cache: LayerCache,
+    rotary: RotaryTables | None,
+    memory: CrossAttentionCache | None,
+    terms: ScoreBias | None,
+    cache: LayerKVCache,
 ) -> Tensor:
     """Run one layer for prefill, or for a decode step."""
     return layer(hidden, rotary, "generation", None, memory, terms, None, cache)[0]
@@ -385,10 +387,10 @@ def _run_layers(
     layers: Sequence[Layer],
     hidden: Tensor,
     kind: CallKind,
-    rotary: Rotation | None,
+    rotary: RotaryTables | None,
     packed: PackedSequences | None,
     memory: Memory | None,
-    terms: ScoreTerms | None,
+    terms: ScoreBias | None,
     padding: Tensor | None,
     routed: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:

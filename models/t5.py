@@ -9,21 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.attention.dispatch import Decision
-from ..kernels.attention.packed_sequences import PackedSequences, positions_in_documents
-from .config.batch_shape import SampleForm
+from ..kernels.attention.dispatch import BackendSelection
+from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
+from .config.batch_shape import BatchSpec
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.attention_bias import CrossRelativeBias
-from .layers.compiling import layers_as_written
+from .layers.compiling import eager_layers
 from .layers.cross_attention import Memory
-from .lm_head import TokenPositions, add_positions, dtype_of_products, token_logits, token_loss
+from .lm_head import TokenPositions, add_position_embeddings, matmul_dtype, token_logits, token_loss
 from .moe.find_moe_layers import moe_layers
-from .moe.token_mask import in_documents_with_label, in_rows_with_label
-from .peft.ptuning import Prompt
+from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
+from .peft.ptuning import PromptEncoder
 from .stack import Stack
 
 
-class Encoded(NamedTuple):
+class EncoderOutput(NamedTuple):
     """Encoder output of a batch.
 
     Attributes:
@@ -80,11 +80,11 @@ class T5(nn.Module):
         head_bias: bool,
         output_scale: float,
         vocab_size: int,
-        form: SampleForm,
+        form: BatchSpec,
         max_positions: tuple[int | None, int | None],
         dropouts: tuple[float, float],
         label_smoothing: float,
-        attention_decisions: Mapping[str, Decision],
+        attention_decisions: Mapping[str, BackendSelection],
     ) -> None:
         super().__init__()
         self.token_embedding = token_embedding
@@ -103,7 +103,7 @@ class T5(nn.Module):
         self.dropouts = dropouts
         self.label_smoothing = label_smoothing
         self.attention_decisions = dict(attention_decisions)
-        self.prompt: Prompt | None = None
+        self.prompt: PromptEncoder | None = None
         self._encoder_has_experts = bool(moe_layers(encoder))
         self._decoder_has_experts = bool(moe_layers(decoder))
 
@@ -147,9 +147,9 @@ class T5(nn.Module):
             encoder_documents=encoder_documents,
             decoder_documents=decoder_documents,
         )
-        return self.logits_of(hidden)
+        return self.compute_logits(hidden)
 
-    def logits_of(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of an output of `hidden_states` or `decode`, (..., padded_vocab_size)."""
         return token_logits(hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size)
 
@@ -236,7 +236,7 @@ class T5(nn.Module):
         documents = encoder_documents, decoder_documents
         return self._run_decoder(decoder_tokens, encoded, *documents, kind, decoder_routed)
 
-    def encode(self, tokens: Tensor, padding: Tensor | None = None) -> Encoded:
+    def encode(self, tokens: Tensor, padding: Tensor | None = None) -> EncoderOutput:
         """Encode sequences of any length, for generation.
 
         Args:
@@ -247,10 +247,10 @@ class T5(nn.Module):
         if tokens.shape[1] == 1:  # Backends need not support one token: add one of padding.
             real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else padding
             tokens, padding = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False)
-        with layers_as_written(self.compiled):
+        with eager_layers(self.compiled):
             return self._run_encoder(tokens, padding, None, "generation")
 
-    def decode(self, tokens: Tensor, encoded: Encoded) -> Tensor:
+    def decode(self, tokens: Tensor, encoded: EncoderOutput) -> Tensor:
         """Return the head's input for decoder tokens of any length, (batch, tokens, hidden_size), for generation.
 
         Args:
@@ -261,7 +261,7 @@ class T5(nn.Module):
         self._check_length("decoder", length, self.max_positions[1])
         if length == 1:  # Backends need not support one token: pad by another, which a causal model does not attend to.
             tokens = F.pad(tokens, (0, 1))
-        with layers_as_written(self.compiled):
+        with eager_layers(self.compiled):
             return self._run_decoder(tokens, encoded, None, None, "generation")[:, :length]
 
     def _encoder_routed(
@@ -276,10 +276,10 @@ class T5(nn.Module):
         if not self._encoder_has_experts:
             return None
         if documents is not None and decoder_documents is not None:
-            return in_documents_with_label(documents, labels, decoder_documents)
+            return mask_documents_with_label(documents, labels, decoder_documents)
         if self.training and padding is None:  # in evaluation, windows and batches may be partial
             return None
-        return in_rows_with_label(tokens, labels, padding)
+        return mask_rows_with_label(tokens, labels, padding)
 
     def _run_encoder(
         self,
@@ -288,24 +288,30 @@ class T5(nn.Module):
         documents: Tensor | None,
         kind: CallKind,
         routed: Tensor | None = None,
-    ) -> Encoded:
+    ) -> EncoderOutput:
         positions, packed = None, None
         decision = decision_for(self.attention_decisions, f"encoder {kind}")
         hidden = self.token_embedding(tokens)
         if self.prompt is not None:
-            hidden, padding, routed = self.prompt(hidden), self.prompt.pad(padding), self.prompt.route(routed)
+            hidden, padding, routed = (
+                self.prompt(hidden),
+                self.prompt.pad(padding),
+                self.prompt.extend_routing_mask(routed),
+            )
         if documents is not None:
-            positions = positions_in_documents(documents)
-            dtype, mask = dtype_of_products(hidden), decision.needs_mask
+            positions = document_position_ids(documents)
+            dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = PackedSequences.of(documents, dtype=dtype, causal=False, mask=mask)
-        hidden = self._dropout(add_positions(hidden, self.encoder_position_embedding, positions), self.dropouts[0])
+        hidden = self._dropout(
+            add_position_embeddings(hidden, self.encoder_position_embedding, positions), self.dropouts[0]
+        )
         hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
-        return Encoded(hidden, padding)
+        return EncoderOutput(hidden, padding)
 
     def _run_decoder(
         self,
         tokens: Tensor,
-        encoded: Encoded,
+        encoded: EncoderOutput,
         encoder_documents: Tensor | None,
         documents: Tensor | None,
         kind: CallKind,
@@ -316,14 +322,16 @@ class T5(nn.Module):
         cross_decision = decision_for(self.attention_decisions, f"cross {kind}")
         hidden = self.decoder_embedding(tokens)
         if documents is not None and encoder_documents is not None:
-            positions, dtype = positions_in_documents(documents), dtype_of_products(hidden)
+            positions, dtype = document_position_ids(documents), matmul_dtype(hidden)
             packed = PackedSequences.of(documents, dtype=dtype, causal=True, mask=decision.needs_mask)
             mask = cross_decision.needs_mask
-            cross_packed = PackedSequences.across(documents, encoder_documents, dtype=dtype, mask=mask)
+            cross_packed = PackedSequences.across(documents, encoder_documents, dtype=dtype, with_mask=mask)
         terms = None
         if self.cross_positions is not None:
             terms = self.cross_positions(tokens.shape[1], encoded.hidden.shape[1]).distance_bias
-        hidden = self._dropout(add_positions(hidden, self.decoder_position_embedding, positions), self.dropouts[1])
+        hidden = self._dropout(
+            add_position_embeddings(hidden, self.decoder_position_embedding, positions), self.dropouts[1]
+        )
         memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms)
         hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed, memory=memory)
         return hidden if self.output_scale == 1.0 else hidden * self.output_scale

@@ -52,7 +52,7 @@ def untrained_loss(run: Path, split: str) -> float:
     """Return the loss of the pretrained model on the samples of a run: the run's model with all LoRA B set to zero."""
     from stoker.trainer.conversion.load_model import restore
     from stoker.trainer.data.build_datasets import build_data
-    from stoker.trainer.evaluation.held_out_loss import evaluate, summed_loss
+    from stoker.trainer.evaluation.held_out_loss import evaluate, loss_function
 
     restored = restore(run)
     for name, parameter in restored.model.named_parameters():
@@ -62,7 +62,7 @@ def untrained_loss(run: Path, split: str) -> float:
     samples = data.validation if split == "validation" else data.test
     assert samples is not None
     return evaluate(
-        summed_loss(restored.model, restored.precision, restored.device),
+        loss_function(restored.model, restored.precision, restored.device),
         samples,
         token_bytes=data.token_bytes,
         batch_size=restored.config.root.model.micro_batch_size,

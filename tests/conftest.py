@@ -112,7 +112,7 @@ def small_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def steps_without_sync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make device synchronization in training steps an error from the third step on; return the steps that ran so."""
-    from cuda_sync import forbid_cuda_sync
+    from cuda_sync import forbid_device_sync
 
     from stoker.trainer.data.dataloader import GlobalBatch
     from stoker.trainer.lightning.lightning_module import LanguageModule
@@ -124,7 +124,7 @@ def steps_without_sync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if self.step < 2:  # the first steps compile and allocate
             training_step(self, batch, batch_idx)
             return
-        with forbid_cuda_sync():
+        with forbid_device_sync():
             training_step(self, batch, batch_idx)
         steps.append(self.step)
 

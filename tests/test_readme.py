@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from config_helpers import last_of_each
+from config_helpers import keep_last_overrides
 from hf_folders import letter_tokenizer, random_model, save
 from tiers import full_only, looped
 
@@ -65,7 +65,7 @@ def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, c
             arguments = [argument.replace("DIR", newest) for argument in arguments]
         if arguments[0] in ("train", "finetune"):
             length = "seq_length" if any("t5" in argument for argument in arguments) else "encoder_seq_length"
-            arguments = last_of_each([*arguments, *SHORT, f"model.{length}=32"])
+            arguments = keep_last_overrides([*arguments, *SHORT, f"model.{length}=32"])
         if arguments[0] == "generate":
             arguments += ["--max-new-tokens", "3"]
         if arguments[0] == "evaluate":

@@ -14,58 +14,58 @@ import torch
 from ..kernels.attention.dispatch import tables
 from ..models.build import LanguageModel
 from ..models.memory.host_copies import HostMemoryError
-from .callbacks.early_stopping import EARLY_STOPPING, ways_on
-from .callbacks.expert_load import build_expert_load
-from .callbacks.preemption import StopRequest
-from .callbacks.profiler import build_observers, check_profiling
-from .callbacks.train_loop import RunLoop
-from .checkpoint.async_saver import Saver
+from .callbacks.early_stopping import STOP_REASON_PREFIX, continue_hint
+from .callbacks.expert_load import build_expert_load_metrics
+from .callbacks.preemption import StopHandler
+from .callbacks.profiler import build_profilers, check_profiling
+from .callbacks.train_loop import TrainLoopCallback
+from .checkpoint.async_saver import CheckpointSaver
 from .checkpoint.reader import BaseRecord, Checkpoint, checkpoint_paths, open_checkpoint
-from .checkpoint.run_directory import RunDirectory, open_run_directory, record_start
+from .checkpoint.run_directory import RunDirectory, open_run_directory, save_run_record
 from .config.lr_schedule import build_schedule
 from .config.run_config import RunConfig
 from .config.schema.root import RootBlock
-from .conversion.pretrained import BaseWeights, base_of_run
-from .conversion.warm_start import load_initial_weights
+from .conversion.pretrained import PretrainedWeights, find_configured_pretrained
+from .conversion.warm_start import load_pretrained_weights
 from .core.debug_runs import overfitted, trial_of
 from .core.factory import (
-    build_average,
-    build_clean,
-    build_data_parallel,
+    build_ema,
+    build_graph_capture,
     build_model,
     build_optimizer,
-    build_rates,
-    build_recorder,
+    build_retention,
     build_save,
+    build_throughput,
     build_validation,
     check_attention,
     check_metrics,
     check_splits,
     choose_device,
+    data_parallel_from_config,
 )
-from .core.resume import check_resumed, describe_run, find_resumed, load_resumed
-from .core.run_summary import describe, describe_host_state, describe_moved
-from .data.batch_sampler import BatchPlan, RankBatches, ramp_up_of
+from .core.resume import check_resume_compatibility, find_resume_checkpoint, initial_run_state, load_resumed_weights
+from .core.run_summary import describe, describe_offload_traffic, describe_optimizer_offload
+from .data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
 from .data.build_datasets import Data, build_data
-from .data.dataloader import BatchFeed
+from .data.dataloader import PrefetchingDataLoader
 from .device.cuda_graph_support import uses_cuda_graph
 from .device.determinism import attention_flags, determinism
 from .device.precision import PrecisionPlan, plan_precision
 from .distributed.layout_from_config import layout_of
-from .distributed.process_group import Ranks, describe_process
+from .distributed.process_group import DistributedContext, describe_process
 from .evaluation.held_out_loss import EvaluationResult
-from .lightning.expert_balance import build_expert_balance
+from .lightning.expert_balance import build_expert_balancer
 from .lightning.lightning_module import LanguageModule
 from .lightning.lightning_trainer import fit
 from .loggers.logger_backends import check_loggers
 from .loggers.progress_bar import Panel
 from .loggers.run_logger import Journal
-from .plan.fit_advice import out_of_memory_lines, plan_here
+from .plan.fit_advice import out_of_memory_lines, plan_run
 from .plan.memory_check import check_memory, is_out_of_host_memory, is_out_of_memory
 from .plan.report import comparison, summary
 from .plan.run_plan import Plan
 from .utils.environment import set_variables
-from .utils.errors import EXIT_DONE, UserError
+from .utils.errors import EXIT_OK, UserError
 from .utils.text import counted
 
 
@@ -99,7 +99,7 @@ def train(config: RunConfig) -> int:
     return run_training(config).exit_code
 
 
-def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResult:
+def run_training(config: RunConfig, ranks: DistributedContext | None = None) -> TrainingResult:
     """Train as configured, from scratch or from a checkpoint.
 
     Args:
@@ -112,7 +112,7 @@ def run_training(config: RunConfig, ranks: Ranks | None = None) -> TrainingResul
     config = trial_of(config)
     root = config.root
     set_variables(root.env_vars)  # for callers from Python; the CLI has set them before torch was imported
-    ranks = ranks or Ranks()
+    ranks = ranks or DistributedContext()
     if len(set(ranks.gather(config.digest))) > 1:
         raise UserError("the ranks have different configurations; start them with the same files and overrides")
     device = choose_device(root, ranks)
@@ -156,16 +156,16 @@ def _report_out_of_memory(root: RootBlock, device: torch.device, plan: Plan | No
 
 
 def _prepare_and_train(
-    config: RunConfig, device: torch.device, precision: PrecisionPlan, ranks: Ranks
+    config: RunConfig, device: torch.device, precision: PrecisionPlan, ranks: DistributedContext
 ) -> TrainingResult:
     root = config.root
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(root.trainer.max_time, root.exp_manager.max_time_per_run))
+        stop = stack.enter_context(StopHandler(root.trainer.max_time, root.exp_manager.max_time_per_run))
         data = _build_data(root, ranks)  # before the run directory, so that unreadable data leaves none behind
         warnings = check_metrics(root, data) + check_splits(root, data)
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         step = resumed.state.step if resumed else 0
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             panel = Panel(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
             validates_again = resumed is not None and resumed.state.loop.validation_due
             journal = Journal.open(config, directory.path, panel, resumed_at=step, validates_again=validates_again)
@@ -174,7 +174,7 @@ def _prepare_and_train(
         with journal:
             for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
                 journal.say(line)
-            plan = plan_here(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
+            plan = plan_run(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
             for line in summary(plan) if plan is not None else ():
                 journal.say(line)
             try:
@@ -183,7 +183,7 @@ def _prepare_and_train(
                 if plan is not None and device.type == "cuda" and result.step > (resumed.state.step if resumed else 0):
                     allocated = torch.cuda.max_memory_allocated(device)
                     journal.say(comparison(plan, allocated, torch.cuda.max_memory_reserved(device)))
-                for line in describe_moved(result.model):
+                for line in describe_offload_traffic(result.model):
                     journal.say(line)
                 return result
             except UserError as error:
@@ -192,7 +192,7 @@ def _prepare_and_train(
                 raise
 
 
-def _build_data(root: RootBlock, ranks: Ranks) -> Data:
+def _build_data(root: RootBlock, ranks: DistributedContext) -> Data:
     """Build the data on local rank 0 first, then on the other ranks of the node, which reuse its index files."""
     data, problem = None, None
     for is_our_turn in (ranks.local_rank == 0, ranks.local_rank != 0):
@@ -209,19 +209,19 @@ def _build_data(root: RootBlock, ranks: Ranks) -> Data:
 
 
 def _open_directory_and_checkpoint(
-    config: RunConfig, ranks: Ranks, stack: ExitStack
+    config: RunConfig, ranks: DistributedContext, stack: ExitStack
 ) -> tuple[RunDirectory, Checkpoint | None, list[str]]:
     """Choose the run directory and the checkpoint to resume from on rank 0, and broadcast them."""
     directory, resumed, lines, problem = None, None, [], None
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         try:
             directory = stack.enter_context(open_run_directory(config))
-            resumed, lines = find_resumed(config.root.exp_manager, directory)
+            resumed, lines = find_resume_checkpoint(config.root.exp_manager, directory)
         except UserError as error:
             problem = error
     ranks.raise_together(problem)
     paths = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
-    path, checkpoints, start = json.loads(ranks.from_first(json.dumps(paths)))
+    path, checkpoints, start = json.loads(ranks.broadcast_text(json.dumps(paths)))
     if directory is None:
         directory = RunDirectory(Path(path), Path(checkpoints))
         resumed = open_checkpoint(Path(start), verify=False) if start else None
@@ -236,22 +236,22 @@ def _train(
     directory: RunDirectory,
     resumed: Checkpoint | None,
     journal: Journal,
-    stop: StopRequest,
-    ranks: Ranks,
+    stop: StopHandler,
+    ranks: DistributedContext,
 ) -> TrainingResult:
     root, keys = config.root, config.root.model
-    base = base_of_run(keys.restore_from_path)
-    start = describe_run(root, data, precision, _base_record(root, base, ranks))
+    base = find_configured_pretrained(keys.restore_from_path)
+    start = initial_run_state(root, data, precision, _base_record(root, base, ranks))
 
-    data_parallel = build_data_parallel(root, precision, device, ranks)
+    data_parallel = data_parallel_from_config(root, precision, device, ranks)
     model = build_model(root, data, precision, device, data_parallel)
     if resumed is None:
-        for line in load_initial_weights(root, model, data.tokenizer, base):
+        for line in load_pretrained_weights(root, model, data.tokenizer, base):
             journal.say(line)
     optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
-        changes = check_resumed(resumed, start, data.tokenizer.to_document(), root)
-        load_resumed(resumed, model, base, root)
+        changes = check_resume_compatibility(resumed, start, data.tokenizer.to_dict(), root)
+        load_resumed_weights(resumed, model, base, root)
         for warning in changes:  # logged only after the weights fit
             journal.say(f"warning: {warning}")
         resumed.load_optimizer(optimizer)
@@ -264,32 +264,32 @@ def _train(
                 "metrics": resumed.state.metrics,
             }
         )
-    average = build_average(root, model, optimizer, data_parallel)
+    average = build_ema(root, model, optimizer, data_parallel)
     if average is not None and resumed is not None:
-        if resumed.has_average:
-            resumed.load_average(average.pieces())
+        if resumed.has_ema:
+            resumed.load_ema(average.pieces())
         else:
             journal.say(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
     processes = [json.loads(text) for text in ranks.gather(json.dumps(describe_process(ranks, device, config.digest)))]
-    if ranks.is_first:
-        record_start(config, directory, device, processes)
+    if ranks.is_rank_zero:
+        save_run_record(config, directory, device, processes)
     for line in describe(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
         journal.say(line)
-    for line in describe_host_state(root, optimizer, device):
+    for line in describe_optimizer_offload(root, optimizer, device):
         journal.say(line)
     flags = attention_flags(root)
     log = journal.say if flags.debug else journal.note
     for text in (*flags.notes(), *tables(model.attention_decisions)):
         log(text)
 
-    plan = BatchPlan(
+    plan = BatchSchedule(
         keys.global_batch_size,
         first_step=start.step,
         consumed=start.consumed_samples,
-        ramp_up=ramp_up_of(keys.rampup_batch_size, keys.global_batch_size),
+        ramp_up=parse_ramp_up(keys.rampup_batch_size, keys.global_batch_size),
     )
-    batches = RankBatches(plan, keys.micro_batch_size, ranks.rank, ranks.world_size)
-    feed = BatchFeed(data.train, batches, device, keys.data.num_workers)
+    batches = RankBatchSampler(plan, keys.micro_batch_size, ranks.rank, ranks.world_size)
+    feed = PrefetchingDataLoader(data.train, batches, device, keys.data.num_workers)
     module = LanguageModule(
         model,
         optimizer,
@@ -300,29 +300,29 @@ def _train(
         step=start.step,
         ranks=ranks,
         data_parallel=data_parallel,
-        recorder=build_recorder(root, model, device, ranks.world_size, journal.say),
-        experts=build_expert_balance(root, model, lambda step: plan.size(step) // keys.micro_batch_size, ranks),
+        recorder=build_graph_capture(root, model, device, ranks.world_size, journal.say),
+        experts=build_expert_balancer(root, model, lambda step: plan.size(step) // keys.micro_batch_size, ranks),
     )
     params = root.exp_manager.checkpoint_callback_params
-    clean = build_clean(root, directory.checkpoints, stop)
-    saver = Saver(directory.checkpoints, ranks, clean, beside=params.async_save)
-    observers = build_observers(root, directory.path, device, journal.say, ranks.rank, start.step)
-    loop = RunLoop(
+    clean = build_retention(root, directory.checkpoints, stop)
+    saver = CheckpointSaver(directory.checkpoints, ranks, clean, beside=params.async_save)
+    observers = build_profilers(root, directory.path, device, journal.say, ranks.rank, start.step)
+    loop = TrainLoopCallback(
         root,
         journal,
         stop,
-        build_rates(root, model, device, ranks.world_size),
+        build_throughput(root, model, device, ranks.world_size),
         validate=build_validation(root, model, data, precision, device, ranks, data_parallel),
         save=build_save(config, data, start, module, plan, saver, average),
         checkpoints=directory.checkpoints,
         consumed_samples=plan.consumed,
         state=start.loop,
         metrics=start.metrics,
-        agree=ranks.agree,
+        agree=ranks.all_reduce_flags_async,
         answers_late=ranks.world_size > 1,
         average=average,
         observers=observers,
-        expert_load=build_expert_load(
+        expert_load=build_expert_load_metrics(
             root,
             model,
             directory.path,
@@ -332,24 +332,24 @@ def _train(
             say=journal.say,
         ),
     )
-    if start.step >= root.trainer.max_steps and not loop.owes_validation:
+    if start.step >= root.trainer.max_steps and not loop.validation_pending:
         journal.say(
             f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
             "to continue training"
         )
     try:
-        if loop.owes_validation:
-            loop.catch_up(module)
+        if loop.validation_pending:
+            loop.run_pending_validation(module)
         stopped_by = loop.stopped_by
         if start.step < root.trainer.max_steps and stopped_by is None:
-            stopped_by = stop.adopt(ranks.agree_now(stop.flags))  # signals received during setup
+            stopped_by = stop.apply_flags(ranks.agree_now(stop.flags))  # signals received during setup
         if start.step < root.trainer.max_steps and stopped_by is None:
             with closing(feed):
                 fit(module, loop, root.trainer.max_steps, device, ranks)
     finally:
         observers.close()
         saver.finish()
-    is_done = module.step >= root.trainer.max_steps and not loop.owes_validation
+    is_done = module.step >= root.trainer.max_steps and not loop.validation_pending
     stopped_by = None if is_done else loop.stopped_by or stopped_by or stop.reason
     if stopped_by is not None and module.step == start.step and stop.signal is None and loop.stopped_by is None:
         journal.say(f"warning: {stopped_by} elapsed before the first step, and would again; raise it")
@@ -362,18 +362,18 @@ def _train(
         step=module.step,
         validation=loop.validation,
         stopped_by=stopped_by,
-        exit_code=stop.exit_code if stopped_by else EXIT_DONE,
+        exit_code=stop.exit_code if stopped_by else EXIT_OK,
         model=model,
         data=data,
     )
 
 
-def _base_record(root: RootBlock, base: BaseWeights | None, ranks: Ranks) -> BaseRecord | None:
+def _base_record(root: RootBlock, base: PretrainedWeights | None, ranks: DistributedContext) -> BaseRecord | None:
     """Return the record of the base weights for adapter checkpoints, hashed by rank 0; None without PEFT."""
     if base is None or not root.model.peft.is_on:
         return None
-    text = base.record().model_dump_json() if ranks.is_first else ""
-    return BaseRecord.model_validate_json(ranks.from_first(text))
+    text = base.record().model_dump_json() if ranks.is_rank_zero else ""
+    return BaseRecord.model_validate_json(ranks.broadcast_text(text))
 
 
 def _last_line(
@@ -383,6 +383,6 @@ def _last_line(
     if stopped_by is None:
         return f"done after step {step:,}{where}"
     overrides = f"exp_manager.explicit_log_dir={directory.path} exp_manager.resume_if_exists=True"
-    if stopped_by.startswith(EARLY_STOPPING):  # its state is in the checkpoint, so it would stop again at once
-        overrides += f" and {ways_on(root.exp_manager.early_stopping_callback_params)}"
+    if stopped_by.startswith(STOP_REASON_PREFIX):  # its state is in the checkpoint, so it would stop again at once
+        overrides += f" and {continue_hint(root.exp_manager.early_stopping_callback_params)}"
     return f"stopped by {stopped_by} after step {step:,}{where}; resume with {overrides}"

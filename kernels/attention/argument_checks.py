@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 
 class AttentionGeometry(NamedTuple):
@@ -171,9 +171,9 @@ def _check_kernel_limits(q: Tensor, head_dim: int) -> None:
             f"`q` ({q.dtype}) must be bfloat16, float16 or float32 on {q.device}; convert q, k and v, or use "
             "`reference_attention`."
         )
-    if not SMALLEST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM or head_dim % 8:
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
         raise ValueError(
-            f"`q` {_shape(q)} must have heads {SMALLEST_HEAD_DIM} to {LARGEST_HEAD_DIM} wide, in steps of 8, not "
+            f"`q` {_shape(q)} must have heads {MIN_HEAD_DIM} to {MAX_HEAD_DIM} wide, in steps of 8, not "
             f"{head_dim}; pad q, k and v with zeros and give `softmax_scale`."
         )
 

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .call_spec import AttentionCall, Installed
+from .call_spec import AttentionCall, InstalledSoftware
 
 Family = Literal["flash", "fused", "unfused", "named"]
-WhyNot = Callable[[AttentionCall, Installed], "str | None"]
+SupportCheck = Callable[[AttentionCall, InstalledSoftware], "str | None"]
 
-FIRST_SM, LAST_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash and cuDNN kernels for
-OLDEST_TRITON = (3, 6)
-OLDEST_TE, TE_TOO_NEW = (2, 18), (3, 0)  # 2.18 brought NVTE_FLASH_ATTN_V2, _V3 and _V4
-OLDEST_FLASH_ATTN, FLASH_ATTN_TOO_NEW = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought Blackwell; TransformerEngine needs it too
-LARGEST_HOPPER_REACH = 512  # R of a distance bias in the sm_90 kernels, see flash/hopper/gate.py
+MIN_SM, MAX_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash and cuDNN kernels for
+MIN_TRITON = (3, 6)
+MIN_TE, TE_UPPER_BOUND = (2, 18), (3, 0)  # 2.18 brought NVTE_FLASH_ATTN_V2, _V3 and _V4
+MIN_FLASH_ATTN, FLASH_ATTN_UPPER_BOUND = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought Blackwell; TransformerEngine needs it too
+MAX_HOPPER_REACH = 512  # R of a distance bias in the sm_90 kernels, see flash/hopper/gate.py
 INSTALL_TE = "pip install 'stoker[te]'"
 INSTALL_FLASH_ATTN = "pip install 'stoker[flash]'"
 
@@ -41,7 +41,7 @@ def _gpu(call: AttentionCall) -> str | None:
     """Require a CUDA device and dtype with the 16-bit tensor cores that the fast kernels are written for."""
     if call.device != "cuda" or call.capability is None:
         return f"needs a CUDA device, not {call.device}"
-    if not FIRST_SM <= call.capability <= LAST_SM:
+    if not MIN_SM <= call.capability <= MAX_SM:
         return f"needs sm_80 to sm_121, not {_sm(call)}"
     if call.dtype not in ("bf16", "fp16"):
         return f"supports bf16 and fp16, not {call.dtype}"
@@ -61,7 +61,7 @@ def _sdpa_shape(call: AttentionCall) -> str | None:
     return None
 
 
-def _sdpa_determinism(call: AttentionCall, installed: Installed) -> str | None:
+def _sdpa_determinism(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     if call.device == "cuda" and call.training and call.deterministic and not installed.deterministic_algorithms:
         return "its backward pass is deterministic only under torch.use_deterministic_algorithms(True)"
     return None
@@ -69,7 +69,7 @@ def _sdpa_determinism(call: AttentionCall, installed: Installed) -> str | None:
 
 def _why_not_flash_on_cpu(call: AttentionCall) -> str | None:
     unsupported = [f"dropout ({call.dropout:g})"] if call.dropout else []
-    if call.bias_has_gradient:
+    if call.bias_requires_grad:
         unsupported.append("a bias with gradient")
     return f"SDPA flash on a CPU does not support {' or '.join(unsupported)}" if unsupported else None
 
@@ -78,14 +78,14 @@ def _flash_2_head_dim(call: AttentionCall) -> str | None:
     """Check the head width for FlashAttention 2, which PyTorch's flash backend is as well."""
     if call.head_dim > 256:
         return f"supports head widths up to 256, not {call.head_dim}"
-    sm = call.capability or FIRST_SM
+    sm = call.capability or MIN_SM
     little_shared_memory = (8, 6) <= sm <= (8, 9) or sm >= (12, 0)
     if little_shared_memory and call.training and call.head_dim > 192 and (call.dropout or call.head_dim <= 224):
         return f"has no backward pass for head width {call.head_dim} on {_sm(call)}"
     return None
 
 
-def why_not_sdpa_flash(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_sdpa_flash(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check PyTorch's FlashAttention 2 on CUDA, its blocked kernel on CPU."""
     if call.device == "cpu":
         return _sdpa_shape(call) or _why_not_flash_on_cpu(call)
@@ -100,24 +100,24 @@ def why_not_sdpa_flash(call: AttentionCall, installed: Installed) -> str | None:
     return _flash_2_head_dim(call)
 
 
-def why_not_sdpa_efficient(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_sdpa_efficient(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check PyTorch's memory-efficient attention (CUTLASS), CUDA only."""
     if call.device != "cuda" or call.capability is None:
         return f"needs a CUDA device, not {call.device}"
-    if not (5, 0) <= call.capability <= LAST_SM:
+    if not (5, 0) <= call.capability <= MAX_SM:
         return f"needs sm_50 to sm_121, not {_sm(call)}"
-    if call.dtype == "fp64" or (call.dtype == "bf16" and call.capability < FIRST_SM):
+    if call.dtype == "fp64" or (call.dtype == "bf16" and call.capability < MIN_SM):
         return f"does not support {call.dtype} on {_sm(call)}"
     if reason := _sdpa_shape(call) or _sdpa_determinism(call, installed):
         return reason
-    tensor_cores = call.capability >= FIRST_SM or (call.capability >= (7, 0) and call.dtype == "fp16")
+    tensor_cores = call.capability >= MIN_SM or (call.capability >= (7, 0) and call.dtype == "fp16")
     multiple = (4 if call.dtype == "fp32" else 8) if tensor_cores else 1
     if call.head_dim % multiple:
         return f"needs a head width that is a multiple of {multiple}, not {call.head_dim}"
     return None
 
 
-def why_not_sdpa_cudnn(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_sdpa_cudnn(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check cuDNN's fused attention through SDPA, CUDA only."""
     if reason := _gpu(call):
         return reason
@@ -137,7 +137,7 @@ def why_not_sdpa_cudnn(call: AttentionCall, installed: Installed) -> str | None:
     widest = 256 if wide else 128
     if call.head_dim > widest or call.head_dim % 8:
         return f"supports head widths up to {widest} that are multiples of 8, not {call.head_dim}"
-    if call.bias_has_gradient:
+    if call.bias_requires_grad:
         return "computes no gradient for a bias"
     if call.dropout:
         if call.dropout * 16 != int(call.dropout * 16):
@@ -153,7 +153,7 @@ def why_not_sdpa_cudnn(call: AttentionCall, installed: Installed) -> str | None:
     return None
 
 
-def why_not_sdpa_math(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_sdpa_math(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check SDPA's math backend, a composition of the three steps."""
     return _sdpa_shape(call)
 
@@ -161,17 +161,17 @@ def why_not_sdpa_math(call: AttentionCall, installed: Installed) -> str | None:
 # ---------------------------------------------------------------- backends of this package
 
 
-def runs_always(call: AttentionCall, installed: Installed) -> str | None:
+def always_supported(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Return None: plain PyTorch supports every device and option."""
     return None
 
 
-def _why_not_own_kernels(call: AttentionCall, installed: Installed) -> str | None:
+def _why_not_own_kernels(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check the common requirements of this package's Triton kernels."""
     if installed.triton is None:
         return "Triton is not installed"
-    if installed.triton < OLDEST_TRITON:
-        return f"needs Triton {dotted(OLDEST_TRITON)} or later, found {dotted(installed.triton)}"
+    if installed.triton < MIN_TRITON:
+        return f"needs Triton {dotted(MIN_TRITON)} or later, found {dotted(installed.triton)}"
     if call.device == "cpu":
         if not installed.interpreted:
             return "needs a CUDA device (on a CPU only in Triton's interpreter, TRITON_INTERPRET=1)"
@@ -179,7 +179,7 @@ def _why_not_own_kernels(call: AttentionCall, installed: Installed) -> str | Non
         return f"needs a CUDA device, not {call.device}"
     elif installed.interpreted:
         return "Triton runs in interpreter mode in this process (TRITON_INTERPRET=1), which does not use the GPU"
-    elif call.capability < FIRST_SM:
+    elif call.capability < MIN_SM:
         return f"needs sm_80 or later, not {_sm(call)}"
     elif call.dtype == "fp64":
         return "supports bf16, fp16 and fp32, not fp64"
@@ -192,7 +192,7 @@ def _own_head_dim(call: AttentionCall) -> str | None:
     return None
 
 
-def why_not_triton(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_triton(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check this package's flash kernels: always deterministic, every option, one combination excluded."""
     if reason := _why_not_own_kernels(call, installed):
         return reason
@@ -201,22 +201,22 @@ def why_not_triton(call: AttentionCall, installed: Installed) -> str | None:
     return None
 
 
-def takes_hopper_kernels(call: AttentionCall, installed: Installed) -> bool:
+def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
     """True if `triton` runs the call with its sm_90 kernels: the conditions of `flash/hopper/gate.py`."""
     options = (call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"))
-    widths = (64, 128) if call.bias_goes_by_distance else (64, 128, 256)
+    widths = (64, 128) if call.bias_is_relative else (64, 128, 256)
     return (
         call.capability == (9, 0)
         and installed.triton is not None
         and installed.triton >= (3, 6)
         and call.dtype in ("bf16", "fp16")
         and call.head_dim in widths
-        and call.reach <= LARGEST_HOPPER_REACH
+        and call.reach <= MAX_HOPPER_REACH
         and not any(options)
     )
 
 
-def why_not_lse_first(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_lse_first(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check the LSE-first kernels, plain PyTorch without a GPU: causal or full attention without other options."""
     if reason := _why_not_own_kernels(call, installed) if call.device == "cuda" else _own_head_dim(call):
         return reason
@@ -235,31 +235,31 @@ def why_not_lse_first(call: AttentionCall, installed: Installed) -> str | None:
 # ---------------------------------------------------------------- TransformerEngine
 
 
-def why_no_te(installed: Installed) -> str | None:
+def why_not_te(installed: InstalledSoftware) -> str | None:
     """Return why TransformerEngine cannot be used for any call, or None."""
     if installed.te is None:
         return f"TransformerEngine is not installed ({INSTALL_TE})"
-    if not OLDEST_TE <= installed.te < TE_TOO_NEW:
-        supported = f"from {dotted(OLDEST_TE)} up to {dotted(TE_TOO_NEW)}"
+    if not MIN_TE <= installed.te < TE_UPPER_BOUND:
+        supported = f"from {dotted(MIN_TE)} up to {dotted(TE_UPPER_BOUND)}"
         return f"needs TransformerEngine {supported}, found {dotted(installed.te)}"
     return installed.te_problem or None
 
 
-def _why_not_in_te(call: AttentionCall, installed: Installed) -> str | None:
+def _why_not_in_te(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     if call.device != "cuda" or call.capability is None:
         return f"needs a CUDA device, not {call.device}"
-    if reason := why_no_te(installed):
+    if reason := why_not_te(installed):
         return reason
     if call.padding:
         return "TransformerEngine supports padding as lengths only, not as an arbitrary mask"
     return "TransformerEngine supports a softcap in some versions only" if call.softcap else None
 
 
-def why_not_te_fused(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_te_fused(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check cuDNN's fused attention through TransformerEngine."""
     if reason := _why_not_in_te(call, installed) or _gpu(call):
         return reason
-    cudnn, sm = installed.cudnn or 0, call.capability or FIRST_SM
+    cudnn, sm = installed.cudnn or 0, call.capability or MIN_SM
     needed = 90700 if sm >= (10, 0) else 90300
     if cudnn < needed or cudnn in (91000, 91001):
         return f"needs cuDNN {needed} or later and neither 91000 nor 91001, found {installed.cudnn or 'none'}"
@@ -293,7 +293,7 @@ def _why_not_te_fused_options(call: AttentionCall, cudnn: int, sm: tuple[int, in
     if call.training and call.deterministic:
         if sm < (9, 0) or sm >= (12, 0):
             return f"its backward pass is not deterministic on {_sm(call)}"
-        if call.bias_has_gradient:
+        if call.bias_requires_grad:
             return "its gradient of a bias is not deterministic"
         if sm >= (10, 0) and (cudnn < 91801 or call.dropout or call.bias != "none"):
             return f"its backward pass is deterministic on {_sm(call)} from cuDNN 91801 on, without dropout and bias"
@@ -311,13 +311,13 @@ def _why_not_flash_kernels(call: AttentionCall) -> str | None:
     return None
 
 
-def why_not_te_flash(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_te_flash(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check the flash-attn packages through TransformerEngine, which prefers versions 4 and 3 over 2."""
     if reason := _why_not_in_te(call, installed) or _why_not_flash_kernels(call):
         return reason
     if call.bias != "none":
         return "does not support a bias"
-    sm, head_dim = call.capability or FIRST_SM, call.head_dim
+    sm, head_dim = call.capability or MIN_SM, call.head_dim
     newer = (installed.flash_attn_3 and sm == (9, 0)) or (installed.flash_attn_4 and sm >= (9, 0))
     too_wide = head_dim > 256 or (head_dim == 256 and call.deterministic and call.training)
     if newer and not call.dropout and not too_wide:
@@ -328,21 +328,21 @@ def why_not_te_flash(call: AttentionCall, installed: Installed) -> str | None:
     return None
 
 
-def _why_not_flash_2_in_te(call: AttentionCall, installed: Installed, sm: tuple[int, int]) -> str | None:
+def _why_not_flash_2_in_te(call: AttentionCall, installed: InstalledSoftware, sm: tuple[int, int]) -> str | None:
     if installed.flash_attn is None:
         return f"flash-attn is not installed ({INSTALL_FLASH_ATTN})"
-    if not OLDEST_FLASH_ATTN <= installed.flash_attn < (2, 8, 4):
+    if not MIN_FLASH_ATTN <= installed.flash_attn < (2, 8, 4):
         return f"TransformerEngine supports flash-attn 2.7.3 to 2.8.3, found {dotted(installed.flash_attn)}"
     if 192 < call.head_dim <= 256 and sm not in ((8, 0), (9, 0), (10, 0), (12, 0)):
         return f"supports head widths up to 192 on {_sm(call)}, not {call.head_dim}"
     return _flash_2_head_dim(call)
 
 
-def why_not_te_unfused(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_te_unfused(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check TransformerEngine's unfused attention."""
     if reason := _why_not_in_te(call, installed):
         return reason
-    if call.dtype == "fp64" or (call.capability is not None and call.dtype == "bf16" and call.capability < FIRST_SM):
+    if call.dtype == "fp64" or (call.capability is not None and call.dtype == "bf16" and call.capability < MIN_SM):
         return f"does not support {call.dtype} on {_sm(call)}"
     if (call.causal or call.window is not None) and call.queries > call.keys:
         return "returns the mean of all values for queries that see no key"
@@ -352,19 +352,19 @@ def why_not_te_unfused(call: AttentionCall, installed: Installed) -> str | None:
 # ---------------------------------------------------------------- flash-attn
 
 
-def why_not_flash_attn(call: AttentionCall, installed: Installed) -> str | None:
+def why_not_flash_attn(call: AttentionCall, installed: InstalledSoftware) -> str | None:
     """Check the flash-attn package, FlashAttention 2."""
     if call.device != "cuda":
         return f"needs a CUDA device, not {call.device}"
     if installed.flash_attn is None:
         return f"flash-attn is not installed ({INSTALL_FLASH_ATTN})"
-    if not OLDEST_FLASH_ATTN <= installed.flash_attn < FLASH_ATTN_TOO_NEW:
-        supported = f"from {dotted(OLDEST_FLASH_ATTN)} up to {dotted(FLASH_ATTN_TOO_NEW)}"
+    if not MIN_FLASH_ATTN <= installed.flash_attn < FLASH_ATTN_UPPER_BOUND:
+        supported = f"from {dotted(MIN_FLASH_ATTN)} up to {dotted(FLASH_ATTN_UPPER_BOUND)}"
         return f"needs flash-attn {supported}, found {dotted(installed.flash_attn)}"
     if reason := _why_not_flash_kernels(call):
         return reason
     if call.bias not in ("none", "slopes"):
-        problem = "a gradient for" if call.bias_is_slopes else "a bias other than"
+        problem = "a gradient for" if call.bias_is_alibi else "a bias other than"
         return f"does not support {problem} ALiBi slopes"
     if call.padding:
         return "does not support a mask, which padding needs"
@@ -385,51 +385,61 @@ class Backend:
         family: unit that keys and flags enable or disable.
         why_not: function that returns why the backend does not support a call, or None if it does.
         takes_documents: packed documents are passed as `cu_seqlens`; otherwise as a (queries, keys) mask.
-        takes_distances: a distance bias is passed as a vector per head; otherwise as a dense (queries, keys) bias.
-        takes_slopes: ALiBi slopes are passed as such; otherwise as a dense bias.
+        supports_distance_bias: a distance bias is passed as a vector per head; otherwise as a dense (queries, keys)
+            bias.
+        supports_alibi_slopes: ALiBi slopes are passed as such; otherwise as a dense bias.
         compiles: torch.compile traces it without a graph break.
         keeps_scores: saves a (queries, keys) matrix per head for the backward pass.
     """
 
     name: str
     family: Family
-    why_not: WhyNot
+    why_not: SupportCheck
     takes_documents: bool = False
-    takes_distances: bool = False
-    takes_slopes: bool = False
-    compiles: bool = True
-    keeps_scores: bool = False
+    supports_distance_bias: bool = False
+    supports_alibi_slopes: bool = False
+    supports_compile: bool = True
+    saves_scores: bool = False
 
-    def needs_mask_for(self, call: AttentionCall) -> bool:
+    def needs_document_mask(self, call: AttentionCall) -> bool:
         """True if the packed documents of a call must be passed as a (queries, keys) mask."""
         return call.packed and not self.takes_documents
 
-    def writes_bias_out_for(self, call: AttentionCall) -> bool:
+    def needs_dense_bias(self, call: AttentionCall) -> bool:
         """True if the distance bias or ALiBi slopes of a call must be expanded to a dense bias."""
-        supported = self.takes_distances if call.bias_is_distance else self.takes_slopes
-        return call.bias_goes_by_distance and not supported
+        supported = self.supports_distance_bias if call.bias_is_distance_table else self.supports_alibi_slopes
+        return call.bias_is_relative and not supported
 
 
 BACKENDS = (
-    Backend("triton", "flash", why_not_triton, takes_documents=True, takes_distances=True, takes_slopes=True),
+    Backend(
+        "triton", "flash", why_not_triton, takes_documents=True, supports_distance_bias=True, supports_alibi_slopes=True
+    ),
     Backend("sdpa_flash", "flash", why_not_sdpa_flash),
-    Backend("flash_attn", "flash", why_not_flash_attn, takes_documents=True, takes_slopes=True, compiles=False),
-    Backend("te_flash", "flash", why_not_te_flash, takes_documents=True, compiles=False),
+    Backend(
+        "flash_attn",
+        "flash",
+        why_not_flash_attn,
+        takes_documents=True,
+        supports_alibi_slopes=True,
+        supports_compile=False,
+    ),
+    Backend("te_flash", "flash", why_not_te_flash, takes_documents=True, supports_compile=False),
     Backend("sdpa_efficient", "flash", why_not_sdpa_efficient),
     Backend("sdpa_cudnn", "fused", why_not_sdpa_cudnn),
-    Backend("te_fused", "fused", why_not_te_fused, takes_documents=True, compiles=False),
-    Backend("unfused", "unfused", runs_always, keeps_scores=True),
-    Backend("sdpa_math", "unfused", why_not_sdpa_math, keeps_scores=True),
-    Backend("te_unfused", "unfused", why_not_te_unfused, compiles=False, keeps_scores=True),
+    Backend("te_fused", "fused", why_not_te_fused, takes_documents=True, supports_compile=False),
+    Backend("unfused", "unfused", always_supported, saves_scores=True),
+    Backend("sdpa_math", "unfused", why_not_sdpa_math, saves_scores=True),
+    Backend("te_unfused", "unfused", why_not_te_unfused, supports_compile=False, saves_scores=True),
     Backend("lse_first", "named", why_not_lse_first),
     Backend(
         "reference",
         "named",
-        runs_always,
+        always_supported,
         takes_documents=True,
-        takes_distances=True,
-        takes_slopes=True,
-        keeps_scores=True,
+        supports_distance_bias=True,
+        supports_alibi_slopes=True,
+        saves_scores=True,
     ),
 )
-BY_NAME = {backend.name: backend for backend in BACKENDS}
+BACKENDS_BY_NAME = {backend.name: backend for backend in BACKENDS}

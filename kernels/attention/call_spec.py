@@ -21,7 +21,7 @@ _BIAS_WORDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
+class InstalledSoftware:
     """Installed versions and process settings that determine which calls a backend supports.
 
     Attributes:
@@ -101,24 +101,24 @@ class AttentionCall:
     deterministic: bool = False
 
     @property
-    def bias_has_gradient(self) -> bool:
+    def bias_requires_grad(self) -> bool:
         """True if the bias requires a gradient."""
         return self.bias.endswith("_with_gradient")
 
     @property
-    def bias_is_distance(self) -> bool:
+    def bias_is_distance_table(self) -> bool:
         """True for a distance bias: a vector per head indexed by relative position."""
         return self.bias.startswith("distance")
 
     @property
-    def bias_is_slopes(self) -> bool:
+    def bias_is_alibi(self) -> bool:
         """True for ALiBi slopes."""
         return self.bias.startswith("slopes")
 
     @property
-    def bias_goes_by_distance(self) -> bool:
+    def bias_is_relative(self) -> bool:
         """True if the bias depends on relative position only: a distance bias or ALiBi slopes."""
-        return self.bias_is_distance or self.bias_is_slopes
+        return self.bias_is_distance_table or self.bias_is_alibi
 
     @property
     def score_bytes(self) -> int:
@@ -131,9 +131,9 @@ class AttentionCall:
         return self.batch * self.queries * self.keys * BYTES[self.dtype] if self.packed or self.padding else 0
 
     @property
-    def bias_bytes(self) -> int:
+    def dense_bias_bytes(self) -> int:
         """Size of a distance bias or ALiBi expanded to (heads, queries, keys) in `dtype`; 0 without one."""
-        return self.heads * self.queries * self.keys * BYTES[self.dtype] if self.bias_goes_by_distance else 0
+        return self.heads * self.queries * self.keys * BYTES[self.dtype] if self.bias_is_relative else 0
 
     def __str__(self) -> str:
         device = self.device

@@ -22,9 +22,9 @@ from ..interpreter_rounding import rounded
 from ..launch import INTERPRETED, jit, next_power_of_2, tl, triton_runs_on
 from .flash.portable.tile import LOG2E, dot
 
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 """Maximum splits of a sequence; the combining kernel loads all of them at once."""
-LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+LAUNCH_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 _MAX_TILE_KEYS = 64
 """Maximum keys of a tile."""
 
@@ -42,7 +42,7 @@ def reference_decode_attention(
     lengths: Tensor | None = None,
     distance_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    left: int = -1,
+    left_window: int = -1,
     softcap: float = 0.0,
 ) -> Tensor:
     """Reference of `decode_attention` in plain PyTorch, for any device and floating dtype; computed in fp32 or fp64."""
@@ -54,8 +54,8 @@ def reference_decode_attention(
     if lengths is None:
         distance = -((position - slot) % slots)
         visible = -distance <= position
-        if left >= 0:
-            visible = visible & (distance >= -left)
+        if left_window >= 0:
+            visible = visible & (distance >= -left_window)
     else:
         distance = slot - position
         visible = (slot < lengths[:, None]).repeat_interleave(rows // memories, dim=0)
@@ -85,7 +85,7 @@ def reference_decode_attention(
 def split_kernel(
     q_pointer, k_pointer, v_pointer, out_pointer, lse_pointer,
     positions_pointer, lengths_pointer, distance_pointer, slopes_pointer,
-    stride_qr, stride_qh, heads, groups, heads_per_group, rows_per_memory, slots, left, reach, scale, softcap,
+    stride_qr, stride_qh, heads, groups, heads_per_group, rows_per_memory, slots, left_window, reach, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DISTANCE: tl.constexpr,
     HAS_SLOPE: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
@@ -129,7 +129,7 @@ def split_kernel(
             # ring buffer: slot s holds the newest token whose position is s modulo the number of slots
             distance = -((position - slot) % slots)
             if HAS_LEFT:
-                visible = visible & (distance >= -left)
+                visible = visible & (distance >= -left_window)
         kv_offset = cache_offset + slot[:, None] * HEAD_DIM + channel[None, :]
         kv_mask = visible[:, None] & channel_mask[None, :]
         k = tl.load(k_pointer + kv_offset, mask=kv_mask, other=0.0)
@@ -199,7 +199,7 @@ def _multiprocessors(device: torch.device) -> int:
     return 8 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_count(programs: int, slots: int, processors: int) -> int:
+def num_splits(programs: int, slots: int, processors: int) -> int:
     """Return the number of splits of the keys, a power of two: about two programs per processor, each at least a tile.
 
     Args:
@@ -207,7 +207,7 @@ def split_count(programs: int, slots: int, processors: int) -> int:
         slots: maximum number of keys.
         processors: streaming multiprocessors of the GPU.
     """
-    splits = min(2 * processors // programs, -(-slots // _MAX_TILE_KEYS), MOST_SPLITS)
+    splits = min(2 * processors // programs, -(-slots // _MAX_TILE_KEYS), MAX_SPLITS)
     return next_power_of_2(splits + 1) // 2 if splits > 1 else 1
 
 
@@ -221,7 +221,7 @@ def triton_decode_attention(
     lengths: Tensor | None = None,
     distance_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    left: int = -1,
+    left_window: int = -1,
     softcap: float = 0.0,
     splits: int | None = None,
 ) -> Tensor:
@@ -230,7 +230,7 @@ def triton_decode_attention(
     memories, groups, slots, _ = key.shape
     accumulate = torch.promote_types(query.dtype, torch.float32)
     if splits is None:
-        splits = split_count(rows * groups, slots, _multiprocessors(query.device))
+        splits = num_splits(rows * groups, slots, _multiprocessors(query.device))
     query = query if query.stride(-1) == 1 else query.contiguous()
     out = query.new_empty(query.shape)
     parts, lse = out, None
@@ -256,31 +256,33 @@ def triton_decode_attention(
         heads_per_group=heads // groups,
         rows_per_memory=rows // memories,
         slots=slots,
-        left=left,
+        left_window=left_window,
         reach=0 if distance_bias is None else distance_bias.shape[1] // 2,
         scale=scale,
         softcap=softcap,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         BLOCK_H=max(16, next_power_of_2(heads // groups)),
-        BLOCK_N=tile_keys(head_dim, query.dtype),
+        BLOCK_N=keys_per_tile(head_dim, query.dtype),
         SPLITS=splits,
         HAS_LENGTHS=lengths is not None,
-        HAS_LEFT=left >= 0,
+        HAS_LEFT=left_window >= 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_DISTANCE=distance_bias is not None,
         HAS_SLOPE=alibi_slopes is not None,
         ACCUMULATE=tl.float64 if accumulate == torch.float64 else tl.float32,
         PRECISION="ieee" if exact else "tf32",
-        **LAUNCH,
+        **LAUNCH_OPTIONS,
         num_stages=2,
     )
     if lse is not None:
-        sum_kernel[(rows * heads,)](parts, lse, out, HEAD_DIM=head_dim, BLOCK_D=block_d, SPLITS=splits, **LAUNCH)
+        sum_kernel[(rows * heads,)](
+            parts, lse, out, HEAD_DIM=head_dim, BLOCK_D=block_d, SPLITS=splits, **LAUNCH_OPTIONS
+        )
     return out
 
 
-def tile_keys(width: int, dtype: torch.dtype) -> int:
+def keys_per_tile(width: int, dtype: torch.dtype) -> int:
     """Return the keys per tile for heads of `width`, so that two stages of keys and values fit into 99 KB."""
     wide_head, wide_dtype = width > 128, dtype.itemsize >= 4
     if wide_head and wide_dtype:
@@ -301,12 +303,12 @@ def _decode_attention(
     distance_bias: Tensor | None,
     alibi_slopes: Tensor | None,
     scale: float,
-    left: int,
+    left_window: int,
     softcap: float,
 ) -> Tensor:
     return triton_decode_attention(
         query, key, value, positions, scale=scale, lengths=lengths, distance_bias=distance_bias,
-        alibi_slopes=alibi_slopes, left=left, softcap=softcap,
+        alibi_slopes=alibi_slopes, left_window=left_window, softcap=softcap,
     )  # fmt: skip
 
 
@@ -328,7 +330,7 @@ def decode_attention(
     lengths: Tensor | None = None,
     distance_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    left: int = -1,
+    left_window: int = -1,
     softcap: float = 0.0,
 ) -> Tensor:
     """Compute softmax(cap(scale * q k^T) + bias) v for one query per row over a KV cache; no gradient.
@@ -348,7 +350,7 @@ def decode_attention(
         distance_bias: (heads, 2 R + 1), fp32 or fp64; entry [h, R + d] is added for a key at distance d (key position
             minus query position), clipped to [-R, R].
         alibi_slopes: (heads,), fp32 or fp64; -slope |d| is added.
-        left: visible tokens before the query's own, -1 for all; self-attention only.
+        left_window: visible tokens before the query's own, -1 for all; self-attention only.
         softcap: scaled scores become cap * tanh(score / cap); 0 for none.
 
     Returns:
@@ -357,14 +359,14 @@ def decode_attention(
     Raises:
         ValueError: shapes or dtypes do not match.
     """
-    _check(query, key, value, positions, lengths, distance_bias, alibi_slopes, left)
+    _check(query, key, value, positions, lengths, distance_bias, alibi_slopes, left_window)
     if triton_runs_on(query):
         return _decode_attention(
-            query, key, value, positions, lengths, distance_bias, alibi_slopes, scale, left, softcap
+            query, key, value, positions, lengths, distance_bias, alibi_slopes, scale, left_window, softcap
         )
     return reference_decode_attention(
         query, key, value, positions, scale=scale, lengths=lengths, distance_bias=distance_bias,
-        alibi_slopes=alibi_slopes, left=left, softcap=softcap,
+        alibi_slopes=alibi_slopes, left_window=left_window, softcap=softcap,
     )  # fmt: skip
 
 
@@ -376,7 +378,7 @@ def _check(
     lengths: Tensor | None,
     distance_bias: Tensor | None,
     alibi_slopes: Tensor | None,
-    left: int,
+    left_window: int,
 ) -> None:
     if query.ndim != 3 or not query.is_floating_point():
         raise ValueError(f"`query` {tuple(query.shape)} of {query.dtype} must be (rows, heads, head_dim), floating.")
@@ -399,5 +401,5 @@ def _check(
         raise ValueError(f"`distance_bias` {tuple(distance_bias.shape)} must be ({heads}, 2 R + 1).")
     if alibi_slopes is not None and alibi_slopes.shape != (heads,):
         raise ValueError(f"`alibi_slopes` {tuple(alibi_slopes.shape)} must be ({heads},).")
-    if left >= 0 and lengths is not None:
-        raise ValueError(f"`left` ({left}) must be -1 with `lengths`: cross-attention does not support a window.")
+    if left_window >= 0 and lengths is not None:
+        raise ValueError(f"`left_window` ({left_window}) must be -1 with `lengths`: cross-attention has no window.")

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .packed_sequences import PackedSequences
-from .reference import key_distances, visible_keys
+from .reference import relative_positions, visibility_mask
 
 
-def written_out_bias(
+def combine_biases(
     bias: Tensor | None, distance_bias: Tensor | None, alibi_slopes: Tensor | None, queries: int, keys: int
 ) -> Tensor | None:
     """Combine a dense bias, a distance bias and ALiBi slopes into one dense bias, differentiable in all of them.
@@ -29,12 +29,12 @@ def written_out_bias(
     dense = bias
     if distance_bias is not None:
         reach = distance_bias.shape[1] // 2
-        index = key_distances(queries, keys, distance_bias.device).clamp(-reach, reach) + reach
+        index = relative_positions(queries, keys, distance_bias.device).clamp(-reach, reach) + reach
         # embedding instead of indexing: its gradient sums equal indices in a fixed order, so it is deterministic
         expanded = F.embedding(index, distance_bias.t()).permute(2, 0, 1)[None].contiguous()
         dense = expanded if dense is None else dense + expanded
     if alibi_slopes is not None:
-        expanded = -alibi_slopes[None, :, None, None] * key_distances(queries, keys, alibi_slopes.device).abs()
+        expanded = -alibi_slopes[None, :, None, None] * relative_positions(queries, keys, alibi_slopes.device).abs()
         dense = expanded if dense is None else dense + expanded
     return dense
 
@@ -52,9 +52,9 @@ def hidden_keys(
     """Return the mask, bool, broadcastable to (batch, heads, queries, keys), True where masked; None for no mask."""
     hidden = None
     if (causal and packed is None) or window is not None:  # the document mask is causal already
-        hidden = ~visible_keys(queries, keys, causal=causal, window=window, device=device)[None, None]
+        hidden = ~visibility_mask(queries, keys, causal=causal, window=window, device=device)[None, None]
     if packed is not None:
-        other_document = packed.needed_mask() == float("-inf")
+        other_document = packed.require_mask() == float("-inf")
         hidden = other_document if hidden is None else hidden | other_document
     if key_padding_mask is not None:
         padding = ~key_padding_mask[:, None, None, :]
@@ -62,6 +62,6 @@ def hidden_keys(
     return hidden
 
 
-def queries_without_keys(hidden: Tensor) -> Tensor:
+def fully_masked_rows(hidden: Tensor) -> Tensor:
     """Return the fully masked rows, bool (batch or 1, heads or 1, queries or 1, 1)."""
     return hidden.all(dim=-1, keepdim=True)

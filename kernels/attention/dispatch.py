@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .backend_support import BY_NAME, INSTALL_TE, Backend, Family, takes_hopper_kernels, why_no_te
-from .call_spec import AttentionCall, Installed
+from .backend_support import BACKENDS_BY_NAME, INSTALL_TE, Backend, Family, uses_hopper_kernels, why_not_te
+from .call_spec import AttentionCall, InstalledSoftware
 from .flags import AttentionFlags
 
 FAMILIES: tuple[Family, ...] = ("flash", "fused", "unfused")
-LONG_SCORES_BYTES = 1 << 30
+LARGE_SCORES_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class NoBackendError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class BackendSelection:
     """The backend selected for one kind of call, and all candidates with their reasons in order of preference."""
 
     call: AttentionCall
@@ -47,7 +47,7 @@ class Decision:
     @property
     def needs_mask(self) -> bool:
         """True if the selected backend needs packed documents as a (queries, keys) mask."""
-        return BY_NAME[self.backend].needs_mask_for(self.call)
+        return BACKENDS_BY_NAME[self.backend].needs_document_mask(self.call)
 
     @property
     def mask_bytes(self) -> int:
@@ -55,24 +55,24 @@ class Decision:
         return self.call.mask_bytes if self.needs_mask else 0
 
     @property
-    def keeps_scores(self) -> bool:
+    def saves_scores(self) -> bool:
         """True if the selected backend saves a (queries, keys) matrix per head for the backward pass."""
-        return BY_NAME[self.backend].keeps_scores
+        return BACKENDS_BY_NAME[self.backend].saves_scores
 
     @property
-    def compiles(self) -> bool:
+    def supports_compile(self) -> bool:
         """True if torch.compile can trace the selected backend without a graph break."""
-        return BY_NAME[self.backend].compiles
+        return BACKENDS_BY_NAME[self.backend].supports_compile
 
     def table(self) -> str:
         """Format for the log: the call, one line per backend, then the notes."""
         return "\n".join([f"{self.call}: {self.backend}", *self._reasons()])
 
     def _reasons(self) -> tuple[str, ...]:
-        return (*table_lines(self.rows), *(f"  note: {note}" for note in self.notes))
+        return (*format_candidates(self.rows), *(f"  note: {note}" for note in self.notes))
 
 
-def tables(decisions: Mapping[str, Decision]) -> list[str]:
+def tables(decisions: Mapping[str, BackendSelection]) -> list[str]:
     """Format the decisions of a model for the log; kinds of call with identical reasons share one table."""
     calls: dict[tuple[str, ...], list[str]] = {}
     for kind, decision in decisions.items():
@@ -80,7 +80,7 @@ def tables(decisions: Mapping[str, Decision]) -> list[str]:
     return ["\n".join([*heads, *reasons]) for reasons, heads in calls.items()]
 
 
-def table_lines(rows: tuple[Row, ...]) -> list[str]:
+def format_candidates(rows: tuple[Row, ...]) -> list[str]:
     """Format the rows, one line each, in aligned columns."""
     name_width = max(len(row.backend) for row in rows)
     family_width = max(len(row.family) for row in rows)
@@ -104,25 +104,29 @@ _FAMILY_ORDER: dict[Family, tuple[str, ...]] = {
 }
 
 
-def preference(
-    call: AttentionCall, installed: Installed, transformer_engine: bool | None = None
+def preference_order(
+    call: AttentionCall, installed: InstalledSoftware, transformer_engine: bool | None = None
 ) -> tuple[tuple[str, ...], str]:
     """Return the backends in order of preference, and the reason for that order."""
     families, why = _families(call)
     names = [name for family in (*families, "named") for name in _FAMILY_ORDER[family]]
     if transformer_engine:
-        names.sort(key=lambda name: ((*families, "named").index(BY_NAME[name].family), not name.startswith("te_")))
+        names.sort(
+            key=lambda name: ((*families, "named").index(BACKENDS_BY_NAME[name].family), not name.startswith("te_"))
+        )
         why = f"{why}; `transformer_engine` puts TransformerEngine first in each family"
     if call.device != "cuda":
         return tuple(names), why
-    if call.bias_has_gradient or call.bias_goes_by_distance:
-        need_dense_bias = {name for name in names if BY_NAME[name].writes_bias_out_for(call)}
-        names.sort(key=lambda name: (name != "triton", BY_NAME[name].family == "named", name in need_dense_bias))
+    if call.bias_requires_grad or call.bias_is_relative:
+        need_dense_bias = {name for name in names if BACKENDS_BY_NAME[name].needs_dense_bias(call)}
+        names.sort(
+            key=lambda name: (name != "triton", BACKENDS_BY_NAME[name].family == "named", name in need_dense_bias)
+        )
         why = "trained or distance-dependent bias: triton supports it natively"
     elif call.packed:
-        names.sort(key=lambda name: (name != "triton", BY_NAME[name].needs_mask_for(call)))
+        names.sort(key=lambda name: (name != "triton", BACKENDS_BY_NAME[name].needs_document_mask(call)))
         why = "packed documents: kernels that need no mask come first"
-    elif takes_hopper_kernels(call, installed) and not call.any_length:  # their tile schedule is built per length
+    elif uses_hopper_kernels(call, installed) and not call.any_length:  # their tile schedule is built per length
         names.remove("triton")
         names.insert(names.index("sdpa_flash"), "triton")
     elif call.dtype == "fp32":  # the memory-efficient CUTLASS kernels are tuned for fp32
@@ -143,7 +147,10 @@ def _families(call: AttentionCall) -> tuple[tuple[Family, ...], str]:
 
 
 def _removals(
-    use_flash_attention: bool | None, transformer_engine: bool | None, flags: AttentionFlags, installed: Installed
+    use_flash_attention: bool | None,
+    transformer_engine: bool | None,
+    flags: AttentionFlags,
+    installed: InstalledSoftware,
 ) -> dict[str, str]:
     """Return the families and backends that keys and flags disable, each with the reason."""
     removed: dict[str, str] = {}
@@ -165,7 +172,7 @@ def _removals(
     return removed
 
 
-def _removed_versions(flags: AttentionFlags, installed: Installed) -> dict[str, str]:
+def _removed_versions(flags: AttentionFlags, installed: InstalledSoftware) -> dict[str, str]:
     """Return the backends of which NVTE_FLASH_ATTN_V2, _V3 and _V4 leave no installed version."""
     versions = (
         ("NVTE_FLASH_ATTN_V2", flags.flash_v2, installed.flash_attn is not None),
@@ -181,7 +188,7 @@ def _removed_versions(flags: AttentionFlags, installed: Installed) -> dict[str, 
     return removed
 
 
-def _usable(installed: Installed, flags: AttentionFlags) -> Installed:
+def _usable(installed: InstalledSoftware, flags: AttentionFlags) -> InstalledSoftware:
     """Return the installed software without the flash-attn versions that the flags disable."""
     return replace(
         installed,
@@ -191,7 +198,9 @@ def _usable(installed: Installed, flags: AttentionFlags) -> Installed:
     )
 
 
-def _row(backend: Backend, call: AttentionCall, installed: Installed, requested: str, removed: dict[str, str]) -> Row:
+def _row(
+    backend: Backend, call: AttentionCall, installed: InstalledSoftware, requested: str, removed: dict[str, str]
+) -> Row:
     """Check one backend: against `attention_backend`, then the removals, then its own limits."""
     name, family = backend.name, backend.family
     if requested != "auto" and requested not in (name, family):
@@ -217,8 +226,8 @@ def choose(
     attention_backend: str = "auto",
     transformer_engine: bool | None = None,
     flags: AttentionFlags,
-    installed: Installed,
-) -> Decision:
+    installed: InstalledSoftware,
+) -> BackendSelection:
     """Select the backend for one kind of call.
 
     Args:
@@ -234,48 +243,50 @@ def choose(
         ValueError: `attention_backend` is not the name of a family or backend.
     """
     requested = attention_backend
-    names = ("auto", *FAMILIES, *BY_NAME)
+    names = ("auto", *FAMILIES, *BACKENDS_BY_NAME)
     if requested not in names:
         raise ValueError(f"`attention_backend` ({requested}) must be one of {', '.join(names)}.")
-    if transformer_engine and (problem := why_no_te(installed)):
+    if transformer_engine and (problem := why_not_te(installed)):
         raise NoBackendError(
             f"`transformer_engine` (True) is not available: {problem.removesuffix(f' ({INSTALL_TE})')}; "
             f"use transformer_engine=null, or {INSTALL_TE}."
         )
     removed = _removals(use_flash_attention, transformer_engine, flags, installed)
-    family = BY_NAME[requested].family if requested in BY_NAME else requested
+    family = BACKENDS_BY_NAME[requested].family if requested in BACKENDS_BY_NAME else requested
     if reason := removed.get(requested) or removed.get(family):
         subject = f"`attention_backend` ({requested}) is"
         if family in removed:
             subject += f" of the {family} family, which is"
         raise NoBackendError(f"{subject} {reason}; drop one of the two.")
-    order, why = preference(call, installed, transformer_engine)
+    order, why = preference_order(call, installed, transformer_engine)
     usable = _usable(installed, flags)
-    rows = tuple(_row(BY_NAME[name], call, usable, requested, removed) for name in order)
+    rows = tuple(_row(BACKENDS_BY_NAME[name], call, usable, requested, removed) for name in order)
     chosen = next((row for row in rows if row.accepted), None)
     if chosen is None:
-        raise NoBackendError("\n".join([f"no attention backend for {call}:", *table_lines(rows)]), rows)
+        raise NoBackendError("\n".join([f"no attention backend for {call}:", *format_candidates(rows)]), rows)
     explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"
     rows = tuple(replace(row, reason=f"chosen ({explained})") if row is chosen else row for row in rows)
-    notes = _memory_notes(call, BY_NAME[chosen.backend])
+    notes = _memory_notes(call, BACKENDS_BY_NAME[chosen.backend])
     if chosen.backend == "triton" and call.device == "cuda":
-        kernels = "Hopper" if takes_hopper_kernels(call, usable) else "portable"
+        kernels = "Hopper" if uses_hopper_kernels(call, usable) else "portable"
         notes = (*notes, f"triton runs its {kernels} kernels here.")
-    return Decision(call, chosen.backend, rows, notes)
+    return BackendSelection(call, chosen.backend, rows, notes)
 
 
 def _memory_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:
     """Return one note per tensor of the selected backend that grows with the square of the sequence length."""
     notes: list[str] = []
-    if chosen.needs_mask_for(call):
+    if chosen.needs_document_mask(call):
         notes.append(
             f"one mask of {_gib(call.mask_bytes)} for all layers separates packed documents; the scores "
             "between documents are computed and discarded."
         )
-    if chosen.writes_bias_out_for(call):
-        bias = "ALiBi slopes" if call.bias_is_slopes else "distance bias"
-        notes.append(f"{chosen.name} expands the {bias} to a dense bias: {_gib(call.bias_bytes)} per layer and copy.")
-    if chosen.family == "unfused" and call.score_bytes >= LONG_SCORES_BYTES:
+    if chosen.needs_dense_bias(call):
+        bias = "ALiBi slopes" if call.bias_is_alibi else "distance bias"
+        notes.append(
+            f"{chosen.name} expands the {bias} to a dense bias: {_gib(call.dense_bias_bytes)} per layer and copy."
+        )
+    if chosen.family == "unfused" and call.score_bytes >= LARGE_SCORES_BYTES:
         notes.append(f"{chosen.name} stores the whole score matrix: {_gib(call.score_bytes, 1)} per layer and copy.")
     return tuple(notes)
 

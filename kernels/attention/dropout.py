@@ -24,7 +24,7 @@ def dropout_threshold(dropout_p: float) -> int:
 
 
 @jit
-def kept_by_dropout(seed, index, threshold):
+def philox_keep_mask(seed, index, threshold):
     """Return the keep mask, bool, of the counters `index` (int64, any shape); `seed` is an int64 scalar."""
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = ((index >> 32) & 0xFFFFFFFF).to(tl.uint32)

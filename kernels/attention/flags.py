@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 FAMILY_FLAGS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 VERSION_FLAGS = ("NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4")
-ACTING_FLAGS = (
+SUPPORTED_FLAGS = (
     *FAMILY_FLAGS,
     *VERSION_FLAGS,
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
@@ -46,7 +46,7 @@ _IGNORED_FLAGS = {
     "NVTE_BATCH_MHA_P2P_COMM": "it configures context parallelism, which is not supported",
     "NVTE_CPU_OFFLOAD_V1": _LAYERS,
 }
-KNOWN_FLAGS = (*ACTING_FLAGS, *_IGNORED_FLAGS)
+KNOWN_FLAGS = (*SUPPORTED_FLAGS, *_IGNORED_FLAGS)
 _DEBUG_FLAGS = ("NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 
 
@@ -92,7 +92,7 @@ class AttentionFlags:
         for name, value in self.given:
             if name in _IGNORED_FLAGS:
                 lines.append(f"{name}={value} has no effect on backend selection: {_IGNORED_FLAGS[name]}.")
-            elif name not in ACTING_FLAGS:
+            elif name not in SUPPORTED_FLAGS:
                 close = difflib.get_close_matches(name, KNOWN_FLAGS, n=1, cutoff=0.75)
                 hint = f"; did you mean {close[0]}?" if close else "."
                 lines.append(f"{name}={value} is not a variable of TransformerEngine's attention{hint}")
@@ -136,13 +136,13 @@ def read_flags(environment: Mapping[str, str] | None = None) -> AttentionFlags:
     )
 
 
-def cudnn_is_named() -> bool:
+def cudnn_path_is_set() -> bool:
     """True if CUDNN_HOME or CUDNN_PATH is set, from which TransformerEngine loads cuDNN."""
     return "CUDNN_HOME" in os.environ or "CUDNN_PATH" in os.environ
 
 
 @contextmanager
-def environment_override(values: Mapping[str, str]) -> Iterator[None]:
+def override_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables temporarily; needed because TransformerEngine reads NVTE_* at run time."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -15,21 +15,26 @@ from ..interpreter_rounding import rounded
 from ..launch import jit, next_power_of_2, tl, triton_runs_on
 from ..rope import apply_rotary
 
-Angles = tuple[Tensor, Tensor, Tensor, Tensor]
+RotaryTables = tuple[Tensor, Tensor, Tensor, Tensor]
 """Cosine and sine for queries, then for keys, each (rows, rotary_dim / 2), fp32 (fp64 with fp64)."""
 
 
 # ---------------------------------------------------------------- reference
 
 
-def reference_turn_and_append(
-    projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, angles: Angles | None, interleaved: bool
+def reference_apply_rotary_and_append_kv(
+    projected: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    cos_sin: RotaryTables | None,
+    interleaved: bool,
 ) -> Tensor:
-    """Reference of `turn_and_append` in plain PyTorch, for any device and floating dtype."""
+    """Reference of `apply_rotary_and_append_kv` in plain PyTorch, for any device and floating dtype."""
     groups, slots = key_cache.shape[1:3]
     query, key, value = projected.split((projected.shape[1] - 2 * groups, groups, groups), dim=1)
-    if angles is not None:
-        query_cosine, query_sine, key_cosine, key_sine = (angle[:, None] for angle in angles)
+    if cos_sin is not None:
+        query_cosine, query_sine, key_cosine, key_sine = (angle[:, None] for angle in cos_sin)
         query = apply_rotary(query[:, None], query_cosine, query_sine, interleaved=interleaved)[:, 0]
         key = apply_rotary(key[:, None], key_cosine, key_sine, interleaved=interleaved)[:, 0]
     row = torch.arange(len(projected), device=projected.device)
@@ -95,15 +100,20 @@ def append_kernel(
             tl.store(value_pointer + offset, values, mask=inside)
 
 
-def triton_turn_and_append(
-    projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, angles: Angles | None, interleaved: bool
+def triton_apply_rotary_and_append_kv(
+    projected: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    lengths: Tensor,
+    cos_sin: RotaryTables | None,
+    interleaved: bool,
 ) -> Tensor:
-    """Launch `append_kernel`; arguments as in `turn_and_append`."""
+    """Launch `append_kernel`; arguments as in `apply_rotary_and_append_kv`."""
     rows, projected_heads, head_dim = projected.shape
     groups, slots = key_cache.shape[1:3]
     projected = projected if projected.stride(-1) == 1 else projected.contiguous()
     query = projected.new_empty(rows, projected_heads - 2 * groups, head_dim)
-    cosine, sine, key_cosine, key_sine = (None,) * 4 if angles is None else (angle.contiguous() for angle in angles)
+    cosine, sine, key_cosine, key_sine = (None,) * 4 if cos_sin is None else (angle.contiguous() for angle in cos_sin)
     append_kernel[(rows, projected_heads)](
         projected_pointer=projected,
         query_pointer=query,
@@ -121,7 +131,7 @@ def triton_turn_and_append(
         GROUPS=groups,
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
-        HALF=0 if angles is None else angles[0].shape[1],
+        HALF=0 if cos_sin is None else cos_sin[0].shape[1],
         INTERLEAVED=interleaved,
         num_warps=1,
         enable_fp_fusion=True,
@@ -132,12 +142,12 @@ def triton_turn_and_append(
 # ---------------------------------------------------------------- public function
 
 
-def turn_and_append(
+def apply_rotary_and_append_kv(
     projected: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     lengths: Tensor,
-    angles: Angles | None = None,
+    cos_sin: RotaryTables | None = None,
     *,
     interleaved: bool = False,
 ) -> Tensor:
@@ -150,8 +160,8 @@ def turn_and_append(
         key_cache: (rows, groups, slots, head_dim), contiguous, dtype of `projected`; updated in place.
         value_cache: like `key_cache`.
         lengths: int64 (rows,), sequence lengths including this token, which is written to slot (length - 1) % slots.
-        angles: cos/sin tables for the first channels of queries and keys, see `kernels.rope.apply_rotary`; None without
-            rotary embedding.
+        cos_sin: cos/sin tables for the first channels of queries and keys, see `kernels.rope.apply_rotary`; None
+            without rotary embedding.
         interleaved: rotate the pairs (2i, 2i + 1); otherwise channel i with channel i + rotary_dim / 2.
 
     Returns:
@@ -160,14 +170,16 @@ def turn_and_append(
     Raises:
         ValueError: shapes or dtypes do not match.
     """
-    _check(projected, key_cache, value_cache, lengths, angles)
-    arguments = (projected, key_cache, value_cache, lengths, angles, interleaved)
+    _check(projected, key_cache, value_cache, lengths, cos_sin)
+    arguments = (projected, key_cache, value_cache, lengths, cos_sin, interleaved)
     if triton_runs_on(projected) and not torch.compiler.is_compiling():
-        return triton_turn_and_append(*arguments)
-    return reference_turn_and_append(*arguments)
+        return triton_apply_rotary_and_append_kv(*arguments)
+    return reference_apply_rotary_and_append_kv(*arguments)
 
 
-def _check(projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, angles: Angles | None) -> None:
+def _check(
+    projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, cos_sin: RotaryTables | None
+) -> None:
     rows, heads, head_dim = projected.shape
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         fits = cache.ndim == 4 and (cache.shape[0], cache.shape[3]) == (rows, head_dim) and heads > 2 * cache.shape[1]
@@ -178,6 +190,6 @@ def _check(projected: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: T
             )
     if lengths.shape != (rows,) or lengths.dtype != torch.int64:
         raise ValueError(f"`lengths` {tuple(lengths.shape)} of {lengths.dtype} must be ({rows},) of torch.int64.")
-    for angle in angles or ():
+    for angle in cos_sin or ():
         if angle.ndim != 2 or len(angle) != rows or not 0 < 2 * angle.shape[1] <= head_dim:
-            raise ValueError(f"`angles` {tuple(angle.shape)} must be ({rows}, up to {head_dim // 2}).")
+            raise ValueError(f"`cos_sin` {tuple(angle.shape)} must be ({rows}, up to {head_dim // 2}).")

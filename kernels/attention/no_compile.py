@@ -10,6 +10,6 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def outside_graphs(function: Function) -> Function:
+def disable_compile(function: Function) -> Function:
     """Exclude a function from torch.compile: third-party extensions cannot be traced and may synchronize."""
     return cast("Function", torch.compiler.disable(function))

@@ -19,19 +19,20 @@ class PackedSequences(NamedTuple):
     Attributes:
         documents: document id of each token within its row, starting at 0, non-decreasing; int32 (batch, tokens).
         ends: document boundaries in the flattened rows; see `cu_seqlens`.
-        mask: additive mask (batch, 1, tokens, tokens): 0 within a document (up to the query itself if causal), -inf
-            elsewhere. In the dtype of the queries, so that layers need no converted copy. None if the backend does not
-            need it.
-        key_documents: document ids of the keys in cross-attention, int32 (batch, keys); `documents` then belongs to the
-            queries, and `mask` is (batch, 1, queries, keys). None in self-attention.
-        key_ends: document boundaries in the flattened keys, as many entries as `ends`; None in self-attention.
+        with_mask: additive mask (batch, 1, tokens, tokens): 0 within a document (up to the query itself if causal),
+            -inf elsewhere. In the dtype of the queries, so that layers need no converted copy. None if the backend
+            does not need it.
+        key_document_ids: document ids of the keys in cross-attention, int32 (batch, keys); `documents` then belongs to
+            the queries, and `mask` is (batch, 1, queries, keys). None in self-attention.
+        padded_key_cu_seqlens: document boundaries in the flattened keys, as many entries as `ends`; None in
+            self-attention.
     """
 
     documents: Tensor
     ends: Tensor
     mask: Tensor | None
-    key_documents: Tensor | None = None
-    key_ends: Tensor | None = None
+    key_document_ids: Tensor | None = None
+    padded_key_cu_seqlens: Tensor | None = None
 
     @classmethod
     def of(cls, documents: Tensor, *, dtype: torch.dtype, causal: bool, mask: bool = True) -> PackedSequences:
@@ -41,13 +42,13 @@ class PackedSequences(NamedTuple):
             documents: see the attribute.
             dtype: of the queries.
             causal: also mask later keys of the same document.
-            mask: build the mask, for backends without support for `cu_seqlens`.
+            with_mask: build the mask, for backends without support for `cu_seqlens`.
         """
         return cls(documents, _ends(documents), _mask(documents, documents, dtype, causal) if mask else None)
 
     @classmethod
     def across(
-        cls, documents: Tensor, key_documents: Tensor, *, dtype: torch.dtype, mask: bool = True
+        cls, documents: Tensor, key_documents: Tensor, *, dtype: torch.dtype, with_mask: bool = True
     ) -> PackedSequences:
         """Build from the document ids of queries and keys, for cross-attention; equal ids attend to each other.
 
@@ -55,15 +56,15 @@ class PackedSequences(NamedTuple):
 
         Args:
             documents: of the queries, see the attribute.
-            key_documents: of the keys.
+            key_document_ids: of the keys.
             dtype: of the queries.
-            mask: build the mask, for backends without support for `cu_seqlens`.
+            with_mask: build the mask, for backends without support for `cu_seqlens`.
         """
         ends, key_ends = _common_ends(documents, key_documents)
-        additive_mask = _mask(documents, key_documents, dtype, causal=False) if mask else None
+        additive_mask = _mask(documents, key_documents, dtype, causal=False) if with_mask else None
         return cls(documents, ends, additive_mask, key_documents, key_ends)
 
-    def needed_mask(self) -> Tensor:
+    def require_mask(self) -> Tensor:
         """Return the mask, for a backend that requires it.
 
         Raises:
@@ -86,7 +87,7 @@ class PackedSequences(NamedTuple):
 
     def key_cu_seqlens(self) -> Tensor:
         """Return the same for the keys; in self-attention equal to `cu_seqlens`."""
-        return self.ends if self.key_ends is None else self.key_ends
+        return self.ends if self.padded_key_cu_seqlens is None else self.padded_key_cu_seqlens
 
 
 def _ends(documents: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ _unpadded_cache: dict[bool, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
 """Unpadded `cu_seqlens` of the last micro batch, for self-attention (False) and cross-attention (True)."""
 
 
-def whole_cu_seqlens(packed: PackedSequences) -> Tensor:
+def unpadded_cu_seqlens(packed: PackedSequences) -> Tensor:
     """Return `cu_seqlens` without the empty documents at the end, for kernels whose cost grows with the entries.
 
     Synchronizes with the device once per micro batch, for all layers, to read the number of documents.
@@ -136,26 +137,26 @@ def whole_cu_seqlens(packed: PackedSequences) -> Tensor:
     return _whole(packed)[0]
 
 
-def whole_key_cu_seqlens(packed: PackedSequences) -> Tensor:
+def unpadded_key_cu_seqlens(packed: PackedSequences) -> Tensor:
     """Return the same for `key_cu_seqlens`, with as many entries."""
     return _whole(packed)[1]
 
 
 def _whole(packed: PackedSequences) -> tuple[Tensor, Tensor]:
     ends, key_ends = packed.cu_seqlens(), packed.key_cu_seqlens()
-    across = packed.key_documents is not None
+    across = packed.key_document_ids is not None
     cached = _unpadded_cache.get(across)
     if cached is None or cached[0]() is not ends:
         nonempty = ends < packed.documents.numel()
-        if packed.key_documents is not None:
-            nonempty |= key_ends < packed.key_documents.numel()
+        if packed.key_document_ids is not None:
+            nonempty |= key_ends < packed.key_document_ids.numel()
         documents = int(nonempty.sum())
         unpadded, unpadded_keys = (each[: documents + 1].contiguous() for each in (ends, key_ends))
         cached = _unpadded_cache[across] = weakref.ref(ends), unpadded, unpadded_keys
     return cached[1], cached[2]
 
 
-def positions_in_documents(documents: Tensor) -> Tensor:
+def document_position_ids(documents: Tensor) -> Tensor:
     """Return position ids that restart at each document: 0, 1, 2, 0, 1, ...
 
     Args:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..launch import triton_runs_on
-from .argument_checks import LARGEST_HEAD_DIM, SMALLEST_HEAD_DIM, check_arguments
-from .backends.unfused import UnfusedAttention, stacked_by_group
+from .argument_checks import MAX_HEAD_DIM, MIN_HEAD_DIM, check_arguments
+from .backends.unfused import UnfusedAttention, stack_heads_by_group
 from .call_spec import AttentionCall
 from .lse_first.ops import log_sum_exps
 from .lse_first.triton_stages import delta_of
@@ -106,11 +106,11 @@ class _RecomputeScores(torch.autograd.Function):
         weights, score_gradient = _attention_score_gradient(
             gradient, query, key, value, context, lse, ctx.causal, ctx.scale
         )
-        value_gradient = torch.bmm(weights.view(by_group).transpose(1, 2), stacked_by_group(gradient, groups))
+        value_gradient = torch.bmm(weights.view(by_group).transpose(1, 2), stack_heads_by_group(gradient, groups))
         del weights  # as large as the scores: free it before the other products
         score_gradient = score_gradient.view(by_group)
-        query_gradient = torch.bmm(score_gradient, stacked_by_group(key, groups))
-        key_gradient = torch.bmm(score_gradient.transpose(1, 2), stacked_by_group(query, groups))
+        query_gradient = torch.bmm(score_gradient, stack_heads_by_group(key, groups))
+        key_gradient = torch.bmm(score_gradient.transpose(1, 2), stack_heads_by_group(query, groups))
         return (
             query_gradient.view(batch, heads, queries, head_dim).transpose(1, 2),
             key_gradient.view(batch, groups, keys, head_dim).transpose(1, 2),
@@ -124,7 +124,7 @@ class _RecomputeScores(torch.autograd.Function):
 
 
 def _supports_head_dim(head_dim: int) -> bool:
-    return SMALLEST_HEAD_DIM <= head_dim <= LARGEST_HEAD_DIM and head_dim % 8 == 0
+    return MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
 
 
 def serves(
@@ -141,14 +141,14 @@ def serves(
     packed: PackedSequences | None = None,
     key_padding_mask: Tensor | None = None,
 ) -> bool:
-    """Return True if `attention_with_scores_again` supports a call; arguments as in `AttentionFunction`."""
+    """Return True if `attention_recompute_scores` supports a call; arguments as in `AttentionFunction`."""
     options = (bias, distance_bias, alibi_slopes, window, packed, key_padding_mask)
     if dropout or softcap or any(option is not None for option in options):
         return False
     return triton_runs_on(query) and _supports_head_dim(query.shape[-1])
 
 
-def serves_call(call: AttentionCall) -> bool:
+def supports_call(call: AttentionCall) -> bool:
     """Return the same for the specification of a call, assuming Triton is installed."""
     options = (call.window is not None, call.softcap, call.dropout, call.packed, call.padding, call.bias != "none")
     return call.device == "cuda" and call.dtype != "fp64" and _supports_head_dim(call.head_dim) and not any(options)
@@ -157,7 +157,7 @@ def serves_call(call: AttentionCall) -> bool:
 # ---------------------------------------------------------------- public function
 
 
-def attention_with_scores_again(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> Tensor:
+def attention_recompute_scores(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> Tensor:
     """Compute softmax(scale * query key^T) value like `UnfusedAttention`, without saving (queries, keys) matrices.
 
     The weights are exp(score - lse), rounded once, while `UnfusedAttention` also rounds the scores: results differ by

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..interpreter_rounding import rounded
 from ..launch import INTERPRETED, jit, tl, triton
-from .flash.kernel_arguments import on_device, strides, with_plain_rows
-from .flash.portable.tile import LOG2E, dense_place, dot, load_lse, load_rows, per_row_start, row_start
+from .flash.kernel_arguments import on_device, strides, with_contiguous_rows
+from .flash.portable.tile import LOG2E, dense_tile, dot, load_lse, load_rows, per_row_offset, row_start
 from .lse_first.tile_configs import Stage
-from .lse_first.triton_stages import seen, stage_arguments, visited_keys
+from .lse_first.triton_stages import key_tile_bounds, seen, stage_kernel_arguments
 
 TILES = 2 if INTERPRETED else 16
 """Maximum tiles of keys per program."""
@@ -39,10 +39,10 @@ def _program_tiles(
     """
     spans = tl.cdiv(keys, BLOCK_N * TILES)
     program = tl.program_id(0)
-    sequence, head, first = dense_place(program // spans, queries, heads, BLOCK_M, CAUSAL)
+    sequence, head, first = dense_tile(program // spans, queries, heads, BLOCK_M, CAUSAL)
     begin = program % spans * (BLOCK_N * TILES)
     end = tl.minimum(keys, begin + BLOCK_N * TILES)
-    unmasked_stop, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    unmasked_stop, stop = key_tile_bounds(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     unmasked_stop = tl.minimum(tl.maximum(unmasked_stop, begin), end)
     stop = tl.minimum(tl.maximum(stop, begin), end)
     return sequence, head, first, begin, unmasked_stop, stop, end
@@ -92,7 +92,7 @@ def weights_kernel(
     inside = query < queries
     q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
     k_rows = row_start(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
-    row = per_row_start(sequence, head, 0, heads, queries, False)
+    row = per_row_offset(sequence, head, 0, heads, queries, False)
     weights_rows = weights_pointer + (row + first) * keys
     q = load_rows(q_rows, first, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     lse = load_lse(lse_pointer, row + query, inside)
@@ -138,7 +138,7 @@ def score_gradient_kernel(
     k_rows = row_start(k_pointer, sequence, group, 0, stride_kb, stride_ks, stride_kh)
     v_rows = row_start(v_pointer, sequence, group, 0, stride_vb, stride_vs, stride_vh)
     do_rows = row_start(out_gradient_pointer, sequence, head, 0, stride_dob, stride_dos, stride_doh)
-    row = per_row_start(sequence, head, 0, heads, queries, False)
+    row = per_row_offset(sequence, head, 0, heads, queries, False)
     weights_rows = weights_pointer + (row + first) * keys
     gradient_rows = score_gradient_pointer + (row + first) * keys
     q = load_rows(q_rows, first, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
@@ -175,7 +175,7 @@ def _grid_and_arguments(
     """Return grid and keyword arguments of either kernel; rows of `q` and `k` are contiguous."""
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
-    arguments = stage_arguments(q, k, stage, keys - queries if causal else None, scale) | {"TILES": TILES}
+    arguments = stage_kernel_arguments(q, k, stage, keys - queries if causal else None, scale) | {"TILES": TILES}
     spans = triton.cdiv(keys, arguments["BLOCK_N"] * TILES)
     return (spans * triton.cdiv(queries, arguments["BLOCK_M"]) * batch * heads,), arguments
 
@@ -187,7 +187,7 @@ def _empty_scores(q: Tensor, k: Tensor) -> Tensor:
 
 def launch_weights(q: Tensor, k: Tensor, lse: Tensor, causal: bool, scale: float) -> Tensor:
     """Return the attention weights, (batch, heads, queries, keys) in the dtype of `q`; no input may be empty."""
-    q, k = with_plain_rows(q), with_plain_rows(k)
+    q, k = with_contiguous_rows(q), with_contiguous_rows(k)
     weights = _empty_scores(q, k)
     grid, arguments = _grid_and_arguments("weights", q, k, causal, scale)
     with on_device(q):
@@ -199,7 +199,7 @@ def launch_score_gradient(
     out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the same weights, and the gradient of q k^T in the same shape and dtype."""
-    q, k, v, out_gradient = (with_plain_rows(tensor) for tensor in (q, k, v, out_gradient))
+    q, k, v, out_gradient = (with_contiguous_rows(tensor) for tensor in (q, k, v, out_gradient))
     weights, score_gradient = _empty_scores(q, k), _empty_scores(q, k)
     grid, arguments = _grid_and_arguments("score_gradient", q, k, causal, scale)
     with on_device(q):

@@ -10,11 +10,11 @@ from .dropout import dropout_mask
 from .packed_sequences import PackedSequences
 
 
-def visible_keys(
+def visibility_mask(
     queries: int, keys: int, *, causal: bool, window: tuple[int, int] | None, device: torch.device
 ) -> Tensor:
     """Return the attention mask, bool (queries, keys), True where visible; bottom-right aligned."""
-    distance = key_distances(queries, keys, device)
+    distance = relative_positions(queries, keys, device)
     visible = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if window is not None:
         left, right = window
@@ -25,7 +25,7 @@ def visible_keys(
     return visible
 
 
-def key_distances(queries: int, keys: int, device: torch.device) -> Tensor:
+def relative_positions(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the relative positions j - (i + keys - queries) of key j and query i, int64 (queries, keys)."""
     return torch.arange(keys, device=device) - torch.arange(keys - queries, keys, device=device)[:, None]
 
@@ -137,7 +137,7 @@ def _attend(
     """Return output and log-sum-exp of dense tensors; `first_sequence` is the index of the first one in the call."""
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     window = (geometry.left, geometry.right)
-    visible = visible_keys(queries, keys, causal=False, window=window, device=q.device)[None, None]
+    visible = visibility_mask(queries, keys, causal=False, window=window, device=q.device)[None, None]
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]
     key_visible = visible.any(dim=2).transpose(1, 2)[..., None]  # (batch or 1, keys, 1, 1)
@@ -149,10 +149,10 @@ def _attend(
         scores = scores + bias
     if distance_bias is not None:
         reach = distance_bias.shape[1] // 2
-        index = key_distances(queries, keys, q.device).clamp(-reach, reach) + reach
+        index = relative_positions(queries, keys, q.device).clamp(-reach, reach) + reach
         scores = scores + distance_bias[:, index]
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None] * key_distances(queries, keys, q.device).abs()
+        scores = scores - alibi_slopes[:, None, None] * relative_positions(queries, keys, q.device).abs()
     keep = None
     if dropout_p and rng is not None:
         keep = dropout_mask(
@@ -229,15 +229,15 @@ def reference_backend(
         scores = scores + bias.to(scores.dtype)
     if distance_bias is not None:
         reach = distance_bias.shape[1] // 2
-        index = key_distances(query.shape[1], key.shape[1], query.device).clamp(-reach, reach) + reach
+        index = relative_positions(query.shape[1], key.shape[1], query.device).clamp(-reach, reach) + reach
         scores = scores + distance_bias[:, index]
     if alibi_slopes is not None:
-        distance = key_distances(query.shape[1], key.shape[1], query.device).abs()
+        distance = relative_positions(query.shape[1], key.shape[1], query.device).abs()
         scores = scores - alibi_slopes[:, None, None] * distance
-    visible = visible_keys(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
+    visible = visibility_mask(query.shape[1], key.shape[1], causal=causal, window=window, device=query.device)
     if packed is not None:
         query_documents = packed.documents
-        key_documents = query_documents if packed.key_documents is None else packed.key_documents
+        key_documents = query_documents if packed.key_document_ids is None else packed.key_document_ids
         visible = visible & (query_documents[:, None, :, None] == key_documents[:, None, None, :])
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None, :]

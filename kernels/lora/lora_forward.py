@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..interpreter_rounding import rounded
 from ..launch import jit, tl, triton
-from .lora_grad import Tile, begins, of_part
+from .lora_grad import Tile, begins, select_part
 
 TILE = Tile(32, 128, 4, 1)
 
 
 @jit
-def narrow_update_kernel(
+def lora_update_kernel(
     low_pointer, lora_b_pointer, start_pointer, out_pointer,
     rows, columns, blocks, scale, low_stride, start_stride, second_column, third_column, second_block, third_block,
     HAS_START: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -27,13 +27,13 @@ def narrow_update_kernel(
     """Compute BLOCK_M rows and BLOCK_N columns of one part of out (rows, columns) = start + scale low lora_b^T.
 
     low = x A^T (rows, parts RANK), lora_b (columns, RANK); with HAS_START start (rows, columns), with row stride 0 for
-    a bias. Parts as in `narrow_products_kernel`.
+    a bias. Parts as in `lora_gradients_kernel`.
     """
     block = tl.program_id(0) % blocks
     part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
-    begin = of_part(part, 0, second_column, third_column)
-    end = of_part(part, second_column, third_column, columns)
-    column = begin + (block - of_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = select_part(part, 0, second_column, third_column)
+    end = select_part(part, second_column, third_column, columns)
+    column = begin + (block - select_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     rank = tl.arange(0, BLOCK_R)
     inside, exists, in_rank = column < end, row < rows, rank < RANK
@@ -51,16 +51,14 @@ def narrow_update_kernel(
     tl.store(out_pointer + place, rounded(total, out_pointer.dtype.element_ty), mask=tile)
 
 
-def triton_narrow_update(
-    low: Tensor, lora_b: Tensor, scale: float, parts: Sequence[int], start: Tensor | None
-) -> Tensor:
+def triton_lora_update(low: Tensor, lora_b: Tensor, scale: float, parts: Sequence[int], start: Tensor | None) -> Tensor:
     """Launch the kernel.
 
     Args:
         low: low-rank activation x A^T, (n, parts * r), contiguous, r columns per part.
         lora_b: LoRA's B, (out, r), contiguous.
         scale: factor of the update.
-        parts: rows of `lora_b` in each part, up to `MOST_PARTS`.
+        parts: rows of `lora_b` in each part, up to `MAX_PARTS`.
         start: bias (out,) or residual (n, out) that the update is added to, or None.
 
     Returns:
@@ -73,14 +71,14 @@ def triton_narrow_update(
     stride = 0 if start is None or start.ndim == 1 else columns
     column_blocks = sum(blocks)
     # a 1-D grid: the second dimension of a grid is limited to 65535 programs
-    narrow_update_kernel[(triton.cdiv(rows, TILE.rows) * column_blocks,)](
+    lora_update_kernel[(triton.cdiv(rows, TILE.rows) * column_blocks,)](
         low, lora_b, start, output, rows, columns, column_blocks, scale, low.stride(0), stride,
         *begins(parts), *begins(blocks), HAS_START=start is not None, **TILE.options(rank),
     )  # fmt: skip
     return output
 
 
-def reference_narrow_update(
+def reference_lora_update(
     low: Tensor, lora_b: Tensor, scale: float, parts: Sequence[int], start: Tensor | None
 ) -> Tensor:
     """Reference of the kernel in plain PyTorch."""

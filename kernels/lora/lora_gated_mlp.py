@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gated_activation import GATES, _gate_and_slope, reference_gated_activation
+from ..gated_activation import GATED_ACTIVATIONS, _gate_with_derivative, reference_gated_activation
 from ..interpreter_rounding import rounded
 from ..launch import jit, tl, triton, triton_runs_on
-from ..norm_functions import NormParts
+from ..norm_functions import NormFactors
 from .lora_grad import Tile, scaled_sum
-from .lora_linear import gradient_of_down, narrow_gradients, reference_lora_linear, rows_of, updated_product
+from .lora_linear import compute_lora_a_gradient, linear_with_update, lora_gradients, reference_lora_linear, rows_of
 
 WIDEST_RANK = 32
 """Largest rank for which no kernel spills registers."""
@@ -99,7 +99,7 @@ def forward_kernel(
         gate_up = gate_up_pointer + row[:, None] * (2 * width) + column[None, :]
         gate = _load_updated(gate_up, gate_low, gate_b, scale, tile)
         value = _load_updated(gate_up + width, value_low, value_b, scale, tile)
-        active, _ = _gate_and_slope(gate, KIND)
+        active, _ = _gate_with_derivative(gate, KIND)
         product = rounded(active * value, element)
         tl.store(product_pointer + row[:, None] * width + column[None, :], product, mask=tile)
         down_low = tl.dot(product, tl.trans(down_a), down_low, input_precision="ieee")
@@ -144,7 +144,7 @@ def backward_kernel(
         wide = row[:, None] * (2 * width) + column[None, :]
         gate = _load_updated(gate_up_pointer + wide, gate_low, gate_b, scale, tile)
         value = _load_updated(gate_up_pointer + wide + width, value_low, value_b, scale, tile)
-        active, slope = _gate_and_slope(gate, KIND)
+        active, slope = _gate_with_derivative(gate, KIND)
         product = rounded(active * value, element)
         down_a_gradient = tl.dot(tl.trans(product), down_low_gradient, down_a_gradient, input_precision="ieee")
         product_place = row[:, None] * width + column[None, :]
@@ -203,11 +203,11 @@ def _lora_gated_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the output (n, out) and what is saved: gate_up without update, up_low and down_low.
 
-    `source`, `factors` and `gain` are saved in place of `inputs` if these are a norm; see `NormParts`.
+    `source`, `factors` and `gain` are saved in place of `inputs` if these are a norm; see `NormFactors`.
     """
     gate_up, up_low = inputs @ up.t(), inputs @ up_a.t()
     product, down_low = triton_forward(gate_up, up_low, up_b, down_a, scale, kind)
-    output = updated_product(product, down, start, down_low, down_b, scale, [len(down)])
+    output = linear_with_update(product, down, start, down_low, down_b, scale, [len(down)])
     return output, gate_up, up_low, down_low
 
 
@@ -229,15 +229,15 @@ def _lora_gated_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of the inputs (empty unless `with_input_gradient`), `up_a`, `up_b`, `down_a` and `down_b`.
 
-    For `inputs` see `gradient_of_down`.
+    For `inputs` see `compute_lora_a_gradient`.
     """
-    down_low_gradient, down_b_gradient, _ = narrow_gradients(gradient, down_b, down_low, scale, [len(down)])
+    down_low_gradient, down_b_gradient, _ = lora_gradients(gradient, down_b, down_low, scale, [len(down)])
     product_gradient = (down_low_gradient @ down_a).addmm_(gradient, down)
     gate_up_gradient, down_a_gradient = triton_backward(
         gate_up, up_low, up_b, product_gradient, down_low_gradient, scale, kind
     )
     parts = len(up_a) // up_b.shape[1]
-    up_low_gradient, up_b_gradient, scaled = narrow_gradients(
+    up_low_gradient, up_b_gradient, scaled = lora_gradients(
         gate_up_gradient, up_b, up_low, scale, [len(up) // parts] * parts, factors
     )
     input_gradient = (
@@ -245,7 +245,7 @@ def _lora_gated_mlp_backward(
     )
     return (
         input_gradient,
-        gradient_of_down(scaled, inputs, gain),
+        compute_lora_a_gradient(scaled, inputs, gain),
         up_b_gradient,
         down_a_gradient.contiguous(),
         down_b_gradient,
@@ -301,7 +301,7 @@ def lora_gated_mlp_runs_on(inputs: Tensor, rank: int) -> bool:
 
 def lora_gated_mlp(
     inputs: Tensor, up: Tensor, up_a: Tensor, up_b: Tensor, down: Tensor, down_a: Tensor, down_b: Tensor,
-    *, scale: float, kind: str, norm: NormParts | None = None, onto: Tensor | None = None,
+    *, scale: float, kind: str, norm: NormFactors | None = None, onto: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return `lora_linear` of a gated activation of `lora_linear`; requires `lora_gated_mlp_runs_on`.
 
@@ -336,8 +336,8 @@ def lora_gated_mlp(
     for name, (matrix, valid) in shapes.items():
         if tuple(matrix.shape) not in valid:
             raise ValueError(f"`{name}` {tuple(matrix.shape)} must be {' or '.join(map(str, sorted(valid)))}.")
-    if kind not in GATES:
-        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATES)}.")
+    if kind not in GATED_ACTIVATIONS:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATED_ACTIVATIONS)}.")
     tensors = (up, up_a, up_b, down, down_a, down_b)
     device = inputs.device.type
     if torch.is_autocast_enabled(device):

@@ -17,7 +17,7 @@ from ..launch import jit, next_power_of_2, tl, triton
 
 WIDEST_RANK = 64
 """Largest rank whose accumulators fit in registers."""
-MOST_PARTS = 3
+MAX_PARTS = 3
 """Most parts of a fused projection: queries, keys, values."""
 
 
@@ -51,8 +51,8 @@ class Tile(NamedTuple):
         return triton.cdiv(rows, size), size
 
 
-def tile_of(rank: int, columns: int) -> Tile:
-    """Return the tile of `narrow_products_kernel`, wider for many columns, whose blocks each add a partial sum."""
+def choose_tile(rank: int, columns: int) -> Tile:
+    """Return the tile of `lora_gradients_kernel`, wider for many columns, whose blocks each add a partial sum."""
     if rank <= 16 and columns >= 8192:
         return Tile(16, 512, 4, 3)
     return Tile(32, 256, 8, 3) if rank <= 32 else Tile(64, 128, 4, 2)
@@ -62,13 +62,13 @@ def tile_of(rank: int, columns: int) -> Tile:
 
 
 @jit
-def of_part(part, first, second, third):
+def select_part(part, first, second, third):
     """Return the value of part 0, 1 or 2."""
     return tl.where(part == 0, first, tl.where(part == 1, second, third))
 
 
 @jit
-def narrow_products_kernel(
+def lora_gradients_kernel(
     gradient_pointer, lora_b_pointer, low_pointer, low_gradient_pointer, lora_b_gradient_pointer,
     rows, columns, chunk_rows, gradient_stride, low_stride, second_column, third_column, second_block, third_block,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -81,9 +81,9 @@ def narrow_products_kernel(
     """
     block, chunk = tl.program_id(0), tl.program_id(1)
     part = (block >= second_block).to(tl.int32) + (block >= third_block).to(tl.int32)
-    begin = of_part(part, 0, second_column, third_column)
-    end = of_part(part, second_column, third_column, columns)
-    column = begin + (block - of_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = select_part(part, 0, second_column, third_column)
+    end = select_part(part, second_column, third_column, columns)
+    column = begin + (block - select_part(part, 0, second_block, third_block)) * BLOCK_N + tl.arange(0, BLOCK_N)
     rank = tl.arange(0, BLOCK_R)
     inside, in_rank = column < end, rank < RANK
     matrix = inside[:, None] & in_rank[None, :]
@@ -118,7 +118,7 @@ def sum_kernel(
     with FACTORS, factors: (size / width,) and scaled = sum * factors.
     """
     part = tl.program_id(1)
-    first, end = of_part(part, 0, second, third), of_part(part, second, third, pieces)
+    first, end = select_part(part, 0, second, third), select_part(part, second, third, pieces)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     piece = first + tl.arange(0, PIECES)
     inside = column < size
@@ -149,7 +149,7 @@ def scaled_sums(
         partial: (pieces, n, width), fp32, contiguous.
         scale: factor of the sums.
         dtype: dtype of the sums.
-        parts: number of pieces of each part, up to `MOST_PARTS`; each part is summed separately.
+        parts: number of pieces of each part, up to `MAX_PARTS`; each part is summed separately.
         factors: fp32 (n, 1), or None.
 
     Returns:
@@ -172,7 +172,7 @@ def scaled_sum(partial: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return scaled_sums(partial, scale, dtype, [len(partial)])[0]
 
 
-def triton_narrow_products(
+def triton_lora_gradients(
     gradient: Tensor, lora_b: Tensor, low: Tensor, scale: float, parts: Sequence[int], factors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels.
@@ -182,7 +182,7 @@ def triton_narrow_products(
         lora_b: LoRA's B, (out, r), contiguous.
         low: low-rank activation x A^T, (n, parts * r), r columns per part; may be columns of a wider tensor.
         scale: factor of both results.
-        parts: columns of `gradient` in each part, up to `MOST_PARTS`.
+        parts: columns of `gradient` in each part, up to `MAX_PARTS`.
         factors: fp32 (n, 1), or None.
 
     Returns:
@@ -190,12 +190,12 @@ def triton_narrow_products(
         the dtype of `low`; the third is the first times `factors`, or the first itself without factors.
     """
     (rows, columns), rank = gradient.shape, lora_b.shape[1]
-    tile = tile_of(rank, columns)
+    tile = choose_tile(rank, columns)
     blocks = [triton.cdiv(part, tile.columns) for part in parts]
     chunks, chunk_rows = tile.pieces(rows, sum(blocks))
     low_gradient = gradient.new_empty(sum(blocks), rows, rank, dtype=torch.float32)
     lora_b_gradient = gradient.new_empty(chunks, columns, rank, dtype=torch.float32)
-    narrow_products_kernel[(sum(blocks), chunks)](
+    lora_gradients_kernel[(sum(blocks), chunks)](
         gradient, lora_b, low, low_gradient, lora_b_gradient,
         rows, columns, chunk_rows, gradient.stride(0), low.stride(0),
         *begins(parts), *begins(blocks), **tile.options(rank),

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import triton_runs_on
-from ..norm_functions import NormParts
-from .lora_forward import triton_narrow_update
-from .lora_grad import MOST_PARTS, WIDEST_RANK, triton_narrow_products
+from ..norm_functions import NormFactors
+from .lora_forward import triton_lora_update
+from .lora_grad import MAX_PARTS, WIDEST_RANK, triton_lora_gradients
 
 # ---------------------------------------------------------------- reference
 
@@ -53,10 +53,10 @@ def _part_slices(parts: Sequence[int], rank: int) -> Iterator[tuple[slice, slice
 
 def _use_triton(wide: Tensor, lora_b: Tensor, parts: Sequence[int]) -> bool:
     """Return True if the kernels of updates and their gradients support these operands."""
-    return triton_runs_on(wide) and lora_b.shape[1] <= WIDEST_RANK and len(parts) <= MOST_PARTS
+    return triton_runs_on(wide) and lora_b.shape[1] <= WIDEST_RANK and len(parts) <= MAX_PARTS
 
 
-def updated_product(
+def linear_with_update(
     inputs: Tensor,
     weight: Tensor,
     start: Tensor | None,
@@ -73,7 +73,7 @@ def updated_product(
     GEMM, while a low-rank product after it would cost another pass over the output.
     """
     if _use_triton(inputs, lora_b, parts):
-        output = triton_narrow_update(low, lora_b, scale, parts, start)
+        output = triton_lora_update(low, lora_b, scale, parts, start)
     else:
         output = inputs.new_empty(len(inputs), len(weight))
         for wide, narrow in _part_slices(parts, lora_b.shape[1]):
@@ -83,7 +83,7 @@ def updated_product(
     return output.addmm_(inputs, weight.t())
 
 
-def narrow_gradients(
+def lora_gradients(
     gradient: Tensor,
     lora_b: Tensor,
     low: Tensor,
@@ -96,7 +96,7 @@ def narrow_gradients(
     The third tensor is the first times `factors` (n, 1), or the first itself without factors.
     """
     if _use_triton(gradient, lora_b, parts):
-        return triton_narrow_products(gradient, lora_b, low, scale, parts, factors)
+        return triton_lora_gradients(gradient, lora_b, low, scale, parts, factors)
     low_gradient, lora_b_gradient = torch.empty_like(low), torch.empty_like(lora_b)
     for wide, narrow in _part_slices(parts, lora_b.shape[1]):
         part = gradient[:, wide]
@@ -105,7 +105,7 @@ def narrow_gradients(
     return low_gradient, lora_b_gradient, low_gradient if factors is None else (low_gradient * factors).to(low.dtype)
 
 
-def gradient_of_down(low_gradient: Tensor, inputs: Tensor, gain: Tensor | None) -> Tensor:
+def compute_lora_a_gradient(low_gradient: Tensor, inputs: Tensor, gain: Tensor | None) -> Tensor:
     """Return the gradient of LoRA's A, l^T x, from the gradient l (n, r) of the low-rank activation and x (n, in).
 
     If x = f * source * gain is a norm, `inputs` is its source and `low_gradient` is f * l, since l^T x = ((f * l)^T
@@ -130,11 +130,11 @@ def _lora_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return output (n, out) and low-rank activation (n, parts * rank) of inputs (n, in).
 
-    `source`, `factors` and `gain` are saved in place of `inputs` if these are a norm; see `NormParts`. For `start` see
-    `updated_product`.
+    `source`, `factors` and `gain` are saved in place of `inputs` if these are a norm; see `NormFactors`. For `start`
+    see `linear_with_update`.
     """
     low = inputs @ lora_a.t()
-    return updated_product(inputs, weight, start, low, lora_b, scale, parts), low
+    return linear_with_update(inputs, weight, start, low, lora_b, scale, parts), low
 
 
 @_lora_linear.register_fake
@@ -169,11 +169,11 @@ def _lora_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of the inputs (empty unless `with_input_gradient`), `lora_a` and `lora_b`.
 
-    For `inputs` see `gradient_of_down`.
+    For `inputs` see `compute_lora_a_gradient`.
     """
-    low_gradient, lora_b_gradient, scaled = narrow_gradients(gradient, lora_b, low, scale, parts, factors)
+    low_gradient, lora_b_gradient, scaled = lora_gradients(gradient, lora_b, low, scale, parts, factors)
     input_gradient = (low_gradient @ lora_a).addmm_(gradient, weight) if with_input_gradient else gradient.new_empty(0)
-    return input_gradient, gradient_of_down(scaled, inputs, gain), lora_b_gradient
+    return input_gradient, compute_lora_a_gradient(scaled, inputs, gain), lora_b_gradient
 
 
 @_lora_linear_backward.register_fake
@@ -228,7 +228,7 @@ def lora_linear(
     scale: float,
     parts: Sequence[int],
     dropout: float = 0.0,
-    norm: NormParts | None = None,
+    norm: NormFactors | None = None,
     onto: Tensor | None = None,
 ) -> Tensor:
     """Return `inputs @ (weight + scale * B A)^T + bias`, with separate LoRA matrices for each part of a fused weight.
@@ -281,8 +281,8 @@ def lora_linear(
     return output if onto is None else onto + output
 
 
-def rows_of(norm: NormParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def rows_of(norm: NormFactors | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return source (n, in), factors (n, 1) and gain of a norm with flattened leading dimensions."""
     if norm is None:
         return None, None, None
-    return norm.source.flatten(0, -2), norm.factors.flatten(0, -2), norm.gain
+    return norm.source.flatten(0, -2), norm.inverse_rms.flatten(0, -2), norm.gain

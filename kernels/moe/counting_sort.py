@@ -61,7 +61,7 @@ def place_kernel(
 # ---------------------------------------------------------------- custom operation
 
 
-def triton_sorted(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def triton_counting_sort(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels and return order, ends and places as in `assignments.sorted_assignments`."""
     experts = experts.contiguous()
     kept = None if kept is None else kept.contiguous()
@@ -81,8 +81,8 @@ def triton_sorted(experts: Tensor, num_experts: int, kept: Tensor | None) -> tup
 
 @torch.library.custom_op("stoker::moe_sorted_assignments", mutates_args=())
 def sorted_on_device(experts: Tensor, num_experts: int, kept: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`triton_sorted` as a custom op, opaque to torch.compile."""
-    return triton_sorted(experts, num_experts, kept)
+    """`triton_counting_sort` as a custom op, opaque to torch.compile."""
+    return triton_counting_sort(experts, num_experts, kept)
 
 
 @sorted_on_device.register_fake

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import NONLINEARITIES
-from ..gated_activation import GATES
+from ..gated_activation import GATED_ACTIVATIONS
 from ..launch import triton_runs_on
 from .assignments import sorted_assignments
 from .eager_experts import padded_experts, written_out_experts
@@ -155,7 +155,7 @@ def _check_choices(
     nonlinearity: str, gated: bool, capacity: int | None, dropout: float, implementation: Implementation
 ) -> None:
     """Raise ValueError naming the argument that is unknown or conflicts with another."""
-    known = GATES if gated else tuple(NONLINEARITIES)
+    known = GATED_ACTIVATIONS if gated else tuple(NONLINEARITIES)
     if nonlinearity not in known:
         kind = "gated" if gated else "plain"
         raise ValueError(f"`nonlinearity` ({nonlinearity}) must be one of {', '.join(known)} ({kind}).")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .assignments import Assignments
-from .grouped_matmul import Backend, resolved, row_tiles, torch_grouped_mm, triton_outer, triton_rows
+from .grouped_matmul import Backend, resolved, row_tiles, torch_grouped_mm, triton_grouped_matmul, triton_grouped_outer
 from .permute import activation_backward, triton_combine, triton_gather
 from .reference_experts import activated
 from .tile_map import Tiles
@@ -48,12 +48,12 @@ class _Rows:
         if self.by_torch:
             return self.row_matmul(operand, matrices, bias)
         options: Any = {"order": self.order, "topk": self.topk, "bias": bias}
-        return triton_rows(operand, matrices, self.ends, self.tiles, **options)[0]
+        return triton_grouped_matmul(operand, matrices, self.ends, self.tiles, **options)[0]
 
     def row_matmul(self, rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply sorted rows (R, K) by the matrices (E, K, N) of their experts."""
         if not self.by_torch:
-            return triton_rows(rows, matrices, self.ends, self.tiles, bias=bias)[0]
+            return triton_grouped_matmul(rows, matrices, self.ends, self.tiles, bias=bias)[0]
         out = torch_grouped_mm(rows, matrices, offs=self.ends)
         return out if bias is None else out + bias[self.experts()]
 
@@ -67,7 +67,7 @@ class _Rows:
         if self.by_torch:
             return torch_grouped_mm(left.t(), right, offs=self.ends).contiguous()
         options: Any = {"order": self.order, "topk": self.topk, "gather": gather}
-        return triton_outer(left, right, self.ends, self.tiles, **options)
+        return triton_grouped_outer(left, right, self.ends, self.tiles, **options)
 
 
 def _make_rows(order: Tensor, ends: Tensor, topk: int, up: Tensor, down: Tensor, backend: str) -> _Rows:
@@ -99,7 +99,7 @@ def _experts(
         projected = rows.token_matmul(rows.operand(hidden), up.transpose(1, 2), up_bias)
         inner = activated(projected, nonlinearity, gated, None)
     else:
-        projected, inner = triton_rows(
+        projected, inner = triton_grouped_matmul(
             hidden,
             up.transpose(1, 2),
             ends,
@@ -184,7 +184,7 @@ def _experts_backward(
     up_bias_gradient = gradient.new_empty(0)
     if up_bias is not None and not frozen:  # the sum over rows as a product with ones
         ones = projected_gradient.new_ones(1, 16).expand(len(order), 16)
-        up_bias_gradient = triton_outer(projected_gradient, ones, ends, rows.tiles)[:, :, 0].contiguous()
+        up_bias_gradient = triton_grouped_outer(projected_gradient, ones, ends, rows.tiles)[:, :, 0].contiguous()
     row_gradient = rows.row_matmul(projected_gradient, up)
     hidden_gradient = triton_combine(row_gradient, None, places)
     return (

@@ -6,13 +6,13 @@ Operands are 16-bit or fp32, accumulation is fp32. Results are deterministic.
 from __future__ import annotations
 
 from ..attention.flash.portable.tile import dot
-from ..gated_activation import _gate_and_slope, _sigmoid
+from ..gated_activation import _gate_with_derivative, _sigmoid
 from ..interpreter_rounding import rounded
 from ..launch import jit, tl
 
 
 @jit
-def value_and_slope(x, KIND: tl.constexpr):
+def activation_with_derivative(x, KIND: tl.constexpr):
     """Return act(x) and its derivative in fp32, for every name in `NONLINEARITIES`."""
     if KIND == "gelu_sigmoid":
         sigmoid = _sigmoid(1.702 * x)
@@ -23,7 +23,7 @@ def value_and_slope(x, KIND: tl.constexpr):
         value = positive * positive
         slope = 2.0 * positive
     else:
-        value, slope = _gate_and_slope(x, KIND)
+        value, slope = _gate_with_derivative(x, KIND)
     return value, slope
 
 
@@ -43,7 +43,7 @@ def _load_tile(pointers, first, stop, inside, MASKED: tl.constexpr):
 
 
 @jit
-def rows_kernel(
+def grouped_matmul_kernel(
     left_pointer, order_pointer, matrices_pointer, bias_pointer, out_pointer, active_pointer,
     ends_pointer, tile_experts_pointer, tile_rows_pointer, tile_count_pointer,
     rows, experts, width, depth, topk, stride_left, stride_expert, stride_depth, stride_width,
@@ -111,7 +111,7 @@ def rows_kernel(
         tl.store(out, result, mask=stored)
         if ACTIVATION != "":
             # computed from the rounded values, which the backward pass sees
-            value, _ = value_and_slope(result.to(tl.float32), ACTIVATION)
+            value, _ = activation_with_derivative(result.to(tl.float32), ACTIVATION)
             if GATED:
                 up_result = rounded(up_total, element)
                 tl.store(out + width, up_result, mask=stored)
@@ -121,7 +121,7 @@ def rows_kernel(
 
 
 @jit
-def outer_kernel(
+def grouped_outer_kernel(
     left_pointer, right_pointer, order_pointer, out_pointer, ends_pointer, heaviest_pointer,
     height, width, topk, stride_left, stride_right,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, PRECISION: tl.constexpr,

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..launch import INTERPRETED, triton, triton_runs_on
-from .grouped_kernels import outer_kernel, rows_kernel
-from .tile_configs import device_capability, is_aligned, is_low, tile_config
+from .grouped_kernels import grouped_matmul_kernel, grouped_outer_kernel
+from .tile_configs import device_capability, has_few_rows, is_aligned, tile_config
 from .tile_map import Tiles, find_tiles
 
 Backend = Literal["auto", "triton", "torch", "loop"]
@@ -44,13 +44,13 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def row_tiles(ends: Tensor, rows: int, dtype: torch.dtype, *widths: int) -> Tiles:
-    """Return the tiles of `triton_rows` for these ends and operands of these widths."""
-    low, aligned = is_low(rows, len(ends)), is_aligned(*widths)
+    """Return the tiles of `triton_grouped_matmul` for these ends and operands of these widths."""
+    low, aligned = has_few_rows(rows, len(ends)), is_aligned(*widths)
     config = tile_config("rows", dtype, device_capability(ends.device), low=low, aligned=aligned)
     return find_tiles(ends, rows, config.block_m)
 
 
-def triton_rows(
+def triton_grouped_matmul(
     left: Tensor,
     matrices: Tensor,
     ends: Tensor,
@@ -96,7 +96,7 @@ def triton_rows(
     )
     max_tiles = len(tiles.experts) * triton.cdiv(width, config.block_n)
     grid = (_programs(left.device, max_tiles, config.programs_per_sm),)
-    rows_kernel[grid](
+    grouped_matmul_kernel[grid](
         left,
         order,
         matrices,
@@ -132,7 +132,7 @@ def triton_rows(
     return out, active
 
 
-def triton_outer(
+def triton_grouped_outer(
     left: Tensor,
     right: Tensor,
     ends: Tensor,
@@ -161,13 +161,13 @@ def triton_outer(
     aligned = is_aligned(height, width, left.stride(0), right.stride(0))
     config = tile_config("outer", left.dtype, device_capability(left.device), aligned=aligned)
     grid = (len(ends) * triton.cdiv(height, config.block_m) * triton.cdiv(width, config.block_n),)
-    outer_kernel[grid](
+    grouped_outer_kernel[grid](
         left,
         right,
         order,
         out,
         ends,
-        tiles.heaviest,
+        tiles.experts_by_load,
         height,
         width,
         topk,
@@ -193,7 +193,7 @@ def triton_outer(
 
 
 def loop_rows(left: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Compute `triton_rows` without gather by a loop over the experts; reads the ends on the host."""
+    """Compute `triton_grouped_matmul` without gather by a loop over the experts; reads the ends on the host."""
     out = left.new_zeros(len(left), matrices.shape[2])
     first = 0
     for expert, end in enumerate(ends.tolist()):
@@ -203,7 +203,7 @@ def loop_rows(left: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Compute `triton_outer` without gather by a loop over the experts; reads the ends on the host."""
+    """Compute `triton_grouped_outer` without gather by a loop over the experts; reads the ends on the host."""
     out = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     first = 0
     for expert, end in enumerate(ends.tolist()):
@@ -226,7 +226,7 @@ def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) 
     backend = resolved(backend, left, *matrices.shape[1:])
     if backend == "triton":
         widths = matrices.shape[1:]
-        return triton_rows(left, matrices, ends, row_tiles(ends, len(left), left.dtype, *widths))[0]
+        return triton_grouped_matmul(left, matrices, ends, row_tiles(ends, len(left), left.dtype, *widths))[0]
     if backend == "torch":
         return _zero_after(torch_grouped_mm(left.contiguous(), matrices, offs=ends), ends)
     return loop_rows(left, matrices, ends)
@@ -242,7 +242,7 @@ def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> T
     backend = resolved(backend, left, left.shape[1], right.shape[1])
     if backend == "triton":
         widths = left.shape[1], right.shape[1]
-        return triton_outer(left, right, ends, row_tiles(ends, len(left), left.dtype, *widths))
+        return triton_grouped_outer(left, right, ends, row_tiles(ends, len(left), left.dtype, *widths))
     if backend == "torch":
         return torch_grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends).contiguous()
     return loop_outer(left, right, ends)

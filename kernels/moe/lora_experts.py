@@ -20,7 +20,7 @@ from .permute import combine_rows, gather_rows
 from .reference_experts import activated
 
 
-class LowRank(NamedTuple):
+class LoRAMatrices(NamedTuple):
     """LoRA matrices of one projection of all experts.
 
     Attributes:
@@ -56,8 +56,8 @@ def lora_expert_mlp(
     gates: Tensor,
     up: Tensor,
     down: Tensor,
-    up_lora: LowRank | None,
-    down_lora: LowRank | None,
+    up_lora: LoRAMatrices | None,
+    down_lora: LoRAMatrices | None,
     *,
     nonlinearity: str,
     gated: bool,
@@ -95,7 +95,7 @@ def lora_expert_mlp(
         hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
         up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
         up_lora, down_lora = (
-            None if low is None else LowRank(low.down.to(dtype), low.up.to(dtype), *low[2:])
+            None if low is None else LoRAMatrices(low.down.to(dtype), low.up.to(dtype), *low[2:])
             for low in (up_lora, down_lora)
         )
     if capacity is not None:
@@ -114,7 +114,7 @@ def lora_expert_mlp(
         def product(rows: Tensor, matrices: Tensor) -> Tensor:
             return grouped_matmul(rows.contiguous(), matrices, ends, backend=backend)
 
-    def projected(rows: Tensor, matrices: Tensor, bias: Tensor | None, low: LowRank | None) -> Tensor:
+    def projected(rows: Tensor, matrices: Tensor, bias: Tensor | None, low: LoRAMatrices | None) -> Tensor:
         result = product(rows, matrices.transpose(1, 2))
         if bias is not None:
             result = result + bias[expert]

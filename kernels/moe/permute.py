@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..interpreter_rounding import rounded
 from ..launch import INTERPRETED, jit, next_power_of_2, tl, triton, triton_runs_on
-from .grouped_kernels import value_and_slope
+from .grouped_kernels import activation_with_derivative
 
 _LARGEST_BLOCK = 2048
 _LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
@@ -135,7 +135,7 @@ def activation_backward_kernel(
             inside = column < width
             x = tl.load(projected_pointer + row * stride + column, mask=inside, other=0.0).to(tl.float32)
             outer = tl.load(inner_gradient_pointer + row * width + column, mask=inside, other=0.0).to(tl.float32)
-            value, slope = value_and_slope(x, ACTIVATION)
+            value, slope = activation_with_derivative(x, ACTIVATION)
             if GATED:
                 up = tl.load(projected_pointer + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
                 up_gradient = rounded(gate * outer * value, element)

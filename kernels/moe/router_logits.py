@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..launch import sums_wide
+from ..launch import supports_fp32_output
 
 
 def reference_router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,7 +76,7 @@ def router_logits(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         (T, E), differentiable once.
     """
     narrow = tokens.dtype == weight.dtype and tokens.dtype in (torch.bfloat16, torch.float16)
-    aligned = sums_wide(*weight.shape)
+    aligned = supports_fp32_output(*weight.shape)
     if narrow and aligned and dtype == torch.float32 and tokens.is_cuda:
         return _router_logits(tokens, weight)
     return reference_router_logits(tokens, weight, dtype)

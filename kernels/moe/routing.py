@@ -24,7 +24,7 @@ DropPolicy = Literal["probs", "position"]
 NORMALIZER_EPSILON = 1e-20  # added to the sum that normalizes sigmoid scores, as in Megatron
 
 
-class Choice(NamedTuple):
+class RoutingResult(NamedTuple):
     """Selected experts and gates of each token.
 
     Attributes:
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 # ---------------------------------------------------------------- choice
 
 
-def choose_experts(
+def topk_routing(
     logits: Tensor,
     topk: int,
     *,
@@ -49,7 +49,7 @@ def choose_experts(
     scaling_factor: float | None = None,
     num_groups: int | None = None,
     group_topk: int | None = None,
-) -> Choice:
+) -> RoutingResult:
     """Select the `topk` experts with the highest scores for each token.
 
     | score   | pre_softmax | selected by     | gates                                                    |
@@ -102,7 +102,7 @@ def choose_experts(
         gates = gates.softmax(dim=-1)
     elif score == "sigmoid" and topk > 1:
         gates = gates / (gates.sum(dim=-1, keepdim=True) + NORMALIZER_EPSILON)
-    return Choice(experts, gates if scaling_factor is None else gates * scaling_factor)
+    return RoutingResult(experts, gates if scaling_factor is None else gates * scaling_factor)
 
 
 def _check_choice(logits: Tensor, topk: int) -> None:
@@ -145,7 +145,7 @@ def _within_best_groups(scores: Tensor, topk: int, num_groups: int | None, group
     return grouped.masked_fill(~allowed[..., None], -math.inf).view(tokens, experts)
 
 
-def sinkhorn_choice(logits: Tensor, topk: int, *, training: bool, real: Tensor | None = None) -> Choice:
+def sinkhorn_routing(logits: Tensor, topk: int, *, training: bool, real: Tensor | None = None) -> RoutingResult:
     """Select experts by Sinkhorn balancing in training, otherwise by the `topk` largest logits.
 
     In training the matrix exp(logits) is scaled by row and column factors until all rows and all columns have the same
@@ -169,13 +169,13 @@ def sinkhorn_choice(logits: Tensor, topk: int, *, training: bool, real: Tensor |
         ranked = ranked + column_factors(ranked, real).log()
     experts = _best(ranked, topk)
     scores = logits.sigmoid() if topk == 1 else logits.softmax(dim=-1)
-    return Choice(experts, scores.gather(1, experts))
+    return RoutingResult(experts, scores.gather(1, experts))
 
 
 # ---------------------------------------------------------------- capacity
 
 
-def capacity_of(tokens: int, experts: int, topk: int, factor: float) -> int:
+def expert_capacity(tokens: int, experts: int, topk: int, factor: float) -> int:
     """Return the capacity of an expert in tokens, ceil(tokens * topk / experts * factor).
 
     Raises:
@@ -192,8 +192,8 @@ def capacity_of(tokens: int, experts: int, topk: int, factor: float) -> int:
     return math.ceil(tokens * topk / experts * factor)
 
 
-def within_capacity(
-    choice: Choice, experts: int, capacity: int, policy: DropPolicy, *, real: Tensor | None = None
+def capacity_mask(
+    choice: RoutingResult, experts: int, capacity: int, policy: DropPolicy, *, real: Tensor | None = None
 ) -> Tensor:
     """Return the mask of the assignments within the capacity of their experts, bool (T, k).
 
@@ -221,7 +221,7 @@ def within_capacity(
 def _capacity_mask(
     chosen: Tensor, gates: Tensor, experts: int, capacity: int, policy: str, real: Tensor | None
 ) -> Tensor:
-    """`within_capacity` as a custom op, opaque to torch.compile.
+    """`capacity_mask` as a custom op, opaque to torch.compile.
 
     Inductor would sort up to 512 assignments in a fused kernel, which takes Triton minutes to compile.
     """
@@ -344,7 +344,7 @@ class _WithLossGradient(torch.autograd.Function):
         return gradients[0], scale, None
 
 
-def with_loss_gradient(tensor: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+def attach_auxiliary_loss(tensor: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
     """Attach an auxiliary loss to `tensor`: return `tensor`, whose backward gives `loss` the gradient `scale`.
 
     This is equivalent to adding scale * loss to the training loss, which need not be known here (as Megatron's

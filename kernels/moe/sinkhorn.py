@@ -28,6 +28,8 @@ def sinkhorn_column_factors(logits: Tensor, real: Tensor | None = None) -> Tenso
         logits: (T, E), fp32 or fp64.
         real: (T,) bool, False for padding rows, which are excluded; None without padding.
     """
+    if not len(logits):  # amax of no rows raises, and addmv does not broadcast
+        return logits.new_ones(logits.shape[1])
     matrix = (logits - logits.amax(dim=1, keepdim=True)).exp()
     tokens = matrix.new_full((), len(matrix))
     if real is not None:
@@ -40,7 +42,7 @@ def sinkhorn_column_factors(logits: Tensor, real: Tensor | None = None) -> Tenso
     for done in range(1, SINKHORN_ITERATIONS + 1):
         rows = torch.addmv(row_floor, matrix, columns[done - 1]).reciprocal()  # times T, which `share` absorbs
         torch.div(share, torch.addmv(column_floor, matrix.T, rows), out=columns[done])
-        if _is_known_to_end(columns[done - 1 : done + 1]):
+        if _has_converged_on_cpu(columns[done - 1 : done + 1]):
             columns = columns[: done + 1]
             break
     changes = F.pad(_changes(columns), (0, 1), value=math.inf)  # sentinel: the iteration stops after the last
@@ -59,7 +61,7 @@ def _ends(changes: Tensor) -> Tensor:
     return ~(changes > SINKHORN_TOLERANCE) | changes.isinf()
 
 
-def _is_known_to_end(columns: Tensor) -> bool:
+def _has_converged_on_cpu(columns: Tensor) -> bool:
     """Return True if the last change ends the iteration; only checked on CPU, as it would be a host sync elsewhere."""
     return columns.device.type == "cpu" and bool(_ends(_changes(columns)).all())
 

@@ -75,7 +75,7 @@ _FP32: _Table = {
     "outer": TileConfig(64, 64, 32, 8, 2),
 }
 
-LOW_ROWS = 64
+FEW_ROWS_BLOCK_M = 64
 """Rows of a tile when experts have few rows, for all kinds but `outer`."""
 
 
@@ -103,7 +103,7 @@ def tile_config(
             gated activation; `outer`, the gradient of an expert's matrix.
         dtype: dtype of the operands.
         capability: compute capability of the GPU, 90 for sm_90; None in the interpreter.
-        low: experts have so few rows that tiles of `LOW_ROWS` waste less.
+        low: experts have so few rows that tiles of `FEW_ROWS_BLOCK_M` waste less.
         aligned: all widths and strides are multiples of 16 elements.
         erf: the activation is the exact GELU, whose intermediates need the registers of half a gated tile.
     """
@@ -118,13 +118,13 @@ def tile_config(
     else:
         config = _SMALL[kind]
     if low and kind != "outer":
-        config = config._replace(block_m=LOW_ROWS)
+        config = config._replace(block_m=FEW_ROWS_BLOCK_M)
     if erf and kind == "gated" and config.block_n > 64:
         config = config._replace(block_n=64, num_stages=config.num_stages + 1)
     return config
 
 
-def is_low(rows: int, experts: int) -> bool:
+def has_few_rows(rows: int, experts: int) -> bool:
     """Return True if experts have so few rows on average that tiles of 128 rows would mostly be padding."""
     return rows < 96 * experts
 

@@ -19,14 +19,14 @@ class Tiles(NamedTuple):
         experts: expert of each tile, (bound,); E for the rows after the last expert's.
         rows: first row of each tile, (bound,).
         number: number of tiles, (1,).
-        heaviest: experts in descending order of their number of rows, (E,).
+        experts_by_load: experts in descending order of their number of rows, (E,).
         block: rows of a tile.
     """
 
     experts: Tensor
     rows: Tensor
     number: Tensor
-    heaviest: Tensor
+    experts_by_load: Tensor
     block: int
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..interpreter_rounding import rounded
 from ..launch import jit, tl, triton_runs_on
-from .multi_tensor import array_of_tensor, elements_of_program, is_aligned, table_of, tensor_of_program, triton_dtype
+from .multi_tensor import element_offsets, find_tensor, is_aligned, load_array_pointer, table_of, triton_dtype
 
 BLOCK = 1024
 """Elements per program."""
@@ -37,7 +37,7 @@ def reference_adamw_step(
     weight_decay: float,
     step: Tensor,
     grad_scale: Tensor,
-    rates: Tensor | None = None,
+    lr_scales: Tensor | None = None,
 ) -> None:
     """Reference in plain PyTorch: computed in the dtype of `main`, in torch.optim.AdamW's order of operations."""
     if grad_scale < 0:
@@ -52,8 +52,8 @@ def reference_adamw_step(
         exp_avg.lerp_(scaled, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(scaled, scaled, value=1 - beta2)
         denominator = (exp_avg_sq.sqrt() / correction2_root).add_(eps)
-        if rates is not None:
-            denominator.div_(rates[index].to(denominator.dtype))
+        if lr_scales is not None:
+            denominator.div_(lr_scales[index].to(denominator.dtype))
         weight.addcdiv_(exp_avg, denominator, value=-lr / correction1)
         if param is not weight:
             param.copy_(weight)
@@ -91,13 +91,13 @@ def _adamw_kernel(
 
     1 - beta is computed on the host: in fp32 it would be off by 5e-5 for beta2 = 0.999.
     """
-    tensor = tensor_of_program(table_pointer, tensors, search_steps)
-    offsets, size = elements_of_program(table_pointer, tensors, tensor, BLOCK, ALIGNED)
+    tensor = find_tensor(table_pointer, tensors, search_steps)
+    offsets, size = element_offsets(table_pointer, tensors, tensor, BLOCK, ALIGNED)
     step_size_index = tl.load(table_pointer + 2 * tensors + tensor)
-    main_pointer = array_of_tensor(table_pointer, tensors, tensor, 4, MAIN, ALIGNED)
-    grad_pointer = array_of_tensor(table_pointer, tensors, tensor, 5, GRAD, ALIGNED)
-    exp_avg_pointer = array_of_tensor(table_pointer, tensors, tensor, 6, EXP_AVG, ALIGNED)
-    exp_avg_sq_pointer = array_of_tensor(table_pointer, tensors, tensor, 7, EXP_AVG_SQ, ALIGNED)
+    main_pointer = load_array_pointer(table_pointer, tensors, tensor, 4, MAIN, ALIGNED)
+    grad_pointer = load_array_pointer(table_pointer, tensors, tensor, 5, GRAD, ALIGNED)
+    exp_avg_pointer = load_array_pointer(table_pointer, tensors, tensor, 6, EXP_AVG, ALIGNED)
+    exp_avg_sq_pointer = load_array_pointer(table_pointer, tensors, tensor, 7, EXP_AVG_SQ, ALIGNED)
     grad_scale = tl.load(grad_scale_pointer)
     step_size = tl.load(step_size_pointer + step_size_index)
     correction2_root = tl.load(correction2_root_pointer)
@@ -115,7 +115,7 @@ def _adamw_kernel(
     tl.store(exp_avg_pointer + offsets, rounded(exp_avg, EXP_AVG), mask=inside)
     tl.store(exp_avg_sq_pointer + offsets, rounded(exp_avg_sq, EXP_AVG_SQ), mask=inside)
     if SEPARATE_MAIN:
-        param_pointer = array_of_tensor(table_pointer, tensors, tensor, 3, PARAM, ALIGNED)
+        param_pointer = load_array_pointer(table_pointer, tensors, tensor, 3, PARAM, ALIGNED)
         tl.store(param_pointer + offsets, rounded(weight, PARAM), mask=inside)
 
 
@@ -133,15 +133,15 @@ def triton_adamw_step(
     weight_decay: float,
     step: Tensor,
     grad_scale: Tensor,
-    rates: Tensor | None = None,
+    lr_scales: Tensor | None = None,
 ) -> None:
     """Launch the kernel once per group of tensors with the same dtypes; all but the gradients must be contiguous.
 
     Tensors that are not aligned for vectorized loads get a launch of their own, so that the others keep these loads.
     """
     step_size = (lr / (1 - beta1**step)).float()
-    if rates is not None:
-        step_size = step_size * rates.float()
+    if lr_scales is not None:
+        step_size = step_size * lr_scales.float()
     correction2_root = (1 - beta2**step).sqrt().float()
     grads = [grad.contiguous() for grad in grads]  # copies must live until the kernel is launched
     groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
@@ -150,7 +150,7 @@ def triton_adamw_step(
         if size:
             dtypes = tuple([tensor.dtype for tensor in arrays])
             group = (dtypes, addresses[0] != addresses[1], is_aligned(size, *addresses))
-            groups.setdefault(group, []).append((size, 0 if rates is None else index, *addresses))
+            groups.setdefault(group, []).append((size, 0 if lr_scales is None else index, *addresses))
     for (dtypes, separate, aligned), rows in groups.items():
         table = table_of(rows, BLOCK, main[0].device)
         _adamw_kernel[(table.programs,)](
@@ -192,7 +192,7 @@ def adamw_step(
     weight_decay: float,
     step: Tensor,
     grad_scale: Tensor,
-    rates: Tensor | None = None,
+    lr_scales: Tensor | None = None,
 ) -> None:
     """Update weights and moments in place.
 
@@ -211,7 +211,8 @@ def adamw_step(
             unknown to the host.
         grad_scale: scalar fp32 factor of every gradient (the clip coefficient); a negative one skips the update. On
             the kernel path `step` and `grad_scale` are not read on the host.
-        rates: learning rate factor of each tensor, not applied to weight decay, (tensors,) on the device; None for 1.
+        lr_scales: learning rate factor of each tensor, not applied to weight decay, (tensors,) on the device; None for
+            1.
     """
     if not params:
         return
@@ -229,5 +230,5 @@ def adamw_step(
         weight_decay=weight_decay,
         step=step,
         grad_scale=grad_scale,
-        rates=rates,
+        lr_scales=lr_scales,
     )

@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 
 @jit
-def tensor_of_program(table_pointer, tensors, search_steps):
+def find_tensor(table_pointer, tensors, search_steps):
     """Return the index of this program's tensor, the last one whose first program is not after it."""
     program = tl.program_id(0)
     low = tl.zeros((), tl.int32)
@@ -38,7 +38,7 @@ def tensor_of_program(table_pointer, tensors, search_steps):
 
 
 @jit
-def elements_of_program(table_pointer, tensors, tensor, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def element_offsets(table_pointer, tensors, tensor, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the element offsets (BLOCK,) of this program within its tensor, and the tensor's size; int64."""
     first = tl.load(table_pointer + tensor)
     size = tl.load(table_pointer + tensors + tensor)
@@ -48,7 +48,9 @@ def elements_of_program(table_pointer, tensors, tensor, BLOCK: tl.constexpr, ALI
 
 
 @jit
-def array_of_tensor(table_pointer, tensors, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def load_array_pointer(
+    table_pointer, tensors, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Return the pointer stored in a column of the table."""
     pointer = tl.load(table_pointer + COLUMN * tensors + tensor).to(tl.pointer_type(DTYPE))  # pyright: ignore[reportArgumentType]
     if ALIGNED:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..launch import jit, tl
-from .multi_tensor import array_of_tensor, elements_of_program, is_aligned, table_of, tensor_of_program, triton_dtype
+from .multi_tensor import element_offsets, find_tensor, is_aligned, load_array_pointer, table_of, triton_dtype
 
 BLOCK = 8192
 """Elements per program: 16 KB of bf16, four independent 16-byte loads per thread."""
@@ -42,9 +42,9 @@ def sum_of_squares_kernel(
 
     Shapes: table (3, tensors) int64, whose last column holds addresses; partial (programs,) fp32.
     """
-    tensor = tensor_of_program(table_pointer, tensors, search_steps)
-    offsets, size = elements_of_program(table_pointer, tensors, tensor, BLOCK, ALIGNED)
-    pointer = array_of_tensor(table_pointer, tensors, tensor, 2, DTYPE, ALIGNED)
+    tensor = find_tensor(table_pointer, tensors, search_steps)
+    offsets, size = element_offsets(table_pointer, tensors, tensor, BLOCK, ALIGNED)
+    pointer = load_array_pointer(table_pointer, tensors, tensor, 2, DTYPE, ALIGNED)
     values = tl.load(pointer + offsets, mask=offsets < size, other=0.0).to(tl.float32)
     tl.store(partial_pointer + tl.program_id(0), tl.sum(values * values, axis=0))
 

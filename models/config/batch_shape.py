@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleForm:
+class BatchSpec:
     """Shape of the samples of training and evaluation.
 
     Attributes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .bert import BertKeys
-from .position_slices import BOUNDED
-from .slices import StackSlice, stack_slice, vocabulary_of
+from .position_slices import BOUNDED_POSITION_TYPES
+from .slices import StackSlice, resolve_vocab_sizes, stack_slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +61,14 @@ def bert_slice(keys: BertKeys, *, vocab_size: int) -> BertSlice:
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
     """
-    real_vocab, padded_vocab = vocabulary_of(keys, vocab_size)
+    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
     kind = keys.position_embedding_type
     positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
     return BertSlice(
         stack=stack_slice(keys, causal=False, positions=positions),
         learned_positions=positions if kind.startswith("learned_") else None,
         positions_by_document=kind == "learned_absolute",
-        max_positions=positions if kind in BOUNDED else None,
+        max_positions=positions if kind in BOUNDED_POSITION_TYPES else None,
         token_types=keys.bert.token_types,
         embedding_norm=keys.bert.embedding_norm,
         embedding_dropout=keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,

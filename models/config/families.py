@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .batch_shape import SampleForm
+from .batch_shape import BatchSpec
 from .bert import BertKeys
 from .bert_slice import BertSlice, bert_slice
 from .gpt import GPTKeys
@@ -14,7 +14,7 @@ FamilyKeys = GPTKeys | T5Keys | BertKeys
 FamilySlice = GPTSlice | T5Slice | BertSlice
 
 
-def family_slice(keys: FamilyKeys, *, vocab_size: int, form: SampleForm) -> FamilySlice:
+def family_slice(keys: FamilyKeys, *, vocab_size: int, form: BatchSpec) -> FamilySlice:
     """Resolve the keys of a model of any family.
 
     Args:
@@ -34,6 +34,6 @@ def family_slice(keys: FamilyKeys, *, vocab_size: int, form: SampleForm) -> Fami
             return gpt_slice(keys, vocab_size=vocab_size)
 
 
-def sample_length_of(keys: FamilyKeys) -> int:
+def sequence_length_of(keys: FamilyKeys) -> int:
     """Return the sequence length, for T5 that of the encoder."""
     return keys.seq_length if isinstance(keys, T5Keys) else keys.encoder_seq_length

@@ -10,12 +10,12 @@ from .families import FamilyKeys
 from .key_block import Finding
 from .model_rules import gpt_rules, stack_rules
 from .position_rules import (
-    buckets_have_room,
     position_table_covers_sample,
-    window_hides_nothing,
-    window_is_shorter_than_texts,
+    relative_buckets_are_valid,
+    window_is_shorter_than_sequences,
+    window_masks_nothing,
 )
-from .position_slices import BOUNDED
+from .position_slices import BOUNDED_POSITION_TYPES
 from .stack import StackKeys
 from .t5 import T5Keys
 
@@ -31,7 +31,7 @@ def model_rules(keys: FamilyKeys) -> Iterator[Finding]:
             yield from gpt_rules(keys)
 
 
-def stacks_of_keys(keys: FamilyKeys) -> dict[str, StackKeys]:
+def keys_by_stack(keys: FamilyKeys) -> dict[str, StackKeys]:
     """Return the keys of each stack by path prefix: `encoder.` and `decoder.` for T5, else the empty prefix."""
     return {"encoder.": keys.encoder, "decoder.": keys.decoder} if isinstance(keys, T5Keys) else {"": keys}
 
@@ -44,7 +44,7 @@ def bert_rules(keys: BertKeys) -> Iterator[Finding]:
     yield from stack_rules(keys, causal=False)
     yield from xpos_needs_causal_mask(keys)
     yield from position_table_covers_sample(keys)
-    yield from window_is_shorter_than_texts(keys)
+    yield from window_is_shorter_than_sequences(keys)
 
 
 def xpos_needs_causal_mask(keys: StackKeys) -> Iterator[Finding]:
@@ -96,7 +96,7 @@ def stacks_have_equal_width(keys: T5Keys) -> Iterator[Finding]:
 def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
     """A learned position embedding of the encoder needs a row per token; other types have no table."""
     rows, tokens = keys.max_position_embeddings, keys.seq_length
-    kinds = {part: stack.position_embedding_type for part, stack in stacks_of_keys(keys).items()}
+    kinds = {part: stack.position_embedding_type for part, stack in keys_by_stack(keys).items()}
     if rows is None:
         return
     if kinds["encoder."].startswith("learned_") and rows < tokens:
@@ -107,7 +107,7 @@ def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
             f"`encoder.position_embedding_type` ({kinds['encoder.']}).",
             f"use model.max_position_embeddings={tokens} or null, or model.seq_length={rows}",
         )
-    elif kinds["encoder."] in BOUNDED and rows < tokens:
+    elif kinds["encoder."] in BOUNDED_POSITION_TYPES and rows < tokens:
         yield Finding(
             "warning",
             ("max_position_embeddings", "seq_length", "encoder.position_embedding_type"),
@@ -115,7 +115,7 @@ def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
             f"({kinds['encoder.']}) and a longer `seq_length` ({tokens}).",
             f"use model.max_position_embeddings=null, or {tokens} or more",
         )
-    elif rows != tokens and not any(kind in BOUNDED for kind in kinds.values()):
+    elif rows != tokens and not any(kind in BOUNDED_POSITION_TYPES for kind in kinds.values()):
         yield Finding(
             "warning",
             ("max_position_embeddings", "encoder.position_embedding_type", "decoder.position_embedding_type"),
@@ -139,10 +139,10 @@ def logit_scaling_needs_tied_head(keys: T5Keys) -> Iterator[Finding]:
 
 def encoder_window_is_shorter_than_sequences(keys: T5Keys) -> Iterator[Finding]:
     """A window as long as the longest encoder sequence masks nothing; decoder lengths are a matter of the data keys."""
-    if keys.encoder.position_embedding_type not in BOUNDED:
+    if keys.encoder.position_embedding_type not in BOUNDED_POSITION_TYPES:
         return
     longest = max(keys.seq_length, keys.max_position_embeddings or 0)
-    if window_hides_nothing(keys.encoder, causal=False, longest=longest):
+    if window_masks_nothing(keys.encoder, causal=False, longest=longest):
         yield Finding(
             "warning",
             ("encoder.window_size", "seq_length", "max_position_embeddings"),
@@ -158,7 +158,7 @@ def cross_attention_bias_needs_relative_positions(keys: T5Keys) -> Iterator[Find
     if keys.decoder.relative_position_bias_self_attention_only:
         return
     if kind == "relative":
-        for finding in buckets_have_room(keys.decoder, causal=False):
+        for finding in relative_buckets_are_valid(keys.decoder, causal=False):
             yield replace(finding, keys=tuple(f"decoder.{key}" for key in finding.keys))
     else:
         yield Finding(

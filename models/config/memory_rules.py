@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .key_block import Finding
-from .memory_slice import modules_of, whole_layers
+from .memory_slice import full_recompute_layers, selected_modules
 from .moe_slice import has_experts, layers_with_experts
 from .stack import StackKeys
 
@@ -87,8 +87,8 @@ def number_is_within_num_layers(keys: StackKeys, is_t5: bool) -> Iterator[Findin
 
 def modules_have_an_effect(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
     """Modules are recomputed in layers that have them and are not recomputed as a whole."""
-    modules = modules_of(keys)
-    _, layers = whole_layers(keys)
+    modules = selected_modules(keys)
+    _, layers = full_recompute_layers(keys)
     if layers == keys.num_layers:
         if keys.moe_layer_recompute and has_experts(keys, is_t5=is_t5):
             yield Finding(

@@ -62,12 +62,12 @@ def recompute_slice(keys: StackKeys, *, with_experts: tuple[bool, ...]) -> Recom
         keys: keys of the stack, already validated by the rules.
         with_experts: True for each layer with experts; () for a dense stack.
     """
-    chunk, layers = whole_layers(keys)
+    chunk, layers = full_recompute_layers(keys)
     shared = keys.moe_shared_expert_intermediate_size is not None
     acting = acting_modules(
         with_experts[layers:], shared_expert=shared, post_ln=keys.transformer_block_type == "post_ln"
     )
-    modules = modules_of(keys) & acting if layers < keys.num_layers else frozenset()
+    modules = selected_modules(keys) & acting if layers < keys.num_layers else frozenset()
     return RecomputeSlice(chunk=chunk, layers=layers, modules=modules) if layers or modules else None
 
 
@@ -93,7 +93,7 @@ def acting_modules(with_experts: tuple[bool, ...], *, shared_expert: bool, post_
     return frozenset(name for name, acts in parts.items() if acts)
 
 
-def whole_layers(keys: StackKeys) -> tuple[int, int]:
+def full_recompute_layers(keys: StackKeys) -> tuple[int, int]:
     """Return layers per chunk and the number of first layers that are recomputed as a whole (0 for none)."""
     number, method = keys.activations_checkpoint_num_layers, keys.activations_checkpoint_method
     if keys.activations_checkpoint_granularity != "full" or method is None or not number:
@@ -102,13 +102,13 @@ def whole_layers(keys: StackKeys) -> tuple[int, int]:
     return (number, keys.num_layers) if method == "uniform" else (1, number)
 
 
-def last_chunk(keys: StackKeys) -> int:
+def last_chunk_start(keys: StackKeys) -> int:
     """Return the first layer of the recompute chunk that the backward starts with; without chunks the last layer."""
-    last, (chunk, _) = keys.num_layers - 1, whole_layers(keys)
+    last, (chunk, _) = keys.num_layers - 1, full_recompute_layers(keys)
     return last - last % chunk
 
 
-def modules_of(keys: StackKeys) -> frozenset[RecomputeModule]:
+def selected_modules(keys: StackKeys) -> frozenset[RecomputeModule]:
     """Return the modules selected by the keys, whether or not the layers have them."""
     modules: set[RecomputeModule] = set(keys.activations_checkpoint_modules or ())
     if keys.activations_checkpoint_modules is None and keys.activations_checkpoint_granularity == "selective":
@@ -124,13 +124,13 @@ def offload_slice(keys: StackKeys) -> OffloadSlice | None:
     Args:
         keys: keys of the stack, already validated by the rules.
     """
-    layers = min(offloaded_layers(keys), last_chunk(keys))
+    layers = min(num_offloaded_layers(keys), last_chunk_start(keys))
     if not layers:
         return None
     return OffloadSlice(layers=layers, activations=keys.cpu_offloading_activations, weights=keys.cpu_offloading_weights)
 
 
-def offloaded_layers(keys: StackKeys) -> int:
+def num_offloaded_layers(keys: StackKeys) -> int:
     """Return the number of first layers that are offloaded; 0 for none."""
     if not keys.cpu_offloading:
         return 0

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ...kernels.attention.backend_support import BY_NAME
+from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from .gpt import GPTKeys
 from .key_block import Finding
 from .memory_rules import recompute_rules
 from .moe_rules import moe_rules
 from .offload_rules import offload_rules
-from .position_rules import DIRECTION_RULES, POSITION_RULES, position_table_covers_sample, window_is_shorter_than_texts
+from .position_rules import (
+    DIRECTION_RULES,
+    POSITION_RULES,
+    position_table_covers_sample,
+    window_is_shorter_than_sequences,
+)
 from .slices import mlp_slice
 from .stack import StackKeys
 
@@ -103,7 +108,7 @@ def backend_fits_transformer_engine(keys: StackKeys) -> Iterator[Finding]:
             "TransformerEngine's attention.",
             "use transformer_engine=null, or attention_backend=auto",
         )
-    elif switch and backend in BY_NAME and not backend.startswith("te_"):
+    elif switch and backend in BACKENDS_BY_NAME and not backend.startswith("te_"):
         yield Finding(
             "warning",
             ("transformer_engine", "attention_backend"),
@@ -133,7 +138,7 @@ def softmax_fusion_needs_unfused_backend(keys: StackKeys) -> Iterator[Finding]:
 
 def _family(backend: str) -> str:
     """Return the family of a backend; families and `auto` are returned unchanged."""
-    return BY_NAME[backend].family if backend in BY_NAME else backend
+    return BACKENDS_BY_NAME[backend].family if backend in BACKENDS_BY_NAME else backend
 
 
 def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
@@ -174,4 +179,4 @@ def gpt_rules(keys: GPTKeys) -> Iterator[Finding]:
     """All cross-field checks for GPT; paths are relative to `model`."""
     yield from stack_rules(keys, causal=True)
     yield from position_table_covers_sample(keys)
-    yield from window_is_shorter_than_texts(keys)
+    yield from window_is_shorter_than_sequences(keys)

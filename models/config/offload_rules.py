@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .key_block import Finding
-from .memory_slice import last_chunk, offloaded_layers, whole_layers
+from .memory_slice import full_recompute_layers, last_chunk_start, num_offloaded_layers
 from .stack import StackKeys
 
 _SWITCH = "cpu_offloading"
@@ -44,7 +44,7 @@ def number_of_layers_is_valid(keys: StackKeys) -> Iterator[Finding]:
 
     With fully recomputed layers they do, since only the layers' inputs are copied.
     """
-    number, layers, last = offloaded_layers(keys), keys.num_layers, last_chunk(keys)
+    number, layers, last = num_offloaded_layers(keys), keys.num_layers, last_chunk_start(keys)
     if number >= layers:
         yield Finding(
             "error",
@@ -72,7 +72,7 @@ def number_of_layers_is_valid(keys: StackKeys) -> Iterator[Finding]:
         fix = f"use {_NUMBER}={last}" if last else "use activations_checkpoint_num_layers=1"
         paths = (_NUMBER, "activations_checkpoint_num_layers")
         yield Finding("info" if last else "warning", paths, message, fix)
-    elif number == layers - 1 and keys.cpu_offloading_activations and whole_layers(keys)[1] < number:
+    elif number == layers - 1 and keys.cpu_offloading_activations and full_recompute_layers(keys)[1] < number:
         default_note = "null, which is " if keys.cpu_offloading_num_layers is None else ""
         fewer = f"use {_NUMBER}={layers - 2} or fewer" if layers > 2 else f"use {_SWITCH}=false"
         yield Finding(

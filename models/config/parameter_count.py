@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .batch_shape import SampleForm
+from .batch_shape import BatchSpec
 from .bert_slice import BertSlice
-from .families import FamilyKeys, family_slice, sample_length_of
+from .families import FamilyKeys, family_slice, sequence_length_of
 from .moe_slice import MoESlice
 from .slices import AttentionSlice, StackSlice
 from .t5_slice import T5Slice
@@ -15,7 +15,7 @@ def count_norm(stack: StackSlice, width: int | None = None) -> int:
     return (width or stack.hidden_size) * (2 if stack.norm.kind == "layernorm" else 1)
 
 
-def count_score_positions(stack: StackSlice) -> int:
+def count_position_bias(stack: StackSlice) -> int:
     """Count the parameters of the position bias on attention scores, shared by the layers of a stack."""
     distance = stack.attention.distance
     if distance is None or not distance.learned:
@@ -83,10 +83,10 @@ def count_stack(stack: StackSlice, cross_attention: AttentionSlice | None = None
     sparse = 0 if stack.moe is None else sum(stack.moe.layers)
     experts = 0 if stack.moe is None else sparse * count_experts(stack, stack.moe, active=active)
     dense = (stack.num_layers - sparse) * count_mlp(stack)
-    return stack.num_layers * layer + dense + experts + count_final_norm(stack) + count_score_positions(stack)
+    return stack.num_layers * layer + dense + experts + count_final_norm(stack) + count_position_bias(stack)
 
 
-def count_parameters(keys: FamilyKeys, vocab_size: int, form: SampleForm | None = None, *, active: bool = False) -> int:
+def count_parameters(keys: FamilyKeys, vocab_size: int, form: BatchSpec | None = None, *, active: bool = False) -> int:
     """Count the parameters of a model, including the padding rows of its vocabulary.
 
     Args:
@@ -95,7 +95,7 @@ def count_parameters(keys: FamilyKeys, vocab_size: int, form: SampleForm | None 
         form: shape of the samples, which determines the rows of learned position embeddings; None: from the keys alone.
         active: count the active parameters per token: only `topk` experts of a layer.
     """
-    model = family_slice(keys, vocab_size=vocab_size, form=form or SampleForm(length=sample_length_of(keys)))
+    model = family_slice(keys, vocab_size=vocab_size, form=form or BatchSpec(length=sequence_length_of(keys)))
     vocab = model.padded_vocab_size
     match model:
         case T5Slice():

@@ -19,7 +19,7 @@ PROJECTIONS: frozenset[Projection] = frozenset(get_args(Projection))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerChoice:
+class LayerSelection:
     """Selected layers of each stack.
 
     Attributes:
@@ -28,7 +28,7 @@ class LayerChoice:
 
     numbers: frozenset[int] | None = None
 
-    def takes(self, index: int) -> bool:
+    def includes(self, index: int) -> bool:
         """Return True if the layer with this 0-based index is selected."""
         return self.numbers is None or index + 1 in self.numbers
 
@@ -54,7 +54,7 @@ class LoRASlice:
     dropout: float
     column_init: InitMethod
     row_init: InitMethod
-    layers: LayerChoice
+    layers: LayerSelection
     canonical: bool
 
     @property
@@ -63,7 +63,7 @@ class LoRASlice:
         return self.alpha / self.rank
 
     @property
-    def updates_all_readers(self) -> bool:
+    def updates_all_norm_consumers(self) -> bool:
         """True if every projection that reads a norm of the residual stream has an update, in every layer."""
         return self.layers.numbers is None and {"attention_qkv", "mlp_fc1"} <= self.targets
 
@@ -71,7 +71,7 @@ class LoRASlice:
         """Return True if compiled projections with updates save the residual, saved anyway, instead of its norm."""
         return stack.norm.kind == "rmsnorm" and stack.block != "post_ln" and not self.dropout
 
-    def mlp_is_one_operation(self, stack: StackSlice) -> bool:
+    def can_fuse_mlp(self, stack: StackSlice) -> bool:
         """Return True if the LoRA MLP can be fused: both projections updated, with only a gated activation between."""
         mlp, both = stack.mlp, {"mlp_fc1", "mlp_fc2"} <= self.targets
         between = mlp.bias or mlp.dropout > 0 or self.dropout > 0 or stack.block == "normformer"
@@ -87,7 +87,7 @@ class AdapterSlice:
     norm_position: Literal["pre", "post"] | None
     column_init: InitMethod
     row_init: InitMethod
-    layers: LayerChoice
+    layers: LayerSelection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class PromptSlice:
 class IA3Slice:
     """Trained factors of keys, values and MLP activations."""
 
-    layers: LayerChoice
+    layers: LayerSelection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +163,8 @@ def peft_slice(keys: PeftKeys) -> PeftSlice | None:
             return None
 
 
-def _layers(numbers: list[int] | None) -> LayerChoice:
-    return LayerChoice(numbers=None if numbers is None else frozenset(numbers))
+def _layers(numbers: list[int] | None) -> LayerSelection:
+    return LayerSelection(numbers=None if numbers is None else frozenset(numbers))
 
 
 def _projections(names: Sequence[str]) -> Iterator[Projection]:

@@ -9,8 +9,8 @@ from ...kernels.rope_scaling import YarnScaling
 from .bert import BertKeys
 from .gpt import GPTKeys
 from .key_block import Finding
-from .position_slices import BOUNDED, head_dim_of, rotary_dim_of, rotary_scaling
-from .slices import longest_of, window_of
+from .position_slices import BOUNDED_POSITION_TYPES, head_dim_of, rotary_dim_of, rotary_scaling
+from .slices import max_sequence_length, resolve_window
 from .stack import StackKeys
 
 _SCALING_KEYS = ("rotary_scaling_factor", "rotary_original_length", "rotary_low_turns", "rotary_high_turns")
@@ -121,7 +121,11 @@ def rotary_scaling_is_consistent(keys: StackKeys) -> Iterator[Finding]:
             f"({getattr(keys, switch)}) both scale the positions and cannot be combined.",
             f"use seq_len_interpolation_factor=null, or {switch}={'null' if switch == 'rotary_scaling' else False}",
         )
-    low, high = (scaling.slow, scaling.fast) if isinstance(scaling, YarnScaling) else (scaling.low, scaling.high)
+    low, high = (
+        (scaling.beta_slow, scaling.beta_fast)
+        if isinstance(scaling, YarnScaling)
+        else (scaling.low_freq_factor, scaling.high_freq_factor)
+    )
     if low >= high:
         yield Finding(
             "error",
@@ -163,7 +167,7 @@ def window_fits_direction(keys: StackKeys, causal: bool) -> Iterator[Finding]:
         )
 
 
-def buckets_have_room(keys: StackKeys, causal: bool) -> Iterator[Finding]:
+def relative_buckets_are_valid(keys: StackKeys, causal: bool) -> Iterator[Finding]:
     """The maximum distance exceeds the distances with a bucket of their own, half of the buckets of a direction."""
     if keys.position_embedding_type != "relative":
         return
@@ -191,7 +195,7 @@ def buckets_have_room(keys: StackKeys, causal: bool) -> Iterator[Finding]:
 def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
     """A learned position embedding needs a row for each token of a sample."""
     rows, tokens, kind = keys.max_position_embeddings, keys.encoder_seq_length, keys.position_embedding_type
-    bounded = kind in BOUNDED
+    bounded = kind in BOUNDED_POSITION_TYPES
     if rows is None or rows == tokens:
         return
     if kind.startswith("learned_") and rows < tokens:
@@ -212,16 +216,16 @@ def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
         )
 
 
-def window_hides_nothing(keys: StackKeys, *, causal: bool, longest: int | None) -> bool:
+def window_masks_nothing(keys: StackKeys, *, causal: bool, longest: int | None) -> bool:
     """Return True if the stack's window covers its longest sequence (None: unlimited) and so masks nothing."""
-    masks = [window_of(keys, causal=causal, longest=length) is not None for length in (None, longest)]
+    masks = [resolve_window(keys, causal=causal, longest=length) is not None for length in (None, longest)]
     return masks == [True, False]
 
 
-def window_is_shorter_than_texts(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
+def window_is_shorter_than_sequences(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
     """A window as long as the longest sequence masks nothing."""
-    longest = longest_of(keys)
-    if window_hides_nothing(keys, causal=isinstance(keys, GPTKeys), longest=longest):
+    longest = max_sequence_length(keys)
+    if window_masks_nothing(keys, causal=isinstance(keys, GPTKeys), longest=longest):
         yield Finding(
             "warning",
             ("window_size", "encoder_seq_length", "max_position_embeddings"),
@@ -239,5 +243,8 @@ POSITION_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
 )
 """Rules of causal and bidirectional stacks alike."""
 
-DIRECTION_RULES: tuple[Callable[[StackKeys, bool], Iterator[Finding]], ...] = (window_fits_direction, buckets_have_room)
+DIRECTION_RULES: tuple[Callable[[StackKeys, bool], Iterator[Finding]], ...] = (
+    window_fits_direction,
+    relative_buckets_are_valid,
+)
 """Rules that depend on whether the stack is causal, their second argument."""

@@ -9,12 +9,12 @@ from ...kernels.relative_position_buckets import relative_buckets
 from ...kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling
 from .stack import StackKeys
 
-BOUNDED = ("learned_absolute", "learned_parameters", "rope", "xpos")
+BOUNDED_POSITION_TYPES = ("learned_absolute", "learned_parameters", "rope", "xpos")
 """Position embedding types with a table, which bounds the sequence length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistanceSlice:
+class PositionBiasSlice:
     """Position bias: a term added to the attention scores depending on the distance of query and key.
 
     Attributes:
@@ -55,7 +55,7 @@ class RotarySlice:
         interleaved: rotate pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
         position_scale: factor of every position (1 / `seq_len_interpolation_factor`).
         scaling: frequency scaling for long contexts, or None.
-        fading: xPos: scores decay with distance.
+        xpos: xPos: scores decay with distance.
         positions: rows of the tables, the longest sequence.
     """
 
@@ -64,7 +64,7 @@ class RotarySlice:
     interleaved: bool
     position_scale: float
     scaling: RotaryScaling | None
-    fading: bool
+    xpos: bool
     positions: int
 
 
@@ -78,12 +78,12 @@ def rotary_dim_of(keys: StackKeys) -> int:
     return int(head_dim_of(keys) * keys.rotary_percentage)
 
 
-def distance_slice(keys: StackKeys) -> DistanceSlice | None:
+def position_bias_slice(keys: StackKeys) -> PositionBiasSlice | None:
     """Resolve the position bias; None for other position embedding types."""
     kind = keys.position_embedding_type
     if kind not in ("alibi", "kerple", "sandwich", "relative"):
         return None
-    return DistanceSlice(
+    return PositionBiasSlice(
         kind=kind,
         alibi_heads=keys.num_attention_heads_alibi or keys.num_attention_heads,
         buckets=keys.relative_attention_num_buckets,
@@ -97,9 +97,16 @@ def rotary_scaling(keys: StackKeys) -> RotaryScaling | None:
     factor, length, low = keys.rotary_scaling_factor, keys.rotary_original_length, keys.rotary_low_turns or 1.0
     if kind == "llama3":
         high = keys.rotary_high_turns or 4.0
-        return Llama3Scaling(factor=factor, original_length=length, low=low, high=high)
+        return Llama3Scaling(
+            factor=factor, original_max_position_embeddings=length, low_freq_factor=low, high_freq_factor=high
+        )
     if kind == "yarn":
-        return YarnScaling(factor=factor, original_length=length, slow=low, fast=keys.rotary_high_turns or 32.0)
+        return YarnScaling(
+            factor=factor,
+            original_max_position_embeddings=length,
+            beta_slow=low,
+            beta_fast=keys.rotary_high_turns or 32.0,
+        )
     return None
 
 
@@ -112,7 +119,7 @@ def rotary_slice(keys: StackKeys, *, positions: int) -> RotarySlice | None:
             interleaved=True,
             position_scale=1.0,
             scaling=None,
-            fading=True,
+            xpos=True,
             positions=positions,
         )
     if keys.position_embedding_type != "rope":
@@ -123,6 +130,6 @@ def rotary_slice(keys: StackKeys, *, positions: int) -> RotarySlice | None:
         interleaved=keys.rotary_interleaved,
         position_scale=1 / (keys.seq_len_interpolation_factor or 1.0),
         scaling=rotary_scaling(keys),
-        fading=False,
+        xpos=False,
         positions=positions,
     )

@@ -12,7 +12,14 @@ from .memory import RecomputeModule
 from .memory_slice import OffloadSlice, RecomputeSlice, acting_modules, offload_slice, recompute_slice
 from .model_keys import ModelKeys
 from .moe_slice import MoESlice, moe_slice
-from .position_slices import BOUNDED, DistanceSlice, RotarySlice, distance_slice, head_dim_of, rotary_slice
+from .position_slices import (
+    BOUNDED_POSITION_TYPES,
+    PositionBiasSlice,
+    RotarySlice,
+    head_dim_of,
+    position_bias_slice,
+    rotary_slice,
+)
 from .stack import StackKeys
 
 NonLinearity = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu_squared", "silu"]
@@ -62,7 +69,7 @@ class AttentionSlice:
     causal: bool
     window: tuple[int, int] | None
     softcap: float
-    distance: DistanceSlice | None
+    distance: PositionBiasSlice | None
     qk_norm: bool
     head_scale: bool
     use_flash_attention: bool | None
@@ -196,7 +203,7 @@ class GPTSlice:
         return self.learned_positions or (self.stack.rotary.positions if self.stack.rotary else None)
 
 
-def window_of(keys: StackKeys, *, causal: bool, longest: int | None = None) -> tuple[int, int] | None:
+def resolve_window(keys: StackKeys, *, causal: bool, longest: int | None = None) -> tuple[int, int] | None:
     """Resolve the attention window; None if it masks nothing in sequences of up to `longest` tokens (None: any)."""
     left, right = (-1 if longest is not None and side >= longest - 1 else side for side in keys.window_size or (-1, -1))
     right = 0 if causal else right
@@ -215,9 +222,9 @@ def attention_slice(keys: StackKeys, *, causal: bool, longest: int | None = None
         output_bias=keys.bias,
         dropout=keys.attention_dropout,
         causal=causal,
-        window=window_of(keys, causal=causal, longest=longest),
+        window=resolve_window(keys, causal=causal, longest=longest),
         softcap=keys.attn_logit_softcapping or 0.0,
-        distance=distance_slice(keys),
+        distance=position_bias_slice(keys),
         qk_norm=keys.qk_layernorm,
         head_scale=keys.headscale,
         use_flash_attention=keys.use_flash_attention,
@@ -260,7 +267,7 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int, is_t5: bool = 
         block=keys.transformer_block_type,
         hidden_dropout=keys.hidden_dropout,
         attention=attention_slice(
-            keys, causal=causal, longest=positions if keys.position_embedding_type in BOUNDED else None
+            keys, causal=causal, longest=positions if keys.position_embedding_type in BOUNDED_POSITION_TYPES else None
         ),
         rotary=rotary_slice(keys, positions=positions),
         norm=norm_slice(keys),
@@ -273,14 +280,14 @@ def stack_slice(keys: StackKeys, *, causal: bool, positions: int, is_t5: bool = 
     )
 
 
-def longest_of(keys: GPTKeys | BertKeys) -> int | None:
+def max_sequence_length(keys: GPTKeys | BertKeys) -> int | None:
     """Return the longest supported sequence, None if unlimited."""
-    if keys.position_embedding_type not in BOUNDED:
+    if keys.position_embedding_type not in BOUNDED_POSITION_TYPES:
         return None
     return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
 
 
-def vocabulary_of(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
+def resolve_vocab_sizes(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
     """Return the vocabulary size without and with padding, for a tokenizer of `vocab_size` tokens.
 
     Raises:
@@ -302,7 +309,7 @@ def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
     """
-    real_vocab, padded_vocab = vocabulary_of(keys, vocab_size)
+    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
     positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
     return GPTSlice(
         stack=stack_slice(keys, causal=True, positions=positions),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .position_slices import BOUNDED
-from .slices import AttentionSlice, StackSlice, stack_slice, vocabulary_of
+from .position_slices import BOUNDED_POSITION_TYPES
+from .slices import AttentionSlice, StackSlice, resolve_vocab_sizes, stack_slice
 from .stack import StackKeys
 from .t5 import T5Keys
 
@@ -80,7 +80,7 @@ def t5_slice(keys: T5Keys, *, vocab_size: int, decoder_length: int) -> T5Slice:
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
     """
-    real_vocab, padded_vocab = vocabulary_of(keys, vocab_size)
+    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
     decoder = _stack(keys, keys.decoder, causal=True, length=decoder_length)
     tied = keys.share_decoder_tokens_head_embeddings
     return T5Slice(
@@ -108,7 +108,7 @@ def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5St
         stack=stack_slice(stack, causal=causal, positions=positions, is_t5=True),
         learned_positions=positions if kind.startswith("learned_") else None,
         positions_by_document=kind == "learned_absolute",
-        max_positions=positions if kind in BOUNDED else None,
+        max_positions=positions if kind in BOUNDED_POSITION_TYPES else None,
         embedding_dropout=stack.hidden_dropout if dropout is None else dropout,
     )
 

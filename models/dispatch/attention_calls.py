@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from ...kernels.attention.call_spec import AttentionCall, Bias, DType, Installed
-from ...kernels.attention.dispatch import Decision, choose
+from ...kernels.attention.call_spec import AttentionCall, Bias, DType, InstalledSoftware
+from ...kernels.attention.dispatch import BackendSelection, choose
 from ...kernels.attention.flags import AttentionFlags
-from ..config.position_slices import DistanceSlice
+from ..config.position_slices import PositionBiasSlice
 from ..config.slices import AttentionSlice
 
 CallKind = Literal["training", "evaluation", "generation"]
@@ -55,7 +55,7 @@ def attention_call(
     )
 
 
-def _bias(distance: DistanceSlice | None, *, training: bool) -> Bias:
+def _bias(distance: PositionBiasSlice | None, *, training: bool) -> Bias:
     if distance is None:
         return "none"
     if distance.kind == "alibi":
@@ -113,9 +113,12 @@ def attention_calls(
     }
 
 
-def decide(
-    attention: AttentionSlice, calls: Mapping[CallKind, AttentionCall], flags: AttentionFlags, installed: Installed
-) -> dict[CallKind, Decision]:
+def choose_backends(
+    attention: AttentionSlice,
+    calls: Mapping[CallKind, AttentionCall],
+    flags: AttentionFlags,
+    installed: InstalledSoftware,
+) -> dict[CallKind, BackendSelection]:
     """Choose the attention backend of each kind of call.
 
     Raises:
@@ -134,7 +137,7 @@ def decide(
     }
 
 
-def decision_for(made: Mapping[str, Decision], label: str) -> Decision:
+def decision_for(made: Mapping[str, BackendSelection], label: str) -> BackendSelection:
     """Return the decision for a call.
 
     Args:

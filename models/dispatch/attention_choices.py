@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypedDict
 
 from ...kernels.attention.call_spec import AttentionCall, DType
-from ..config.batch_shape import SampleForm
+from ..config.batch_shape import BatchSpec
 from ..config.bert_slice import BertSlice
 from ..config.families import FamilySlice
 from ..config.slices import AttentionSlice
@@ -15,7 +15,7 @@ from ..config.t5_slice import T5Slice
 from .attention_calls import CallKind, attention_call, attention_calls
 
 
-class CallFacts(TypedDict):
+class CallContext(TypedDict):
     """Properties common to all attention calls of a run; see `AttentionCall`."""
 
     device: str
@@ -33,20 +33,20 @@ class PlannedAttention:
         name: `encoder`, `decoder` or `cross` in T5; empty in a model with one attention.
         attention: slice of the attention.
         calls: attention call of each kind.
-        grows: generation is incremental, with a KV cache.
+        uses_kv_cache: generation is incremental, with a KV cache.
     """
 
     name: str
     attention: AttentionSlice
     calls: Mapping[CallKind, AttentionCall]
-    grows: bool = True
+    uses_kv_cache: bool = True
 
     def label(self, kind: CallKind) -> str:
         """Return the label of a kind of call: `encoder training`, or `training` in a model with one attention."""
         return f"{self.name} {kind}".strip()
 
 
-def planned_attentions(model: FamilySlice, form: SampleForm, facts: CallFacts) -> Iterator[PlannedAttention]:
+def plan_attentions(model: FamilySlice, form: BatchSpec, facts: CallContext) -> Iterator[PlannedAttention]:
     """Yield all attentions of a model.
 
     Args:
@@ -71,7 +71,7 @@ def planned_attentions(model: FamilySlice, form: SampleForm, facts: CallFacts) -
 
 
 def _encoder(
-    name: str, attention: AttentionSlice, max_positions: int | None, form: SampleForm, facts: CallFacts
+    name: str, attention: AttentionSlice, max_positions: int | None, form: BatchSpec, facts: CallContext
 ) -> PlannedAttention:
     def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
         packed = form.packed and not any_length
@@ -91,10 +91,10 @@ def _encoder(
         "evaluation": call(form.length),
         "generation": call(max_positions or form.length, any_length=True),
     }
-    return PlannedAttention(name, attention, calls, grows=False)
+    return PlannedAttention(name, attention, calls, uses_kv_cache=False)
 
 
-def _cross(model: T5Slice, form: SampleForm, facts: CallFacts) -> PlannedAttention:
+def _cross(model: T5Slice, form: BatchSpec, facts: CallContext) -> PlannedAttention:
     attention = model.cross_attention
 
     def call(queries: int, keys: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from ..config.batch_shape import SampleForm
+from ..config.batch_shape import BatchSpec
 from ..config.families import FamilyKeys, FamilySlice, family_slice
 from ..config.model_keys import Family
 from ..config.t5_slice import T5Slice
-from .config_fields import ALWAYS, COMMON, FieldError, Part, Theirs, read_fields, shown
+from .config_fields import COMMON, REQUIRED_VALUES, FieldError, HFConfig, Part, read_fields, shown
 from .weight_layout import Geometry
 from .weight_map import WeightMap
 
@@ -37,7 +37,7 @@ class Architecture:
         parts: mappings of config.json fields.
         weights: mapping of weights.
         also: other classes with the same weights and additional ones, which are ignored.
-        harmless: fields that do not change results, in addition to `COMMON`.
+        ignored_fields: fields that do not change results, in addition to `COMMON`.
     """
 
     model_type: str
@@ -46,9 +46,9 @@ class Architecture:
     parts: tuple[Part, ...]
     weights: WeightMap
     also: tuple[str, ...] = ()
-    harmless: frozenset[str] = frozenset()
+    ignored_fields: frozenset[str] = frozenset()
 
-    def read(self, config: Theirs, ignored: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    def read(self, config: HFConfig, ignored: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
         """Convert a config.json to stoker keys, dotted relative to `model`; return them and all problems found.
 
         Args:
@@ -57,8 +57,8 @@ class Architecture:
         """
         values = {name: value for name, value in config.config.items() if name not in ignored}
         own_fields = {field for part in self.parts for field in part.fields}
-        parts = (*self.parts, *(part for part in ALWAYS if not own_fields & set(part.fields)))
-        keys, problems = read_fields(parts, Theirs(values, config.own_head), COMMON | self.harmless)
+        parts = (*self.parts, *(part for part in REQUIRED_VALUES if not own_fields & set(part.fields)))
+        keys, problems = read_fields(parts, HFConfig(values, config.has_separate_head), COMMON | self.ignored_fields)
         architectures = values.get("architectures")
         known = {self.name, *self.also}
         if architectures is not None and not (
@@ -92,7 +92,7 @@ class Architecture:
         return config | {"vocab_size": vocab_size}
 
 
-def what_differs(model: FamilySlice, converted: FamilySlice) -> list[str]:
+def slice_differences(model: FamilySlice, converted: FamilySlice) -> list[str]:
     """Return the fields in which two models compute different functions: dotted names, with both values."""
     return list(_differences(model, converted, ""))
 
@@ -112,7 +112,7 @@ def _differences(model: Any, converted: Any, path: str) -> list[str]:
     return found
 
 
-def described(keys: FamilyKeys, vocab_size: int, form: SampleForm) -> FamilySlice:
+def described(keys: FamilyKeys, vocab_size: int, form: BatchSpec) -> FamilySlice:
     """Return the slice of a model with exactly `vocab_size` tokens."""
     return family_slice(keys.model_copy(update={"override_vocab_size": None}), vocab_size=vocab_size, form=form)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .architecture import Architecture
-from .config_fields import Field, Fixed, Must, TiedHead
+from .config_fields import Field, FixedKeys, RequiredValue, TiedHeadField
 from .llama import longest
-from .weight_layout import Stacked, Vocabulary
-from .weight_map import Row, WeightMap, same_names
+from .weight_layout import ConcatenatedRows, PaddedVocabulary
+from .weight_map import Row, WeightMap, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "encoder.layers.{n}.", "bert.encoder.layer.{n}."
 
@@ -16,7 +16,7 @@ BERT = Architecture(
     also=("BertForPreTraining",),
     family="bert",
     parts=(
-        Fixed(
+        FixedKeys(
             {
                 "normalization": "layernorm",
                 "activation": "gelu",
@@ -40,11 +40,13 @@ BERT = Architecture(
         Field("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-12),
         Field("hidden_dropout_prob", ("hidden_dropout",), "share", 0.1),
         Field("attention_probs_dropout_prob", ("attention_dropout",), "share", 0.1),
-        Must("hidden_act", "gelu", "the MLM head uses the exact GELU", default="gelu", write_it=True),
-        Must("position_embedding_type", "absolute", "relative positions are not supported", default="absolute"),
-        TiedHead("share_embeddings_and_output_weights", default=True),
+        RequiredValue("hidden_act", "gelu", "the MLM head uses the exact GELU", default="gelu", write_value=True),
+        RequiredValue(
+            "position_embedding_type", "absolute", "relative positions are not supported", default="absolute"
+        ),
+        TiedHeadField("share_embeddings_and_output_weights", default=True),
     ),
-    harmless=frozenset(
+    ignored_fields=frozenset(
         {
             *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"),
             *("pooler_size_per_head", "pooler_type"),
@@ -52,12 +54,12 @@ BERT = Architecture(
     ),
     weights=WeightMap(
         rows=(
-            Row("token_embedding.weight", ("bert.embeddings.word_embeddings.weight",), Vocabulary()),
+            Row("token_embedding.weight", ("bert.embeddings.word_embeddings.weight",), PaddedVocabulary()),
             Row("position_embedding.weight", ("bert.embeddings.position_embeddings.weight",)),
             Row("token_type_embedding.weight", ("bert.embeddings.token_type_embeddings.weight",)),
-            Row("head_bias", ("cls.predictions.bias",), Vocabulary()),
-            Row("head.weight", ("cls.predictions.decoder.weight",), Vocabulary()),
-            *same_names(
+            Row("head_bias", ("cls.predictions.bias",), PaddedVocabulary()),
+            Row("head.weight", ("cls.predictions.decoder.weight",), PaddedVocabulary()),
+            *weight_and_bias_rules(
                 "",
                 "",
                 [
@@ -69,9 +71,9 @@ BERT = Architecture(
             Row(
                 f"{_LAYER}attention.qkv.{{kind}}",
                 tuple(f"{_HF_LAYER}attention.self.{part}.{{kind}}" for part in ("query", "key", "value")),
-                Stacked(("heads", "groups", "groups")),
+                ConcatenatedRows(("heads", "groups", "groups")),
             ),
-            *same_names(
+            *weight_and_bias_rules(
                 _LAYER,
                 _HF_LAYER,
                 [

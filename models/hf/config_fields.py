@@ -21,16 +21,16 @@ class FieldError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Theirs:
+class HFConfig:
     """A config.json and properties of its weights.
 
     Attributes:
         config: fields of config.json.
-        own_head: the weights have an output head that differs from the token embeddings.
+        has_separate_head: the weights have an output head that differs from the token embeddings.
     """
 
     config: Mapping[str, Any]
-    own_head: bool
+    has_separate_head: bool
 
     def get(self, field: str, default: Any = None) -> Any:
         """Return the value of a field, or the default."""
@@ -45,7 +45,7 @@ class Part(Protocol):
         """Names of the fields."""
         ...
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         """Convert the fields to stoker keys, dotted relative to `model`.
 
         Raises:
@@ -95,7 +95,7 @@ class Field:
         """See `Part.fields`."""
         return (self.name, *self.also)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         """See `Part.read`."""
         found = [name for name in self.fields if name in config.config]
         if not found and self.default is REQUIRED:
@@ -108,12 +108,12 @@ class Field:
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """See `Part.write`."""
-        value = self.value(keys) if self.value is not None else key_of(keys, self.keys[0])
+        value = self.value(keys) if self.value is not None else get_key(keys, self.keys[0])
         return {} if value is None and not self.write_none else {self.name: value}
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedKeys:
     """Stoker keys with the same value in every model of the architecture."""
 
     keys: Mapping[str, Any]
@@ -123,7 +123,7 @@ class Fixed:
         """No fields."""
         return ()
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         """Return the keys."""
         return self.keys
 
@@ -133,7 +133,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
-class Must:
+class RequiredValue:
     """A field that changes results and is supported with one value only.
 
     Args:
@@ -141,21 +141,21 @@ class Must:
         value: the supported value.
         why: reason why other values are not supported, for the error message.
         default: value if the field is absent; None: `value`.
-        write_it: write the field.
+        write_value: write the field.
     """
 
     name: str
     value: Any
     why: str
     default: Any = None
-    write_it: bool = False
+    write_value: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
         """See `Part.fields`."""
         return (self.name,)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         """Check the value; return no keys."""
         found = config.get(self.name, self.default if self.default is not None else self.value)
         if type(found) is not type(self.value) or found != self.value:
@@ -164,7 +164,7 @@ class Must:
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """See `Part.write`."""
-        return {self.name: self.value} if self.write_it else {}
+        return {self.name: self.value} if self.write_value else {}
 
 
 # Hugging Face name to stoker's `activation`, and True for the tanh approximation of GELU. Of names with the same
@@ -203,7 +203,7 @@ class Activation:
         """See `Part.fields`."""
         return (self.name,)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         """Return `activation` and `openai_gelu` (tanh approximation)."""
         name = config.get(self.name, self.default)
         known = _GATED if self.gated else _PLAIN
@@ -214,15 +214,15 @@ class Activation:
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """See `Part.write`."""
-        wanted = str(key_of(keys, "activation")).removeprefix("fast-"), key_of(keys, "openai_gelu")
+        wanted = str(get_key(keys, "activation")).removeprefix("fast-"), get_key(keys, "openai_gelu")
         for name, meaning in (_GATED if self.gated else _PLAIN).items():
             if meaning == wanted:
                 return {self.name: name}
-        raise FieldError(f"`activation` ({key_of(keys, 'activation')}) is not supported by this architecture")
+        raise FieldError(f"`activation` ({get_key(keys, 'activation')}) is not supported by this architecture")
 
 
 @dataclass(frozen=True, slots=True)
-class TiedHead:
+class TiedHeadField:
     """`tie_word_embeddings`: the output head shares the weight of the token embeddings.
 
     Args:
@@ -238,10 +238,10 @@ class TiedHead:
         """See `Part.fields`."""
         return ("tie_word_embeddings",)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         """Return the key; the weights must agree."""
         tied = checked("tie_word_embeddings", config.get("tie_word_embeddings", self.default), "switch")
-        if tied and config.own_head:
+        if tied and config.has_separate_head:
             raise FieldError(
                 "`tie_word_embeddings` (true) contradicts the weights, whose output head differs from the embeddings; "
                 "set it to false in config.json to use the output head"
@@ -250,7 +250,7 @@ class TiedHead:
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """See `Part.write`."""
-        return {"tie_word_embeddings": key_of(keys, self.key)}
+        return {"tie_word_embeddings": get_key(keys, self.key)}
 
 
 COMMON = frozenset(
@@ -279,17 +279,19 @@ COMMON = frozenset(
 )
 """Fields of any config.json that do not change the logits of a language model."""
 
-ALWAYS: tuple[Part, ...] = (
-    Must("is_encoder_decoder", False, "it is not an encoder-decoder architecture", default=False),
-    Must("is_decoder", False, "decoders of encoder-decoder models are not supported", default=False),
-    Must("add_cross_attention", False, "cross-attention is not supported", default=False),
-    Must("tie_encoder_decoder", False, "shared layers of encoder and decoder are not supported", default=False),
-    Must("cross_attention_hidden_size", None, "cross-attention is not supported"),
-    Must("pruned_heads", {}, "pruned heads are not supported", default={}),
-    Must("quantization_config", None, "the weights are quantized; convert the unquantized model"),
-    Must("auto_map", None, "the model requires remote code, which is never run"),
-    Must("rope_interleaved", False, "interleaved rotary embeddings are not supported", default=False),
-    Must("use_mrope", False, "multi-dimensional rotary embeddings are not supported", default=False),
+REQUIRED_VALUES: tuple[Part, ...] = (
+    RequiredValue("is_encoder_decoder", False, "it is not an encoder-decoder architecture", default=False),
+    RequiredValue("is_decoder", False, "decoders of encoder-decoder models are not supported", default=False),
+    RequiredValue("add_cross_attention", False, "cross-attention is not supported", default=False),
+    RequiredValue(
+        "tie_encoder_decoder", False, "shared layers of encoder and decoder are not supported", default=False
+    ),
+    RequiredValue("cross_attention_hidden_size", None, "cross-attention is not supported"),
+    RequiredValue("pruned_heads", {}, "pruned heads are not supported", default={}),
+    RequiredValue("quantization_config", None, "the weights are quantized; convert the unquantized model"),
+    RequiredValue("auto_map", None, "the model requires remote code, which is never run"),
+    RequiredValue("rope_interleaved", False, "interleaved rotary embeddings are not supported", default=False),
+    RequiredValue("use_mrope", False, "multi-dimensional rotary embeddings are not supported", default=False),
 )
 """Fields of any config.json that change results and are supported with one value only."""
 
@@ -328,7 +330,7 @@ def shown(value: Any, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def key_of(keys: FamilyKeys, path: str) -> Any:
+def get_key(keys: FamilyKeys, path: str) -> Any:
     """Return the value of a stoker key by its dotted path."""
     value: Any = keys
     for name in path.split("."):
@@ -336,22 +338,24 @@ def key_of(keys: FamilyKeys, path: str) -> Any:
     return value
 
 
-def read_fields(parts: Sequence[Part], config: Theirs, harmless: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+def read_fields(
+    mappings: Sequence[Part], config: HFConfig, ignored_fields: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Convert a config.json to stoker keys; return them and all problems found.
 
     Args:
-        parts: mappings of fields.
+        mappings: mappings of fields.
         config: fields of config.json.
-        harmless: fields that do not change results.
+        ignored_fields: fields that do not change results.
     """
     keys: dict[str, Any] = {}
     problems: list[str] = []
-    for part in parts:
+    for part in mappings:
         try:
             keys |= part.read(config)
         except FieldError as error:
             problems.append(str(error))
-    known = {field for part in parts for field in part.fields} | set(harmless)
+    known = {field for part in mappings for field in part.fields} | set(ignored_fields)
     for field in config.config:
         if field not in known:
             problems.append(

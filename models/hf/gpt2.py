@@ -8,10 +8,10 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .config_fields import Activation, Field, Fixed, Must, Theirs, TiedHead, checked, key_of
+from .config_fields import Activation, Field, FixedKeys, HFConfig, RequiredValue, TiedHeadField, checked, get_key
 from .llama import longest
-from .weight_layout import Transposed, Vocabulary
-from .weight_map import Row, WeightMap, same_names
+from .weight_layout import PaddedVocabulary, Transposed
+from .weight_map import Row, WeightMap, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "decoder.layers.{n}.", "transformer.h.{n}."
 _MATRICES = (
@@ -28,14 +28,14 @@ class _Inner:
 
     fields = ("n_inner",)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         width = config.get("n_inner")
         if width is None:
             width = 4 * checked("n_embd", config.get("n_embd", config.get("hidden_size")), "size")
         return {"ffn_hidden_size": checked("n_inner", width, "size")}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        return {"n_inner": key_of(keys, "ffn_hidden_size")}
+        return {"n_inner": get_key(keys, "ffn_hidden_size")}
 
 
 GPT2 = Architecture(
@@ -44,7 +44,7 @@ GPT2 = Architecture(
     also=("GPT2Model",),
     family="gpt",
     parts=(
-        Fixed(
+        FixedKeys(
             {
                 "normalization": "layernorm",
                 "bias": True,
@@ -77,8 +77,8 @@ GPT2 = Architecture(
         Field("attn_pdrop", ("attention_dropout",), "share", 0.1),
         Field("scale_attn_weights", ("normalize_attention_scores",), "switch", True),
         Activation("activation_function", gated=False, default="gelu_new"),
-        TiedHead("share_embeddings_and_output_weights", default=True),
-        Must(
+        TiedHeadField("share_embeddings_and_output_weights", default=True),
+        RequiredValue(
             "scale_attn_by_inverse_layer_idx",
             False,
             "attention scale by layer index is not supported",
@@ -87,11 +87,11 @@ GPT2 = Architecture(
     ),
     weights=WeightMap(
         rows=(
-            Row("token_embedding.weight", ("transformer.wte.weight",), Vocabulary()),
+            Row("token_embedding.weight", ("transformer.wte.weight",), PaddedVocabulary()),
             Row("position_embedding.weight", ("transformer.wpe.weight",)),
-            Row("head.weight", ("lm_head.weight",), Vocabulary()),
-            *same_names("decoder.", "transformer.", [("final_norm", "ln_f")]),
-            *same_names(_LAYER, _HF_LAYER, [("attention_norm", "ln_1"), ("mlp_norm", "ln_2")]),
+            Row("head.weight", ("lm_head.weight",), PaddedVocabulary()),
+            *weight_and_bias_rules("decoder.", "transformer.", [("final_norm", "ln_f")]),
+            *weight_and_bias_rules(_LAYER, _HF_LAYER, [("attention_norm", "ln_1"), ("mlp_norm", "ln_2")]),
             *(Row(f"{_LAYER}{a}.weight", (f"{_HF_LAYER}{b}.weight",), Transposed()) for a, b in _MATRICES),
             *(Row(f"{_LAYER}{a}.bias", (f"{_HF_LAYER}{b}.bias",)) for a, b in _MATRICES),
         ),
@@ -100,5 +100,5 @@ GPT2 = Architecture(
         buffers=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
         renamed=((r"^(?=(wte|wpe|ln_f|h\.\d+)\.)", "transformer."),),
     ),
-    harmless=frozenset({"reorder_and_upcast_attn"}),  # affects rounding only
+    ignored_fields=frozenset({"reorder_and_upcast_attn"}),  # affects rounding only
 )

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .config_fields import Activation, Field, Fixed, Must, Theirs, TiedHead, checked, key_of
+from .config_fields import Activation, Field, FixedKeys, HFConfig, RequiredValue, TiedHeadField, checked, get_key
 from .llama import longest
-from .rope_fields import Rotary
-from .weight_layout import HeadByHead, Vocabulary
-from .weight_map import Row, WeightMap, same_names
+from .rope_fields import RotaryFields
+from .weight_layout import PaddedVocabulary, QKVInterleavedByHead
+from .weight_map import Row, WeightMap, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "decoder.layers.{n}.", "gpt_neox.layers.{n}."
 
@@ -23,12 +23,12 @@ class _Block:
 
     fields = ("use_parallel_residual",)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         parallel = checked("use_parallel_residual", config.get("use_parallel_residual", True), "switch")
         return {"transformer_block_type": "parallel_ln" if parallel else "pre_ln"}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        return {"use_parallel_residual": key_of(keys, "transformer_block_type") == "parallel_ln"}
+        return {"use_parallel_residual": get_key(keys, "transformer_block_type") == "parallel_ln"}
 
 
 GPT_NEOX = Architecture(
@@ -36,7 +36,7 @@ GPT_NEOX = Architecture(
     name="GPTNeoXForCausalLM",
     family="gpt",
     parts=(
-        Fixed({"normalization": "layernorm", "bias": True, "ffn_dropout": 0.0, "embedding_dropout": None}),
+        FixedKeys({"normalization": "layernorm", "bias": True, "ffn_dropout": 0.0, "embedding_dropout": None}),
         Field("vocab_size", ("override_vocab_size",), "size"),
         Field("hidden_size", ("hidden_size",), "size"),
         Field("intermediate_size", ("ffn_hidden_size",), "size"),
@@ -49,24 +49,28 @@ GPT_NEOX = Architecture(
         Field("hidden_dropout", ("hidden_dropout",), "share", 0.0),
         Field("attention_dropout", ("attention_dropout",), "share", 0.0),
         Activation("hidden_act", gated=False, default="gelu"),
-        Rotary(base="rotary_emb_base", part="rotary_pct", default_part=0.25),
-        TiedHead("share_embeddings_and_output_weights", default=False),
-        Must(
+        RotaryFields(base="rotary_emb_base", part="rotary_pct", default_fraction=0.25),
+        TiedHeadField("share_embeddings_and_output_weights", default=False),
+        RequiredValue(
             "attention_bias",
             True,
             "the MLP has biases, and `model.bias` applies to both",
             default=True,
-            write_it=True,
+            write_value=True,
         ),
         _Block(),
     ),
     weights=WeightMap(
         rows=(
-            Row("token_embedding.weight", ("gpt_neox.embed_in.weight",), Vocabulary()),
-            Row("head.weight", ("embed_out.weight",), Vocabulary()),
-            *same_names("decoder.", "gpt_neox.", [("final_norm", "final_layer_norm")]),
-            Row(f"{_LAYER}attention.qkv.{{kind}}", (f"{_HF_LAYER}attention.query_key_value.{{kind}}",), HeadByHead()),
-            *same_names(
+            Row("token_embedding.weight", ("gpt_neox.embed_in.weight",), PaddedVocabulary()),
+            Row("head.weight", ("embed_out.weight",), PaddedVocabulary()),
+            *weight_and_bias_rules("decoder.", "gpt_neox.", [("final_norm", "final_layer_norm")]),
+            Row(
+                f"{_LAYER}attention.qkv.{{kind}}",
+                (f"{_HF_LAYER}attention.query_key_value.{{kind}}",),
+                QKVInterleavedByHead(),
+            ),
+            *weight_and_bias_rules(
                 _LAYER,
                 _HF_LAYER,
                 [

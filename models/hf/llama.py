@@ -8,25 +8,37 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .config_fields import Activation, Field, FieldError, Fixed, Must, Part, Theirs, TiedHead, checked, key_of, shown
-from .rope_fields import Rotary
-from .weight_layout import OneByExpert, Stacked, Vocabulary
-from .weight_map import Row, WeightMap, same_names
+from .config_fields import (
+    Activation,
+    Field,
+    FieldError,
+    FixedKeys,
+    HFConfig,
+    Part,
+    RequiredValue,
+    TiedHeadField,
+    checked,
+    get_key,
+    shown,
+)
+from .rope_fields import RotaryFields
+from .weight_layout import ConcatenatedRows, PaddedVocabulary, PerExpert
+from .weight_map import Row, WeightMap, weight_and_bias_rules
 
 _LAYER, _HF_LAYER = "decoder.layers.{n}.", "model.layers.{n}."
 
 _ATTENTION = (
-    Row("token_embedding.weight", ("model.embed_tokens.weight",), Vocabulary()),
-    Row("head.weight", ("lm_head.weight",), Vocabulary()),
+    Row("token_embedding.weight", ("model.embed_tokens.weight",), PaddedVocabulary()),
+    Row("head.weight", ("lm_head.weight",), PaddedVocabulary()),
     Row("decoder.final_norm.weight", ("model.norm.weight",)),
     Row(f"{_LAYER}attention_norm.weight", (f"{_HF_LAYER}input_layernorm.weight",)),
     Row(f"{_LAYER}mlp_norm.weight", (f"{_HF_LAYER}post_attention_layernorm.weight",)),
     Row(
         f"{_LAYER}attention.qkv.{{kind}}",
         tuple(f"{_HF_LAYER}self_attn.{part}_proj.{{kind}}" for part in "qkv"),
-        Stacked(("heads", "groups", "groups")),
+        ConcatenatedRows(("heads", "groups", "groups")),
     ),
-    *same_names(_LAYER, _HF_LAYER, [("attention.output", "self_attn.o_proj")]),
+    *weight_and_bias_rules(_LAYER, _HF_LAYER, [("attention.output", "self_attn.o_proj")]),
     Row(f"{_LAYER}attention.query_norm.weight", (f"{_HF_LAYER}self_attn.q_norm.weight",)),
     Row(f"{_LAYER}attention.key_norm.weight", (f"{_HF_LAYER}self_attn.k_norm.weight",)),
 )
@@ -34,9 +46,9 @@ _MLP = (
     Row(
         f"{_LAYER}mlp.up.{{kind}}",
         (f"{_HF_LAYER}mlp.gate_proj.{{kind}}", f"{_HF_LAYER}mlp.up_proj.{{kind}}"),
-        Stacked(),
+        ConcatenatedRows(),
     ),
-    *same_names(_LAYER, _HF_LAYER, [("mlp.down", "mlp.down_proj")]),
+    *weight_and_bias_rules(_LAYER, _HF_LAYER, [("mlp.down", "mlp.down_proj")]),
 )
 _SPARSE = f"{_HF_LAYER}block_sparse_moe."
 _EXPERTS = (
@@ -44,9 +56,9 @@ _EXPERTS = (
     Row(
         f"{_LAYER}mlp.experts.up",
         (f"{_SPARSE}experts.{{e}}.w1.weight", f"{_SPARSE}experts.{{e}}.w3.weight"),
-        OneByExpert(2),
+        PerExpert(2),
     ),
-    Row(f"{_LAYER}mlp.experts.down", (f"{_SPARSE}experts.{{e}}.w2.weight",), OneByExpert()),
+    Row(f"{_LAYER}mlp.experts.down", (f"{_SPARSE}experts.{{e}}.w2.weight",), PerExpert()),
 )
 
 
@@ -65,7 +77,7 @@ class _Biases:
 
     fields = ("attention_bias", "mlp_bias")
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         attention, mlp = (checked(name, config.get(name, False), "switch") for name in self.fields)
         if attention != mlp:
             raise FieldError(
@@ -75,7 +87,7 @@ class _Biases:
         return {"bias": attention}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        return dict.fromkeys(self.fields, key_of(keys, "bias"))
+        return dict.fromkeys(self.fields, get_key(keys, "bias"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +101,12 @@ class _Window:
     default: int | None = None
     fields = ("sliding_window",)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         width = config.get("sliding_window", self.default)
         return {"window_size": None if width is None else [checked("sliding_window", width, "size") - 1, 0]}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        left = (key_of(keys, "window_size") or [-1])[0]
+        left = (get_key(keys, "window_size") or [-1])[0]
         return {"sliding_window": None if left < 0 else left + 1}
 
 
@@ -104,7 +116,7 @@ class _LayerWindows:
 
     fields = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         layers = checked("num_hidden_layers", config.get("num_hidden_layers"), "size")
         windowed: Any = 0
         if checked("use_sliding_window", config.get("use_sliding_window", False), "switch"):
@@ -125,7 +137,7 @@ class _LayerWindows:
         return {"window_size": [checked("sliding_window", config.get("sliding_window", 4096), "size") - 1, 0]}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        left, layers = (key_of(keys, "window_size") or [-1])[0], key_of(keys, "num_layers")
+        left, layers = (get_key(keys, "window_size") or [-1])[0], get_key(keys, "num_layers")
         if left < 0:
             return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": layers}
         return {"use_sliding_window": True, "sliding_window": left + 1, "max_window_layers": 0}
@@ -149,7 +161,7 @@ def _parts(
 ) -> tuple[Part, ...]:
     """Return the field mappings common to all these architectures; the arguments are the defaults of absent fields."""
     return (
-        Fixed({"normalization": "rmsnorm", "hidden_dropout": 0.0, "ffn_dropout": 0.0, "embedding_dropout": None}),
+        FixedKeys({"normalization": "rmsnorm", "hidden_dropout": 0.0, "ffn_dropout": 0.0, "embedding_dropout": None}),
         Field("vocab_size", ("override_vocab_size",), "size"),
         Field("hidden_size", ("hidden_size",), "size"),
         Field("intermediate_size", ("ffn_hidden_size",), "size"),
@@ -167,8 +179,8 @@ def _parts(
         Field("rms_norm_eps", ("layernorm_epsilon",), "number", epsilon),
         Field("attention_dropout", ("attention_dropout",), "share", 0.0),
         Activation("hidden_act", gated=True, default="silu"),
-        Rotary(default_base=base),
-        TiedHead("share_embeddings_and_output_weights", default=False),
+        RotaryFields(default_base=base),
+        TiedHeadField("share_embeddings_and_output_weights", default=False),
     )
 
 
@@ -185,9 +197,9 @@ MISTRAL = Architecture(
     family="gpt",
     parts=(
         *_parts(groups=8, positions=131072, epsilon=1e-6),
-        Fixed({"bias": False}),
+        FixedKeys({"bias": False}),
         _Window(4096),
-        Must("attention_bias", False, "Mistral has no biases", default=False),
+        RequiredValue("attention_bias", False, "Mistral has no biases", default=False),
     ),
     weights=_weights(*_MLP),
 )
@@ -197,9 +209,9 @@ QWEN2 = Architecture(
     family="gpt",
     parts=(
         *_parts(groups=32, positions=32768, epsilon=1e-6),
-        Fixed({"bias": False, "qkv_bias": True}),
+        FixedKeys({"bias": False, "qkv_bias": True}),
         _LayerWindows(),
-        Must("attention_bias", True, "Qwen2 always has biases on queries, keys and values", default=True),
+        RequiredValue("attention_bias", True, "Qwen2 always has biases on queries, keys and values", default=True),
     ),
     weights=_weights(*_MLP),
 )
@@ -209,14 +221,14 @@ QWEN3 = Architecture(
     family="gpt",
     parts=(
         *_parts(groups=32, head_width=128, positions=32768, epsilon=1e-6),
-        Fixed({"bias": False, "qk_layernorm": True}),
+        FixedKeys({"bias": False, "qk_layernorm": True}),
         _LayerWindows(),
-        Must(
+        RequiredValue(
             "attention_bias",
             False,
             "the MLP has no biases, and `model.bias` applies to both",
             default=False,
-            write_it=True,
+            write_value=True,
         ),
     ),
     weights=_weights(*_MLP),
@@ -227,12 +239,12 @@ MIXTRAL = Architecture(
     family="gpt",
     parts=(
         *_parts(groups=8, positions=131072, epsilon=1e-5, base=1e6),
-        Fixed({"bias": False, "moe_router_load_balancing_type": "aux_loss", "moe_router_pre_softmax": False}),
+        FixedKeys({"bias": False, "moe_router_load_balancing_type": "aux_loss", "moe_router_pre_softmax": False}),
         _Window(),
         Field("num_local_experts", ("num_moe_experts",), "size", 8),
         Field("num_experts_per_tok", ("moe_router_topk",), "size", 2, value=lambda keys: keys.moe_router_topk or 2),
         Field("router_aux_loss_coef", ("moe_aux_loss_coeff",), "share", 0.001),
     ),
     weights=_weights(*_EXPERTS),
-    harmless=frozenset({"output_router_logits", "router_jitter_noise"}),  # used in training only
+    ignored_fields=frozenset({"output_router_logits", "router_jitter_noise"}),  # used in training only
 )

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.families import FamilyKeys
-from .config_fields import FieldError, Theirs, checked, key_of, shown
+from .config_fields import FieldError, HFConfig, checked, get_key, shown
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class RotaryFields:
     """Base, rotated fraction of a head, and frequency scaling for long contexts.
 
     Args:
         base: field of the base in older versions.
         part: field of the rotated fraction of a head in older versions; None if whole heads are rotated.
-        default_part: rotated fraction if the field is absent.
+        default_fraction: rotated fraction if the field is absent.
         default_base: base if the field is absent.
     """
 
     base: str = "rope_theta"
     part: str | None = None
-    default_part: float = 1.0
+    default_fraction: float = 1.0
     default_base: float = 10000.0
 
     @property
@@ -32,7 +32,7 @@ class Rotary:
         """See `Part.fields`."""
         return (self.base, "rope_scaling", "rope_parameters", *([self.part] if self.part else []))
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         """See `Part.read`."""
         parameters: dict[str, Any] = {}
         for field in ("rope_scaling", "rope_parameters"):
@@ -49,11 +49,13 @@ class Rotary:
             "rotary_interleaved": False,
             "rotary_base": checked(self.base, base, "number"),
         }
-        part = parameters.pop("partial_rotary_factor", config.get(self.part, self.default_part) if self.part else 1.0)
+        part = parameters.pop(
+            "partial_rotary_factor", config.get(self.part, self.default_fraction) if self.part else 1.0
+        )
         keys["rotary_percentage"] = checked(self.part or "partial_rotary_factor", part, "number")
         return keys | self._read_scaling(parameters.pop("rope_type", "default"), parameters, config)
 
-    def _read_scaling(self, kind: Any, parameters: dict[str, Any], config: Theirs) -> dict[str, Any]:
+    def _read_scaling(self, kind: Any, parameters: dict[str, Any], config: HFConfig) -> dict[str, Any]:
         """Convert frequency scaling to keys; consumes the known entries of `parameters`."""
 
         def pop(name: str, default: Any = None) -> Any:
@@ -92,27 +94,27 @@ class Rotary:
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """Return the fields of both newer and older versions, with the same meaning."""
-        if key_of(keys, "position_embedding_type") != "rope":
-            raise FieldError(f"`position_embedding_type` ({key_of(keys, 'position_embedding_type')}) must be rope")
+        if get_key(keys, "position_embedding_type") != "rope":
+            raise FieldError(f"`position_embedding_type` ({get_key(keys, 'position_embedding_type')}) must be rope")
         parameters: dict[str, Any] = {"rope_type": "default"}
-        kind = "llama3" if key_of(keys, "scale_positional_embedding") else key_of(keys, "rotary_scaling")
-        linear = key_of(keys, "seq_len_interpolation_factor")
+        kind = "llama3" if get_key(keys, "scale_positional_embedding") else get_key(keys, "rotary_scaling")
+        linear = get_key(keys, "seq_len_interpolation_factor")
         if kind is not None and linear not in (None, 1):
             raise FieldError(f"`seq_len_interpolation_factor` ({linear}) must be null with `rotary_scaling`")
         if kind is not None:
             low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
             parameters = {
                 "rope_type": kind,
-                "factor": key_of(keys, "rotary_scaling_factor"),
-                "original_max_position_embeddings": key_of(keys, "rotary_original_length"),
-                low: key_of(keys, "rotary_low_turns") or 1.0,
-                high: key_of(keys, "rotary_high_turns") or (4.0 if kind == "llama3" else 32.0),
+                "factor": get_key(keys, "rotary_scaling_factor"),
+                "original_max_position_embeddings": get_key(keys, "rotary_original_length"),
+                low: get_key(keys, "rotary_low_turns") or 1.0,
+                high: get_key(keys, "rotary_high_turns") or (4.0 if kind == "llama3" else 32.0),
             }
         elif linear not in (None, 1):
             parameters = {"rope_type": "linear", "factor": linear}
         scaling = None if parameters["rope_type"] == "default" else dict(parameters)
-        parameters["rope_theta"] = key_of(keys, "rotary_base")
+        parameters["rope_theta"] = get_key(keys, "rotary_base")
         written: dict[str, Any] = {self.base: parameters["rope_theta"], "rope_scaling": scaling}
         if self.part:
-            parameters["partial_rotary_factor"] = written[self.part] = key_of(keys, "rotary_percentage")
+            parameters["partial_rotary_factor"] = written[self.part] = get_key(keys, "rotary_percentage")
         return written | {"rope_parameters": parameters}

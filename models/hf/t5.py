@@ -8,8 +8,19 @@ from typing import Any
 
 from ..config.families import FamilyKeys
 from .architecture import Architecture
-from .config_fields import Activation, Field, FieldError, Fixed, Must, Part, Theirs, checked, key_of, shown
-from .weight_layout import Stacked, Vocabulary
+from .config_fields import (
+    Activation,
+    Field,
+    FieldError,
+    FixedKeys,
+    HFConfig,
+    Part,
+    RequiredValue,
+    checked,
+    get_key,
+    shown,
+)
+from .weight_layout import ConcatenatedRows, PaddedVocabulary
 from .weight_map import Row, WeightMap
 
 _STACKS = ("encoder", "decoder")
@@ -27,7 +38,7 @@ def _stack_rows(stack: str) -> tuple[Row, ...]:
         Row(
             f"{prefix}attention.qkv.weight",
             tuple(f"{attention}{part}.weight" for part in "qkv"),
-            Stacked(("heads", "groups", "groups")),
+            ConcatenatedRows(("heads", "groups", "groups")),
         ),
         Row(f"{prefix}attention.output.weight", (f"{attention}o.weight",)),
         Row(f"{prefix}mlp_norm.weight", (f"{mlp}layer_norm.weight",)),
@@ -39,21 +50,23 @@ def _stack_rows(stack: str) -> tuple[Row, ...]:
         *rows,
         Row(f"{prefix}cross_attention_norm.weight", (f"{hf_prefix}1.layer_norm.weight",)),
         Row(f"{prefix}cross_attention.query.weight", (f"{cross}q.weight",)),
-        Row(f"{prefix}cross_attention.kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), Stacked()),
+        Row(f"{prefix}cross_attention.kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), ConcatenatedRows()),
         Row(f"{prefix}cross_attention.output.weight", (f"{cross}o.weight",)),
     )
 
 
 def _up_row(stack: str, names: tuple[str, ...]) -> Row:
     hf_prefix = f"{stack}.block.{{n}}.layer.{1 if stack == 'encoder' else 2}.DenseReluDense."
-    return Row(f"{stack}.layers.{{n}}.mlp.up.weight", tuple(f"{hf_prefix}{name}.weight" for name in names), Stacked())
+    return Row(
+        f"{stack}.layers.{{n}}.mlp.up.weight", tuple(f"{hf_prefix}{name}.weight" for name in names), ConcatenatedRows()
+    )
 
 
 def _weights(up: tuple[str, ...]) -> WeightMap:
     return WeightMap(
         rows=(
-            Row("token_embedding.weight", ("shared.weight",), Vocabulary()),
-            Row("head.weight", ("lm_head.weight",), Vocabulary()),
+            Row("token_embedding.weight", ("shared.weight",), PaddedVocabulary()),
+            Row("head.weight", ("lm_head.weight",), PaddedVocabulary()),
             *(row for stack in _STACKS for row in (*_stack_rows(stack), _up_row(stack, up))),
         ),
         head="lm_head.weight",
@@ -81,7 +94,7 @@ class _FeedForward:
     gated: bool
     fields = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         value = config.get("feed_forward_proj", self.default)
         name = value.removeprefix("gated-") if isinstance(value, str) else value
         if (isinstance(value, str) and value.startswith("gated-")) != self.gated:
@@ -91,12 +104,12 @@ class _FeedForward:
         if config.get("dense_act_fn", name) != name or config.get("is_gated_act", self.gated) is not self.gated:
             raise FieldError(f"`dense_act_fn` and `is_gated_act` must be those of `feed_forward_proj` ({shown(value)})")
         activation = Activation("feed_forward_proj", gated=self.gated, default="")
-        keys = activation.read(Theirs({"feed_forward_proj": name}, own_head=False))
+        keys = activation.read(HFConfig({"feed_forward_proj": name}, has_separate_head=False))
         return {f"{stack}.{key}": value for key, value in keys.items() for stack in _STACKS}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         activation = Activation("feed_forward_proj", gated=self.gated, default="")
-        name = activation.write(key_of(keys, "encoder"))["feed_forward_proj"]
+        name = activation.write(get_key(keys, "encoder"))["feed_forward_proj"]
         if not self.gated:
             return {"feed_forward_proj": name}
         return {"feed_forward_proj": "gated-gelu" if name == "gelu_new" else f"gated-{name}"}
@@ -117,9 +130,9 @@ class _Head:
     tied_is_scaled: bool = True
     fields = ("tie_word_embeddings", "scale_decoder_outputs")
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         field = checked("tie_word_embeddings", config.get("tie_word_embeddings", True), "switch")
-        tied = field and not config.own_head
+        tied = field and not config.has_separate_head
         if tied and not self.tied_is_scaled:
             raise FieldError(
                 "`tie_word_embeddings` (true): the weights have no separate output head, and versions of transformers "
@@ -131,14 +144,14 @@ class _Head:
         return {"share_decoder_tokens_head_embeddings": tied, "scale_tied_logits": scaled}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        tied = key_of(keys, "share_decoder_tokens_head_embeddings")
-        unscaled = {"scale_decoder_outputs": False} if tied and not key_of(keys, "scale_tied_logits") else {}
+        tied = get_key(keys, "share_decoder_tokens_head_embeddings")
+        unscaled = {"scale_decoder_outputs": False} if tied and not get_key(keys, "scale_tied_logits") else {}
         return {"tie_word_embeddings": tied, **unscaled}
 
 
 def _parts(default: str, *, gated: bool, head: _Head) -> tuple[Part, ...]:
     return (
-        Fixed(
+        FixedKeys(
             {
                 **dict.fromkeys(_both("normalization"), "rmsnorm"),
                 **dict.fromkeys(_both("bias", "normalize_attention_scores"), False),
@@ -161,7 +174,9 @@ def _parts(default: str, *, gated: bool, head: _Head) -> tuple[Part, ...]:
         Field("layer_norm_epsilon", _both("layernorm_epsilon"), "number", 1e-6),
         _FeedForward(default, gated),
         head,
-        Must("is_encoder_decoder", True, "a single stack of T5 is not supported", default=True, write_it=True),
+        RequiredValue(
+            "is_encoder_decoder", True, "a single stack of T5 is not supported", default=True, write_value=True
+        ),
     )
 
 
@@ -175,13 +190,13 @@ class _DecoderLayers:
 
     fields = ("num_decoder_layers",)
 
-    def read(self, config: Theirs) -> Mapping[str, Any]:
+    def read(self, config: HFConfig) -> Mapping[str, Any]:
         layers = config.get("num_decoder_layers")
         layers = config.get("num_layers", config.get("num_hidden_layers")) if layers is None else layers
         return {"decoder.num_layers": checked("num_decoder_layers", layers, "size")}
 
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
-        return {"num_decoder_layers": key_of(keys, "decoder.num_layers")}
+        return {"num_decoder_layers": get_key(keys, "decoder.num_layers")}
 
 
 _HARMLESS = frozenset({"initializer_factor", "n_positions", "output_past", "max_seq_length"})
@@ -194,7 +209,7 @@ T5 = Architecture(
     family="t5",
     parts=_parts("relu", gated=False, head=_Head()),
     weights=_weights(("wi",)),
-    harmless=_HARMLESS,
+    ignored_fields=_HARMLESS,
 )
 T5_GATED = Architecture(
     model_type="t5",
@@ -203,7 +218,7 @@ T5_GATED = Architecture(
     family="t5",
     parts=_parts("relu", gated=True, head=_Head()),
     weights=_weights(("wi_0", "wi_1")),
-    harmless=_HARMLESS,
+    ignored_fields=_HARMLESS,
 )
 MT5 = Architecture(
     model_type="mt5",
@@ -211,5 +226,5 @@ MT5 = Architecture(
     family="t5",
     parts=_parts("gated-gelu", gated=True, head=_Head(tied_is_scaled=False)),
     weights=_weights(("wi_0", "wi_1")),
-    harmless=_HARMLESS,
+    ignored_fields=_HARMLESS,
 )

@@ -79,7 +79,7 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class PaddedVocabulary:
     """Vocabulary padding: stoker's parameter has zero rows after the last token, which are dropped on export."""
 
     def shapes(self, shape: Shape, count: int, geometry: Geometry) -> list[Shape] | None:
@@ -98,7 +98,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class ConcatenatedRows:
     """Fused matrix or bias: the tensors concatenated along the rows.
 
     Args:
@@ -127,7 +127,7 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadByHead:
+class QKVInterleavedByHead:
     """Fused QKV interleaved by head: rows [q | k | v] of the first head, then of the second, ...
 
     Stoker's has all queries, then all keys, then all values. Requires as many key heads as query heads.
@@ -148,7 +148,7 @@ class HeadByHead:
 
 
 @dataclass(frozen=True, slots=True)
-class OneByExpert:
+class PerExpert:
     """Stacked expert weights (experts, rows, columns), stored as one or several matrices per expert, expert by expert.
 
     Args:
@@ -178,6 +178,6 @@ class OneByExpert:
         return [view for expert in stacked.unbind() for view in expert.chunk(self.parts)]
 
 
-def size_of(shape: Shape) -> int:
+def num_elements(shape: Shape) -> int:
     """Return the number of elements of a tensor of this shape."""
     return math.prod(shape)

@@ -47,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ParameterMapping:
     """One stoker parameter and its Hugging Face tensors.
 
     Attributes:
@@ -110,11 +110,11 @@ class WeightMap:
         """Return True for a tensor that is not learned."""
         return any(re.fullmatch(pattern, name) for pattern in self.buffers)
 
-    def is_left_out(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         """Return True for a weight that is ignored, since it belongs to a head for another task."""
         return any(re.fullmatch(pattern, name) for pattern in self.left_out)
 
-    def original_of(self, name: str, *, tied: bool) -> str | None:
+    def original_name(self, name: str, *, tied: bool) -> str | None:
         """Return the tensor that `name` duplicates, or None.
 
         Args:
@@ -128,7 +128,7 @@ class WeightMap:
                 return original
         return None
 
-    def place(self, parameters: Mapping[str, Shape], geometry: Geometry) -> tuple[list[Placed], list[str]]:
+    def place(self, parameters: Mapping[str, Shape], geometry: Geometry) -> tuple[list[ParameterMapping], list[str]]:
         """Map each parameter of a model to its tensors.
 
         Args:
@@ -138,7 +138,7 @@ class WeightMap:
         Returns:
             One entry for each parameter that can be mapped, and the names of those that cannot.
         """
-        placed: list[Placed] = []
+        placed: list[ParameterMapping] = []
         unmapped: list[str] = []
         for name, shape in parameters.items():
             entry = self._place(name, shape, geometry)
@@ -148,7 +148,7 @@ class WeightMap:
                 placed.append(entry)
         return placed, unmapped
 
-    def _place(self, name: str, shape: Shape, geometry: Geometry) -> Placed | None:
+    def _place(self, name: str, shape: Shape, geometry: Geometry) -> ParameterMapping | None:
         for row in self.rows:
             match = row.pattern.fullmatch(name)
             if match is None:
@@ -156,11 +156,11 @@ class WeightMap:
             names = row.names(match.groupdict(), experts=shape[0])
             shapes = row.layout.shapes(shape, len(names), geometry)
             if shapes is not None:
-                return Placed(name, shape, tuple(zip(names, shapes, strict=True)), row.layout)
+                return ParameterMapping(name, shape, tuple(zip(names, shapes, strict=True)), row.layout)
         return None
 
 
-def same_names(
+def weight_and_bias_rules(
     prefix: str,
     hf_prefix: str,
     names: Iterable[tuple[str, str]],

@@ -18,7 +18,7 @@ from ...kernels.relative_position_buckets import relative_buckets
 from .computed_table import ComputedTable
 
 
-class ScoreTerms(NamedTuple):
+class ScoreBias(NamedTuple):
     """Position-dependent terms added to the attention scores of every layer of a stack.
 
     Attributes:
@@ -89,9 +89,9 @@ class ALiBi(ComputedTable):
         if not self.slopes.is_meta:
             self.slopes = torch.tensor(self.values, dtype=_wide(self.slopes).dtype, device=self.slopes.device)
 
-    def forward(self, queries: int, keys: int) -> ScoreTerms:
+    def forward(self, queries: int, keys: int) -> ScoreBias:
         """Return the slopes, for any number of queries and keys."""
-        return ScoreTerms(alibi_slopes=self.slopes)
+        return ScoreBias(alibi_slopes=self.slopes)
 
 
 class Kerple(nn.Module):
@@ -111,12 +111,12 @@ class Kerple(nn.Module):
         self.raw_p = nn.Parameter(torch.full((heads,), inverse_softplus(1.0)))
         self.raw_b = nn.Parameter(torch.tensor([inverse_softplus(slope) for slope in alibi_slopes(heads)]))
 
-    def forward(self, queries: int, keys: int) -> ScoreTerms:
+    def forward(self, queries: int, keys: int) -> ScoreBias:
         """Return the terms for the distances of `queries` and `keys` tokens."""
         log_a, raw_p, raw_b = _wide(self.log_a), _wide(self.raw_p), _wide(self.raw_b)
         behind = torch.arange(1, _reach(queries, keys) + 1, dtype=log_a.dtype, device=log_a.device)
         p, b = F.softplus(raw_p)[:, None], F.softplus(raw_b)[:, None]
-        return ScoreTerms(_mirrored(-b * F.softplus(log_a[:, None] + p * behind.log())))
+        return ScoreBias(_mirrored(-b * F.softplus(log_a[:, None] + p * behind.log())))
 
 
 class Sandwich(ComputedTable):
@@ -149,13 +149,13 @@ class Sandwich(ComputedTable):
         total = torch.outer(behind, 10000.0 ** (-channel / self.width)).cos_().sum(dim=1) - self.width / 2
         self.sums = total.to(_wide(self.sums).dtype).to(self.sums.device)
 
-    def forward(self, queries: int, keys: int) -> ScoreTerms:
+    def forward(self, queries: int, keys: int) -> ScoreBias:
         """Return the terms for the distances of `queries` and `keys` tokens."""
         reach = _reach(queries, keys)
         if reach > self.sums.shape[0]:
             self._compute(reach if self.training else 2 * reach)  # amortized: generation grows token by token
         head = torch.arange(1, self.heads + 1, dtype=self.sums.dtype, device=self.sums.device)
-        return ScoreTerms(_mirrored(self.sums[:reach] * (self.heads / (8 * head))[:, None]))
+        return ScoreBias(_mirrored(self.sums[:reach] * (self.heads / (8 * head))[:, None]))
 
 
 class RelativeBias(ComputedTable):
@@ -181,10 +181,10 @@ class RelativeBias(ComputedTable):
         if not self.places.is_meta:
             self.places = torch.tensor(self.values, device=self.places.device)
 
-    def forward(self, queries: int, keys: int) -> ScoreTerms:
+    def forward(self, queries: int, keys: int) -> ScoreBias:
         """Return the terms for any number of queries and keys: distances beyond the last bucket are clipped."""
         # F.embedding, since its gradient sums equal buckets in a deterministic order, unlike that of indexing.
-        return ScoreTerms(F.embedding(self.places, _wide(self.table)).t().contiguous())
+        return ScoreBias(F.embedding(self.places, _wide(self.table)).t().contiguous())
 
 
 class CrossRelativeBias(RelativeBias):
@@ -199,7 +199,7 @@ class CrossRelativeBias(RelativeBias):
     def __init__(self, heads: int, *, buckets: int, max_distance: int) -> None:
         super().__init__(heads, buckets=buckets, max_distance=max_distance, bidirectional=True)
 
-    def forward(self, queries: int, keys: int) -> ScoreTerms:
+    def forward(self, queries: int, keys: int) -> ScoreBias:
         """Return the terms for the distances of `queries` and `keys` tokens.
 
         Attention aligns the ends of queries and keys; positions here are aligned at the start, hence the shift.
@@ -208,7 +208,7 @@ class CrossRelativeBias(RelativeBias):
         reach = farthest + abs(shift)
         distance = torch.arange(-reach, reach + 1, device=self.places.device) + shift
         places = self.places[distance.clamp(-farthest, farthest) + farthest]
-        return ScoreTerms(F.embedding(places, _wide(self.table)).t().contiguous())
+        return ScoreBias(F.embedding(places, _wide(self.table)).t().contiguous())
 
 
-ScorePositions = ALiBi | Kerple | Sandwich | RelativeBias
+ScoreBiasModule = ALiBi | Kerple | Sandwich | RelativeBias

@@ -7,16 +7,16 @@ import warnings
 
 import torch
 
-MOST_COMPILATIONS = 256
+RECOMPILE_LIMIT = 256
 """Recompile limit of one layer in one process: each model needs a few (training, validation), one per shape."""
 
 
-def layers_as_written(compiled: bool) -> contextlib.AbstractContextManager[object]:
+def eager_layers(compiled: bool) -> contextlib.AbstractContextManager[object]:
     """Run compiled layers eagerly in this context, for generation: compiling for each length would take longer."""
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
-def prepare_compiler() -> None:
+def configure_dynamo() -> None:
     """Raise Dynamo's recompile limit, and silence an Inductor warning that users cannot act on.
 
     The default limit of 8 applies to all models of a process together, since their layers share one code object: the
@@ -24,6 +24,6 @@ def prepare_compiler() -> None:
     """
     from torch._dynamo import config  # takes seconds to import
 
-    config.recompile_limit = max(config.recompile_limit, MOST_COMPILATIONS)
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     # Inductor 2.11 warns for every softmax over fewer than 8 elements, such as the router's over a few experts.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")

@@ -12,8 +12,8 @@ from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
 from ...kernels.attention.packed_sequences import PackedSequences
 from ..dispatch.attention_calls import CallKind
-from ..kv_cache import CachedMemory
-from .fused_linear import added_to, product_of_norm
+from ..kv_cache import CrossAttentionCache
+from .fused_linear import added_to, norm_linear
 from .norm import LayerNorm, RMSNorm
 
 
@@ -24,7 +24,7 @@ class Memory(NamedTuple):
         hidden: encoder output after its final norm, (batch, keys, hidden_size).
         padding: bool (batch, keys), True for real tokens; None: all are real.
         packed: document boundaries of decoder rows (queries) and encoder rows (keys), for packed samples.
-        distance_bias: (heads, 2 R + 1), score bias by distance, as in `ScoreTerms`; None for none.
+        distance_bias: (heads, 2 R + 1), score bias by distance, as in `ScoreBias`; None for none.
     """
 
     hidden: Tensor
@@ -90,7 +90,7 @@ class CrossAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        memory: Memory | CachedMemory,
+        memory: Memory | CrossAttentionCache,
         kind: CallKind,
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
@@ -110,11 +110,11 @@ class CrossAttention(nn.Module):
         if norm is None:
             query = self.query(hidden)
         else:
-            query, residual = product_of_norm(norm, self.query, hidden, residual)
+            query, residual = norm_linear(norm, self.query, hidden, residual)
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)
-        if isinstance(memory, CachedMemory):
+        if isinstance(memory, CrossAttentionCache):
             context = self._decode(query[:, 0], memory)[:, None]
         else:
             key, value = self.keys_and_values(memory.hidden)
@@ -139,7 +139,7 @@ class CrossAttention(nn.Module):
         key, value = self.kv(memory).unflatten(-1, (2 * self.groups, self.head_dim)).chunk(2, dim=2)
         return (key if self.key_norm is None else self.key_norm(key)), value
 
-    def _decode(self, query: Tensor, memory: CachedMemory) -> Tensor:
+    def _decode(self, query: Tensor, memory: CrossAttentionCache) -> Tensor:
         """Attend from one token per sequence, (rows, heads, head_dim), to cached keys and values."""
         return decode_attention(
             query,

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..memory.activation_checkpoint import product_of
+from ..memory.activation_checkpoint import run_with_recomputed_input
 from .norm import LayerNorm, RMSNorm
 
 
-class NormedLinear(nn.Linear):
+class FusedLinear(nn.Linear):
     """Linear layer that can save the input of a preceding norm instead of its output, and fuse a residual add."""
 
-    def onto(self, stream: Tensor, hidden: Tensor) -> Tensor:
+    def add_to_residual(self, stream: Tensor, hidden: Tensor) -> Tensor:
         """Return `stream + linear(hidden)`, with `stream` (..., out) the residual and `hidden` (..., in)."""
         raise NotImplementedError
 
     def spares(self, norm: LayerNorm | RMSNorm) -> bool:
-        """Return True if `of_norm` saves only per-row statistics of this norm for the backward, not its output."""
+        """Return True if `forward_with_norm` saves only per-row statistics of this norm for the backward, not its
+        output.
+        """
         raise NotImplementedError
 
-    def of_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+    def forward_with_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
         """Return `linear(norm(hidden))` for a norm that `spares` accepts."""
         raise NotImplementedError
 
 
 def spares(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
     """Return True if the backward of `linear` needs no norm output and nothing has to be recomputed for it."""
-    return isinstance(linear, NormedLinear) and linear.spares(norm)
+    return isinstance(linear, FusedLinear) and linear.spares(norm)
 
 
 def added_to(stream: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
     """Return `stream + linear(hidden)`, or `linear(hidden)` if the residual `stream` is None."""
     if stream is None:
         return linear(hidden)
-    return linear.onto(stream, hidden) if isinstance(linear, NormedLinear) else stream + linear(hidden)
+    return linear.add_to_residual(stream, hidden) if isinstance(linear, FusedLinear) else stream + linear(hidden)
 
 
-def product_of_norm(
+def norm_linear(
     norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return `linear(norm(hidden))`, saving `hidden` for the backward instead of the norm output.
@@ -53,10 +55,10 @@ def product_of_norm(
         The projection (..., out), and the residual stream to use from here on: a fused kernel returns its own, so that
         one backward kernel accumulates both gradients.
     """
-    if isinstance(linear, NormedLinear) and linear.spares(norm):
-        return linear.of_norm(norm, hidden), residual
+    if isinstance(linear, FusedLinear) and linear.spares(norm):
+        return linear.forward_with_norm(norm, hidden), residual
     fusable = residual is hidden and type(linear) is nn.Linear
-    if fusable and isinstance(norm, RMSNorm) and norm.forks_projection(hidden):
-        residual, projected = norm.forked_projection(hidden, linear.weight, linear.bias)
+    if fusable and isinstance(norm, RMSNorm) and norm.can_fuse_projection(hidden):
+        residual, projected = norm.fused_projection(hidden, linear.weight, linear.bias)
         return projected, residual
-    return product_of(norm, linear, False, hidden), residual
+    return run_with_recomputed_input(norm, linear, False, hidden), residual

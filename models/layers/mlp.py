@@ -9,8 +9,8 @@ from ...kernels.activations import NONLINEARITIES
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
-from ..memory.activation_checkpoint import product_of, recomputes
-from .fused_linear import added_to, product_of_norm
+from ..memory.activation_checkpoint import recomputes, run_with_recomputed_input
+from .fused_linear import added_to, norm_linear
 from .norm import LayerNorm, RMSNorm
 
 
@@ -65,14 +65,14 @@ class MLP(nn.Module):
         if norm is None:
             projected = self.up(hidden)
         else:
-            projected, residual = product_of_norm(norm, self.up, hidden, residual)
+            projected, residual = norm_linear(norm, self.up, hidden, residual)
         if not (self.recompute and recomputes(self)):
             return added_to(residual, self.down, self._inner(projected))
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
         if self.gated and fusable and triton_runs_on(projected):
             output = gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
         else:
-            output = product_of(self._inner, self.down, self.dropout > 0, projected)
+            output = run_with_recomputed_input(self._inner, self.down, self.dropout > 0, projected)
         return output if residual is None else residual + output
 
     def _inner(self, projected: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...kernels.norm_functions import NormParts, layer_norm, rms_norm, rms_norm_parts
-from ...kernels.rms_norm_residual import forked_norm_projection, forked_rms_norm, forks
+from ...kernels.norm_functions import NormFactors, layer_norm, rms_norm, rms_norm_factors
+from ...kernels.rms_norm_residual import forked_rms_norm, forks, rms_norm_residual_linear
 
 
 class Read(NamedTuple):
@@ -17,14 +17,14 @@ class Read(NamedTuple):
     Attributes:
         stream: residual stream that the branch output is added to.
         normed: input of the branch, normed unless `norm` is given.
-        again: a second handle on `normed` for a second reader, so that its gradient arrives separately; None for one
-            reader.
+        second_hidden: a second handle on `normed` for a second reader, so that its gradient arrives separately; None
+            for one reader.
         norm: norm that the branch applies itself, so that its output is not saved; None if it has been applied.
     """
 
     stream: Tensor
     normed: Tensor
-    again: Tensor | None = None
+    second_hidden: Tensor | None = None
     norm: LayerNorm | RMSNorm | None = None
 
 
@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
             inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered, training=self.training
         )
 
-    def forked(self, stream: Tensor, twice: bool) -> Read:
+    def forward_with_residual(self, stream: Tensor, twice: bool) -> Read:
         """Return the residual stream and its norm, whose fused backward sums the gradients of both.
 
         Args:
@@ -76,25 +76,25 @@ class RMSNorm(nn.Module):
         epsilon, centred = self.epsilon, self.zero_centered
         return Read(*forked_rms_norm(stream, self.weight, epsilon=epsilon, zero_centered=centred, twice=twice))
 
-    def forks_projection(self, stream: Tensor) -> bool:
-        """Return True if `forked_projection` is supported and saves memory.
+    def can_fuse_projection(self, stream: Tensor) -> bool:
+        """Return True if `fused_projection` is supported and saves memory.
 
         Under autocast it does not: the residual stream is a wide sum that nothing else saves.
         """
         return forks(stream, self.weight) and not torch.is_autocast_enabled(stream.device.type)
 
-    def forked_projection(self, stream: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def fused_projection(self, stream: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the residual stream and a projection of its norm; the backward recomputes the norm.
 
         Both must be used in the loss.
         """
-        return forked_norm_projection(
+        return rms_norm_residual_linear(
             stream, self.weight, weight, bias, epsilon=self.epsilon, zero_centered=self.zero_centered
         )
 
-    def parts(self, inputs: Tensor) -> NormParts:
+    def parts(self, inputs: Tensor) -> NormFactors:
         """Return the factors of the norm: input, reciprocal RMS of each row, and weight."""
-        return rms_norm_parts(inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered)
+        return rms_norm_factors(inputs, self.weight, epsilon=self.epsilon, zero_centered=self.zero_centered)
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}

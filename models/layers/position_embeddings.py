@@ -12,7 +12,7 @@ from ...kernels.rope_scaling import RotaryScaling
 from .computed_table import ComputedTable
 
 
-class Rotation(NamedTuple):
+class RotaryTables(NamedTuple):
     """Cos/sin tables for rotary embedding, each (tokens, dim / 2) or (batch, tokens, dim / 2).
 
     Attributes:
@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
     key_cosine: Tensor | None = None
     key_sine: Tensor | None = None
 
-    def of_keys(self) -> tuple[Tensor, Tensor]:
+    def for_keys(self) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine for keys."""
         if self.key_cosine is None or self.key_sine is None:
             return self.cosine, self.sine
@@ -83,7 +83,7 @@ class RotaryEmbedding(ComputedTable):
             device=self.cosine.device,
         )
 
-    def forward(self, positions: int | Tensor) -> Rotation:
+    def forward(self, positions: int | Tensor) -> RotaryTables:
         """Return the cosine and sine of positions.
 
         Args:
@@ -93,8 +93,8 @@ class RotaryEmbedding(ComputedTable):
             Each (tokens, dim / 2), or (batch, tokens, dim / 2).
         """
         if isinstance(positions, int):
-            return Rotation(self.cosine[:positions], self.sine[:positions])
-        return Rotation(self.cosine[positions], self.sine[positions])
+            return RotaryTables(self.cosine[:positions], self.sine[:positions])
+        return RotaryTables(self.cosine[positions], self.sine[positions])
 
     def extra_repr(self) -> str:
         """Return the settings shown by `print(model)`."""
@@ -123,18 +123,18 @@ class XPosEmbedding(ComputedTable):
             dtype = torch.promote_types(self.tables.dtype, torch.float32)
             self.tables = torch.stack(xpos_table(self.positions, self.dim, dtype=dtype, device=self.tables.device))
 
-    def forward(self, positions: int | Tensor) -> Rotation:
+    def forward(self, positions: int | Tensor) -> RotaryTables:
         """Return the cosine and sine for queries and for keys; positions as in `RotaryEmbedding`."""
         if isinstance(positions, int):
-            return Rotation(*self.tables[:, :positions])
-        return Rotation(*self.tables[:, positions])
+            return RotaryTables(*self.tables[:, :positions])
+        return RotaryTables(*self.tables[:, positions])
 
     def extra_repr(self) -> str:
         """Return the settings shown by `print(model)`."""
         return f"dim={self.dim}, positions={self.positions}"
 
 
-class PositionTable(nn.Module):
+class SamplePositionEmbedding(nn.Module):
     """Learned position embedding indexed by the place in a sample, across documents (NeMo's `learned_parameters`).
 
     Args:

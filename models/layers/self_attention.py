@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
-from ...kernels.attention.kv_append import turn_and_append
+from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.attention.packed_sequences import PackedSequences
 from ...kernels.fused_qkv_rope import rotary_split
 from ...kernels.rope import apply_rotary
 from ..dispatch.attention_calls import CallKind
-from ..kv_cache import LayerCache
-from .attention_bias import ScoreTerms
-from .fused_linear import added_to, product_of_norm
+from ..kv_cache import LayerKVCache
+from .attention_bias import ScoreBias
+from .fused_linear import added_to, norm_linear
 from .norm import LayerNorm, RMSNorm
-from .position_embeddings import Rotation
+from .position_embeddings import RotaryTables
 
 
 class SelfAttention(nn.Module):
@@ -86,13 +86,13 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotary: Rotation | None,
+        rotary: RotaryTables | None,
         kind: CallKind,
         packed: PackedSequences | None = None,
-        terms: ScoreTerms | None = None,
+        terms: ScoreBias | None = None,
         padding: Tensor | None = None,
         norm: LayerNorm | RMSNorm | None = None,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         if norm is None:
             projected = self.qkv(hidden)
         else:
-            projected, residual = product_of_norm(norm, self.qkv, hidden, residual)
+            projected, residual = norm_linear(norm, self.qkv, hidden, residual)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         if cache is not None and hidden.shape[1] == 1:
             return self._project_output(self._decode(projected[:, 0], rotary, terms, cache)[:, None], residual)
@@ -146,7 +146,7 @@ class SelfAttention(nn.Module):
         return added_to(residual, self.output, context.flatten(2))
 
     def _decode(
-        self, projected: Tensor, rotary: Rotation | None, terms: ScoreTerms | None, cache: LayerCache
+        self, projected: Tensor, rotary: RotaryTables | None, terms: ScoreBias | None, cache: LayerKVCache
     ) -> Tensor:
         """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""
         if self.query_norm is not None and self.key_norm is not None:
@@ -154,9 +154,9 @@ class SelfAttention(nn.Module):
             projected = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=1)
         tables = None
         if rotary is not None:
-            key_cosine, key_sine = rotary.of_keys()
+            key_cosine, key_sine = rotary.for_keys()
             tables = rotary.cosine[:, 0], rotary.sine[:, 0], key_cosine[:, 0], key_sine[:, 0]
-        query = turn_and_append(
+        query = apply_rotary_and_append_kv(
             projected, cache.key, cache.value, cache.lengths, tables, interleaved=self.rotary_interleaved
         )
         return decode_attention(
@@ -167,11 +167,11 @@ class SelfAttention(nn.Module):
             scale=self.scale,
             distance_bias=None if terms is None else terms.distance_bias,
             alibi_slopes=None if terms is None else terms.alibi_slopes,
-            left=-1 if self.window is None else self.window[0],
+            left_window=-1 if self.window is None else self.window[0],
             softcap=self.softcap,
         )
 
-    def _split_and_rotate(self, projected: Tensor, rotary: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_and_rotate(self, projected: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split (batch, tokens, heads + 2 groups, head_dim) into normed and rotated queries, keys, and values."""
         interleaved = self.rotary_interleaved
         if rotary is not None and rotary.key_cosine is None and self.query_norm is None:
@@ -181,7 +181,7 @@ class SelfAttention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query = apply_rotary(query, rotary.cosine, rotary.sine, interleaved=interleaved)
-            key = apply_rotary(key, *rotary.of_keys(), interleaved=interleaved)
+            key = apply_rotary(key, *rotary.for_keys(), interleaved=interleaved)
             if self.query_norm is None:
                 # A view would keep the whole projection alive, although rotated queries and keys are new tensors.
                 value = value.contiguous()

@@ -28,7 +28,7 @@ def draws(module: nn.Module) -> bool:
     return any(getattr(part, "uses_rng", False) for part in module.modules())
 
 
-def run_again(
+def run_with_recompute(
     run: Callable[Inputs, Output], preserve_rng_state: bool, /, *inputs: Inputs.args, **options: Inputs.kwargs
 ) -> Output:
     """Return `run(*inputs, **options)`, saving only the inputs; the backward recomputes the rest.
@@ -43,7 +43,7 @@ def run_again(
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
 
 
-def product_of(
+def run_with_recomputed_input(
     part: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], part_uses_rng: bool, /, inputs: Tensor
 ) -> Tensor:
     """Return `product(part(inputs))`, saving `inputs`; the backward recomputes `part` but not `product`.
@@ -56,7 +56,7 @@ def product_of(
         inputs: saved for the backward.
     """
     if torch.compiler.is_compiling():  # a checkpointed matmul would be recomputed for every user of its output
-        return product(run_again(part, part_uses_rng, inputs))
+        return product(run_with_recompute(part, part_uses_rng, inputs))
     # Early stop: the recomputation ends as soon as the matmul has saved its argument, before the matmul itself runs.
     product_uses_rng = isinstance(product, nn.Module) and draws(product)
-    return run_again(lambda given: product(part(given)), part_uses_rng or product_uses_rng, inputs)
+    return run_with_recompute(lambda given: product(part(given)), part_uses_rng or product_uses_rng, inputs)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-SLAB = 1 << 30
+SLAB_BYTES = 1 << 30
 """Bytes of host memory pinned per allocation: pinning is slow, and PyTorch rounds up to a power of two."""
 ALIGNMENT = 512
 """Alignment in bytes of a buffer within a slab, suitable for copy engines and every dtype."""
@@ -19,7 +19,7 @@ class HostMemoryError(RuntimeError):
     """Out of host memory for offloading; a remedy for a full device does not help here."""
 
 
-class Copies(Protocol):
+class CopyEngine(Protocol):
     """Copy engine of a device: memory, asynchronous copies in both directions, and events to wait for them.
 
     No method blocks the host. The type of events is `Any`: whatever `wait` accepts.
@@ -63,7 +63,7 @@ class Copies(Protocol):
         """Start a copy to the host after the work so far; keep `memory` alive until the event is waited for."""
         ...
 
-    def fetch(self, host: Tensor, memory: Tensor) -> Any:
+    def copy_to_device(self, host: Tensor, memory: Tensor) -> Any:
         """Start a copy to the device after the work so far; keep `memory` alive until the event is waited for."""
         ...
 
@@ -72,7 +72,7 @@ class Copies(Protocol):
         ...
 
 
-class CudaCopies:
+class CudaCopyEngine:
     """Copy engine of a CUDA device: one stream per direction, so that both can run at once, and pinned buffers.
 
     The buffers are reused in the next step. Device memory is allocated and freed on the compute stream, always after
@@ -84,49 +84,49 @@ class CudaCopies:
         pool: pinned host memory, which engines for the same compute stream may share; None for a pool of its own.
     """
 
-    def __init__(self, device: torch.device, pool: HostPool | None = None) -> None:
+    def __init__(self, device: torch.device, pool: PinnedMemoryPool | None = None) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._work = torch.cuda.current_stream(device)
-        self._pool = HostPool(pinned=True) if pool is None else pool
+        self._pool = PinnedMemoryPool(pinned=True) if pool is None else pool
 
     @property
     def host_bytes(self) -> int:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         return self._pool.size
 
     def begin(self) -> None:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         self._work = torch.cuda.current_stream(self.device)
 
     def host(self, size: int) -> Tensor:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         return self._pool.take(size)
 
     def give_back(self, host: Tensor) -> None:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         self._pool.give_back(host)
 
     def new(self, size: int) -> Tensor:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         with torch.cuda.stream(self._work):
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         with torch.cuda.stream(self._work):
             storage.resize_(size)
 
     def send(self, memory: Tensor, host: Tensor) -> torch.Event:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         return self._copy(self._out, memory, host)
 
-    def fetch(self, host: Tensor, memory: Tensor) -> torch.Event:
-        """See `Copies`."""
+    def copy_to_device(self, host: Tensor, memory: Tensor) -> torch.Event:
+        """See `CopyEngine`."""
         return self._copy(self._back, host, memory)
 
     def wait(self, mark: torch.Event) -> None:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         self._work.wait_event(mark)
 
     def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> torch.Event:
@@ -142,7 +142,7 @@ def bytes_of(storage: torch.UntypedStorage, start: int, stop: int) -> Tensor:
     return flat.set_(storage, start, (stop - start,), (1,))
 
 
-class HostPool:
+class PinnedMemoryPool:
     """Best-fit allocator of host buffers from large slabs, which are never freed.
 
     A buffer is allocated from the smallest free block that holds it; the rest of the block stays free. A released
@@ -200,7 +200,7 @@ class HostPool:
 
     def _add_slab(self, needed: int) -> int:
         """Allocate a slab of at least `needed` bytes; return the index of its block in the free list."""
-        size = max(SLAB if self._pinned else 0, 1 << (needed - 1).bit_length())
+        size = max(SLAB_BYTES if self._pinned else 0, 1 << (needed - 1).bit_length())
         try:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         except RuntimeError as error:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .host_copies import Copies, bytes_of
+from .host_copies import CopyEngine, bytes_of
 
 LEAST_SIZE = 1 << 20
 """Minimal bytes of an offloaded tensor."""
@@ -43,13 +43,13 @@ class ActivationOffload:
         sent_bytes: bytes copied to the host in the last forward.
     """
 
-    def __init__(self, copies: Copies, layers: int, *, least_size: int = LEAST_SIZE) -> None:
+    def __init__(self, copies: CopyEngine, layers: int, *, least_size: int = LEAST_SIZE) -> None:
         self.copies = copies
         self.layers = layers
         self._least_size = least_size
         self.sent_bytes = 0
 
-    def forward_pass(self, layers: int, shared: object) -> ForwardPass:
+    def begin_forward(self, layers: int, shared: object) -> ForwardPass:
         """Begin a forward through all layers.
 
         Args:
@@ -65,7 +65,7 @@ class ForwardPass:
     """Offloading of one forward through a stack and its backward: wrap each layer in `layers`, then call `after`."""
 
     def __init__(
-        self, owner: ActivationOffload, copies: Copies, offloaded: int, layers: int, shared: object, least_size: int
+        self, owner: ActivationOffload, copies: CopyEngine, offloaded: int, layers: int, shared: object, least_size: int
     ) -> None:
         self._owner = owner
         self._copies = copies
@@ -150,7 +150,7 @@ class _Stored:
     the last reference frees the device memory and the host buffer.
     """
 
-    def __init__(self, memory: Tensor, copies: Copies) -> None:
+    def __init__(self, memory: Tensor, copies: CopyEngine) -> None:
         self._copies = copies
         self._memory: Tensor | None = memory
         self._pending_copy: Any = None
@@ -168,7 +168,7 @@ class _Stored:
         if self._memory is None:
             assert self._host is not None
             self._memory = self._copies.new(self._host.numel())
-            self._pending_copy = self._copies.fetch(self._host, self._memory)
+            self._pending_copy = self._copies.copy_to_device(self._host, self._memory)
 
     def read(self) -> Tensor:
         """Return the device memory, for work submitted from now on."""

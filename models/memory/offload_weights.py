@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .host_copies import Copies, bytes_of
+from .host_copies import CopyEngine, bytes_of
 from .offload_activations import LEAST_SIZE
 
 
@@ -40,7 +40,7 @@ class WeightOffload:
     """
 
     def __init__(
-        self, copies: Copies, layers: Sequence[nn.Module], offloaded: int, *, least_size: int = LEAST_SIZE
+        self, copies: CopyEngine, layers: Sequence[nn.Module], offloaded: int, *, least_size: int = LEAST_SIZE
     ) -> None:
         if any(type(parameter) is not nn.Parameter for layer in layers for parameter in layer.parameters()):
             raise ValueError(
@@ -97,7 +97,7 @@ class WeightOffload:
         return fetch
 
 
-def weight_offloads(model: nn.Module) -> list[WeightOffload]:
+def find_weight_offloads(model: nn.Module) -> list[WeightOffload]:
     """Return the weight offloads of a model's stacks; call their `to_device` before an optimizer step."""
     found = (getattr(module, "weight_offload", None) for module in model.modules())
     return [offload for offload in found if isinstance(offload, WeightOffload)]
@@ -106,7 +106,7 @@ def weight_offloads(model: nn.Module) -> list[WeightOffload]:
 class _Weight:
     """Offloaded parameter, whose storage is empty while only the host has its value."""
 
-    def __init__(self, parameter: nn.Parameter, copies: Copies) -> None:
+    def __init__(self, parameter: nn.Parameter, copies: CopyEngine) -> None:
         self._storage = parameter.untyped_storage()
         self._copies = copies
         self._host: Tensor | None = None
@@ -133,7 +133,7 @@ class _Weight:
             assert self._host is not None
             self._copies.resize(self._storage, self.size)
             self._on_device = True
-            self._pending_copy = self._copies.fetch(self._host, self._memory)
+            self._pending_copy = self._copies.copy_to_device(self._host, self._memory)
 
     def ensure_on_device(self) -> None:
         """Make the value available to work submitted from now on."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.moe.expert_mlps import expert_mlp
-from .router import Routed
+from .router import Routing
 
 
 class Experts(nn.Module):
@@ -54,17 +54,17 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(experts, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(experts, hidden_size)) if bias else None
 
-    def forward(self, tokens: Tensor, routed: Routed) -> Tensor:
+    def forward(self, tokens: Tensor, routed: Routing) -> Tensor:
         """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0."""
         return self._mlp(tokens, routed, None)
 
-    def added_to(self, stream: Tensor, tokens: Tensor, routed: Routed) -> Tensor:
+    def added_to(self, stream: Tensor, tokens: Tensor, routed: Routing) -> Tensor:
         """Return the residual `stream` (tokens, hidden_size) plus the expert outputs; fused kernels include the add."""
         if type(self) is not Experts:  # a subclass with its own forward
             return stream + self(tokens, routed)
         return self._mlp(tokens, routed, stream)
 
-    def _mlp(self, tokens: Tensor, routed: Routed, residual: Tensor | None) -> Tensor:
+    def _mlp(self, tokens: Tensor, routed: Routing, residual: Tensor | None) -> Tensor:
         weights = (self.up, self.down, self.up_bias, self.down_bias)
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.mlp import MLP
-from ..memory.activation_checkpoint import recomputes, run_again
+from ..memory.activation_checkpoint import recomputes, run_with_recompute
 from .experts import Experts
-from .router import SUMS, Router
+from .router import STATISTIC_NAMES, Router
 
 
 class MoE(nn.Module):
@@ -30,7 +30,7 @@ class MoE(nn.Module):
     Attributes:
         recompute: in training, save only the input and recompute router and experts in the backward.
         preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
-        statistics: fp32 (experts + 6): sum of `Routed.sums` since it was last zeroed; non-persistent.
+        statistics: fp32 (experts + 6): sum of `Routing.sums` since it was last zeroed; non-persistent.
         loss_share: fp32 scalar: share of a micro batch in its global batch, a factor of the gradients of the auxiliary
             losses; non-persistent.
         expert_bias: fp32 (experts,), persistent; None without.
@@ -51,13 +51,13 @@ class MoE(nn.Module):
         self.experts = experts
         self.shared = shared
         number = len(router.weight)
-        self.register_buffer("statistics", torch.zeros(number + len(SUMS)), persistent=False)
+        self.register_buffer("statistics", torch.zeros(number + len(STATISTIC_NAMES)), persistent=False)
         self.register_buffer("loss_share", torch.ones(()), persistent=False)
         self.register_buffer("expert_bias", torch.zeros(number) if expert_bias else None)
         self.register_buffer("step_counts", torch.zeros(number) if expert_bias else None, persistent=False)
 
     @property
-    def moves_bias(self) -> bool:
+    def updates_expert_bias(self) -> bool:
         """True if training updates the expert bias: it is frozen together with the router weight."""
         return self.expert_bias is not None and self.router.weight.requires_grad
 
@@ -96,7 +96,7 @@ class MoE(nn.Module):
         """
         real = None if padding is None else padding.flatten()
         if self.recompute and recomputes(self):
-            output, sums = run_again(self._run, self.preserve_rng_state, hidden, real, norm, use_capacity)
+            output, sums = run_with_recompute(self._run, self.preserve_rng_state, hidden, real, norm, use_capacity)
             return (output if residual is None else residual + output), sums
         return self._run(hidden, real, norm, use_capacity, router_input, residual)
 
@@ -136,7 +136,7 @@ class MoE(nn.Module):
         bias = self.expert_bias
         super()._apply(fn, recurse)
         device, number = self.router.weight.device, len(self.router.weight)
-        self.statistics = torch.zeros(number + len(SUMS), device=device)
+        self.statistics = torch.zeros(number + len(STATISTIC_NAMES), device=device)
         self.loss_share = torch.ones((), device=device)
         if bias is not None:
             leaves_meta = bias.is_meta and device.type != "meta"

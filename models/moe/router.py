@@ -9,28 +9,28 @@ from torch import Tensor, nn
 
 from ...kernels.moe.router_logits import router_logits
 from ...kernels.moe.routing import (
-    Choice,
     DropPolicy,
+    RoutingResult,
     Score,
-    capacity_of,
-    choose_experts,
+    attach_auxiliary_loss,
+    capacity_mask,
+    expert_capacity,
     load_balancing_loss,
     router_entropy,
     router_probabilities,
-    sinkhorn_choice,
+    sinkhorn_routing,
     tokens_per_expert,
-    with_loss_gradient,
-    within_capacity,
+    topk_routing,
     z_loss,
 )
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 
-SUMS = ("load_balancing_loss", "z_loss", "entropy", "dropped", "assignments", "calls")
-"""Names of the entries of `Routed.sums` after the tokens per expert."""
+STATISTIC_NAMES = ("load_balancing_loss", "z_loss", "entropy", "dropped", "assignments", "calls")
+"""Names of the entries of `Routing.sums` after the tokens per expert."""
 
 
-class Routed(NamedTuple):
+class Routing(NamedTuple):
     """Expert assignments of the tokens of one call.
 
     Attributes:
@@ -40,7 +40,7 @@ class Routed(NamedTuple):
         sums: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `SUMS`.
     """
 
-    choice: Choice
+    choice: RoutingResult
     kept: Tensor | None
     capacity: int | None
     sums: Tensor
@@ -113,7 +113,7 @@ class Router(nn.Module):
         real: Tensor | None = None,
         *,
         use_capacity: bool = True,
-    ) -> Routed:
+    ) -> Routing:
         """Route tokens to experts.
 
         Args:
@@ -133,29 +133,31 @@ class Router(nn.Module):
             logits = router_logits(inputs, self.weight, dtype)
             logits_loss = z_loss(logits, real=real)
             if self.training and self.z_loss:
-                logits = with_loss_gradient(logits, self.z_loss * logits_loss, loss_share)
+                logits = attach_auxiliary_loss(logits, self.z_loss * logits_loss, loss_share)
             choice = self._choose(logits, expert_bias, real)
             probabilities = router_probabilities(logits, self.score)
             counts = tokens_per_expert(choice.experts, number, real=real)
             balance = load_balancing_loss(probabilities, counts, self.topk, real=real)
             if self.training and self.aux_loss:
-                choice = Choice(choice.experts, with_loss_gradient(choice.gates, self.aux_loss * balance, loss_share))
+                choice = RoutingResult(
+                    choice.experts, attach_auxiliary_loss(choice.gates, self.aux_loss * balance, loss_share)
+                )
             capacity, kept = None, None if real is None else real[:, None].expand_as(choice.experts)
             if self.capacity_factor is not None and use_capacity:
-                capacity = capacity_of(len(tokens), number, self.topk, self.capacity_factor)
-                kept = within_capacity(choice, number, capacity, self.drop_policy, real=real)
+                capacity = expert_capacity(len(tokens), number, self.topk, self.capacity_factor)
+                kept = capacity_mask(choice, number, capacity, self.drop_policy, real=real)
             with torch.no_grad():
                 entropy = router_entropy(probabilities, real=real)
                 assignments = counts.sum()
                 dropped = assignments - kept.sum() if kept is not None else torch.zeros_like(assignments)
                 values = (balance, logits_loss, entropy, dropped, assignments, torch.ones_like(assignments))
                 sums = torch.cat([counts, torch.stack([value.float() for value in values])])
-        return Routed(choice, kept, capacity, sums)
+        return Routing(choice, kept, capacity, sums)
 
-    def _choose(self, logits: Tensor, expert_bias: Tensor | None, real: Tensor | None) -> Choice:
+    def _choose(self, logits: Tensor, expert_bias: Tensor | None, real: Tensor | None) -> RoutingResult:
         if self.balancing == "sinkhorn":
-            return sinkhorn_choice(logits, self.topk, training=self.training, real=real)
-        return choose_experts(
+            return sinkhorn_routing(logits, self.topk, training=self.training, real=real)
+        return topk_routing(
             logits,
             self.topk,
             score=self.score,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 
-def up_to_last_label(labels: Tensor) -> Tensor:
+def mask_up_to_last_label(labels: Tensor) -> Tensor:
     """Return the mask of a causal stack, bool (batch, tokens): True up to the last label of each row."""
     positions = torch.arange(labels.shape[1], device=labels.device)
     return positions <= positions.where(labels >= 0, -1).amax(dim=1, keepdim=True)
 
 
-def in_rows_with_label(tokens: Tensor, labels: Tensor, padding: Tensor | None) -> Tensor:
+def mask_rows_with_label(tokens: Tensor, labels: Tensor, padding: Tensor | None) -> Tensor:
     """Return the mask of a bidirectional stack: True for the real tokens of rows that have a label.
 
     Args:
@@ -31,7 +31,7 @@ def in_rows_with_label(tokens: Tensor, labels: Tensor, padding: Tensor | None) -
     return labelled.expand_as(tokens) if padding is None else padding & labelled
 
 
-def in_documents_with_label(documents: Tensor, labels: Tensor, labels_documents: Tensor) -> Tensor:
+def mask_documents_with_label(documents: Tensor, labels: Tensor, labels_documents: Tensor) -> Tensor:
     """Return the mask of an encoder of packed rows: True up to the last document with a label, then padding.
 
     Args:

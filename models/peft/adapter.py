@@ -13,7 +13,7 @@ from .added_parameters import Added, drawn
 _EPSILON = 1e-5
 
 
-class Bottleneck(Added):
+class BottleneckAdapter(Added):
     """Adapter y + dropout(up(silu(down(norm(y))))); with norm position `post`, the norm is on the output of `up`.
 
     Args:
@@ -40,7 +40,7 @@ class Bottleneck(Added):
             update = F.dropout(update, self.adapter.dropout)
         return hidden + update
 
-    def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize matrices by the configured methods, the norm to weight 1 and bias 0."""
         if name == "norm.weight":
             return torch.ones(shape)

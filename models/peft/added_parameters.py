@@ -17,12 +17,12 @@ class Added(nn.Module):
     """Module with trainable parameters that the base model does not have.
 
     Attributes:
-        added: names of the PEFT parameters in the module; empty if all of its parameters are.
+        peft_parameters: names of the PEFT parameters in the module; empty if all of its parameters are.
     """
 
-    added: ClassVar[tuple[str, ...]] = ()
+    peft_parameters: ClassVar[tuple[str, ...]] = ()
 
-    def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Return the initial value of the PEFT parameter `name` of this module, in fp32 on the CPU."""
         raise NotImplementedError
 
@@ -32,7 +32,7 @@ class Added(nn.Module):
         Args:
             name: name of the frozen parameter in the module.
             weight: its value, in at least fp32.
-            added: PEFT parameters by their names in the module.
+            peft_parameters: PEFT parameters by their names in the module.
         """
         raise NotImplementedError
 
@@ -42,11 +42,11 @@ def added_parameters(model: nn.Module) -> list[str]:
     return [f"{prefix}.{name}" for prefix, _, name in _named_peft_parameters(model)]
 
 
-def initial_values(model: nn.Module) -> dict[str, Callable[[str, torch.Size, torch.Generator], Tensor]]:
+def peft_initializers(model: nn.Module) -> dict[str, Callable[[str, torch.Size, torch.Generator], Tensor]]:
     """Return the initializers of all PEFT parameters by name, for `init.InitRules.initializers`."""
 
     def value(module: Added, short_name: str, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        return module.initial(short_name, shape, generator)
+        return module.initial_parameter(short_name, shape, generator)
 
     return {f"{prefix}.{name}": partial(value, module, name) for prefix, module, name in _named_peft_parameters(model)}
 
@@ -55,8 +55,8 @@ def _named_peft_parameters(model: nn.Module) -> Iterator[tuple[str, Added, str]]
     """Yield module name, module, and parameter name in the module."""
     for prefix, module in model.named_modules():
         if isinstance(module, Added):
-            for name, _ in module.named_parameters(recurse=not module.added):
-                if not module.added or name in module.added:
+            for name, _ in module.named_parameters(recurse=not module.peft_parameters):
+                if not module.peft_parameters or name in module.peft_parameters:
                     yield prefix, module, name
 
 

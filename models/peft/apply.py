@@ -9,42 +9,42 @@ from ..config.peft_slice import AdapterSlice, IA3Slice, LoRASlice, PeftSlice, Pr
 from ..layers.mlp import MLP
 from ..moe.moe_layer import MoE
 from ..stack import Layer, Stack
-from .adapter import Bottleneck
+from .adapter import BottleneckAdapter
 from .added_parameters import added_parameters
-from .ia3 import ScaledInputs, ScaledOutputs
+from .ia3 import IA3InputLinear, IA3OutputLinear
 from .lora import LoRAExperts, LoRALinear
 from .lora_mlp import LoRAMLP
-from .ptuning import Prompt
+from .ptuning import PromptEncoder
 
 
-def adapt(model: nn.Module, stacks: tuple[Stack, ...], described: FamilySlice, peft: PeftSlice) -> None:
+def apply_peft(model: nn.Module, stacks: tuple[Stack, ...], model_slice: FamilySlice, peft: PeftSlice) -> None:
     """Add the PEFT modules to a model on the meta device and freeze all other parameters, in place.
 
     Args:
         model: built from `described`.
         stacks: stacks of the model, in the order of its slice.
-        described: slice of the model.
+        model_slice: slice of the model.
         peft: PEFT scheme.
 
     Raises:
         ValueError: a selected layer does not exist, or a name of `selective` matches no parameter.
     """
     _check_layers(stacks, peft)
-    for stack, part in zip(stacks, described.stacks, strict=True):
+    for stack, part in zip(stacks, model_slice.stacks, strict=True):
         for index, layer in enumerate(stack.layers):
             assert isinstance(layer, Layer)
             match peft:
-                case LoRASlice() if peft.layers.takes(index):
-                    _add_lora(layer, peft, peft.mlp_is_one_operation(part))
-                case AdapterSlice() if peft.layers.takes(index):
-                    layer.attention_adapter = Bottleneck(part.hidden_size, peft)
-                    layer.mlp_adapter = Bottleneck(part.hidden_size, peft)
-                case IA3Slice() if peft.layers.takes(index):
+                case LoRASlice() if peft.layers.includes(index):
+                    _add_lora(layer, peft, peft.can_fuse_mlp(part))
+                case AdapterSlice() if peft.layers.includes(index):
+                    layer.attention_adapter = BottleneckAdapter(part.hidden_size, peft)
+                    layer.mlp_adapter = BottleneckAdapter(part.hidden_size, peft)
+                case IA3Slice() if peft.layers.includes(index):
                     _add_ia3(layer)
                 case _:
                     pass
     if isinstance(peft, PromptSlice):
-        model.prompt = Prompt(described.stacks[0].hidden_size, peft)
+        model.prompt = PromptEncoder(model_slice.stacks[0].hidden_size, peft)
     trainable = set(added_parameters(model))
     if isinstance(peft, SelectiveSlice):
         trainable = {name for name, _ in model.named_parameters() if any(part in name for part in peft.names)}
@@ -58,7 +58,7 @@ def adapt(model: nn.Module, stacks: tuple[Stack, ...], described: FamilySlice, p
         parameter.requires_grad_(name in trainable)
 
 
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of a model by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -96,9 +96,9 @@ def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None
 
 def _add_ia3(layer: Layer) -> None:
     attention, cross = layer.attention, layer.cross_attention
-    attention.qkv = ScaledOutputs(attention.qkv, 2 * attention.groups * attention.head_dim)
+    attention.qkv = IA3OutputLinear(attention.qkv, 2 * attention.groups * attention.head_dim)
     if cross is not None:
-        cross.kv = ScaledOutputs(cross.kv, cross.kv.out_features)
+        cross.kv = IA3OutputLinear(cross.kv, cross.kv.out_features)
     mlp = layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp
     if isinstance(mlp, MLP):
-        mlp.down = ScaledInputs(mlp.down)
+        mlp.down = IA3InputLinear(mlp.down)

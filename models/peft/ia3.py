@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .added_parameters import Added
 
 
-class ScaledOutputs(nn.Linear, Added):
+class IA3OutputLinear(nn.Linear, Added):
     """Frozen linear layer with learned scales of its last outputs: keys and values of a fused projection.
 
     Args:
@@ -20,7 +20,7 @@ class ScaledOutputs(nn.Linear, Added):
         scaled: number of scaled outputs, the last ones.
     """
 
-    added: ClassVar[tuple[str, ...]] = ("ia3",)
+    peft_parameters: ClassVar[tuple[str, ...]] = ("ia3",)
 
     def __init__(self, base: nn.Linear, scaled: int) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
@@ -33,7 +33,7 @@ class ScaledOutputs(nn.Linear, Added):
         unscaled, scaled = output.split((self.out_features - len(self.ia3), len(self.ia3)), dim=-1)
         return torch.cat([unscaled, scaled * self.ia3.to(output.dtype)], dim=-1)
 
-    def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize the scales to 1."""
         return torch.ones(shape)
 
@@ -44,14 +44,14 @@ class ScaledOutputs(nn.Linear, Added):
         return weight * (row_scales if weight.ndim == 1 else row_scales[:, None])
 
 
-class ScaledInputs(nn.Linear, Added):
+class IA3InputLinear(nn.Linear, Added):
     """Frozen linear layer with a learned scale of each input: the inner activations of an MLP.
 
     Args:
         base: layer on the meta device, whose weight and bias are reused.
     """
 
-    added: ClassVar[tuple[str, ...]] = ("ia3",)
+    peft_parameters: ClassVar[tuple[str, ...]] = ("ia3",)
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
@@ -62,7 +62,7 @@ class ScaledInputs(nn.Linear, Added):
         """Map (..., in) to (..., out)."""
         return F.linear(input * self.ia3.to(input.dtype), self.weight, self.bias)
 
-    def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize the scales to 1."""
         return torch.ones(shape)
 

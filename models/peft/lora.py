@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.lora.lora_linear import lora_linear
-from ...kernels.moe.lora_experts import LowRank, lora_expert_mlp
-from ...kernels.norm_functions import NormParts
+from ...kernels.moe.lora_experts import LoRAMatrices, lora_expert_mlp
+from ...kernels.norm_functions import NormFactors
 from ..config.peft_slice import LoRASlice
-from ..layers.fused_linear import NormedLinear
+from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..moe.experts import Experts
-from ..moe.router import Routed
+from ..moe.router import Routing
 from .added_parameters import Added, drawn
 
 
-class LoRALinear(NormedLinear, Added):
+class LoRALinear(FusedLinear, Added):
     """Frozen linear layer with a LoRA update, x W^T + b + scale (x A^T) B^T.
 
     A fused weight has a LoRA pair for each of its projections: the rows of `lora_a`, (parts * rank, in), are those of
@@ -31,7 +31,7 @@ class LoRALinear(NormedLinear, Added):
         parts: rows of each projection in the weight.
     """
 
-    added: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
+    peft_parameters: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
 
     def __init__(self, base: nn.Linear, lora: LoRASlice, parts: tuple[int, ...]) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
@@ -54,16 +54,16 @@ class LoRALinear(NormedLinear, Added):
         """
         return torch.compiler.is_compiling() and isinstance(norm, RMSNorm) and not self.lora.dropout
 
-    def of_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
-        """See `NormedLinear`."""
+    def forward_with_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+        """See `FusedLinear`."""
         assert isinstance(norm, RMSNorm)
         return self._linear(norm(hidden), norm.parts(hidden))
 
-    def onto(self, stream: Tensor, hidden: Tensor) -> Tensor:
-        """See `NormedLinear`."""
+    def add_to_residual(self, stream: Tensor, hidden: Tensor) -> Tensor:
+        """See `FusedLinear`."""
         return self._linear(hidden, None, stream)
 
-    def _linear(self, inputs: Tensor, norm: NormParts | None, residual: Tensor | None = None) -> Tensor:
+    def _linear(self, inputs: Tensor, norm: NormFactors | None, residual: Tensor | None = None) -> Tensor:
         return lora_linear(
             inputs,
             self.weight,
@@ -77,7 +77,7 @@ class LoRALinear(NormedLinear, Added):
             onto=residual,
         )
 
-    def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize A and B by the configured methods."""
         if name == "lora_a":
             return drawn(self.lora.column_init, shape, generator, len(self.parts))
@@ -100,7 +100,7 @@ class LoRAExperts(Experts, Added):
         lora: rank, scale, dropout, targets and initialization.
     """
 
-    added: ClassVar[tuple[str, ...]] = ("up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
+    peft_parameters: ClassVar[tuple[str, ...]] = ("up_lora_a", "up_lora_b", "down_lora_a", "down_lora_b")
 
     def __init__(self, base: Experts, lora: LoRASlice) -> None:
         experts, rows, hidden = base.up.shape
@@ -132,15 +132,15 @@ class LoRAExperts(Experts, Added):
         else:
             self.down_lora_a = self.down_lora_b = None
 
-    def forward(self, tokens: Tensor, routed: Routed) -> Tensor:
+    def forward(self, tokens: Tensor, routed: Routing) -> Tensor:
         """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0."""
         training, lora = self.training, self.lora
         scale_and_dropout = lora.scale, lora.dropout if training else 0.0
         up_lora = down_lora = None
         if self.up_lora_a is not None and self.up_lora_b is not None:
-            up_lora = LowRank(self.up_lora_a, self.up_lora_b, self.parts, *scale_and_dropout)
+            up_lora = LoRAMatrices(self.up_lora_a, self.up_lora_b, self.parts, *scale_and_dropout)
         if self.down_lora_a is not None and self.down_lora_b is not None:
-            down_lora = LowRank(self.down_lora_a, self.down_lora_b, (self.down.shape[1],), *scale_and_dropout)
+            down_lora = LoRAMatrices(self.down_lora_a, self.down_lora_b, (self.down.shape[1],), *scale_and_dropout)
         return lora_expert_mlp(
             tokens,
             routed.choice.experts,
@@ -159,7 +159,7 @@ class LoRAExperts(Experts, Added):
             one_by_one=self.implementation == "sequential",
         )
 
-    def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize A and B by the configured methods."""
         if name.endswith("lora_a"):
             return drawn(self.lora.column_init, shape, generator, len(self.parts) if name.startswith("up") else 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...kernels.lora.lora_gated_mlp import WIDEST_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
-from ...kernels.norm_functions import NormParts
+from ...kernels.norm_functions import NormFactors
 from ..config.peft_slice import LoRASlice, PeftSlice
 from ..config.slices import StackSlice
 from ..layers.fused_linear import spares
 from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm, RMSNorm
-from ..memory.activation_checkpoint import product_of, recomputes
+from ..memory.activation_checkpoint import recomputes, run_with_recomputed_input
 from .lora import LoRALinear
 
 
@@ -19,7 +19,7 @@ def is_one_operation(peft: PeftSlice | None, stack: StackSlice, device: str, dty
     """Return True if the MLPs of all layers are fused in training, so that they do not save the activation output."""
     if not isinstance(peft, LoRASlice) or peft.layers.numbers is not None or peft.rank > WIDEST_RANK:
         return False
-    return device == "cuda" and dtype != "fp64" and peft.mlp_is_one_operation(stack)
+    return device == "cuda" and dtype != "fp64" and peft.can_fuse_mlp(stack)
 
 
 class LoRAMLP(MLP):
@@ -28,7 +28,7 @@ class LoRAMLP(MLP):
     Args:
         base: MLP on the meta device, whose modules are reused.
         lora: LoRA settings, which target at least one of the projections.
-        is_one_operation: use the fused kernel in training on a GPU, see `LoRASlice.mlp_is_one_operation`; otherwise,
+        is_one_operation: use the fused kernel in training on a GPU, see `LoRASlice.can_fuse_mlp`; otherwise,
             and elsewhere, run the projections separately.
     """
 
@@ -53,11 +53,11 @@ class LoRAMLP(MLP):
                 return self._run_fused(hidden, None, residual)
             if isinstance(norm, RMSNorm) and spares(self.up, norm):
                 return self._run_fused(norm(hidden), norm.parts(hidden), residual)
-            output = product_of(norm, self._run_fused, False, hidden)
+            output = run_with_recomputed_input(norm, self._run_fused, False, hidden)
             return output if residual is None else residual + output
         return super().forward(hidden, norm, residual)
 
-    def _run_fused(self, hidden: Tensor, norm: NormParts | None = None, residual: Tensor | None = None) -> Tensor:
+    def _run_fused(self, hidden: Tensor, norm: NormFactors | None = None, residual: Tensor | None = None) -> Tensor:
         up, down = self.up, self.down
         assert isinstance(up, LoRALinear)
         assert isinstance(down, LoRALinear)

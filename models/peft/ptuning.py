@@ -12,7 +12,7 @@ from ..config.peft_slice import PromptSlice
 from .added_parameters import Added
 
 
-class Prompt(Added):
+class PromptEncoder(Added):
     """Prompt encoder: embeddings of virtual tokens, second(gelu(first(embedding))), prepended to every sequence.
 
     Args:
@@ -20,7 +20,7 @@ class Prompt(Added):
         prompt: number of virtual tokens, sizes of the MLP and initialization.
     """
 
-    added: ClassVar[tuple[str, ...]] = ("embedding", "first", "first_bias", "second", "second_bias")
+    peft_parameters: ClassVar[tuple[str, ...]] = ("embedding", "first", "first_bias", "second", "second_bias")
 
     def __init__(self, hidden_size: int, prompt: PromptSlice) -> None:
         super().__init__()
@@ -37,18 +37,18 @@ class Prompt(Added):
 
     def forward(self, embedded: Tensor) -> Tensor:
         """Prepend the virtual tokens to embeddings (batch, tokens, hidden_size)."""
-        vectors = prompt_vectors(self.embedding, self.first, self.first_bias, self.second, self.second_bias)
+        vectors = virtual_token_embeddings(self.embedding, self.first, self.first_bias, self.second, self.second_bias)
         return torch.cat([vectors.to(embedded.dtype).expand(len(embedded), -1, -1), embedded], dim=1)
 
     def pad(self, padding: Tensor | None) -> Tensor | None:
         """Extend the mask of real tokens, bool (batch, tokens), by the virtual tokens; None stays None."""
         return None if padding is None else F.pad(padding, (len(self), 0), value=True)
 
-    def route(self, routed: Tensor | None) -> Tensor | None:
+    def extend_routing_mask(self, routed: Tensor | None) -> Tensor | None:
         """Extend the mask of tokens routed to experts: virtual tokens are routed if the first real token is."""
         return None if routed is None else torch.cat([routed[:, :1].expand(-1, len(self)), routed], dim=1)
 
-    def initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize embeddings and matrices from a normal distribution, biases to 0."""
         if name.endswith("bias"):
             return torch.zeros(shape)
@@ -56,6 +56,8 @@ class Prompt(Added):
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
-def prompt_vectors(embedding: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor) -> Tensor:
-    """Return the virtual token embeddings, (virtual tokens, hidden_size), from the parameters of a `Prompt`."""
+def virtual_token_embeddings(
+    embedding: Tensor, first: Tensor, first_bias: Tensor, second: Tensor, second_bias: Tensor
+) -> Tensor:
+    """Return the virtual token embeddings, (virtual tokens, hidden_size), from the parameters of a `PromptEncoder`."""
     return F.linear(F.gelu(F.linear(embedding, first, first_bias)), second, second_bias)

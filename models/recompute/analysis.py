@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ...kernels.attention.call_spec import AttentionCall
-from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.dispatch import BackendSelection
 from ..config.families import FamilySlice
 from ..config.memory import RecomputeModule
 from ..config.memory_slice import RecomputeSlice
@@ -32,7 +32,7 @@ def has_dropout(stack: StackSlice) -> bool:
     return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or in_moe)
 
 
-def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
+def recompute_uses_rng(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
     """Return True if recomputed modules use the RNG, so that the generator state must be saved and restored.
 
     Args:
@@ -55,12 +55,14 @@ def recomputes_draws(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
     return base or (peft_dropout(peft) > 0 and (recompute.layers > 0 or with_lora))
 
 
-def keeps_result_alone(mlp: MLPSlice) -> bool:
+def saves_only_output(mlp: MLPSlice) -> bool:
     """Return True if the backward of the activation needs its output instead of its input."""
     return mlp.nonlinearity == "relu" and not mlp.gated  # a gate needs both
 
 
-def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> tuple[RecomputeSlice | None, ...]:
+def effective_recompute(
+    model: FamilySlice, decisions: Mapping[str, BackendSelection]
+) -> tuple[RecomputeSlice | None, ...]:
     """Return the effective recompute settings of each stack: without core attention if its backend saves no scores.
 
     Args:
@@ -71,20 +73,20 @@ def acting_recompute(model: FamilySlice, decisions: Mapping[str, Decision]) -> t
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         recompute = stack.recompute
         chosen = [decisions[label] for label in labels if label in decisions]
-        if chosen and not any(decision.keeps_scores for decision in chosen):
+        if chosen and not any(decision.saves_scores for decision in chosen):
             recompute = _without(recompute, frozenset({"core_attention"}))
         effective.append(recompute)
     return tuple(effective)
 
 
-def saving_recompute(
-    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
+def memory_saving_recompute(
+    model: FamilySlice, decisions: Mapping[str, BackendSelection], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[RecomputeSlice | None, ...]:
     """Return the recompute settings that save memory: the effective ones without modules that save nothing anyway."""
     return tuple(
         _without(recompute, _idle(stack, decisions[labels[0]].call, peft, compiled=compiled))
         for stack, labels, recompute in zip(
-            model.stacks, training_labels(model), acting_recompute(model, decisions), strict=True
+            model.stacks, training_labels(model), effective_recompute(model, decisions), strict=True
         )
     )
 
@@ -96,14 +98,14 @@ def _without(recompute: RecomputeSlice | None, modules: frozenset[RecomputeModul
     return replace(recompute, modules=others) if recompute.layers or others else None
 
 
-def activation_saves_nothing(stack: StackSlice, peft: PeftSlice | None, *, compiled: bool) -> bool:
+def activation_recompute_saves_nothing(stack: StackSlice, peft: PeftSlice | None, *, compiled: bool) -> bool:
     """Return True if recomputing the MLP activation only saves its input instead of its output, which is as large.
 
     Recompute does save memory in compiled layers, which otherwise save the mask of positive outputs too, and with
     dropout or a norm after the activation, whose outputs are otherwise saved too.
     """
     has_successor = stack.mlp.dropout or stack.block == "normformer" or peft_dropout(peft)
-    return keeps_result_alone(stack.mlp) and not (compiled or has_successor)
+    return saves_only_output(stack.mlp) and not (compiled or has_successor)
 
 
 def _idle(
@@ -113,14 +115,14 @@ def _idle(
     found: set[RecomputeModule] = set()
     if isinstance(peft, LoRASlice) and peft.spares_norms(stack):
         found.add("norm")
-    saves_nothing = activation_saves_nothing(stack, peft, compiled=compiled)
+    saves_nothing = activation_recompute_saves_nothing(stack, peft, compiled=compiled)
     if saves_nothing or is_one_operation(peft, stack, call.device, call.dtype):
         found.add("mlp_activation")
     return frozenset(found)
 
 
-def made_again_for_copies(
-    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
+def recomputed_for_offload(
+    model: FamilySlice, decisions: Mapping[str, BackendSelection], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[frozenset[RecomputeModule], ...]:
     """Return the modules that offloaded layers of each stack recompute, so that less is copied to the host.
 
@@ -135,9 +137,9 @@ def made_again_for_copies(
         chosen = [decisions[label] for label in labels if label in decisions]
         layers = range(stack.offload.layers if stack.offload is not None else 0)
         modules = frozenset[RecomputeModule]().union(*(stack.made_again(number, offloads=True) for number in layers))
-        if not any(decision.keeps_scores for decision in chosen):
+        if not any(decision.saves_scores for decision in chosen):
             modules -= {"core_attention"}
-        if compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack) and peft.updates_all_readers:
+        if compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack) and peft.updates_all_norm_consumers:
             modules -= {"norm"}
         if chosen and is_one_operation(peft, stack, chosen[0].call.device, chosen[0].call.dtype):
             modules -= {"mlp_activation"}
@@ -145,8 +147,8 @@ def made_again_for_copies(
     return tuple(found)
 
 
-def idle_recompute(
-    model: FamilySlice, decisions: Mapping[str, Decision], peft: PeftSlice | None, *, compiled: bool
+def ineffective_recompute_messages(
+    model: FamilySlice, decisions: Mapping[str, BackendSelection], peft: PeftSlice | None, *, compiled: bool
 ) -> Iterator[str]:
     """Yield a message for each module whose recompute saves no memory: the reason, and an alternative.
 
@@ -156,7 +158,7 @@ def idle_recompute(
         peft: PEFT scheme.
         compiled: layers are compiled.
     """
-    saving = saving_recompute(model, decisions, peft, compiled=compiled)
+    saving = memory_saving_recompute(model, decisions, peft, compiled=compiled)
     blocks = [f"model.{labels[0].rpartition(' ')[0]}".rstrip(".") for labels in training_labels(model)]
     for stack, labels, effective, block in zip(model.stacks, training_labels(model), saving, blocks, strict=True):
         if stack.recompute is None:
@@ -169,7 +171,7 @@ def idle_recompute(
                 "recomputing norm has no effect in compiled layers where LoRA updates the projection after an RMSNorm: "
                 f"they do not save the norm output{advice}"
             )
-        if "mlp_activation" in stack.recompute.modules & idle and keeps_result_alone(stack.mlp):
+        if "mlp_activation" in stack.recompute.modules & idle and saves_only_output(stack.mlp):
             yield (
                 "recomputing mlp_activation has no effect on memory in layers that are not compiled: the backward of "
                 f"{stack.mlp.nonlinearity} needs only its output, and its input would be saved instead{advice}"
@@ -182,7 +184,7 @@ def idle_recompute(
         if "core_attention" not in stack.recompute.modules:
             continue
         for label in labels:
-            if label in decisions and not decisions[label].keeps_scores:
+            if label in decisions and not decisions[label].saves_scores:
                 yield (
                     f"recomputing core attention has no effect on attention `{label}`: its backend "
                     f"{decisions[label].backend} keeps no scores{advice}"

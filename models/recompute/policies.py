@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.backends.unfused import UnfusedAttention
-from ...kernels.attention.dispatch import Decision
-from ...kernels.attention.recompute_scores import attention_with_scores_again, serves
+from ...kernels.attention.dispatch import BackendSelection
+from ...kernels.attention.recompute_scores import attention_recompute_scores, serves
 from ..config.memory import RecomputeModule
 from ..config.slices import StackSlice
 from ..layers.mlp import MLP
-from ..memory.activation_checkpoint import draws, run_again
+from ..memory.activation_checkpoint import draws, run_with_recompute
 from ..moe.moe_layer import MoE
 from ..stack import Layer, Stack
 
@@ -31,7 +31,7 @@ class RecomputePolicy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeLayers:
+class FullRecompute:
     """Full recompute of the first `number` layers, saving one input per chunk of `chunk` layers.
 
     With chunks of one layer, activation checkpointing is inside the compiled graph of the layer: the compiler fuses the
@@ -51,7 +51,7 @@ class WholeLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Norms:
+class NormRecompute:
     """Recompute the norm before a projection, in these layers."""
 
     numbers: Sequence[int]
@@ -63,7 +63,7 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
-class MLPActivations:
+class MLPActivationRecompute:
     """Recompute everything between the projections of an MLP or shared expert, in these layers."""
 
     numbers: Sequence[int]
@@ -77,7 +77,7 @@ class MLPActivations:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLayers:
+class MoERecompute:
     """Recompute router and experts as a whole, in these layers."""
 
     numbers: Sequence[int]
@@ -90,7 +90,7 @@ class ExpertLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreAttention:
+class CoreAttentionRecompute:
     """Recompute attention scores and softmax, in these layers (selective recomputation, arXiv 2205.05198).
 
     Attributes:
@@ -131,16 +131,21 @@ class RecomputedAttention:
             return function(query, key, value, dropout=dropout, **options)
         fused_softmax = isinstance(function, UnfusedAttention) and function.masked_softmax_fusion
         if fused_softmax and serves(query, dropout=dropout, **options):
-            return attention_with_scores_again(query, key, value, scale=options["scale"], causal=options["causal"])
+            return attention_recompute_scores(query, key, value, scale=options["scale"], causal=options["causal"])
         if torch.compiler.is_compiling() and isinstance(function, UnfusedAttention):
-            weights = run_again(function.weights, uses_rng, query, key, dropout=dropout, **options)
+            weights = run_with_recompute(function.weights, uses_rng, query, key, dropout=dropout, **options)
             return function.product(weights, value)
         # Early stop: the recomputation ends once the last matmul has saved its arguments.
-        return run_again(function, uses_rng, query, key, value, dropout=dropout, **options)
+        return run_with_recompute(function, uses_rng, query, key, value, dropout=dropout, **options)
 
 
-def policies_of(
-    described: StackSlice, decisions: Mapping[str, Decision], own: str, cross: str | None = None, *, offloads: bool
+def recompute_policies(
+    described: StackSlice,
+    decisions: Mapping[str, BackendSelection],
+    own: str,
+    cross: str | None = None,
+    *,
+    offloads: bool,
 ) -> Iterator[RecomputePolicy]:
     """Yield the recompute policies of a stack.
 
@@ -153,14 +158,14 @@ def policies_of(
     """
     recompute = described.recompute
     if recompute is not None and recompute.layers:
-        yield WholeLayers(recompute.layers, recompute.chunk)
+        yield FullRecompute(recompute.layers, recompute.chunk)
     recomputed = [described.made_again(number, offloads=offloads) for number in range(described.num_layers)]
-    saves_scores = {label for label, decision in decisions.items() if decision.keeps_scores}
+    saves_scores = {label for label, decision in decisions.items() if decision.saves_scores}
     policies: dict[RecomputeModule, Callable[[Sequence[int]], RecomputePolicy]] = {
-        "norm": Norms,
-        "mlp_activation": MLPActivations,
-        "moe": ExpertLayers,
-        "core_attention": partial(CoreAttention, own=own in saves_scores, cross=cross in saves_scores),
+        "norm": NormRecompute,
+        "mlp_activation": MLPActivationRecompute,
+        "moe": MoERecompute,
+        "core_attention": partial(CoreAttentionRecompute, own=own in saves_scores, cross=cross in saves_scores),
     }
     for name, policy in policies.items():
         if numbers := [number for number, modules in enumerate(recomputed) if name in modules]:

@@ -57,7 +57,7 @@ class Windows(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a step."""
         if pl_module.step >= WARM_UP and (pl_module.step - WARM_UP) % WINDOW == 0:
-            pl_module.read_unread()
+            pl_module.read_metrics()
             torch.cuda.synchronize()
             self.ranks.barrier()
             now = time.perf_counter()
@@ -71,9 +71,9 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.lr_schedule import build_schedule
     from stoker.trainer.core import factory
-    from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
+    from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
     from stoker.trainer.data.build_datasets import build_data
-    from stoker.trainer.data.dataloader import BatchFeed
+    from stoker.trainer.data.dataloader import PrefetchingDataLoader
     from stoker.trainer.device.precision import plan_precision
     from stoker.trainer.lightning.lightning_module import LanguageModule
     from stoker.trainer.lightning.lightning_trainer import fit
@@ -88,11 +88,11 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     data = build_data(root)
-    data_parallel = factory.build_data_parallel(root, precision, device, ranks)
+    data_parallel = factory.data_parallel_from_config(root, precision, device, ranks)
     model = factory.build_model(root, data, precision, device, data_parallel)
     optimizer = factory.build_optimizer(root, model, precision, data_parallel)
-    batches = RankBatches(BatchPlan(root.model.global_batch_size), MICRO_BATCH, ranks.rank, world)
-    feed = BatchFeed(data.train, batches, device)
+    batches = RankBatchSampler(BatchSchedule(root.model.global_batch_size), MICRO_BATCH, ranks.rank, world)
+    feed = PrefetchingDataLoader(data.train, batches, device)
     schedule = build_schedule(root.model.optim, 100)
     module = LanguageModule(
         model, optimizer, schedule, feed, precision, seed=1, ranks=ranks, data_parallel=data_parallel
@@ -108,7 +108,7 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
 
 def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
     """Run all rounds on one rank."""
-    from stoker.trainer.distributed.process_group import Ranks, join, leave
+    from stoker.trainer.distributed.process_group import DistributedContext, join, shutdown_distributed
 
     torch.cuda.set_device(rank)
     store = TCPStore("127.0.0.1", arguments.port, devices, is_master=rank == 0)
@@ -121,7 +121,7 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
     for number in range(done + 1, done + 1 + arguments.rounds):
         for name in arguments.only:
             ranks.barrier()
-            row = train(name, Ranks() if name == "alone" else ranks)
+            row = train(name, DistributedContext() if name == "alone" else ranks)
             gathered = [json.loads(text) for text in ranks.gather(json.dumps(row))]
             rows.append(
                 {
@@ -140,7 +140,7 @@ def work(rank: int, devices: int, arguments: argparse.Namespace) -> None:
                     file.write(json.dumps(rows[-1]) + "\n")
                 print(f"round {number}: {name} {[round(1e3 * s, 1) for s in rows[-1]['seconds']]} ms", flush=True)
     ranks.barrier()
-    leave()
+    shutdown_distributed()
     if rank == 0:
         print(table([json.loads(line) for line in arguments.results.read_text().splitlines()]))
 

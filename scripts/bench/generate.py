@@ -53,8 +53,8 @@ def stoker(batch: int, *, compiled: bool) -> Generate:
     from stoker.models.config.gpt import GPTKeys
     from stoker.models.incremental_decoding import GPTDecoder
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.generation.decode_loop import TokenLoop
-    from stoker.trainer.generation.sampling import Sampling
+    from stoker.trainer.generation.decode_loop import DecodeLoop
+    from stoker.trainer.generation.sampling import SamplingParams
 
     keys = load_run_config(None, None, ["model=llama_1b"]).root.model
     assert isinstance(keys, GPTKeys)
@@ -69,10 +69,10 @@ def stoker(batch: int, *, compiled: bool) -> Generate:
         kinds=("evaluation", "generation"),
     ).eval()
     if compiled:
-        model.decoder.compile_steps()
-    loop = TokenLoop(
+        model.decoder.compile_decode_step()
+    loop = DecodeLoop(
         GPTDecoder(model, batch, PROMPT + NEW),
-        Sampling(),
+        SamplingParams(),
         NEW,
         vocabulary=Shape.vocab,
         device=device,

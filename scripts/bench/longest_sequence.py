@@ -63,11 +63,11 @@ def planned(mode: str, tokens: int, gpu: str | None, memory: int | None = None) 
     import torch
 
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.hardware import card_named
-    from stoker.trainer.plan.run_plan import make_plan, target_elsewhere, target_here
+    from stoker.trainer.plan.hardware import parse_gpu
+    from stoker.trainer.plan.run_plan import gpu_target, local_target, make_plan
 
     root = load_run_config(None, None, overrides(mode, tokens)).root
-    target = target_elsewhere(root, card_named(gpu)) if gpu else target_here(root, torch.device("cuda", 0))
+    target = gpu_target(root, parse_gpu(gpu)) if gpu else local_target(root, torch.device("cuda", 0))
     return make_plan(root, replace(target, memory=memory or target.memory))
 
 

@@ -232,10 +232,10 @@ def measure(name: str, shape: Shape) -> Row:
 def planned(overrides: list[str]) -> int:
     """Return the peak bytes that `stoker plan` estimates for this machine's GPU."""
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.run_plan import make_plan, target_here
+    from stoker.trainer.plan.run_plan import local_target, make_plan
 
     root = load_run_config(None, None, overrides).root
-    target = target_here(root, torch.device("cuda"))
+    target = local_target(root, torch.device("cuda"))
     return make_plan(root, target, vocab_size=root.model.override_vocab_size).allocated
 
 

@@ -47,7 +47,13 @@ from stoker.kernels.gated_activation import gated_activation
 from stoker.kernels.moe import tile_configs
 from stoker.kernels.moe.assignments import sorted_assignments
 from stoker.kernels.moe.expert_mlps import Implementation, expert_mlp
-from stoker.kernels.moe.grouped_matmul import row_tiles, torch_grouped_mm, triton_outer, triton_rows, why_not
+from stoker.kernels.moe.grouped_matmul import (
+    row_tiles,
+    torch_grouped_mm,
+    triton_grouped_matmul,
+    triton_grouped_outer,
+    why_not,
+)
 from stoker.kernels.moe.tile_map import Tiles
 
 OURS = "ours"
@@ -210,22 +216,22 @@ def products(shape: Shape) -> dict[str, Product]:
 
     def forward(left: Tensor, matrices: Tensor) -> dict[str, Callable[[], Tensor]]:
         return {
-            "triton": lambda: triton_rows(left, matrices, ends, tiles())[0],
+            "triton": lambda: triton_grouped_matmul(left, matrices, ends, tiles())[0],
             "torch": lambda: torch_grouped_mm(left, matrices, offs=ends),
             "dense": lambda: left @ matrices[0],
         }
 
     def outer(left: Tensor, right: Tensor) -> dict[str, Callable[[], Tensor]]:
         return {
-            "triton": lambda: triton_outer(left, right, ends, tiles()),
+            "triton": lambda: triton_grouped_outer(left, right, ends, tiles()),
             "torch": lambda: torch_grouped_mm(left.t(), right, offs=ends),
             "dense": lambda: left.t() @ right,
         }
 
     first = forward(rows, up.transpose(1, 2))
-    first["triton, gather"] = lambda: triton_rows(hidden, up.transpose(1, 2), ends, tiles(), **gather)[0]
+    first["triton, gather"] = lambda: triton_grouped_matmul(hidden, up.transpose(1, 2), ends, tiles(), **gather)[0]
     last = outer(wide, rows)
-    last["triton, gather"] = lambda: triton_outer(wide, hidden, ends, tiles(), **gather, gather="right")
+    last["triton, gather"] = lambda: triton_grouped_outer(wide, hidden, ends, tiles(), **gather, gather="right")
     flops = 2 * shape.rows * shape.hidden * shape.ffn
     return {
         "up": Product(first, 2 * flops),

@@ -165,10 +165,10 @@ def sample_runs(seed: int, count: int, gpu: str | None) -> list[tuple[SampledRun
 def _target(root: Any, gpu: str | None) -> Any:
     import torch
 
-    from stoker.trainer.plan.hardware import card_named
-    from stoker.trainer.plan.run_plan import target_elsewhere, target_here
+    from stoker.trainer.plan.hardware import parse_gpu
+    from stoker.trainer.plan.run_plan import gpu_target, local_target
 
-    return target_elsewhere(root, card_named(gpu)) if gpu else target_here(root, torch.device("cuda", 0))
+    return gpu_target(root, parse_gpu(gpu)) if gpu else local_target(root, torch.device("cuda", 0))
 
 
 def measure(sampled: SampledRun) -> Row:
@@ -244,7 +244,7 @@ def check(seed: int, count: int, together: int, results: Path, until: float | No
         with budget.reserve(plan.needed):
             row = run_alone(command, until)
         # it may have failed for memory that another run used: repeat it alone
-        if together > 1 and row and ("refused" in row or row["recorded"] != plan.facts.is_recorded):
+        if together > 1 and row and ("refused" in row or row["recorded"] != plan.facts.uses_cuda_graph):
             with budget.reserve(budget.size):
                 row = run_alone(command, until)
         if row is None:

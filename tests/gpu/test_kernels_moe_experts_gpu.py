@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 
 from stoker.kernels.moe.assignments import sorted_assignments
 from stoker.kernels.moe.expert_mlps import expert_mlp
@@ -132,7 +132,7 @@ def test_nothing_waits_for_the_device(implementation, dropout):
     case = make(512, 8, 2, 256, 256, bias=True, dropped=True)
     options = options_of(implementation, case, nonlinearity="silu", gated=True, dropout=dropout)
     value_and_gradients(case, **options)  # compile
-    with forbid_cuda_sync():
+    with forbid_device_sync():
         value_and_gradients(case, **options)
 
 

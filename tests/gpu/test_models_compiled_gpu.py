@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def gradients(
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=2,
-        form=SampleForm(length=12),
+        form=BatchSpec(length=12),
         peft=None,
     )
     batch = {name: tensor.to(device) for name, tensor in batch_of("gpt").items()}

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
 from stoker.models.incremental_decoding import GPTDecoder, T5Decoder
 from stoker.models.t5 import T5
-from stoker.trainer.generation.decode_loop import TokenLoop
-from stoker.trainer.generation.sampling import Sampling
+from stoker.trainer.generation.decode_loop import DecodeLoop
+from stoker.trainer.generation.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
 VOCAB, LENGTH = 1000, 300
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def built(keys: GPTKeys | T5Keys, form: SampleForm, dtype: torch.dtype) -> LanguageModel:
+def built(keys: GPTKeys | T5Keys, form: BatchSpec, dtype: torch.dtype) -> LanguageModel:
     return build_model(
         keys, vocab_size=VOCAB, device="cuda", dtype=dtype, flags=AttentionFlags(), micro_batch_size=2, form=form,
         kinds=("evaluation", "generation"),
@@ -47,7 +47,7 @@ def built(keys: GPTKeys | T5Keys, form: SampleForm, dtype: torch.dtype) -> Langu
 
 def gpt(dtype: torch.dtype, **changes: Any) -> GPT:
     keys = GPTKeys.model_validate(SMALL | {"encoder_seq_length": LENGTH + 1, "compile": False} | changes)
-    model = built(keys, SampleForm(length=LENGTH + 1), dtype)
+    model = built(keys, BatchSpec(length=LENGTH + 1), dtype)
     assert isinstance(model, GPT)
     return model
 
@@ -70,7 +70,7 @@ def test_steps_give_what_the_whole_text_gives(case: str, compiled: bool, dtype: 
         pytest.skip("a rounding may send a token to another expert")
     model = gpt(dtype, **CASES[case])
     if compiled:
-        model.decoder.compile_steps()
+        model.decoder.compile_decode_step()
     texts, starts = drawn(2, LENGTH), torch.tensor([250, 40], device="cuda")
     whole = model(texts)
     decoder = GPTDecoder(model, 2, LENGTH)
@@ -79,7 +79,7 @@ def test_steps_give_what_the_whole_text_gives(case: str, compiled: bool, dtype: 
     for number in range(50):
         assert errors(logits, whole[rows, starts - 1 + number]) < allowed
         following = texts[rows, starts + number]
-        with forbid_cuda_sync() if number > 5 else nullcontext():
+        with forbid_device_sync() if number > 5 else nullcontext():
             logits = decoder.step(following)
 
 
@@ -91,16 +91,16 @@ def test_a_t5_writes_what_the_whole_text_gives(compiled: bool) -> None:
         {"encoder": stack, "decoder": stack | {"relative_position_bias_self_attention_only": False}, "seq_length": 200}
         | {"compile": False}
     )
-    model = built(keys, SampleForm(length=200, decoder_length=60), torch.float32)
+    model = built(keys, BatchSpec(length=200, decoder_length=60), torch.float32)
     assert isinstance(model, T5)
     if compiled:
-        model.decoder.compile_steps()
+        model.decoder.compile_decode_step()
     read, written, lengths = drawn(2, 150), drawn(4, 40), (150, 33)
     decoder = T5Decoder(model, 4, 40, 150, per_memory=2)
     decoder.begin(read, torch.tensor(lengths, device="cuda"))
     whole = [model(read[row // 2, : lengths[row // 2]][None], written[row : row + 1])[0] for row in range(4)]
     for place in range(40):
-        with forbid_cuda_sync() if place > 5 else nullcontext():
+        with forbid_device_sync() if place > 5 else nullcontext():
             logits = decoder.step(written[:, place])
         assert errors(logits, torch.stack([one[place] for one in whole])) < 1e-4
 
@@ -112,12 +112,12 @@ def test_a_recording_writes_what_the_steps_write(case: str, compiled: bool) -> N
     """Two batches one after the other through one recording, whose second finds nothing of the first."""
     model = gpt(torch.float32, **CASES[case])
     if compiled:
-        model.decoder.compile_steps()
+        model.decoder.compile_decode_step()
     prompts = [drawn(2, 9 + number)[1].tolist() for number in range(4)]
     texts = []
     for recorded in (False, True):
-        loop = TokenLoop(
-            GPTDecoder(model, 2, 100), Sampling(0.7, 50), 60, vocabulary=len(model.output_weight),
+        loop = DecodeLoop(
+            GPTDecoder(model, 2, 100), SamplingParams(0.7, 50), 60, vocabulary=len(model.output_weight),
             device=torch.device("cuda"), within=nullcontext, recorded=recorded,
         )  # fmt: skip
         texts.append([list(loop.run(prompts[first : first + 2], [first, 7])) for first in (0, 2)])

@@ -14,14 +14,14 @@ from tiny_run import final_hashes, tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models import build
-from stoker.models.build import build_model, stacks_of
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.build import build_model, get_stacks
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
-from stoker.models.memory.host_copies import CudaCopies
+from stoker.models.memory.host_copies import CudaCopyEngine
 from stoker.models.memory.offload_activations import ActivationOffload
-from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
+from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
 from stoker.trainer.train import run_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -43,10 +43,10 @@ def model_of(*, t5: bool = False, **changes: Any) -> tuple[Any, Any]:
     if t5:
         both = dict.fromkeys(("encoder", "decoder"), stack | {"position_embedding_type": "relative"})
         keys: Any = T5Keys.model_validate({**both, **more, "seq_length": TOKENS})
-        form = SampleForm(length=TOKENS, decoder_length=TOKENS)
+        form = BatchSpec(length=TOKENS, decoder_length=TOKENS)
     else:
         keys = GPTKeys.model_validate({**stack, **more, "encoder_seq_length": TOKENS})
-        form = SampleForm(length=TOKENS)
+        form = BatchSpec(length=TOKENS)
     flags = AttentionFlags(allow_nondeterministic=False)
     facts: Any = {"device": "cuda", "dtype": torch.bfloat16, "flags": flags, "micro_batch_size": SAMPLES}
     return build_model(keys, vocab_size=VOCAB, form=form, **facts), family_slice(keys, vocab_size=VOCAB, form=form)
@@ -54,7 +54,7 @@ def model_of(*, t5: bool = False, **changes: Any) -> tuple[Any, Any]:
 
 def loss_of(model: Any, seed: int) -> torch.Tensor:
     torch.manual_seed(seed)
-    count = 3 if len(stacks_of(model)) > 1 else 2
+    count = 3 if len(get_stacks(model)) > 1 else 2
     texts = [torch.randint(0, VOCAB, (SAMPLES, TOKENS), device="cuda") for _ in range(count)]
     return model.loss(*texts, denominator=float(SAMPLES * TOKENS))
 
@@ -68,7 +68,7 @@ def steps(model: Any, count: int = 3) -> list[torch.Tensor]:
             loss = loss_of(model, 2 * step + number)
             loss.backward()
             seen.append(loss.detach())
-        for part in weight_offloads(model):
+        for part in find_weight_offloads(model):
             part.to_device()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ def steps(model: Any, count: int = 3) -> list[torch.Tensor]:
 
 
 def offloads_of(model: Any) -> list[ActivationOffload]:
-    found = [stack.activation_offload for stack in stacks_of(model)]
+    found = [stack.activation_offload for stack in get_stacks(model)]
     return [offload for offload in found if offload is not None]
 
 
@@ -120,7 +120,7 @@ def test_steps_are_bit_equal(t5: bool, changes: dict[str, Any], compile_layers: 
 
     def plain(keys: dict[str, Any]) -> Any:
         model, _ = model_of(t5=t5, compile=compile_layers, **(keys if compile_layers else changes))
-        for stack in stacks_of(model):
+        for stack in get_stacks(model):
             stack.activation_offload = stack.weight_offload = None
         return model
 
@@ -130,7 +130,7 @@ def test_steps_are_bit_equal(t5: bool, changes: dict[str, Any], compile_layers: 
         if not all(map(torch.equal, expected, steps(plain(keys)))):
             pytest.skip("this model does not give the same bits twice on this device")
         model, _ = model_of(t5=t5, compile=compile_layers, **keys)
-        assert len(offloads_of(model)) == len(weight_offloads(model)) == len(stacks_of(model))
+        assert len(offloads_of(model)) == len(find_weight_offloads(model)) == len(get_stacks(model))
         found = steps(model)
         assert all(map(torch.equal, expected, found))
         assert all(part.sent_bytes > 0 for part in offloads_of(model))
@@ -171,8 +171,8 @@ def test_weights_are_off_the_device_when_the_backward_begins() -> None:
     loss = loss_of(model, 1)
     kept = torch.cuda.memory_allocated() - there
     del loss
-    copies = CudaCopies(torch.device("cuda"))
-    (stack,) = stacks_of(model)
+    copies = CudaCopyEngine(torch.device("cuda"))
+    (stack,) = get_stacks(model)
     stack.weight_offload = WeightOffload(copies, list(stack.layers), LAYERS - 1)
     loss = loss_of(model, 1)
     expected = there + kept - stack.weight_offload.sent_bytes
@@ -282,9 +282,9 @@ def test_offload_is_built_for_training_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(build, "copies_of", lambda device: (made.append(device), copies_of(device))[1])
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": TOKENS, "cpu_offloading": True})
     facts: Any = {"device": "cuda", "dtype": torch.bfloat16, "flags": AttentionFlags(), "micro_batch_size": 1}
-    form = SampleForm(length=TOKENS)
+    form = BatchSpec(length=TOKENS)
     answering = build_model(keys, vocab_size=VOCAB, form=form, kinds=("evaluation", "generation"), **facts)
     assert not made
-    assert not weight_offloads(answering)
-    assert weight_offloads(build_model(keys, vocab_size=VOCAB, form=form, **facts))
+    assert not find_weight_offloads(answering)
+    assert find_weight_offloads(build_model(keys, vocab_size=VOCAB, form=form, **facts))
     assert [device.type for device in made] == ["cuda"]

@@ -14,10 +14,10 @@ from torch import Tensor
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.lora.lora_linear import lora_linear, reference_lora_linear
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.peft import PeftKeys
 from stoker.models.config.peft_slice import peft_slice
-from stoker.models.peft.apply import trained_parameters
+from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.train import run_training
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ def model_of(family: str, device: str, dtype: torch.dtype, **changes: Any) -> La
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=2,
-        form=SampleForm(length=12),
+        form=BatchSpec(length=12),
         peft=peft_slice(PeftKeys.model_validate({"peft_scheme": "lora", "lora_tuning": LORA})),
     )
 
@@ -42,7 +42,7 @@ def model_of(family: str, device: str, dtype: torch.dtype, **changes: Any) -> La
 def gradients(model: LanguageModel, device: str) -> dict[str, Tensor]:
     batch = {name: tensor.to(device) for name, tensor in batch_of("gpt").items()}
     model.train().batch_loss(batch, 10.0).backward()
-    return {name: parameter.grad.double().cpu() for name, parameter in trained_parameters(model).items()}  # type: ignore[union-attr]
+    return {name: parameter.grad.double().cpu() for name, parameter in trainable_parameters(model).items()}  # type: ignore[union-attr]
 
 
 def error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -100,7 +100,7 @@ def test_recorded_micro_batches_train_alike(changes: dict[str, Any], tmp_path: P
         **changes,
     }
     found = [
-        trained_parameters(
+        trainable_parameters(
             run_training(tiny_config(tmp_path / str(graph), model__enable_cuda_graph=graph, **shared)).model
         )
         for graph in (False, True)
@@ -111,7 +111,7 @@ def test_recorded_micro_batches_train_alike(changes: dict[str, Any], tmp_path: P
 def test_state_may_live_in_host_memory(tmp_path: Path) -> None:
     shared: dict[str, Any] = {"trainer__accelerator": "gpu", "model__peft__peft_scheme": "lora"}
     found = [
-        trained_parameters(
+        trainable_parameters(
             run_training(tiny_config(tmp_path / str(host), model__cpu_offloading_optimizer=host, **shared)).model
         )
         for host in (False, True)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 from tiny_run import tiny_document
 from torch import Tensor
 
 from stoker.kernels.attention.backends.registry import torch_version
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.moe.find_moe_layers import moe_layers
@@ -53,7 +53,7 @@ def gpt(**changes: Any) -> GPT:
         dtype=torch.bfloat16,
         flags=AttentionFlags(),
         micro_batch_size=BATCH,
-        form=SampleForm(length=TOKENS),
+        form=BatchSpec(length=TOKENS),
     )
     assert isinstance(model, GPT)
     return model
@@ -148,7 +148,7 @@ def test_gpu_nothing_waits_for_the_device(mode: str) -> None:
     step(model)
     tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    with forbid_cuda_sync():
+    with forbid_device_sync():
         model.loss(tokens, tokens, float(BATCH * TOKENS)).backward()
 
 

@@ -6,12 +6,12 @@ import gc
 
 import pytest
 import torch
-from optimizer_cases import MAKERS
+from optimizer_cases import OPTIMIZER_FACTORIES
 from tiny_run import final_hashes, tiny_config
 from torch import nn
 
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.pinned_memory import PinnedState
+from stoker.trainer.optim.pinned_memory import PinnedStateCopyEngine
 from stoker.trainer.optim.state_buckets import BUCKET_BYTES
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
@@ -53,15 +53,15 @@ def in_gib():
     return torch.cuda.memory_allocated() / GIB
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bucket", [200_000, BUCKET_BYTES])
 def test_five_steps_are_bit_equal_to_those_without(kind, dtype, bucket):
     plain, model = weights(dtype=dtype), weights(dtype=dtype)
     arguments = {"clip_norm": 0.5, "main_weights": dtype == torch.bfloat16}
-    expected = MAKERS[kind](plain.named_parameters(), **arguments)
-    host = {"host": PinnedState(DEVICE), "bucket_bytes": bucket}
-    optimizer = MAKERS[kind](model.named_parameters(), **arguments, **host)
+    expected = OPTIMIZER_FACTORIES[kind](plain.named_parameters(), **arguments)
+    host = {"host": PinnedStateCopyEngine(DEVICE), "bucket_bytes": bucket}
+    optimizer = OPTIMIZER_FACTORIES[kind](model.named_parameters(), **arguments, **host)
     for step in range(5):
         for each, one in ((plain, expected), (model, optimizer)):
             draw_gradients(each, step, bad=step == 2)
@@ -77,7 +77,7 @@ def test_five_steps_are_bit_equal_to_those_without(kind, dtype, bucket):
 
 
 def test_what_is_pinned_is_given_back():
-    optimizer = AdamW(weights().named_parameters(), lr=1e-3, host=PinnedState(DEVICE))
+    optimizer = AdamW(weights().named_parameters(), lr=1e-3, host=PinnedStateCopyEngine(DEVICE))
     assert optimizer.host_state is not None
     memory = optimizer.host_state.memory
     assert memory.is_pinned()
@@ -99,7 +99,7 @@ def test_the_peak_is_lower_by_the_planned_bytes():
             lr=1e-3,
             main_weights=True,
             clip_norm=1.0,
-            host=PinnedState(DEVICE) if on else None,
+            host=PinnedStateCopyEngine(DEVICE) if on else None,
         )
         held[on] = in_gib() - before
         draw_gradients(model, 0)
@@ -121,7 +121,7 @@ def test_the_peak_is_lower_by_the_planned_bytes():
 def test_copies_overlap():
     """Both directions of the host link at once, and the update under them."""
     model = weights(2048, 12)
-    optimizer = AdamW(model.named_parameters(), lr=1e-3, main_weights=True, host=PinnedState(DEVICE))
+    optimizer = AdamW(model.named_parameters(), lr=1e-3, main_weights=True, host=PinnedStateCopyEngine(DEVICE))
     host = optimizer.host_state
     assert host is not None
     memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=DEVICE)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from config_helpers import load
 
-from stoker.trainer.plan.run_plan import make_plan, target_here
+from stoker.trainer.plan.run_plan import local_target, make_plan
 from stoker.trainer.train import run_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
@@ -51,7 +51,7 @@ def test_the_peak_is_met(name: str, tmp_path: Path) -> None:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
-    plan = make_plan(config.root, target_here(config.root, device), vocab_size=32000)
+    plan = make_plan(config.root, local_target(config.root, device), vocab_size=32000)
     run_training(config)
     measured = torch.cuda.max_memory_allocated(device) - before
     assert plan.allocated == pytest.approx(measured, rel=0.08), plan.memory.peak.where

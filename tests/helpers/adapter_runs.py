@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from stoker.models.t5 import T5
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.conversion.finetune_defaults import load_finetune_config
-from stoker.trainer.conversion.load_model import Restored
+from stoker.trainer.conversion.load_model import LoadedModel
 from stoker.trainer.train import TrainingResult, run_training
 
 TEXT = "to be or not to be that is the question whether tis nobler in the mind to suffer " * 60
@@ -62,7 +62,7 @@ def some_tokens(samples: int = 2, length: int = TOKENS - 4) -> Tensor:
     return torch.randint(0, VOCAB, (samples, length), generator=torch.Generator().manual_seed(3))
 
 
-def our_logits(restored: Restored, tokens: Tensor) -> Tensor:
+def our_logits(restored: LoadedModel, tokens: Tensor) -> Tensor:
     """Return the logits of a restored model; for T5 with the shifted input as decoder input."""
     model: Any = restored.model
     with torch.no_grad():

@@ -18,7 +18,7 @@ from tiers import DEVICES, TIER, extra
 from torch import Tensor
 
 from stoker.kernels.attention.dropout import dropout_mask
-from stoker.kernels.attention.reference import key_distances, reference_attention, visible_keys
+from stoker.kernels.attention.reference import reference_attention, relative_positions, visibility_mask
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 200, 257, 1023, 1025)
 HEAD_DIMS = (16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -194,10 +194,10 @@ def plain_attention(
     scores = scores if bias is None else scores + bias
     if distance_bias is not None:
         reach = distance_bias.shape[1] // 2
-        scores = scores + distance_bias[:, key_distances(queries, keys, q.device).clamp(-reach, reach) + reach]
+        scores = scores + distance_bias[:, relative_positions(queries, keys, q.device).clamp(-reach, reach) + reach]
     if alibi_slopes is not None:
-        scores = scores - alibi_slopes[:, None, None] * key_distances(queries, keys, q.device).abs()
-    visible = visible_keys(queries, keys, causal=causal, window=window_size, device=q.device)
+        scores = scores - alibi_slopes[:, None, None] * relative_positions(queries, keys, q.device).abs()
+    visible = visibility_mask(queries, keys, causal=causal, window=window_size, device=q.device)
     if key_padding_mask is not None:
         visible = visible & key_padding_mask[:, None, None]
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -375,7 +375,7 @@ def mostly_full(
 
 
 PACKED = ((5, 9), (0, 4), (33, 20), (7, 0), (18, 18), (0, 0))
-EVERY_PATH = {
+CASES_BY_FEATURE = {
     "plain": Case(),
     "causal": Case(causal=True, queries=20, keys=33),
     "window": Case(window=(9, 3), queries=40, keys=33),

@@ -17,7 +17,7 @@ _FILES = {"os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.rename": 1, "os.link
 
 
 @dataclass
-class Seen:
+class SideEffects:
     """Recorded side effects.
 
     Attributes:
@@ -37,18 +37,18 @@ class Seen:
         return [path for path in outside if "__pycache__" not in path.parts and ".pyc" not in path.suffixes]
 
 
-_watching: list[Seen] = []
+_watching: list[SideEffects] = []
 _is_installed = False
 
 
 @contextmanager
-def watched() -> Iterator[Seen]:
+def watched() -> Iterator[SideEffects]:
     """Record the side effects of this process; audit hooks cannot be removed, so one hook is installed once."""
     global _is_installed
     if not _is_installed:
         sys.addaudithook(_hook)
         _is_installed = True
-    seen = Seen()
+    seen = SideEffects()
     _watching.append(seen)
     try:
         yield seen

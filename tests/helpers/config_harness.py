@@ -95,13 +95,13 @@ class ConfigHarness:
 
 
 MOE = {MODEL + "num_moe_experts": 4, MODEL + "num_layers": 2}
-LIMITED = {**MOE, MODEL + "moe_expert_capacity_factor": 0.5}
-ROOMY = {**MOE, MODEL + "num_layers": 1, MODEL + "moe_expert_capacity_factor": 1.5}
-ONE_BY_ONE = {**MOE, MODEL + "moe_grouped_gemm": False}  # interpreted kernels would take most of a run
-SIGMOID = {**ONE_BY_ONE, MODEL + "moe_router_score_function": "sigmoid"}
-NUDGED = {**SIGMOID, MODEL + "moe_router_enable_expert_bias": True}
+DROPS_TOKENS = {**MOE, MODEL + "moe_expert_capacity_factor": 0.5}
+SPARE_CAPACITY = {**MOE, MODEL + "num_layers": 1, MODEL + "moe_expert_capacity_factor": 1.5}
+SEQUENTIAL_MOE = {**MOE, MODEL + "moe_grouped_gemm": False}  # interpreted kernels would take most of a run
+SIGMOID = {**SEQUENTIAL_MOE, MODEL + "moe_router_score_function": "sigmoid"}
+EXPERT_BIAS = {**SIGMOID, MODEL + "moe_router_enable_expert_bias": True}
 ROPE = {"model.position_embedding_type": "rope"}
-STRETCHED = {**ROPE, "model.rotary_scaling": "llama3", "model.rotary_original_length": 8}
+LLAMA3_ROPE = {**ROPE, "model.rotary_scaling": "llama3", "model.rotary_original_length": 8}
 YARN = {**ROPE, "model.rotary_scaling": "yarn", "model.rotary_original_length": 1000}
 ALIBI = {"model.position_embedding_type": "alibi"}
 BUCKETS = {"model.position_embedding_type": "relative", "model.relative_attention_num_buckets": 4}

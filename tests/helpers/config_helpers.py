@@ -18,10 +18,10 @@ def load(
     *overrides: str, name: str | None = None, directory: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> RunConfig:
     """Compose and validate with its own environment variables; the last override of a key takes effect."""
-    return load_run_config(name, directory, last_of_each(overrides), environ or {})
+    return load_run_config(name, directory, keep_last_overrides(overrides), environ or {})
 
 
-def last_of_each(overrides: Sequence[str]) -> list[str]:
+def keep_last_overrides(overrides: Sequence[str]) -> list[str]:
     """Keep only the last override of each key, as a command line must not set a key twice."""
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     last = {key: index for index, key in enumerate(keys)}

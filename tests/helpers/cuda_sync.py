@@ -10,7 +10,7 @@ import torch
 
 
 @contextmanager
-def forbid_cuda_sync() -> Iterator[None]:
+def forbid_device_sync() -> Iterator[None]:
     """Raise on any operation inside that synchronizes with the CUDA device."""
     try:
         with warnings.catch_warnings():

@@ -69,7 +69,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
         "HEAD_DIM": variant.width,
         "BLOCK_D": max(16, 1 << (variant.width - 1).bit_length()),
         "BLOCK_H": 16,
-        "BLOCK_N": decode.tile_keys(variant.width, dtype),
+        "BLOCK_N": decode.keys_per_tile(variant.width, dtype),
         "SPLITS": variant.splits,
         "HEADS": 16,
         "GROUPS": 4,
@@ -96,7 +96,7 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=chosen, attrs=aligned)
     more: dict[str, dict[str, int]] = {"split": {"num_stages": 2}, "append": {"num_warps": 1}}
-    options = decode.LAUNCH | more.get(variant.kind, {})
+    options = decode.LAUNCH_OPTIONS | more.get(variant.kind, {})
     compiled = triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options)
     row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
     wide = len(re.findall(r"(?:ld\.global|cp\.async)[\w.:]*(?:\.v4\.b32|\.v2\.b64|\.cg\.shared)", compiled.asm["ptx"]))

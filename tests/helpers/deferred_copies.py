@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stoker.models import build
-from stoker.models.memory.host_copies import HostPool, bytes_of
+from stoker.models.memory.host_copies import PinnedMemoryPool, bytes_of
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.memory.offload_weights import WeightOffload
 
@@ -41,7 +41,7 @@ class DeferredCopies:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.pool = HostPool(pinned=False)
+        self.pool = PinnedMemoryPool(pinned=False)
         self.events: list[tuple[str, int]] = []
         self.given: dict[int, int] = {}
         self._started: list[Copy] = []
@@ -88,7 +88,7 @@ class DeferredCopies:
         self._memory.append(weakref.ref(memory))
         return self._start("send", memory, host, host)
 
-    def fetch(self, host: Tensor, memory: Tensor) -> Copy:
+    def copy_to_device(self, host: Tensor, memory: Tensor) -> Copy:
         self._memory.append(weakref.ref(memory))
         return self._start("fetch", host, memory, host)
 
@@ -113,7 +113,7 @@ class DeferredCopies:
         copy.done = True
         self.events.append(("wait", source.numel()))
 
-    def check_nothing_is_left(self) -> None:
+    def check_all_freed(self) -> None:
         """Check after a backward pass that no copy is in progress and no memory or buffer is in use."""
         assert all(copy.done for copy in self._started)
         assert not self.held

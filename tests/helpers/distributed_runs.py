@@ -115,7 +115,7 @@ def difference(checkpoint: Path, other: Path, kind: str) -> float:
 # ---------------------------------------------------------------- run in the ranks
 
 
-class Uneven:
+class UnevenTargets:
     """Samples with many ignored labels, so that ranks have very different numbers of targets, in one step even none.
 
     In sample i, labels from index (i * i) % (S + 1) on are ignored; in samples 24 to 47, the second step of `EXACT`,
@@ -128,9 +128,9 @@ class Uneven:
         self.sequence_length = samples.sequence_length
 
     def batch(self, first: int, count: int) -> Any:
-        from stoker.trainer.data.dataloader import fields_of
+        from stoker.trainer.data.dataloader import batch_tensors
 
-        fields = fields_of(self._all.batch(first, count))
+        fields = batch_tensors(self._all.batch(first, count))
         labels = fields["labels"].clone()
         for row, position in enumerate(range(first, first + count)):
             empty = 24 <= position < 48 and position % 4 > 1
@@ -152,7 +152,7 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 
     def build_uneven(*arguments: Any, **named: Any) -> Any:
         data = build_data(*arguments, **named)
-        return replace(data, train=Uneven(data.train))
+        return replace(data, train=UnevenTargets(data.train))
 
     sigterm_at = changes.pop("told", None)
 
@@ -186,14 +186,14 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
 def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:
     from torch._C._distributed_c10d import FileStore
 
-    from stoker.trainer.distributed.process_group import Ranks, join, leave
+    from stoker.trainer.distributed.process_group import DistributedContext, join, shutdown_distributed
 
     torch.set_num_threads(1)
     store = FileStore(f"{directory}.store", size) if size > 1 else None
-    ranks = Ranks() if size == 1 else join(rank, size, rank, store=store, timeout=600)
+    ranks = DistributedContext() if size == 1 else join(rank, size, rank, store=store, timeout=600)
     record = _train(directory, ranks, changes)
     ranks.barrier()
-    leave()
+    shutdown_distributed()
     (directory / f"rank-{rank}.json").write_text(json.dumps(record))
 
 

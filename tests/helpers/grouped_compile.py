@@ -93,7 +93,7 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if kind == "outer":
         constants |= {"GATHER_LEFT": family == "left", "GATHER_RIGHT": family != "left", "EVEN_HEIGHT": even}
-        return grouped_kernels.outer_kernel, constants, options
+        return grouped_kernels.grouped_outer_kernel, constants, options
     contiguous = "stride_width" if variant.kind == "rows_backward" else "stride_depth"
     constants |= {
         "GATHER": kind != "rows" or family == "gather",
@@ -103,7 +103,7 @@ def matmul(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         "EVEN_DEPTH": even,
         contiguous: 1,
     }
-    return grouped_kernels.rows_kernel, constants, options
+    return grouped_kernels.grouped_matmul_kernel, constants, options
 
 
 def by_row(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:

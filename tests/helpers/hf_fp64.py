@@ -46,7 +46,7 @@ def _top_k_router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 @contextmanager
-def upcasts_lifted() -> Iterator[None]:
+def keep_input_dtype() -> Iterator[None]:
     """Keep norms, rotary embeddings and routers in the dtype of their input, where transformers upcasts to fp32."""
     norms = (
         *(modeling_llama.LlamaRMSNorm, modeling_mistral.MistralRMSNorm, modeling_mixtral.MixtralRMSNorm),
@@ -66,16 +66,18 @@ def upcasts_lifted() -> Iterator[None]:
         yield
 
 
-def our_values(kind: Architecture, ours: LanguageModel, reference: nn.Module, of: str = "data") -> dict[str, Tensor]:
+def map_parameters(
+    kind: Architecture, ours: LanguageModel, reference: nn.Module, attribute: str = "data"
+) -> dict[str, Tensor]:
     """Map our parameter names to the reference's values or gradients, by the tables of `stoker convert`.
 
     Args:
         kind: architecture of the reference.
         ours: our model of the same shape; a padded vocabulary gets zeros.
         reference: the transformers model.
-        of: attribute of the reference's parameters: `data` or `grad`.
+        attribute: attribute of the reference's parameters: `data` or `grad`.
     """
-    theirs = {name: getattr(parameter, of) for name, parameter in reference.named_parameters()}
+    theirs = {name: getattr(parameter, attribute) for name, parameter in reference.named_parameters()}
     for name in [name for name in theirs if ".mlp.experts." in name]:  # stored per expert on disk
         layer, part = name.split(".mlp.experts.")
         theirs[f"{layer}.block_sparse_moe.gate.weight"] = theirs[f"{layer}.mlp.gate.weight"]

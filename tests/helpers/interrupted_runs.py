@@ -80,7 +80,7 @@ class Command:
                 continue
         return found
 
-    def handles(self, number: signal.Signals) -> bool:
+    def has_signal_handler(self, number: signal.Signals) -> bool:
         """Return True if the process has installed a handler for a signal."""
         try:
             status = Path(f"/proc/{self.process.pid}/status").read_text()

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
-from stoker.kernels.attention.call_spec import AttentionCall, Installed
+from stoker.kernels.attention.call_spec import AttentionCall, InstalledSoftware
 from stoker.kernels.attention.dispatch import choose
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.stack import StackKeys
@@ -27,20 +27,20 @@ from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.models.stack import Layer
 from stoker.trainer import train
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
-from stoker.trainer.checkpoint.loop_state import Patience
+from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.lr_schedule import build_schedule
 from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.config.schema.exp_manager import logged_name
+from stoker.trainer.config.schema.exp_manager import canonical_metric_name
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.factory import build_model, build_optimizer, choose_device, reduce_dtype
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.tokenizers import sentencepiece_tokenizer
-from stoker.trainer.data.tokenizers.gpt2_files import gpt2_definition
-from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.gpt2_files import gpt2_tokenizer_json
+from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import CharTokenizer
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.lightning import lightning_module
@@ -51,7 +51,7 @@ def shapes(harness: ConfigHarness, changes: Changes) -> Any:
     return {name: tuple(value.shape) for name, value in harness.model(changes).named_parameters()}
 
 
-def shapes_of_family(harness: ConfigHarness, changes: Changes) -> Any:
+def family_shapes(harness: ConfigHarness, changes: Changes) -> Any:
     """Parameter shapes, with the stack's keys placed where the family expects them."""
     document = harness.document(changes)
     model = document["model"]
@@ -100,7 +100,7 @@ def flops(harness: ConfigHarness, changes: Changes) -> Any:
     return counter.get_total_flops()
 
 
-def routings(harness: ConfigHarness, changes: Changes) -> Any:
+def router_calls(harness: ConfigHarness, changes: Changes) -> Any:
     """Dtype of each call of the first layer's router in a training step."""
     model = harness.model(changes)
     (router, *_) = (layer.router for layer in moe_layers(model).values())
@@ -172,7 +172,7 @@ def hopper_backend(harness: ConfigHarness, changes: Changes) -> Any:
         attention_backend=stack.attention_backend,
         transformer_engine=stack.transformer_engine,
         flags=AttentionFlags(),
-        installed=Installed(torch=(2, 13), cudnn=91900, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3)),
+        installed=InstalledSoftware(torch=(2, 13), cudnn=91900, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3)),
     ).backend
 
 
@@ -205,7 +205,7 @@ def first_batch(harness: ConfigHarness, changes: Changes, samples: int = 2) -> A
     return build_data(harness.root(changes)).train.batch(0, samples).tokens.tolist()
 
 
-def of_task(harness: ConfigHarness, changes: Changes) -> RootBlock:
+def task_config(harness: ConfigHarness, changes: Changes) -> RootBlock:
     """Configuration of the family a task is for (T5 by default), with the data it needs."""
     name = changes.get(DATA + "dataset_type", "t5")
     pairs = harness.folder / "pairs.jsonl"
@@ -225,7 +225,7 @@ def of_task(harness: ConfigHarness, changes: Changes) -> RootBlock:
 
 def task_batch(harness: ConfigHarness, changes: Changes) -> Any:
     """Names, shapes and values of the first batch of a task."""
-    built = build_data(of_task(harness, changes))
+    built = build_data(task_config(harness, changes))
     batch = built.train.batch(0, 8)
     tensors = batch if isinstance(batch, dict) else {"tokens": batch.tokens, "labels": batch.labels}
     return built.vocab_size, [(name, fingerprint(tensor)) for name, tensor in tensors.items()]
@@ -245,13 +245,13 @@ def documents(harness: ConfigHarness) -> Changes:
     return {**TEXT, DATA + "path": str(folder)}
 
 
-def counted_labels(harness: ConfigHarness, changes: Changes) -> Any:
+def num_target_labels(harness: ConfigHarness, changes: Changes) -> Any:
     """Number of labels that count towards the loss, in a folder of files."""
     built = build_data(harness.root({**documents(harness), **changes}))
-    return int((built.train.batch(0, 20).labels != IGNORED_LABEL).sum())
+    return int((built.train.batch(0, 20).labels != IGNORE_INDEX).sum())
 
 
-def trained_on_documents(harness: ConfigHarness, changes: Changes) -> Any:
+def weights_trained_on_documents(harness: ConfigHarness, changes: Changes) -> Any:
     return trained(harness, {**documents(harness), **changes})
 
 
@@ -330,7 +330,7 @@ def summary(harness: ConfigHarness, changes: Changes) -> Any:
     return "token_embedding" in harness.printed(changes)
 
 
-def first_validation(harness: ConfigHarness, changes: Changes) -> Any:
+def validates_first(harness: ConfigHarness, changes: Changes) -> Any:
     return "before the first step" in harness.printed(changes)
 
 
@@ -338,7 +338,7 @@ def stopped_by(harness: ConfigHarness, changes: Changes) -> Any:
     return harness.run(changes).stopped_by
 
 
-def checks_said(harness: ConfigHarness, changes: Changes) -> Any:
+def logs_early_stopping(harness: ConfigHarness, changes: Changes) -> Any:
     return "early stopping: val_loss" in harness.printed(changes)
 
 
@@ -415,7 +415,7 @@ def layout(harness: ConfigHarness, changes: Changes) -> Any:
     )
 
 
-def summed_in(harness: ConfigHarness, changes: Changes) -> Any:
+def gradient_reduce_dtype(harness: ConfigHarness, changes: Changes) -> Any:
     return reduce_dtype(harness.root(changes), torch.bfloat16)
 
 
@@ -458,12 +458,12 @@ def tokenizer_files(harness: ConfigHarness) -> Changes:
     """Write small GPT-2 vocabulary and merge files and a smaller tokenizer.json, and return keys that use them."""
     folder = harness.folder / "tokenizer"
     folder.mkdir(exist_ok=True)
-    vocabulary = {character: number for number, character in enumerate(byte_alphabet())}
+    vocabulary = {character: number for number, character in enumerate(unicode_to_bytes())}
     vocabulary |= {"to": 256, "<|endoftext|>": 257, "be": 258}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\nt o\nb e\n")
     (folder / "fewer.txt").write_text("t o\n")
-    (folder / "tokenizer.json").write_text(gpt2_definition(json.dumps(vocabulary), ""))
+    (folder / "tokenizer.json").write_text(gpt2_tokenizer_json(json.dumps(vocabulary), ""))
     return {
         TOKENIZER + "vocab_file": str(folder / "vocab.json"),
         TOKENIZER + "merge_file": str(folder / "merges.txt"),
@@ -475,7 +475,7 @@ def tokens_of_file(harness: ConfigHarness, changes: Changes) -> Any:
     """Tokens with each tokenizer library and its own file; sentencepiece is replaced by a stub."""
     model = harness.folder / "tokenizer.model"
     model.write_bytes(b"a model")
-    stub = CharTokenizer.of_texts([harness.text.read_text() + "\0"])
+    stub = CharTokenizer.from_texts([harness.text.read_text() + "\0"])
     harness.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stub)
     files = tokenizer_files(harness)
     if changes[TOKENIZER + "library"] == "sentencepiece":
@@ -487,14 +487,14 @@ def optimizer(harness: ConfigHarness, changes: Changes) -> Any:
     return stepped(harness, changes), optimizer_groups(harness, changes)
 
 
-def monitored(harness: ConfigHarness, changes: Changes) -> Any:
+def checkpoint_metric(harness: ConfigHarness, changes: Changes) -> Any:
     """Metric by which checkpoints are ranked, and its mode."""
     params = harness.root(changes).exp_manager.checkpoint_callback_params
-    return logged_name(params.monitor), params.mode
+    return canonical_metric_name(params.monitor), params.mode
 
 
 def watched(harness: ConfigHarness, changes: Changes) -> Any:
     params = harness.root(changes).exp_manager.early_stopping_callback_params
-    return EarlyStopping(params, Patience.model_validate({})).metric, EarlyStopping(
-        params, Patience.model_validate({"best": 1.0})
+    return EarlyStopping(params, EarlyStoppingState.model_validate({})).metric, EarlyStopping(
+        params, EarlyStoppingState.model_validate({"best": 1.0})
     ).check(2.0)[1]

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from stoker.trainer.checkpoint.async_saver import Saver
+from stoker.trainer.checkpoint.async_saver import CheckpointSaver
 from stoker.trainer.checkpoint.reader import OPTIMIZER, WEIGHTS, RunState, checkpoint_paths, newest_checkpoint
-from stoker.trainer.checkpoint.writer import Content, apply_retention, remove_leftovers
-from stoker.trainer.distributed.process_group import Ranks
-from stoker.trainer.utils.local_shard import Piece
+from stoker.trainer.checkpoint.writer import CheckpointContent, apply_retention, remove_temporaries
+from stoker.trainer.distributed.process_group import DistributedContext
+from stoker.trainer.utils.local_shard import LocalShard
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink")
 """Functions of `os` that modify the file system."""
@@ -35,14 +35,14 @@ class Gathered:
         self.texts = [""] * count
 
 
-class ThreadRanks(Ranks):
+class ThreadRanks(DistributedContext):
     """Process group of threads in this process."""
 
     def __init__(self, rank: int, world_size: int, gathered: Gathered) -> None:
         super().__init__(rank, world_size)
         self._gathered = gathered
 
-    def apart(self) -> Ranks:
+    def apart(self) -> DistributedContext:
         return self
 
     def gather(self, text: str) -> list[str]:
@@ -53,15 +53,17 @@ class ThreadRanks(Ranks):
         return texts
 
 
-def content(step: int, rank: int, world_size: int) -> Content:
+def content(step: int, rank: int, world_size: int) -> CheckpointContent:
     """Return a checkpoint filled with its step number; each rank holds a shard of the rows."""
     rows = ROWS // world_size
-    piece = Piece(torch.full((rows, 4), float(step)), rank * rows, ROWS)
+    piece = LocalShard(torch.full((rows, 4), float(step)), rank * rows, ROWS)
     state = RunState(
         step=step, consumed_samples=4 * step, val_loss=1 / step, seed=1, global_batch_size=4, micro_batch_size=2,
         sequence_length=8, precision="fp32", optimizer={"lr": 0.1}, data_fingerprint="f", versions={"torch": "2"},
     )  # fmt: skip
-    return Content(state, {WEIGHTS: {"w": piece}, OPTIMIZER: {"w.exp_avg": piece}}, {"name": "x"}, {"tokenizer": "b"})
+    return CheckpointContent(
+        state, {WEIGHTS: {"w": piece}, OPTIMIZER: {"w.exp_avg": piece}}, {"name": "x"}, {"tokenizer": "b"}
+    )
 
 
 def save(directory: Path, step: int, *, is_async: bool, world_size: int) -> list[BaseException]:
@@ -69,13 +71,13 @@ def save(directory: Path, step: int, *, is_async: bool, world_size: int) -> list
     gathered, raised = Gathered(world_size), []
 
     def save_rank(rank: int) -> None:
-        ranks = ThreadRanks(rank, world_size, gathered) if world_size > 1 else Ranks()
+        ranks = ThreadRanks(rank, world_size, gathered) if world_size > 1 else DistributedContext()
 
         def clean() -> None:
             apply_retention(directory, save_top_k=1, save_last=True)
 
         try:
-            saver = Saver(directory, ranks, clean, beside=is_async)
+            saver = CheckpointSaver(directory, ranks, clean, beside=is_async)
             saver.save(content(step, rank, world_size))
             saver.finish()
         except Exception as error:
@@ -143,12 +145,12 @@ def problems_after(directory: Path, *, is_async: bool, world_size: int) -> list[
     if checkpoint is None or complaints:
         return [f"no complete checkpoint: {complaints}"]
     found: list[str] = []
-    pieces = {"w": Piece(torch.zeros(ROWS, 4), 0, ROWS)}
+    pieces = {"w": LocalShard(torch.zeros(ROWS, 4), 0, ROWS)}
     checkpoint._fill(WEIGHTS, pieces)
     step = checkpoint.state.step
     if step not in (2, 3) or not bool((pieces["w"].local == step).all()):
         found.append(f"step {step} holds wrong values")
-    remove_leftovers(directory)
+    remove_temporaries(directory)
     if sorted(directory.iterdir()) != sorted(checkpoint_paths(directory)):
         found.append("files were left behind")
     raised = save(directory, 3, is_async=is_async, world_size=world_size)

@@ -22,7 +22,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
 
     from stoker.kernels import rms_norm_residual
     from stoker.kernels.cross_entropy_kernels import _loss_and_gradient_kernel
-    from stoker.kernels.fused_qkv_rope import rotary_split_kernel
+    from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
     from stoker.kernels.gated_down_projection import _backward_kernel as _projection_backward_kernel
     from stoker.kernels.lora import lora_forward as narrow_updates
@@ -89,11 +89,11 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     def forked_norm_of(width: int, again: bool) -> Any:
         absent = "second_gradient_pointer" if again else "normed_pointer"
         flags: dict[str, Any] = {"SECOND": not again, "WRITE_NORMED": again, "ZERO_CENTERED": True, absent: None}
-        constants = flags | rms_norm_residual.tile_options(width)
+        constants = flags | rms_norm_residual.launch_options(width)
         launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
         types = {name: kind for name, kind in forked_norm_types.items() if name != absent}
         name = f"forked_norm_{width}" + "_again" * again
-        return name, rms_norm_residual.forked_norm_backward_kernel, types, constants, launch
+        return name, rms_norm_residual.rms_norm_residual_backward_kernel, types, constants, launch
 
     def split_options(tile: lora_grad.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         constants = tile.options(rank)
@@ -105,13 +105,13 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         return f"lora_mlp_{name}_{rank}", kernel, signature, constants | {"KIND": "gelu_tanh", "PARTS": 2}, launch
 
     def narrow_of(rank: int, columns: int = 2048) -> Any:
-        constants, launch = split_options(lora_grad.tile_of(rank, columns), rank)
+        constants, launch = split_options(lora_grad.choose_tile(rank, columns), rank)
         name = f"narrow_products_{rank}" + ("_wide" if columns > 2048 else "")
-        return name, lora_grad.narrow_products_kernel, narrow, constants, launch
+        return name, lora_grad.lora_gradients_kernel, narrow, constants, launch
 
     def update_of(rank: int) -> Any:
         constants, launch = split_options(narrow_updates.TILE, rank)
-        kernel = narrow_updates.narrow_update_kernel
+        kernel = narrow_updates.lora_update_kernel
         return f"narrow_update_{rank}", kernel, update, constants | {"HAS_START": True}, launch
 
     update = {f"{name}_pointer": "*bf16" for name in ("low", "lora_b", "start", "out")} | {"scale": "fp32"}
@@ -127,7 +127,11 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     return [
         ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
         ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
-        *(forked_norm_of(width, again) for width in (256, 1024, rms_norm_residual.WIDEST) for again in (False, True)),
+        *(
+            forked_norm_of(width, again)
+            for width in (256, 1024, rms_norm_residual.MAX_WIDTH)
+            for again in (False, True)
+        ),
         narrow_of(16, 8192),
         *(of(rank) for of in (narrow_of, update_of) for rank in (16, lora_grad.WIDEST_RANK)),
         (
@@ -148,7 +152,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         *(
             (
                 f"rotary_split{'_backward' * backward}",
-                rotary_split_kernel,
+                fused_qkv_rope_kernel,
                 parts | angles | strides,
                 heads | {"INTERLEAVED": False, "BACKWARD": backward},
                 options,

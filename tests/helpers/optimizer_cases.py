@@ -56,7 +56,7 @@ def backward(model, step):
     nn.functional.cross_entropy(model(ids[0]).float(), ids[1]).backward()
 
 
-def makers():
+def optimizer_factories():
     """Yield (name, factory) of each optimizer with all the state it can have."""
     yield "adamw", lambda p, **k: AdamW(p, lr=1e-2, weight_decay=0.1, **k)
     yield "scaled", lambda p, **k: AdamW(p, lr=1e-1, scale_parameter=True, fused={"up.weight": (8, 12)}, **k)
@@ -65,4 +65,4 @@ def makers():
     yield "muon", lambda p, **k: Muon(p, lr=1e-2, weight_decay=0.1, fused={"up.weight": (8, 12)}, **k)
 
 
-MAKERS = dict(makers())
+OPTIMIZER_FACTORIES = dict(optimizer_factories())

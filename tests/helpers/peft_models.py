@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PeftKeys
 from stoker.models.config.peft_slice import peft_slice
@@ -54,7 +54,7 @@ def model_of(
     family: str, scheme: str | None, *, dtype: torch.dtype = F64, peft: Any = None, **changes: Any
 ) -> LanguageModel:
     keys = PeftKeys.model_validate({"peft_scheme": scheme, **(SCHEMES.get(scheme or "", {}) if peft is None else peft)})
-    form = SampleForm(length=LENGTH, decoder_length=ANSWER) if family == "t5" else SampleForm(length=LENGTH)
+    form = BatchSpec(length=LENGTH, decoder_length=ANSWER) if family == "t5" else BatchSpec(length=LENGTH)
     return build_model(
         keys_of(family, **changes),
         vocab_size=VOCAB,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from stoker.kernels.moe.routing import Choice
+from stoker.kernels.moe.routing import RoutingResult
 
 # Computed from the formulas in numpy: six tokens, four experts, top-2.
 GOLDEN = torch.tensor(
@@ -25,5 +25,5 @@ def random_logits(tokens: int, experts: int, scale: float = 1.0, seed: int = 0) 
     return scale * torch.randn(tokens, experts, generator=generator, dtype=torch.float64)
 
 
-def to_dense(choice: Choice, experts: int) -> Tensor:
+def to_dense(choice: RoutingResult, experts: int) -> Tensor:
     return choice.gates.new_zeros(len(choice.gates), experts).scatter(1, choice.experts, choice.gates)

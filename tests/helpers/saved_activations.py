@@ -29,15 +29,15 @@ from stoker.kernels.attention.flash import ops
 from stoker.kernels.lora import lora_gated_mlp, lora_linear
 from stoker.kernels.moe import expert_mlps, grouped_matmul, permute
 from stoker.models.assemble import assemble
-from stoker.models.build import stacks_of
+from stoker.models.build import get_stacks
 from stoker.models.config.peft_slice import peft_slice
-from stoker.models.dispatch.attention_choices import planned_attentions
+from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.layers.cross_attention import Memory
-from stoker.models.peft.apply import adapt
-from stoker.models.recompute.policies import policies_of
-from stoker.trainer.plan.hardware import card_named
-from stoker.trainer.plan.inputs import RunFacts, facts_of, precision_there
-from stoker.trainer.plan.run_plan import target_elsewhere
+from stoker.models.peft.apply import apply_peft
+from stoker.models.recompute.policies import recompute_policies
+from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.inputs import RunInputs, collect_inputs, target_precision
+from stoker.trainer.plan.run_plan import gpu_target
 
 _BY_TRITON = (
     cross_entropy, rms_norm_residual, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
@@ -46,7 +46,7 @@ _BY_TRITON = (
 
 
 @contextlib.contextmanager
-def as_on_cuda(monkeypatch: Any) -> Iterator[None]:
+def simulate_cuda(monkeypatch: Any) -> Iterator[None]:
     """Make operations take their GPU code paths."""
     with monkeypatch.context() as patch:
         for module in _BY_TRITON:
@@ -59,15 +59,15 @@ def as_on_cuda(monkeypatch: Any) -> Iterator[None]:
         yield
 
 
-def facts_for(overrides: list[str], *, compiled: bool) -> RunFacts:
+def plan_inputs(overrides: list[str], *, compiled: bool) -> RunInputs:
     """Return the plan's inputs for a run on an H100 without cuDNN."""
     root = load(*overrides, f"model.compile={compiled}").root
-    target = target_elsewhere(root, card_named("h100"))
+    target = gpu_target(root, parse_gpu("h100"))
     target = replace(target, software=replace(target.software, cudnn=None, torch=(2, 11)))
-    return facts_of(root, target, precision_there(root, target))
+    return collect_inputs(root, target, target_precision(root, target))
 
 
-def model_of(facts: RunFacts) -> Any:
+def model_of(facts: RunInputs) -> Any:
     """Return the uninitialized model on the CPU in training mode, with the attention backends of the plan."""
     stacks = facts.stacks
     decisions = {stack.name: stack.attention for stack in stacks}
@@ -78,22 +78,24 @@ def model_of(facts: RunFacts) -> Any:
         "device": "cuda", "capability": call.capability, "dtype": call.dtype, "batch": call.batch,
         "deterministic": call.deterministic,
     }  # fmt: skip
-    named = {planned.name: planned for planned in planned_attentions(facts.family, facts.form, common)}
+    named = {planned.name: planned for planned in plan_attentions(facts.family, facts.form, common)}
     functions: Any = {
-        name: {"training": registry.function_of(decision)} for name, decision in decisions.items() if name in named
+        name: {"training": registry.get_attention_function(decision)}
+        for name, decision in decisions.items()
+        if name in named
     }
     labels = {named[name].label("training"): decision for name, decision in decisions.items()}
     model = assemble(facts.family, facts.form, labels, functions)
     peft = peft_slice(facts.keys.peft)
     if peft is not None:
         with torch.device("meta"):
-            adapt(model, stacks_of(model), facts.family, peft)
+            apply_peft(model, get_stacks(model), facts.family, peft)
     model = model.to(facts.precision.weights)
-    for part, stack in zip(stacks, stacks_of(model), strict=True):
+    for part, stack in zip(stacks, get_stacks(model), strict=True):
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
         )
-        for policy in policies_of(part.stack, labels, *names, offloads=True):
+        for policy in recompute_policies(part.stack, labels, *names, offloads=True):
             policy.apply(stack)
     return model.to_empty(device="cpu").train()
 
@@ -125,12 +127,12 @@ class Saved:
         return sum(self._sizes.values())
 
 
-def saved_as_written(facts: RunFacts, monkeypatch: Any) -> int:
+def saved_eager(facts: RunInputs, monkeypatch: Any) -> int:
     """Bytes saved by the forward pass of the whole eager model, without the loss."""
     model = model_of(facts)
     saved = Saved(model)
     form, batch = facts.form, facts.stacks[0].batch
-    with as_on_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True):
+    with simulate_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True):
         lengths = (form.length, *([form.decoder_length] if form.decoder_length else []))
         tokens = [torch.zeros(batch, length, dtype=torch.int64) for length in lengths]
         autocast = facts.precision.autocast
@@ -144,7 +146,7 @@ class _PartitionedError(Exception):
     """Stops compilation after the partitioner."""
 
 
-def saved_compiled(facts: RunFacts, monkeypatch: Any, *, stack: int = 0) -> int:
+def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int:
     """Bytes saved by the last layer of a stack if compiled, including its input."""
     inductor: Any = import_module("torch._inductor.compile_fx")
 
@@ -156,7 +158,7 @@ def saved_compiled(facts: RunFacts, monkeypatch: Any, *, stack: int = 0) -> int:
         raise _PartitionedError
 
     model, inputs = model_of(facts), facts.stacks[stack]
-    module = stacks_of(model)[stack]
+    module = get_stacks(model)[stack]
     width, dtype = inputs.stack.hidden_size, facts.precision.weights
     hidden = torch.zeros(inputs.batch, inputs.length, width, dtype=dtype, requires_grad=True)
     rotary = None if module.rotary is None else module.rotary(inputs.length)
@@ -164,7 +166,7 @@ def saved_compiled(facts: RunFacts, monkeypatch: Any, *, stack: int = 0) -> int:
     terms = None if positions is None else positions(inputs.length, inputs.length)
     memory = None
     if inputs.cross is not None:
-        memory = Memory(torch.zeros(inputs.batch, inputs.memory_length, width, dtype=dtype, requires_grad=True))
+        memory = Memory(torch.zeros(inputs.batch, inputs.encoder_length, width, dtype=dtype, requires_grad=True))
     layer = module.layers[-1]
 
     def run(hidden: Tensor) -> Any:
@@ -173,7 +175,7 @@ def saved_compiled(facts: RunFacts, monkeypatch: Any, *, stack: int = 0) -> int:
             return layer(hidden, rotary, "training", None, memory, terms, None)
 
     torch._dynamo.reset()
-    with as_on_cuda(monkeypatch), monkeypatch.context() as patch:
+    with simulate_cuda(monkeypatch), monkeypatch.context() as patch:
         patch.setattr(inductor, "min_cut_rematerialization_partition", record)
         try:
             torch.compile(run, dynamic=False, fullgraph=True)(hidden)
@@ -186,7 +188,7 @@ def saved_compiled(facts: RunFacts, monkeypatch: Any, *, stack: int = 0) -> int:
     for node in saved:
         value = node.meta["val"] if hasattr(node, "meta") else None
         is_input = node.op == "placeholder"
-        if isinstance(value, Tensor) and _is_activation(value, inputs.tokens, inputs.memory_tokens, is_input):
+        if isinstance(value, Tensor) and _is_activation(value, inputs.tokens, inputs.encoder_tokens, is_input):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
     return sum(size for size in storages.values() if isinstance(size, int))  # RNG states have no size
 
@@ -223,14 +225,14 @@ class Live(TorchDispatchMode):
         return result
 
 
-def peak_of_backward(facts: RunFacts, monkeypatch: Any) -> int:
+def backward_peak_bytes(facts: RunInputs, monkeypatch: Any) -> int:
     """Peak bytes in the backward pass of the whole eager model, gradients included.
 
     Memory that GPU operations allocate and free internally is not counted.
     """
     model, live = model_of(facts), Live()
     form, batch = facts.form, facts.stacks[0].batch
-    with as_on_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with simulate_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         for module in model.modules():  # otherwise each use of a weight would count as a new tensor
             for name, weight in list(module._parameters.items()):
                 fake = None if weight is None else mode.from_tensor(weight.detach())
@@ -246,7 +248,7 @@ def peak_of_backward(facts: RunFacts, monkeypatch: Any) -> int:
     return live.peak
 
 
-def peak_of_loss(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, monkeypatch: Any) -> int:
+def loss_peak_bytes(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, monkeypatch: Any) -> int:
     """Peak bytes that the loss allocates on a GPU, besides its inputs."""
     chunk = cross_entropy.default_chunk_tokens(vocab, cuda=True)
 
@@ -254,9 +256,9 @@ def peak_of_loss(tokens: int, vocab: int, hidden: int, dtype: torch.dtype, monke
         return torch.empty(len(logits), dtype=torch.float32)
 
     live = Live()
-    with as_on_cuda(monkeypatch), monkeypatch.context() as patch, FakeTensorMode():
+    with simulate_cuda(monkeypatch), monkeypatch.context() as patch, FakeTensorMode():
         patch.setattr(cross_entropy, "triton_loss_and_gradient_", losses)
-        patch.setattr(cross_entropy, "_add_product_", lambda *_: None)  # does not support fake tensors in torch 2.11
+        patch.setattr(cross_entropy, "_addmm_fp32_", lambda *_: None)  # does not support fake tensors in torch 2.11
         inputs = [torch.empty(shape, dtype=dtype) for shape in ((tokens, hidden), (vocab, hidden))]
         labels = torch.empty(tokens, dtype=torch.int64)
         with live:

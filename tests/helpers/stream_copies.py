@@ -11,7 +11,7 @@ GARBAGE = 0x7F  # a large number in any float dtype
 
 
 @dataclass(eq=False)
-class Move:
+class PendingCopy:
     """A copy in progress: its target holds garbage, its source has not been read yet."""
 
     name: str
@@ -38,7 +38,7 @@ class StreamCopies:
         self.events: list[tuple[str, int]] = []
         self.reserved = 0
         self.host_sizes: list[int] = []
-        self._streams: dict[str, list[Move]] = {"send": [], "fetch": []}
+        self._streams: dict[str, list[PendingCopy]] = {"send": [], "fetch": []}
         self._started = {"send": 0, "fetch": 0}
 
     def begin(self) -> None:
@@ -62,22 +62,22 @@ class StreamCopies:
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         raise AssertionError("device memory of the optimizer is never resized")
 
-    def send(self, memory: Tensor, host: Tensor) -> Move:
+    def send(self, memory: Tensor, host: Tensor) -> PendingCopy:
         return self._start("send", memory, host)
 
-    def fetch(self, host: Tensor, memory: Tensor) -> Move:
+    def copy_to_device(self, host: Tensor, memory: Tensor) -> PendingCopy:
         return self._start("fetch", host, memory)
 
-    def _start(self, name: str, source: Tensor, target: Tensor) -> Move:
+    def _start(self, name: str, source: Tensor, target: Tensor) -> PendingCopy:
         assert source.numel() == target.numel()
         target.fill_(GARBAGE)
-        move = Move(name, self._started[name], source, target)
+        move = PendingCopy(name, self._started[name], source, target)
         self._started[name] += 1
         self._streams[name].append(move)
         self.events.append((name, move.number))
         return move
 
-    def wait(self, mark: Move) -> None:
+    def wait(self, mark: PendingCopy) -> None:
         stream = self._streams[mark.name]
         while mark in stream:
             move = stream.pop(0)

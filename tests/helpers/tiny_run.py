@@ -84,10 +84,10 @@ def _train(directory: Path, save_every: int, stopped_by: signal.Signals | None) 
 
     step = LanguageModule.training_step
 
-    def interrupting(self: LanguageModule, *batch: Any) -> None:
+    def interrupting(self: LanguageModule, batch: Any, batch_idx: int) -> None:
         if self.step == 8:  # a signal from outside would find a slow run too early, or a fast one at its end
             os.kill(os.getpid(), stopped_by or 0)
-        step(self, *batch)
+        step(self, batch, batch_idx)
 
     LanguageModule.training_step = interrupting
 

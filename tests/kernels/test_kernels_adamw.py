@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 from tiers import DEVICES
 
 from stoker.kernels.optim import adamw_kernel, multi_tensor
@@ -50,7 +50,7 @@ def test_kernel_equals_reference(device, scaled, separate):
         for step in range(1, 4):
             gradients = tensors(shapes, torch.float16 if separate else torch.float32, step, device)
             scale = torch.tensor(0.7, device=device)
-            step_of = {"step": number(step, device), "grad_scale": scale, "rates": rates}
+            step_of = {"step": number(step, device), "grad_scale": scale, "lr_scales": rates}
             function(params, main, gradients, *moments, **step_of, **SETTINGS)
         state[name] = [*params, *main, *moments[0], *moments[1]]
     for ours, expected in zip(state["triton"], state["reference"], strict=True):
@@ -101,7 +101,7 @@ def test_many_tensors_of_any_size_equal_the_reference(device, kind, offset, scal
     rates = torch.linspace(0.5, 8.0, len(SIZES), device=device) if scaled else None
     for step in (1, 2, 3):  # the gradients are elsewhere every time
         gradients = gradients_of(kind, step, device)
-        given = {"step": number(step, device), "grad_scale": torch.tensor(0.7, device=device), "rates": rates}
+        given = {"step": number(step, device), "grad_scale": torch.tensor(0.7, device=device), "lr_scales": rates}
         expected = expected_after(state, gradients, **given)
         triton_adamw_step(state[0], state[1], gradients, *state[2:], **given, **SETTINGS)
         for part, of_reference in zip(state, expected, strict=True):
@@ -167,5 +167,5 @@ def test_the_host_does_not_wait_for_the_device():
     state, gradients = arrays("mixed", "cuda"), gradients_of("mixed", 1, "cuda")
     given = {"step": number(1, "cuda"), "grad_scale": torch.tensor(1.0, device="cuda"), **SETTINGS}
     multi_tensor._on_device.cache_clear()
-    with forbid_cuda_sync():
+    with forbid_device_sync():
         triton_adamw_step(state[0], state[1], gradients, *state[2:], **given)

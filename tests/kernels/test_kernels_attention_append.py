@@ -10,10 +10,10 @@ from tiers import looped
 from torch import Tensor
 
 from stoker.kernels.attention.kv_append import (
-    Angles,
-    reference_turn_and_append,
-    triton_turn_and_append,
-    turn_and_append,
+    RotaryTables,
+    apply_rotary_and_append_kv,
+    reference_apply_rotary_and_append_kv,
+    triton_apply_rotary_and_append_kv,
 )
 from stoker.kernels.launch import HAS_TRITON
 from stoker.kernels.rope import apply_rotary, rotary_table, xpos_table
@@ -32,7 +32,7 @@ def caches(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def angles(kind: str, dtype: torch.dtype = torch.float64) -> Angles | None:
+def angles(kind: str, dtype: torch.dtype = torch.float64) -> RotaryTables | None:
     if kind == "none":
         return None
     if kind == "xpos":
@@ -49,7 +49,7 @@ def test_keys_and_values_go_where_they_belong(kind: str, interleaved: bool) -> N
     """Everything else in the cache stays; heads turn as the whole text turns."""
     projected, made = randn(ROWS, HEADS + 2 * GROUPS, WIDTH), angles(kind)
     key_cache, value_cache = caches()
-    query = turn_and_append(projected, key_cache, value_cache, LENGTHS, made, interleaved=interleaved)
+    query = apply_rotary_and_append_kv(projected, key_cache, value_cache, LENGTHS, made, interleaved=interleaved)
     expected_query, key, value = projected[:, :HEADS], projected[:, HEADS:-GROUPS], projected[:, -GROUPS:]
     for row, length in enumerate(LENGTHS.tolist()):
         slot = (length - 1) % SLOTS
@@ -75,7 +75,7 @@ def test_triton_is_plain_torch(kind: str, interleaved: bool, dtype: torch.dtype)
     projected = randn(ROWS, HEADS + 2 * GROUPS, 2 * WIDTH, dtype=dtype)[..., :WIDTH]  # heads apart from each other
     made = angles(kind, torch.promote_types(dtype, torch.float32))
     results = []
-    for function in (reference_turn_and_append, triton_turn_and_append):
+    for function in (reference_apply_rotary_and_append_kv, triton_apply_rotary_and_append_kv):
         key_cache, value_cache = caches(dtype)
         results.append(
             (function(projected, key_cache, value_cache, LENGTHS, made, interleaved), key_cache, value_cache)
@@ -90,7 +90,7 @@ GOOD: dict[str, Any] = {
     "key_cache": torch.zeros(3, 2, 5, 8),
     "value_cache": torch.zeros(3, 2, 5, 8),
     "lengths": torch.ones(3, dtype=torch.int64),
-    "angles": (torch.zeros(3, 4),) * 4,
+    "cos_sin": (torch.zeros(3, 4),) * 4,
 }
 
 
@@ -102,13 +102,13 @@ GOOD: dict[str, Any] = {
         ("value_cache", torch.zeros(3, 2, 4, 8)),
         ("value_cache", torch.zeros(3, 2, 5, 8, dtype=torch.bfloat16)),
         ("lengths", torch.ones(3)),
-        ("angles", (torch.zeros(3, 5),) * 4),
+        ("cos_sin", (torch.zeros(3, 5),) * 4),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name: str, value: Any) -> None:
-    turn_and_append(**GOOD)
+    apply_rotary_and_append_kv(**GOOD)
     with pytest.raises(ValueError, match=f"^`{name}`"):
-        turn_and_append(**GOOD | {name: value})
+        apply_rotary_and_append_kv(**GOOD | {name: value})
 
 
 @pytest.mark.gpu
@@ -118,7 +118,7 @@ def test_on_a_gpu(kind: str, dtype: torch.dtype) -> None:
     projected, made = randn(ROWS, HEADS + 2 * GROUPS, WIDTH, dtype=dtype).cuda(), angles(kind, torch.float32)
     on_device: Any = None if made is None else tuple(table.cuda() for table in made)
     results = []
-    for function in (reference_turn_and_append, triton_turn_and_append):
+    for function in (reference_apply_rotary_and_append_kv, triton_apply_rotary_and_append_kv):
         key_cache, value_cache = (cache.cuda() for cache in caches(dtype))
         query = function(projected, key_cache, value_cache, LENGTHS.cuda(), on_device, False)
         results.append((query, key_cache, value_cache))
@@ -138,7 +138,7 @@ def test_a_norm_in_one_kernel_is_as_near_to_the_truth(monkeypatch: pytest.Monkey
         truth = norm_functions.rms_norm(inputs.double(), weight.double(), epsilon=1e-5)
         errors = []
         for one_kernel in (True, False):
-            monkeypatch.setattr(norm_functions, "_in_one_kernel", lambda *_, one_kernel=one_kernel: one_kernel)
+            monkeypatch.setattr(norm_functions, "_use_fused_kernel", lambda *_, one_kernel=one_kernel: one_kernel)
             errors.append(
                 (norm_functions.rms_norm(inputs, weight, epsilon=1e-5, training=False).double() - truth).abs().max()
             )

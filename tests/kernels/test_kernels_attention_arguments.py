@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 from tiers import looped
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -166,7 +166,7 @@ def test_values_on_a_device_are_not_read() -> None:
 @pytest.mark.gpu
 def test_no_wait_for_the_device() -> None:
     arguments: dict[str, Any] = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in packed(causal=True).items()}
-    with forbid_cuda_sync():
+    with forbid_device_sync():
         check_arguments(**arguments)
         flash_attention(**arguments)
 

@@ -17,14 +17,14 @@ from attention_cases import told
 from tiers import cases, extra, looped
 from torch import Tensor
 
-from stoker.kernels.attention.backend_support import BACKENDS, BY_NAME
+from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
 from stoker.kernels.attention.backends import registry, transformer_engine, unfused
-from stoker.kernels.attention.backends.registry import FUNCTIONS, function_of, installed
+from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS, get_attention_function, installed
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.call_spec import AttentionCall
-from stoker.kernels.attention.dispatch import Decision
-from stoker.kernels.attention.packed_sequences import PackedSequences, whole_cu_seqlens
-from stoker.kernels.attention.reference import reference_attention, reference_backend, visible_keys
+from stoker.kernels.attention.dispatch import BackendSelection
+from stoker.kernels.attention.packed_sequences import PackedSequences, unpadded_cu_seqlens
+from stoker.kernels.attention.reference import reference_attention, reference_backend, visibility_mask
 from stoker.kernels.launch import INTERPRETED
 
 ON_CPU = ("sdpa_flash", "sdpa_math", "unfused")
@@ -48,7 +48,7 @@ def inputs(
 
 def run(name: str, tensors: list[Tensor], **options: Any) -> list[Tensor]:
     """Output and gradients of a fixed random projection of it."""
-    output = FUNCTIONS[name](*tensors[:3], **({"scale": 0.4, "causal": True} | options))
+    output = ATTENTION_FUNCTIONS[name](*tensors[:3], **({"scale": 0.4, "causal": True} | options))
     generator = torch.Generator().manual_seed(1)
     upstream = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
     return [output.detach(), *torch.autograd.grad(output, tensors, upstream)]
@@ -86,10 +86,10 @@ def test_reference_is_the_definition(queries: int, keys: int, causal: bool, wind
             inside = window is None or -window[0] <= distance <= window[1]
             visible[i, j] = inside and not (causal and distance > 0)
     device = torch.device("cpu")
-    assert torch.equal(visible_keys(queries, keys, causal=causal, window=window, device=device), visible)
+    assert torch.equal(visibility_mask(queries, keys, causal=causal, window=window, device=device), visible)
     options = {"scale": 0.7, "causal": causal, "window": window, "bias": bias}
     for name in ("reference", "unfused"):
-        output = FUNCTIONS[name](query, key, value, **options)
+        output = ATTENTION_FUNCTIONS[name](query, key, value, **options)
         expected = by_hand(query, key, value, scale=0.7, visible=visible, bias=bias)
         assert (output - expected).abs().max() < 1e-14
 
@@ -148,11 +148,11 @@ def test_dropout_keeps_the_mean(name: str) -> None:
     torch.manual_seed(0)
     query, key = torch.zeros(1, 64, 4, 8), torch.zeros(1, 64, 4, 8)
     value = torch.ones(1, 64, 4, 8)
-    output = FUNCTIONS[name](query, key, value, scale=1.0, causal=False, dropout=0.25)
+    output = ATTENTION_FUNCTIONS[name](query, key, value, scale=1.0, causal=False, dropout=0.25)
     weights = output[..., 0] * 64 * 0.75  # kept weights of each row
     assert weights.std() > 1
     assert abs(weights.mean() - 48) < 1
-    again = FUNCTIONS[name](query, key, value, scale=1.0, causal=False)
+    again = ATTENTION_FUNCTIONS[name](query, key, value, scale=1.0, causal=False)
     assert torch.allclose(again, torch.ones_like(again))
 
 
@@ -163,11 +163,11 @@ def test_unfused_does_not_trust_beta_zero(monkeypatch: pytest.MonkeyPatch) -> No
         return beta * start + alpha * torch.bmm(left, right)
 
     query, key, value = (torch.randn(1, 4, 2, 8) for _ in range(3))
-    expected = FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
+    expected = ATTENTION_FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
     monkeypatch.setattr(torch, "baddbmm", baddbmm_of_mps)
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     try:
-        context = FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
+        context = ATTENTION_FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(context, expected)
@@ -176,9 +176,9 @@ def test_unfused_does_not_trust_beta_zero(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sdpa_refuses_what_it_would_get_wrong() -> None:
     query, key, value = inputs(queries=2, keys=5)
     with pytest.raises(ValueError, match="use `unfused`"):
-        FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=True)
+        ATTENTION_FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=True)
     with pytest.raises(ValueError, match="not supported by SDPA"):
-        FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=False, window=(1, 0))
+        ATTENTION_FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=False, window=(1, 0))
 
 
 @looped("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"])
@@ -213,7 +213,7 @@ def test_one_graph(name: str) -> None:
     tensors = inputs(dtype=torch.float32)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return FUNCTIONS[name](query, key, value, scale=0.4, causal=True)
+        return ATTENTION_FUNCTIONS[name](query, key, value, scale=0.4, causal=True)
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(*tensors), reference_backend(*tensors, scale=0.4, causal=True), atol=1e-6)
@@ -283,7 +283,7 @@ def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pyte
     options = with_options(OPTIONS[option], tensors)
     if option not in TAKEN[name]:
         with pytest.raises(ValueError, match=r"must (be None|be 0|not be given)"):
-            FUNCTIONS[name](*tensors[:3], **options)
+            ATTENTION_FUNCTIONS[name](*tensors[:3], **options)
         return
     assert_same(run(name, tensors, **options), run("reference", tensors, **options), 2e-5)
 
@@ -310,7 +310,9 @@ def test_dropout_of_triton_comes_from_torchs_generator(packed: bool) -> None:
     documents = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=False) if packed else None
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        seen.append(FUNCTIONS["triton"](query, key, value, scale=1.0, causal=False, dropout=0.25, packed=documents))
+        seen.append(
+            ATTENTION_FUNCTIONS["triton"](query, key, value, scale=1.0, causal=False, dropout=0.25, packed=documents)
+        )
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])
     assert abs(seen[0].mean() - 1) < 0.1
@@ -390,7 +392,7 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
     query, key, value = (tensor.float() for tensor in inputs(dim=16))
     with torch.no_grad():
-        FUNCTIONS["te_flash"](query, key, value, scale=0.3, causal=True)
+        ATTENTION_FUNCTIONS["te_flash"](query, key, value, scale=0.3, causal=True)
     assert PretendedAttention.state["use_flash_attention"]
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
     assert "NVTE_FUSED_ATTN" not in os.environ
@@ -434,12 +436,12 @@ def test_a_graph_breaks_around_what_cannot_be_traced(name: str, monkeypatch: pyt
     tensors = [tensor.detach().float() for tensor in inputs(dim=16)]
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return 2 * FUNCTIONS[name](2 * query, key, value, scale=0.3, causal=True)
+        return 2 * ATTENTION_FUNCTIONS[name](2 * query, key, value, scale=0.3, causal=True)
 
     torch.compiler.reset()
     around = torch.compile(attend, backend="eager")
     assert torch.allclose(around(*tensors), attend(*tensors))
-    assert not BY_NAME[name].compiles
+    assert not BACKENDS_BY_NAME[name].supports_compile
     torch.compiler.reset()
     with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
         torch.compile(attend, backend="eager", fullgraph=True)(*tensors)
@@ -449,29 +451,29 @@ def test_a_graph_breaks_around_what_cannot_be_traced(name: str, monkeypatch: pyt
 def test_documents_are_counted_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_extras(monkeypatch)
     packed = PackedSequences.of(DOCUMENTS, dtype=torch.float32, causal=True, mask=False)
-    first = whole_cu_seqlens(packed)
+    first = unpadded_cu_seqlens(packed)
     assert first.tolist() == [0, 7, 9, 20, 40]
-    assert whole_cu_seqlens(packed) is first
+    assert unpadded_cu_seqlens(packed) is first
     other = PackedSequences.of(DOCUMENTS.flip(0), dtype=torch.float32, causal=True, mask=False)
-    assert whole_cu_seqlens(other).tolist() == [0, 20, 27, 29, 40]
+    assert unpadded_cu_seqlens(other).tolist() == [0, 20, 27, 29, 40]
     tensors = [tensor.float() for tensor in inputs(queries=20, keys=20, dim=16)]
     with pytest.raises(ValueError, match="must hold a mask"):
-        FUNCTIONS["unfused"](*tensors, scale=0.3, causal=True, packed=packed)
+        ATTENTION_FUNCTIONS["unfused"](*tensors, scale=0.3, causal=True, packed=packed)
 
 
 def test_functions_follow_call_and_flags() -> None:
-    assert {*FUNCTIONS} == {backend.name for backend in BACKENDS}
+    assert {*ATTENTION_FUNCTIONS} == {backend.name for backend in BACKENDS}
 
     def made(backend: str, fusion: bool = True) -> Any:
         call = AttentionCall(
             device="cpu", dtype="fp32", batch=1, heads=1, groups=1, head_dim=16, queries=8, keys=8, deterministic=True
         )
-        return function_of(Decision(call, backend, ()), masked_softmax_fusion=fusion)
+        return get_attention_function(BackendSelection(call, backend, ()), masked_softmax_fusion=fusion)
 
     assert (made("te_fused").deterministic, made("te_fused").family) == (True, "fused")
     assert made("flash_attn").deterministic
     assert [made("unfused", fusion).masked_softmax_fusion for fusion in (True, False)] == [True, False]
-    assert made("triton") is FUNCTIONS["triton"]
+    assert made("triton") is ATTENTION_FUNCTIONS["triton"]
 
 
 @pytest.mark.parametrize("fusion", [True, False])
@@ -486,7 +488,7 @@ def test_the_fused_softmax_is_the_softmax(fusion: bool, option: str, monkeypatch
     options = with_options(OPTIONS[option], tensors)
     output = UnfusedAttention(masked_softmax_fusion=fusion)(*tensors[:3], **options)
     gradients = torch.autograd.grad(output.sum(), tensors)
-    expected = FUNCTIONS["reference"](*tensors[:3], **options)
+    expected = ATTENTION_FUNCTIONS["reference"](*tensors[:3], **options)
     assert_same([output, *gradients], [expected, *torch.autograd.grad(expected.sum(), tensors)], 1e-12)
     assert bool(taken) is fusion
 
@@ -535,7 +537,7 @@ def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPa
     assert loaded == ["libcudnn.so.9", "libcudnn_graph.so.9"]
     assert "CUDNN_PATH" not in os.environ
     monkeypatch.setenv("CUDNN_HOME", "elsewhere")
-    assert transformer_engine.cudnn_of_torch() is None
+    assert transformer_engine.torch_cudnn_dir() is None
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -551,7 +553,7 @@ def gpu_call(**changes: Any) -> AttentionCall:
 
 def skip_unless_it_runs(name: str, call: AttentionCall) -> None:
     """What the table refuses here is skipped, in the table's words."""
-    if (reason := BY_NAME[name].why_not(call, installed("cuda"))) is not None:
+    if (reason := BACKENDS_BY_NAME[name].why_not(call, installed("cuda"))) is not None:
         pytest.skip(f"{name}: {reason}")
 
 
@@ -599,7 +601,7 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
             options["packed"] = PackedSequences.of(documents, dtype=dtype, causal=options["causal"])
         if "key_padding_mask" in words:
             options["key_padding_mask"] = seen
-        output = FUNCTIONS[function](*tensors[:3], **options)
+        output = ATTENTION_FUNCTIONS[function](*tensors[:3], **options)
         results.append([output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))])
     for expected, ours in zip(*results, strict=True):
         assert (ours - expected).abs().max() < 0.03 * expected.abs().max()
@@ -631,10 +633,10 @@ def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tenso
               "slopes": (call.heads,)}  # fmt: skip
     shapes += [shape for name, shape in biases.items() if call.bias.startswith(name)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    if call.bias_is_slopes:
+    if call.bias_is_alibi:
         tensors[3] = tensors[3].abs() / 8
     rounded = [tensor.to(TORCH_DTYPES[call.dtype]) for tensor in tensors]
-    if call.bias_goes_by_distance:
+    if call.bias_is_relative:
         rounded[3] = tensors[3].float()
     wide = dtype == torch.float64
     tensors = [tensor.to("cuda", torch.float64 if wide else tensor.dtype).requires_grad_() for tensor in rounded]
@@ -643,7 +645,7 @@ def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tenso
     if call.bias != "none":
         names = {"dense": "bias", "distance": "distance_bias", "slopes": "alibi_slopes"}
         options[names[call.bias.removesuffix("_with_gradient")]] = tensors[3]
-        if not call.bias_has_gradient:
+        if not call.bias_requires_grad:
             tensors.pop().requires_grad_(False)
     starts = torch.rand(call.batch, call.queries, generator=generator) < 0.03
     if call.packed:
@@ -671,7 +673,7 @@ def test_what_the_table_accepts_runs_and_is_right(block: int) -> None:
             wide = backend.name == "reference"
             tensors, options = drawn_arguments(call, torch.float64 if wide else TORCH_DTYPES[call.dtype])
             with told(f"{backend.name}: {call}", seed):
-                function = function_of(Decision(call, backend.name, ()))
+                function = get_attention_function(BackendSelection(call, backend.name, ()))
                 output = function(*tensors[:3], **options | ({"dropout": 0.0} if wide else {}))
                 upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
                 gradients = torch.autograd.grad(output, tensors, upstream.to(output))
@@ -689,7 +691,7 @@ def test_what_the_table_accepts_runs_and_is_right(block: int) -> None:
 def test_gpu_backends_that_are_deterministic_repeat_to_the_bit(name: str) -> None:
     call = gpu_call(deterministic=True)
     skip_unless_it_runs(name, call)
-    function = function_of(Decision(call, name, ()))
+    function = get_attention_function(BackendSelection(call, name, ()))
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 256, 8, 64), (2, 256, 2, 64), (2, 256, 2, 64))
     tensors = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from stoker.kernels.attention.decode import (
     decode_attention,
+    num_splits,
     reference_decode_attention,
-    split_count,
     triton_decode_attention,
 )
 from stoker.kernels.attention.reference import reference_attention
@@ -57,7 +57,7 @@ def test_a_step_is_the_last_row_of_attention(option: str, left: int) -> None:
     query, key, value = (randn(ROWS, 30, heads, WIDTH, seed=heads) for heads in (HEADS, GROUPS, GROUPS))
     last = torch.stack([query[row, length - 1] for row, length in enumerate(lengths.tolist())])
     keys, values = (torch.stack([ring(t[r], n, slots) for r, n in enumerate(lengths.tolist())]) for t in (key, value))
-    found = reference_decode_attention(last, keys, values, lengths - 1, scale=0.3, left=left, **OPTIONS[option])
+    found = reference_decode_attention(last, keys, values, lengths - 1, scale=0.3, left_window=left, **OPTIONS[option])
     for row, length in enumerate(lengths.tolist()):
         whole = reference_attention(
             *(t[row : row + 1, :length] for t in (query, key, value)), causal=True, window_size=(left, -1),
@@ -109,7 +109,7 @@ def test_triton_is_plain_torch(option: str, left: int, splits: int | None) -> No
         randn(*shape, seed=n) for n, shape in enumerate([(ROWS, HEADS, WIDTH), *[(ROWS, GROUPS, slots, WIDTH)] * 2])
     )
     key[1, :, 71:] = value[1, :, 71:] = torch.nan
-    options: dict[str, Any] = {"scale": 0.3, "left": left} | OPTIONS[option]
+    options: dict[str, Any] = {"scale": 0.3, "left_window": left} | OPTIONS[option]
     expected = reference_decode_attention(query, key, value, positions, **options)
     found = triton_decode_attention(query, key, value, positions, splits=splits, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
@@ -161,14 +161,14 @@ def test_bits_do_not_depend_on_other_rows() -> None:
 
 
 def test_parts_fill_the_gpu_and_are_not_smaller_than_a_tile() -> None:
-    assert split_count(4, 4096, 132) == 64
-    assert split_count(4, 512, 132) == 8
-    assert split_count(128, 4096, 132) == 2
-    assert split_count(256, 4096, 132) == 1
-    assert split_count(1, 10, 132) == 1
+    assert num_splits(4, 4096, 132) == 64
+    assert num_splits(4, 512, 132) == 8
+    assert num_splits(128, 4096, 132) == 2
+    assert num_splits(256, 4096, 132) == 1
+    assert num_splits(1, 10, 132) == 1
     for programs in (1, 3, 50, 1000):
         for slots in (1, 65, 700, 100_000):
-            splits = split_count(programs, slots, 132)
+            splits = num_splits(programs, slots, 132)
             assert splits & (splits - 1) == 0
             assert 1 <= splits <= 64
 
@@ -197,7 +197,7 @@ GOOD: dict[str, Any] = {
         ("lengths", torch.zeros(2)),
         ("distance_bias", torch.zeros(5, 3)),
         ("alibi_slopes", torch.zeros(5)),
-        ("left", 3),
+        ("left_window", 3),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name: str, value: Any) -> None:
@@ -247,7 +247,7 @@ def test_on_a_gpu(dtype: torch.dtype, width: int, groups: int) -> None:
     query, key, value = (randn(*shape, seed=n, dtype=dtype).cuda() for n, shape in enumerate(shapes))
     positions = torch.tensor([0, 63, 64, 700, 1499], device="cuda")
     bias = randn(8, 2 * 100 + 1, seed=9, dtype=torch.float32).cuda()
-    for more in ({}, {"distance_bias": bias}, {"softcap": 3.0, "left": 99}):
+    for more in ({}, {"distance_bias": bias}, {"softcap": 3.0, "left_window": 99}):
         options: dict[str, Any] = {"scale": width**-0.5} | more
         truth = reference_decode_attention(query.double(), key.double(), value.double(), positions, **options)
         found = decode_attention(query, key, value, positions, **options)

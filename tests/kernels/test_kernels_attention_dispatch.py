@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import looped
 
-from stoker.kernels.attention.backend_support import BACKENDS, BY_NAME
-from stoker.kernels.attention.call_spec import AttentionCall, Bias, Installed
-from stoker.kernels.attention.dispatch import NoBackendError, choose, preference, tables
+from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
+from stoker.kernels.attention.call_spec import AttentionCall, Bias, InstalledSoftware
+from stoker.kernels.attention.dispatch import NoBackendError, choose, preference_order, tables
 from stoker.kernels.attention.flags import AttentionFlags
 
-NEW = Installed(torch=(2, 13), cudnn=92000)
-FULL = Installed(
+NEW = InstalledSoftware(torch=(2, 13), cudnn=92000)
+FULL = InstalledSoftware(
     torch=(2, 13), cudnn=92000, triton=(3, 6), te=(2, 20), flash_attn=(2, 8, 3), flash_attn_3=True, flash_attn_4=True
 )
 BF16 = {"dtype": "bf16", "batch": 4, "heads": 16, "groups": 4, "head_dim": 128, "queries": 4096, "keys": 4096}
@@ -29,11 +29,11 @@ CPU = dataclasses.replace(HOPPER, device="cpu", capability=None, dtype="fp32")
 ON = AttentionFlags()
 
 
-def chosen(call: AttentionCall, installed: Installed = NEW, **wishes: Any) -> str:
+def chosen(call: AttentionCall, installed: InstalledSoftware = NEW, **wishes: Any) -> str:
     return choose(call, **({"flags": ON, "installed": installed} | wishes)).backend
 
 
-def reason(call: AttentionCall, backend: str, installed: Installed = NEW, **wishes: Any) -> str:
+def reason(call: AttentionCall, backend: str, installed: InstalledSoftware = NEW, **wishes: Any) -> str:
     decision = choose(call, **({"flags": ON, "installed": installed} | wishes))
     (row,) = (row for row in decision.rows if row.backend == backend)
     assert not row.accepted
@@ -172,7 +172,7 @@ FILTERS: list[Filter] = [  # backends, a refused call, changes to it that are ac
 )
 def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: Any, words: str) -> None:
     call = dataclasses.replace(HOPPER, **refused)
-    row = BY_NAME[backend]
+    row = BACKENDS_BY_NAME[backend]
     said = row.why_not(call, FULL)
     assert said is not None
     assert words in said
@@ -223,16 +223,16 @@ def test_each_filter_refuses_and_accepts(backend: str, refused: Any, accepted: A
 )  # fmt: skip
 def test_versions(backend: str, software: Any, better: Any, changes: dict[str, Any], words: str) -> None:
     call, worse = dataclasses.replace(HOPPER, **changes), dataclasses.replace(FULL, **software)
-    said = BY_NAME[backend].why_not(call, worse)
+    said = BACKENDS_BY_NAME[backend].why_not(call, worse)
     assert said is not None
     assert words in said
     fixed = dataclasses.replace(worse, **better) if better else FULL
-    assert BY_NAME[backend].why_not(call, fixed) is None
+    assert BACKENDS_BY_NAME[backend].why_not(call, fixed) is None
 
 
 def test_cudnn_where_it_may() -> None:
     assert chosen(dataclasses.replace(HOPPER, dropout=0.125)) == "sdpa_cudnn"
-    assert chosen(HOPPER, Installed(torch=(2, 11), cudnn=91002)) == "sdpa_cudnn"
+    assert chosen(HOPPER, InstalledSoftware(torch=(2, 11), cudnn=91002)) == "sdpa_cudnn"
     assert chosen(dataclasses.replace(HOPPER, deterministic=True, training=False)) == "sdpa_cudnn"
 
 
@@ -306,13 +306,13 @@ TRAINED_BIAS = {"bias": "distance_with_gradient", "causal": False}
          dataclasses.replace(OWN, interpreted=True), "unfused"),
     ],
 )  # fmt: skip
-def test_order_with_everything_installed(changes: dict[str, Any], installed: Installed, backend: str) -> None:
+def test_order_with_everything_installed(changes: dict[str, Any], installed: InstalledSoftware, backend: str) -> None:
     assert chosen(dataclasses.replace(HOPPER, **changes), installed) == backend
 
 
 def test_a_bias_by_distance_is_written_out_last() -> None:
     for bias, first in (("slopes", ("triton", "flash_attn", "sdpa_cudnn")), ("distance", ("triton", "sdpa_cudnn"))):
-        names, _ = preference(dataclasses.replace(HOPPER, bias=bias), FULL)
+        names, _ = preference_order(dataclasses.replace(HOPPER, bias=bias), FULL)
         assert names[: len(first)] == first
         assert {*names[-2:]} == {"lse_first", "reference"}
 
@@ -331,16 +331,18 @@ def test_truth_table(capability: Any, switch: bool | None, flags: AttentionFlags
     left = table[switch] - off
     call = dataclasses.replace(HOPPER, capability=capability)
     order = ["fused", "flash", "unfused"] if capability == (9, 0) else ["flash", "fused", "unfused"]
-    family = BY_NAME[wish].family if wish in BY_NAME else wish
+    family = BACKENDS_BY_NAME[wish].family if wish in BACKENDS_BY_NAME else wish
     allowed = [
-        name for name in order if name in left and wish in ("auto", name, *(n for n in BY_NAME if family == name))
+        name
+        for name in order
+        if name in left and wish in ("auto", name, *(n for n in BACKENDS_BY_NAME if family == name))
     ]
     if not allowed:
         with pytest.raises(NoBackendError, match="no attention backend" if wish == "auto" else f"\\({wish}\\) is"):
             chosen(call, FULL, use_flash_attention=switch, attention_backend=wish, flags=flags)
         return
     decision = choose(call, use_flash_attention=switch, attention_backend=wish, flags=flags, installed=FULL)
-    assert BY_NAME[decision.backend].family == allowed[0]
+    assert BACKENDS_BY_NAME[decision.backend].family == allowed[0]
     assert wish in ("auto", family, decision.backend)
     assert {row.family for row in decision.rows if row.accepted} == set(allowed)
 
@@ -359,7 +361,7 @@ def test_transformer_engine(call: AttentionCall, switch: bool | None, backend: s
     assert decision.backend == backend
     reasons = {row.reason for row in decision.rows if row.backend.startswith("te_")}
     assert (reasons == {"removed by `transformer_engine: False`"}) is (switch is False)
-    assert decision.compiles is not decision.backend.startswith("te_")
+    assert decision.supports_compile is not decision.backend.startswith("te_")
 
 
 def test_transformer_engine_that_is_missing_is_an_error_with_the_way_out() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import (
-    EVERY_PATH,
+    CASES_BY_FEATURE,
     ON_DEVICES,
     Case,
     Problem,
@@ -31,7 +31,7 @@ from stoker.kernels import flash_attention, reference_attention
 BOTH = pytest.mark.parametrize("attention", [reference_attention, flash_attention], ids=["reference", "flash"])
 
 
-@mostly_full("case", EVERY_PATH, ["dropout", "slopes"], gpu=True)
+@mostly_full("case", CASES_BY_FEATURE, ["dropout", "slopes"], gpu=True)
 def test_repeats_bit_for_bit(case: Case, device: str) -> None:
     problem = build(case, torch.float16, device)
     first = run(flash_attention, problem)
@@ -81,7 +81,7 @@ def test_packed_is_each_sequence_alone(device: str) -> None:
 @full_only
 @ON_DEVICES
 def test_bound_of_the_lengths_may_be_generous(device: str) -> None:
-    problem = build(EVERY_PATH["packed"], torch.float16, device)
+    problem = build(CASES_BY_FEATURE["packed"], torch.float16, device)
     generous = problem.with_options(max_seqlen_q=77, max_seqlen_k=129)
     assert_equal(run(flash_attention, generous), run(flash_attention, problem))
 
@@ -89,7 +89,7 @@ def test_bound_of_the_lengths_may_be_generous(device: str) -> None:
 @full_only
 @ON_DEVICES
 def test_tokens_outside_the_sequences_are_nothing(device: str) -> None:
-    problem = build(EVERY_PATH["packed"], torch.float16, device)
+    problem = build(CASES_BY_FEATURE["packed"], torch.float16, device)
     more = {n: torch.nn.functional.pad(problem.tensors[n].detach(), (0, 0, 0, 0, 0, 9), value=math.nan) for n in "qkv"}
     longer = problem.with_tensors(**{n: t.requires_grad_() for n, t in more.items()})
     out, lse = flash_attention(**longer.tensors, **longer.options, return_lse=True)

@@ -9,10 +9,10 @@ import pytest
 from tiers import looped
 
 from stoker.kernels.attention.flags import (
-    ACTING_FLAGS,
     KNOWN_FLAGS,
+    SUPPORTED_FLAGS,
     AttentionFlags,
-    environment_override,
+    override_environment,
     read_flags,
 )
 
@@ -32,7 +32,7 @@ LEVELS = ("NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 def test_flags_default_to_on() -> None:
     assert read_flags({}) == AttentionFlags()
     assert not read_flags({}).notes()
-    assert {*FIELD_OF, *LEVELS} == set(ACTING_FLAGS)
+    assert {*FIELD_OF, *LEVELS} == set(SUPPORTED_FLAGS)
     assert len(KNOWN_FLAGS) == len(set(KNOWN_FLAGS))
     assert {*FIELD_OF.values(), "debug", "given"} == {field.name for field in fields(AttentionFlags)}
 
@@ -74,7 +74,7 @@ def test_the_override_puts_back_what_was_there(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
 
     def fail_inside() -> None:
-        with environment_override({"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "0"}):
+        with override_environment({"NVTE_FLASH_ATTN": "1", "NVTE_FUSED_ATTN": "0"}):
             assert (os.environ["NVTE_FLASH_ATTN"], os.environ["NVTE_FUSED_ATTN"]) == ("1", "0")
             raise KeyError("inside")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import (
-    EVERY_PATH,
+    CASES_BY_FEATURE,
     ON_DEVICES,
     Case,
     Problem,
@@ -166,7 +166,7 @@ COMPILED = ("causal", "softcap", "both_biases", "packed", "padding", "dropout", 
 @full_only
 @mostly_full("name", {name: name for name in COMPILED}, ["causal"], gpu=True)
 def test_one_graph(name: str, device: str) -> None:
-    problem = build(EVERY_PATH[name], torch.float32, device)
+    problem = build(CASES_BY_FEATURE[name], torch.float32, device)
     compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
     assert_equal(run(compiled, problem), run(flash_attention, problem))
 
@@ -225,7 +225,7 @@ def arguments_of_the_operation(problem: Problem) -> tuple[Any, ...]:
 @mostly_full("name", {name: name for name in COMPILED}, [], gpu=True)
 def test_operation_is_well_formed(name: str, device: str) -> None:
     """Schema, fake results, registered gradient, and the traced gradient with symbolic sizes."""
-    problem = build(EVERY_PATH[name], torch.float32, device)
+    problem = build(CASES_BY_FEATURE[name], torch.float32, device)
     torch.library.opcheck(torch.ops.stoker.flash_attention.default, arguments_of_the_operation(problem))
 
 

@@ -7,10 +7,10 @@ from tiers import DEVICES, full_only, looped
 from stoker.kernels import cross_entropy
 from stoker.kernels.cross_entropy import (
     _linear_cross_entropy,
+    can_accumulate_in_gemm,
     default_chunk_tokens,
     linear_cross_entropy,
     reference_linear_cross_entropy,
-    sums_in_matmul,
     triton_loss_and_gradient_,
 )
 
@@ -181,7 +181,7 @@ def test_chunks_of_16_bits_are_summed_unrounded(monkeypatch, device):
 
         monkeypatch.setattr(torch, "mm", wide_mm)
         monkeypatch.setattr(cross_entropy, "triton_runs_on", lambda tensor: True)
-        monkeypatch.setattr(cross_entropy, "_add_product_", add_product_)
+        monkeypatch.setattr(cross_entropy, "_addmm_fp32_", add_product_)
     hidden, weight, labels = inputs(256, 64, 96, torch.bfloat16, device)
     hidden = (hidden.detach() * 0.1).requires_grad_()  # else the rounding of the logits is most of the error
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
@@ -205,7 +205,7 @@ def test_chunks_of_16_bits_are_summed_unrounded(monkeypatch, device):
 def test_gradients_are_given_away_as_they_are_and_once(monkeypatch, device, frozen):
     """On a GPU: what is saved is scaled in place, no product or copy of it is made, and it is not scaled twice."""
     if device == "cpu":  # the kernel in the interpreter
-        monkeypatch.setattr(cross_entropy, "scales_in_place", lambda tensor: not torch.is_grad_enabled())
+        monkeypatch.setattr(cross_entropy, "can_scale_in_place", lambda tensor: not torch.is_grad_enabled())
     hidden, weight, labels = inputs(40, 16, 32, torch.float32, device)
     bias = torch.zeros(32, device=device, requires_grad=True)
     leaves = (hidden, weight, bias)
@@ -269,10 +269,10 @@ def test_chunks_shrink_with_the_vocabulary():
 
 
 def test_only_aligned_matrices_of_16_bits_are_summed_in_the_matmul():
-    assert sums_in_matmul(32000, 1024, width=2, cuda=True)
+    assert can_accumulate_in_gemm(32000, 1024, width=2, cuda=True)
     for vocab, hidden_size, width, cuda in ((32001, 1024, 2, True), (32000, 100, 2, True), (32000, 1024, 4, True)):
-        assert not sums_in_matmul(vocab, hidden_size, width=width, cuda=cuda)
-    assert not sums_in_matmul(32000, 1024, width=2, cuda=False)
+        assert not can_accumulate_in_gemm(vocab, hidden_size, width=width, cuda=cuda)
+    assert not can_accumulate_in_gemm(32000, 1024, width=2, cuda=False)
 
 
 def test_bad_shapes_are_named():

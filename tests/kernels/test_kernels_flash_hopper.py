@@ -11,13 +11,17 @@ from tiers import full_only
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stoker.kernels import flash_attention
-from stoker.kernels.attention.backend_support import AttentionCall, Installed, takes_hopper_kernels
+from stoker.kernels.attention.backend_support import AttentionCall, InstalledSoftware, uses_hopper_kernels
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.attention.flash.hopper import supported_calls
-from stoker.kernels.attention.flash.hopper.delta import delta_and_base_2
-from stoker.kernels.attention.flash.hopper.distance_bias import bands_of, distance_gradient, distance_table
-from stoker.kernels.attention.flash.hopper.supported_calls import as_tma_reads
-from stoker.kernels.attention.flash.hopper.tile_scheduler import balanced, visits_of_keys, visits_of_queries
+from stoker.kernels.attention.flash.hopper.delta import compute_delta_and_lse_base_2
+from stoker.kernels.attention.flash.hopper.distance_bias import distance_gradient, distance_table, num_bands
+from stoker.kernels.attention.flash.hopper.supported_calls import make_tma_compatible
+from stoker.kernels.attention.flash.hopper.tile_scheduler import (
+    balanced,
+    key_tiles_per_query_tile,
+    query_tiles_per_key_tile,
+)
 from stoker.kernels.attention.flash.kernel_arguments import Problem as FlashProblem
 from stoker.kernels.launch import HAS_TRITON
 
@@ -59,7 +63,7 @@ def test_what_tma_cannot_read_is_copied() -> None:
     tensor = torch.randn(2, 33, 4, 64).bfloat16()
     fused = torch.randn(2, 33, 3 * 4 * 64).bfloat16().view(2, 33, 3, 4, 64)
     for readable in (tensor, fused[:, :, 1], tensor.transpose(1, 2).contiguous().transpose(1, 2)):
-        assert as_tma_reads(readable) is readable
+        assert make_tma_compatible(readable) is readable
     unreadable = {
         "heads expanded": tensor[:, :, :1].expand(2, 33, 4, 64),
         "width not last": tensor.transpose(1, 3).contiguous().transpose(1, 3),
@@ -67,17 +71,17 @@ def test_what_tma_cannot_read_is_copied() -> None:
         "begins at 2 bytes": torch.randn(2 * 33 * 256 + 1).bfloat16()[1:].view(2, 33, 4, 64),
     }
     for why, other in unreadable.items():
-        copy = as_tma_reads(other)
+        copy = make_tma_compatible(other)
         assert copy is not other, why
         assert torch.equal(copy, other), why
-        assert as_tma_reads(copy) is copy, why
+        assert make_tma_compatible(copy) is copy, why
 
 
 @CAUSAL
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (1000, 3000), (3000, 1000), (1, 77)])
 def test_order_holds_each_tile_once_and_no_program_works_much_longer(queries, keys, by_keys, causal) -> None:
-    visits = (visits_of_keys if by_keys else visits_of_queries)(queries, keys, 128, 64, causal)
+    visits = (query_tiles_per_key_tile if by_keys else key_tiles_per_query_tile)(queries, keys, 128, 64, causal)
     pairs, programs = 30, 132
     for together in (1, 4, 30):
         lists = balanced(visits, pairs, together, min(programs, len(visits) * pairs))
@@ -96,10 +100,10 @@ def test_visits_are_the_tiles_that_hold_a_visible_pair(queries, keys, causal) ->
     by_query = torch.zeros(-(-queries // 128) * 128, -(-keys // 64) * 64, dtype=torch.bool)
     by_query[:queries, :keys] = visible
     tiles = by_query.view(-1, 128, by_query.shape[1] // 64, 64).any(3).any(1).sum(1)
-    assert visits_of_queries(queries, keys, 128, 64, causal) == tiles.clamp(min=1).tolist()
+    assert key_tiles_per_query_tile(queries, keys, 128, 64, causal) == tiles.clamp(min=1).tolist()
     by_key = torch.zeros(-(-queries // 64) * 64, -(-keys // 128) * 128, dtype=torch.bool)
     by_key[:queries, :keys] = visible
-    assert visits_of_keys(queries, keys, 128, 64, causal) == by_key.view(
+    assert query_tiles_per_key_tile(queries, keys, 128, 64, causal) == by_key.view(
         -1, 64, by_key.shape[1] // 128, 128).any(3).any(1).sum(0).tolist()  # fmt: skip
 
 
@@ -110,7 +114,7 @@ def test_gradient_of_a_distance_bias_from_sums_of_tiles(queries: int, keys: int,
     batch, heads, offset = 2, 3, keys - queries
     dense = torch.randn(batch, heads, queries, keys, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     far = torch.zeros(batch, heads, queries, dtype=torch.float64)
-    sums = torch.zeros(batch, heads, -(-keys // 128) * 2, bands_of(reach), 128, dtype=torch.float64)
+    sums = torch.zeros(batch, heads, -(-keys // 128) * 2, num_bands(reach), 128, dtype=torch.float64)
     for key in range(0, keys, 64):
         for query in range(0, queries, 64):
             tile = dense[:, :, query : query + 64, key : key + 64]
@@ -135,7 +139,7 @@ def test_delta_and_base_2(with_lse_gradient: bool) -> None:
         gradient = torch.randn(batch, 3, rows, 16).transpose(1, 2)
         lse, lse_gradient = torch.randn(batch, 3, rows), torch.randn(batch, 3, rows)
         lse[:, :, rows // 2] = float("-inf")
-        delta, base_2 = delta_and_base_2(out, lse, gradient, lse_gradient if with_lse_gradient else None)
+        delta, base_2 = compute_delta_and_lse_base_2(out, lse, gradient, lse_gradient if with_lse_gradient else None)
         expected = (out * gradient).sum(3).transpose(1, 2) - (lse_gradient if with_lse_gradient else 0)
         assert torch.allclose(delta[..., :rows], expected.masked_fill(lse == float("-inf"), 0.0), atol=1e-5)
         assert torch.allclose(base_2[..., :rows], (lse / math.log(2)).masked_fill(lse == float("-inf"), math.inf))
@@ -174,14 +178,14 @@ def test_the_dispatcher_knows_what_the_gate_lets_in(monkeypatch: pytest.MonkeyPa
         q, k = (torch.empty(2, 32, heads, call.head_dim, device="cuda", dtype=dtype) for heads in (4, 2))
         problem = FlashProblem(
             torch.empty(4, 32, 32, device="cuda") if call.bias == "dense" else None,
-            torch.empty(4, 2 * (call.reach or 2) + 1, device="cuda") if call.bias_is_distance else None,
-            torch.empty(4, device="cuda") if call.bias_is_slopes else None,
+            torch.empty(4, 2 * (call.reach or 2) + 1, device="cuda") if call.bias_is_distance_table else None,
+            torch.empty(4, device="cuda") if call.bias_is_alibi else None,
             torch.empty(2, 32, device="cuda", dtype=torch.bool) if call.padding else None,
             None, None, None, call.window[0] if call.window else -1, 0 if call.causal else -1, 0.1, call.softcap,
             call.dropout, 32, 32,
         )  # fmt: skip
-        assert supported_calls.serves(q, k, k, problem) == takes_hopper_kernels(
-            call, Installed(torch=(2, 11), triton=(3, 6))
+        assert supported_calls.serves(q, k, k, problem) == uses_hopper_kernels(
+            call, InstalledSoftware(torch=(2, 11), triton=(3, 6))
         )
 
 

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels import flash_attention, reference_attention
-from stoker.kernels.attention.dropout import dropout_mask, dropout_threshold, kept_by_dropout
+from stoker.kernels.attention.dropout import dropout_mask, dropout_threshold, philox_keep_mask
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.attention.flash.kernel_arguments import tile_list
-from stoker.kernels.attention.flash.portable.tile import rounded, section_tiles, sections
+from stoker.kernels.attention.flash.portable.tile import rounded, section_bounds, tile_sections
 from stoker.kernels.attention.flash.portable.tile_configs import tile_config
 from stoker.kernels.launch import HAS_TRITON, jit, tl
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for 
 @jit
 def _kept_kernel(out_pointer, rng_pointer, first, threshold, SIZE: tl.constexpr):
     index = first + tl.arange(0, SIZE).to(tl.int64)
-    kept = kept_by_dropout(tl.load(rng_pointer), index + tl.load(rng_pointer + 1), threshold)
+    kept = philox_keep_mask(tl.load(rng_pointer), index + tl.load(rng_pointer + 1), threshold)
     tl.store(out_pointer + tl.arange(0, SIZE), kept.to(tl.int32))
 
 
@@ -31,9 +31,9 @@ def _sections_kernel(
     out_pointer, first, last, length, low, high, reach, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr,
     HAS_HIGH: tl.constexpr, HAS_DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    bounds = sections(first, last, length, low, high, reach, BLOCK, HAS_LOW, HAS_HIGH, HAS_DISTANCE)
+    bounds = tile_sections(first, last, length, low, high, reach, BLOCK, HAS_LOW, HAS_HIGH, HAS_DISTANCE)
     for section in range(3):
-        plain_begin, plain_end, edge_end = section_tiles(section, bounds)
+        plain_begin, plain_end, edge_end = section_bounds(section, bounds)
         tl.store(out_pointer + 3 * section, plain_begin)
         tl.store(out_pointer + 3 * section + 1, plain_end)
         tl.store(out_pointer + 3 * section + 2, edge_end)

@@ -18,11 +18,11 @@ from stoker.kernels import rms_norm_residual
 from stoker.kernels.norm_functions import rms_norm
 from stoker.kernels.rms_norm_residual import (
     _backward_with_normed,
-    _forked_norm_backward,
-    forked_norm_projection,
+    _rms_norm_residual_backward,
     forked_rms_norm,
+    rms_norm_residual_linear,
 )
-from stoker.models.layers.fused_linear import product_of_norm
+from stoker.models.layers.fused_linear import norm_linear
 from stoker.models.layers.norm import RMSNorm
 
 
@@ -49,7 +49,7 @@ SHAPES = [(6, 40), (8, 1024), (34, 1500), (1200, 24)]
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_gradients_are_those_of_fp64(rows: int, width: int, twice: bool, device: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rms_norm_residual, "PROGRAMS", 12)
+    monkeypatch.setattr(rms_norm_residual, "MAX_PROGRAMS", 12)
     zero_centered = width == 40
     stream, weight, outer = case(rows, width, torch.float32, device)
     outer = outer[: 2 + twice]
@@ -85,7 +85,7 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
 def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
     rows: int, width: int, learns: bool, biased: bool, device: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(rms_norm_residual, "PROGRAMS", 12)
+    monkeypatch.setattr(rms_norm_residual, "MAX_PROGRAMS", 12)
     zero_centered, out = width == 40, 16
     stream, gain, (on, *_) = case(rows, width, torch.float32, device)
     generator = torch.Generator().manual_seed(1)
@@ -95,7 +95,7 @@ def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
     options: dict[str, Any] = {"epsilon": 1e-2, "zero_centered": zero_centered}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        found = forked_norm_projection(stream, gain, weight, given[3] if biased else None, **options)
+        found = rms_norm_residual_linear(stream, gain, weight, given[3] if biased else None, **options)
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in (stream, gain, weight)]
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in given]
     normed = rms_norm(exact[0], exact[1], **options)
@@ -126,7 +126,9 @@ def test_the_custom_operations_are_well_formed() -> None:
     stream, weight, outer = case(6, 24, torch.float32)
     torch.library.opcheck(_backward_with_normed, (*outer[:2], stream.detach(), weight.detach(), 1e-5, True))
     for second in (None, outer[2]):
-        torch.library.opcheck(_forked_norm_backward, (*outer[:2], second, stream.detach(), weight.detach(), 1e-5, True))
+        torch.library.opcheck(
+            _rms_norm_residual_backward, (*outer[:2], second, stream.detach(), weight.detach(), 1e-5, True)
+        )
 
 
 # ---------------------------------------------------------------- when it serves
@@ -170,8 +172,8 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     norm.weight = torch.nn.Parameter(weight.detach())
 
     def part(hidden: Tensor) -> Tensor:
-        read = norm.forked(2 * hidden, True)
-        again = read.normed if read.again is None else read.again
+        read = norm.forward_with_residual(2 * hidden, True)
+        again = read.normed if read.second_hidden is None else read.second_hidden
         return read.stream + read.normed @ matrix + again.sin()
 
     def full(kept: list[Tensor]) -> int:
@@ -187,7 +189,7 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     assert sum("forked_norm_backward" in name for name in operations) == 1
     assert full(ours_kept) <= full(kept)
     assert_near(ours, plain, dtype)
-    assert norm.forked(stream, True).stream is stream  # as written
+    assert norm.forward_with_residual(stream, True).stream is stream  # as written
     norm.requires_grad_(False)
     _, operations, _ = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)
@@ -205,7 +207,7 @@ def test_projection_serves_compiled_norms_that_shall_not_be_kept(
 
     def part(hidden: Tensor) -> Tensor:
         hidden = hidden + 1.0
-        projected, on = product_of_norm(norm, linear, hidden, hidden)
+        projected, on = norm_linear(norm, linear, hidden, hidden)
         assert on is not None
         return on + projected[..., :24]
 
@@ -218,6 +220,6 @@ def test_projection_serves_compiled_norms_that_shall_not_be_kept(
     assert sum(x.numel() for x in ours_kept) <= sum(x.numel() for x in kept)
     assert_near(ours, plain, dtype)
     hidden = stream + 1.0
-    assert product_of_norm(norm, linear, hidden, hidden)[1] is hidden  # as written
-    assert product_of_norm(norm, linear, hidden)[1] is None
+    assert norm_linear(norm, linear, hidden, hidden)[1] is hidden  # as written
+    assert norm_linear(norm, linear, hidden)[1] is None
     torch.compiler.reset()

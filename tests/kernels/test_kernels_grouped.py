@@ -16,11 +16,11 @@ from stoker.kernels.moe.grouped_matmul import (
     _grouped_matmul,
     grouped_matmul,
     row_tiles,
-    triton_outer,
-    triton_rows,
+    triton_grouped_matmul,
+    triton_grouped_outer,
 )
 from stoker.kernels.moe.permute import _combine, _gather, combine_rows, gather_rows
-from stoker.kernels.moe.tile_configs import LOW_ROWS, Kind, is_aligned, is_low, tile_config
+from stoker.kernels.moe.tile_configs import FEW_ROWS_BLOCK_M, Kind, has_few_rows, is_aligned, tile_config
 from stoker.kernels.moe.tile_map import find_tiles, tile_bound
 
 BACKENDS = ("triton", "torch", "loop")
@@ -94,7 +94,7 @@ def test_tiles_cover_every_row_once(counts, after, block):
         assert bounds[expert] <= first < bounds[expert + 1]
         covered[first : min(first + block, bounds[expert + 1])] += 1
     assert (covered == 1).all()
-    assert tiles.heaviest.tolist() == sorted(range(len(counts)), key=lambda e: (-counts[e], e))
+    assert tiles.experts_by_load.tolist() == sorted(range(len(counts)), key=lambda e: (-counts[e], e))
 
 
 # ---------------------------------------------------------------- matmuls
@@ -159,10 +159,10 @@ def test_rows_are_read_through_the_order():
     hidden, matrices, bias = torch.randn(3, 18), torch.randn(3, 18, 22), torch.randn(3, 22)
     tiles = row_tiles(ends, 6, torch.float32)
     more = {"order": order, "topk": 2}
-    out, active = triton_rows(hidden, matrices, ends, tiles, **more, bias=bias, activation="silu", gated=True)
+    out, active = triton_grouped_matmul(hidden, matrices, ends, tiles, **more, bias=bias, activation="silu", gated=True)
     assert active is not None
-    gradient = triton_outer(hidden, out, ends, tiles, **more, gather="left")
-    transposed = triton_outer(out, hidden, ends, tiles, **more, gather="right")
+    gradient = triton_grouped_outer(hidden, out, ends, tiles, **more, gather="left")
+    transposed = triton_grouped_outer(out, hidden, ends, tiles, **more, gather="right")
     expected = torch.zeros(3, 18, 22)
     for row, assignment in enumerate(order[:5].tolist()):
         expert = experts.flatten()[assignment]
@@ -231,11 +231,11 @@ def test_a_table_has_one_height_of_rows(capability):
             for aligned in (False, True):
                 heights = {tile_config(k, dtype, capability, low=low, aligned=aligned).block_m for k in kinds}
                 assert len(heights) == 1
-    assert capability is None or tile_config("rows", torch.bfloat16, capability, low=True).block_m == LOW_ROWS
+    assert capability is None or tile_config("rows", torch.bfloat16, capability, low=True).block_m == FEW_ROWS_BLOCK_M
 
 
 def test_low_and_aligned():
-    assert is_low(rows=8 * 95, experts=8)
-    assert not is_low(rows=8 * 96, experts=8)
+    assert has_few_rows(rows=8 * 95, experts=8)
+    assert not has_few_rows(rows=8 * 96, experts=8)
     assert is_aligned(1, 16, 4096)
     assert not is_aligned(16, 24)

@@ -8,6 +8,7 @@ import pytest
 import tiny_run
 import torch
 from fork_server import ForkServer
+from tiers import full_only
 from torch._subclasses import FakeTensorMode
 
 from stoker.kernels import launch
@@ -50,6 +51,7 @@ def test_a_kernel_compiles_without_a_gpu_and_spills_nothing(compilers: ForkServe
     assert 0 < row["registers"] <= 64
 
 
+@full_only
 def test_training_needs_no_triton(tmp_path):
     """As on macOS: `import triton` fails."""
     command = [sys.executable, "-c", WITHOUT_TRITON, str(Path(tiny_run.__file__).parent), str(tmp_path)]

@@ -10,11 +10,11 @@ from tiers import DEVICES, cases, full_only, looped
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stoker.kernels.gated_activation import GATES
+from stoker.kernels.gated_activation import GATED_ACTIVATIONS
 from stoker.kernels.lora import lora_gated_mlp as module
 from stoker.kernels.lora import lora_linear as linear_module
 from stoker.kernels.lora.lora_gated_mlp import lora_gated_mlp, lora_gated_mlp_runs_on, reference_lora_gated_mlp
-from stoker.kernels.lora.lora_grad import triton_narrow_products
+from stoker.kernels.lora.lora_grad import triton_lora_gradients
 from stoker.models.layers.norm import RMSNorm
 
 LEARNT = ("inputs", "up_a", "up_b", "down_a", "down_b")
@@ -60,7 +60,7 @@ def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", cases(GATES, fast=2))
+@pytest.mark.parametrize("kind", cases(GATED_ACTIVATIONS, fast=2))
 @pytest.mark.parametrize(
     "size",
     [
@@ -85,7 +85,7 @@ def test_many_rows_are_summed_in_pieces() -> None:
     rows, columns, rank = 32 * 300 + 1, 20, 5
     gradient, low = (torch.randn(rows, width, generator=generator) for width in (columns + 9, 2 * rank))
     up = torch.randn(columns, rank, generator=generator)
-    found = triton_narrow_products(gradient[:, 4 : 4 + columns], up, low[:, rank:], 0.5, [columns])
+    found = triton_lora_gradients(gradient[:, 4 : 4 + columns], up, low[:, rank:], 0.5, [columns])
     wanted = 0.5 * gradient[:, 4 : 4 + columns] @ up, 0.5 * gradient[:, 4 : 4 + columns].t() @ low[:, rank:]
     for one, other in zip(found[:2], wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
@@ -100,7 +100,7 @@ def test_parts_of_a_fused_projection_have_products_of_their_own(device: str, par
     gradient, up = torch.randn(rows, sum(parts), device=device), torch.randn(sum(parts), rank, device=device)
     low = torch.randn(rows, len(parts) * rank, device=device)
     factors = torch.rand(rows, 1, device=device)
-    found = triton_narrow_products(gradient, up, low, 0.5, parts, factors)
+    found = triton_lora_gradients(gradient, up, low, 0.5, parts, factors)
     pieces = list(zip(gradient.split(parts, 1), up.split(parts), low.split(rank, 1), strict=True))
     of_low = torch.cat([0.5 * part @ matrix for part, matrix, _ in pieces], 1)
     of_up = torch.cat([0.5 * part.t() @ columns for part, _, columns in pieces])

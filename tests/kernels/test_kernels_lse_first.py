@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.backends.lse_first import lse_first
 from stoker.kernels.attention.lse_first import eager_stages, ops, triton_stages
-from stoker.kernels.attention.lse_first.chunks import Chunk, chunks_of
+from stoker.kernels.attention.lse_first.chunks import Chunk, split_into_chunks
 from stoker.kernels.attention.lse_first.ops import (
     _attention_lse,
     _attention_lse_backward,
@@ -208,8 +208,8 @@ def test_nothing_there(batch, queries, keys):
 
 def test_chunks_cover_the_keys_in_order():
     first = [Chunk(0, 0, 2, 0), Chunk(0, 2, 4, 2), Chunk(0, 4, 5, 4)]
-    assert chunks_of([5, 0, 3], 2) == [*first, Chunk(2, 0, 2, 5), Chunk(2, 2, 3, 7)]
-    assert chunks_of([5, 3], 0) == [Chunk(0, 0, 5, 0), Chunk(1, 0, 3, 5)]
+    assert split_into_chunks([5, 0, 3], 2) == [*first, Chunk(2, 0, 2, 5), Chunk(2, 2, 3, 7)]
+    assert split_into_chunks([5, 3], 0) == [Chunk(0, 0, 5, 0), Chunk(1, 0, 3, 5)]
 
 
 @pytest.mark.parametrize("causal", [False, *extra(True)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from stoker.kernels.moe.assignments import Assignments, sorted_assignments
-from stoker.kernels.moe.counting_sort import BLOCK, sorted_on_device, triton_sorted
+from stoker.kernels.moe.counting_sort import BLOCK, sorted_on_device, triton_counting_sort
 
 
 def drawn(tokens: int, experts: int, topk: int, crowd: int, seed: int = 0) -> Tensor:
@@ -22,7 +22,7 @@ def drawn(tokens: int, experts: int, topk: int, crowd: int, seed: int = 0) -> Te
 
 def check(experts: Tensor, number: int, kept: Tensor | None, device: str) -> None:
     wanted = sorted_assignments(experts, number, kept)
-    found = Assignments(*triton_sorted(experts.to(device), number, None if kept is None else kept.to(device)))
+    found = Assignments(*triton_counting_sort(experts.to(device), number, None if kept is None else kept.to(device)))
     for name in Assignments._fields:
         one, other = getattr(found, name), getattr(wanted, name)
         assert one.dtype == torch.int32

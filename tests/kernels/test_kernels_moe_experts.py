@@ -12,7 +12,7 @@ from tiers import cases, extra, full_only, looped
 from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.activations import NONLINEARITIES
-from stoker.kernels.gated_activation import GATES
+from stoker.kernels.gated_activation import GATED_ACTIVATIONS
 from stoker.kernels.moe.assignments import sorted_assignments
 from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.fused_experts import _experts
@@ -141,9 +141,9 @@ def test_implementations_agree_in_fp32(implementation, name):
     assert_close(got, truth, 1e-6)
 
 
-@pytest.mark.parametrize("nonlinearity", ["gelu_tanh", *sorted(set(NONLINEARITIES) - set(GATES))])
+@pytest.mark.parametrize("nonlinearity", ["gelu_tanh", *sorted(set(NONLINEARITIES) - set(GATED_ACTIVATIONS))])
 def test_triton_knows_every_nonlinearity(nonlinearity):
-    gated = nonlinearity in GATES
+    gated = nonlinearity in GATED_ACTIVATIONS
     case = make(12, 3, 1, 16, 16, gated=gated)
     options = {"nonlinearity": nonlinearity, "gated": gated}
     truth = value_and_gradients(case, torch.float64, implementation="sequential", **options)

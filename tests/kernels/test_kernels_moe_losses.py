@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from stoker.kernels.moe.routing import (
-    choose_experts,
+    attach_auxiliary_loss,
     load_balancing_loss,
     router_entropy,
     router_probabilities,
     tokens_per_expert,
-    with_loss_gradient,
+    topk_routing,
     z_loss,
 )
 
@@ -52,7 +52,7 @@ def written_out_balance(probabilities: Tensor, experts: Tensor) -> Tensor:
 @pytest.mark.parametrize("topk", [1, 3])
 def test_load_balancing_loss_and_its_gradient(score: Any, topk: int) -> None:
     logits = random_logits(7, 5).requires_grad_()
-    experts = choose_experts(logits, topk, score=score, pre_softmax=True).experts
+    experts = topk_routing(logits, topk, score=score, pre_softmax=True).experts
     loss = load_balancing_loss(router_probabilities(logits, score), tokens_per_expert(experts, 5), topk)
     scores = logits.exp() if score == "softmax" else 1 / (1 + (-logits).exp())
     wanted = written_out_balance(scores / scores.sum(1, keepdim=True), experts)
@@ -77,7 +77,7 @@ def test_an_even_load_costs_one_and_one_expert_costs_most() -> None:
 
 def test_processes_losses_add_up_to_the_loss_of_all() -> None:
     logits = random_logits(12, 4)
-    experts = choose_experts(logits, 2).experts
+    experts = topk_routing(logits, 2).experts
     probabilities, counts = router_probabilities(logits, "softmax"), tokens_per_expert(experts, 4)
     whole = load_balancing_loss(probabilities, counts, 2)
     for tokens in (12, torch.tensor(12)):
@@ -124,20 +124,20 @@ def test_counts_need_no_atomics() -> None:
 def a_layer(weight: Tensor, x: Tensor, share: Tensor, coefficient: float = 0.3) -> tuple[Tensor, Tensor]:
     """What a router does, small: gates that carry a loss of the same weight."""
     logits = x @ weight
-    gates = choose_experts(logits, 2).gates
+    gates = topk_routing(logits, 2).gates
     loss = coefficient * z_loss(logits)
-    return with_loss_gradient(gates, loss, share), loss
+    return attach_auxiliary_loss(gates, loss, share), loss
 
 
 def test_injection_is_the_gradient_of_the_sum() -> None:
     x, share = random_logits(6, 3), torch.tensor(0.25, dtype=torch.float64)
     weight = random_logits(3, 4, seed=1).requires_grad_()
     gates, loss = a_layer(weight, x, share)
-    assert torch.equal(gates, choose_experts(x @ weight, 2).gates)
+    assert torch.equal(gates, topk_routing(x @ weight, 2).gates)
     target = random_logits(6, 2, seed=2)
     # used twice, and injected once all the same
     (injected,) = torch.autograd.grad((gates * target).sum() + gates.square().sum(), weight)
-    plain = choose_experts(x @ weight, 2).gates
+    plain = topk_routing(x @ weight, 2).gates
     loss = 0.3 * z_loss(x @ weight)
     (summed,) = torch.autograd.grad((plain * target).sum() + plain.square().sum() + share * loss, weight)
     torch.testing.assert_close(injected, summed, rtol=1e-12, atol=1e-12)
@@ -152,7 +152,7 @@ def test_injection_adds_up_over_micro_batches_whatever_the_model_loss_is_scaled_
         (scaler * gates.square().sum()).backward()
     accumulated = weight.grad
     assert accumulated is not None
-    totals = [choose_experts(x @ weight, 2).gates.square().sum() + len(x) / 6 * 0.3 * z_loss(x @ weight) for x in xs]
+    totals = [topk_routing(x @ weight, 2).gates.square().sum() + len(x) / 6 * 0.3 * z_loss(x @ weight) for x in xs]
     (wanted,) = torch.autograd.grad(totals[0] + totals[1], weight)
     torch.testing.assert_close(accumulated / scaler, wanted, rtol=1e-12, atol=1e-12)
 
@@ -172,9 +172,9 @@ def test_injection_reaches_a_loss_whose_tensor_needs_no_gradient() -> None:
     leaf = torch.tensor(2.0, requires_grad=True)
     scale = torch.tensor(0.5)
     for turn in (1, 2):
-        with_loss_gradient(torch.ones(3), leaf, scale).sum().backward()
+        attach_auxiliary_loss(torch.ones(3), leaf, scale).sum().backward()
         assert leaf.grad is not None
         assert leaf.grad.item() == 0.5 * turn
     assert scale.item() == 0.5
     with torch.no_grad():
-        assert not with_loss_gradient(torch.ones(3), leaf, scale).requires_grad
+        assert not attach_auxiliary_loss(torch.ones(3), leaf, scale).requires_grad

@@ -15,15 +15,15 @@ from routing_cases import random_logits, to_dense
 from torch import Tensor
 
 from stoker.kernels.moe.routing import (
-    Choice,
-    capacity_of,
-    choose_experts,
+    RoutingResult,
+    attach_auxiliary_loss,
+    capacity_mask,
+    expert_capacity,
     load_balancing_loss,
     router_probabilities,
-    sinkhorn_choice,
+    sinkhorn_routing,
     tokens_per_expert,
-    with_loss_gradient,
-    within_capacity,
+    topk_routing,
     z_loss,
 )
 
@@ -130,11 +130,11 @@ def test_megatron_core_routes_alike(tmp_path: Path) -> None:
     def same(key: str, ours: Tensor) -> None:
         torch.testing.assert_close(ours.detach(), torch.from_numpy(made.pop(key)), rtol=2e-6, atol=1e-7, msg=key)
 
-    def same_choice(key: str, ours: Choice, leaf: Tensor) -> None:
+    def same_choice(key: str, ours: RoutingResult, leaf: Tensor) -> None:
         dense = to_dense(ours, 16)
-        assert (to_dense(Choice(ours.experts, torch.ones_like(ours.gates)), 16) == 1).numpy().tolist() == made.pop(
-            key + "chosen"
-        ).tolist(), key
+        assert (
+            to_dense(RoutingResult(ours.experts, torch.ones_like(ours.gates)), 16) == 1
+        ).numpy().tolist() == made.pop(key + "chosen").tolist(), key
         same(key + "gates", dense)
         same(key + "gates_gradient", torch.autograd.grad((dense * cotangent).sum(), leaf, retain_graph=True)[0])
 
@@ -143,24 +143,24 @@ def test_megatron_core_routes_alike(tmp_path: Path) -> None:
             leaf = values.clone().requires_grad_()
             topk, score = case["topk"], case.get("score", "softmax")
             kinds = {key: value for key, value in case.items() if key not in ("topk", "biased")}
-            ours = choose_experts(leaf, topk, selection_bias=bias if case.get("biased") else None, **kinds)
+            ours = topk_routing(leaf, topk, selection_bias=bias if case.get("biased") else None, **kinds)
             same_choice(f"{name}/{number}/", ours, leaf)
             for factor in (0.5, 1.0, 1.3, 9.0):
-                capacity = capacity_of(96, 16, topk, factor)
+                capacity = expert_capacity(96, 16, topk, factor)
                 key = f"{name}/{number}/probs/{factor}/"
-                kept = within_capacity(ours, 16, capacity, "probs")
+                kept = capacity_mask(ours, 16, capacity, "probs")
                 assert (
-                    to_dense(Choice(ours.experts, kept.float()), 16).bool().tolist()
+                    to_dense(RoutingResult(ours.experts, kept.float()), 16).bool().tolist()
                     == made.pop(key + "chosen").tolist()
                 )
-                same(key + "gates", to_dense(Choice(ours.experts, ours.gates * kept), 16))
+                same(key + "gates", to_dense(RoutingResult(ours.experts, ours.gates * kept), 16))
                 # its topk over ones and zeros keeps any of the ones: as many of the same as we do
                 key = f"{name}/{number}/position/{factor}/"
-                kept = within_capacity(ours, 16, capacity, "position")
+                kept = capacity_mask(ours, 16, capacity, "position")
                 wanted = made.pop(key + "chosen")
                 made.pop(key + "gates")
                 assert not (wanted & (to_dense(ours, 16) == 0).numpy()).any()
-                assert to_dense(Choice(ours.experts, kept.float()), 16).sum(0).tolist() == wanted.sum(0).tolist()
+                assert to_dense(RoutingResult(ours.experts, kept.float()), 16).sum(0).tolist() == wanted.sum(0).tolist()
             counts = tokens_per_expert(ours.experts, 16)
             loss = 0.01 * load_balancing_loss(router_probabilities(leaf, score), counts, topk)
             same(f"{name}/{number}/balance", loss)
@@ -171,10 +171,12 @@ def test_megatron_core_routes_alike(tmp_path: Path) -> None:
         same(name + "/z_gradient", torch.autograd.grad(loss, leaf)[0])
         for topk in (1, 2):
             for training in (True, False):
-                ours = sinkhorn_choice(leaf, topk, training=training)
+                ours = sinkhorn_routing(leaf, topk, training=training)
                 same_choice(f"{name}/sinkhorn/{topk}/{training}/", ours, leaf)
-        output = with_loss_gradient(leaf.softmax(dim=1), 0.1 * z_loss(leaf), torch.tensor(0.25))
+        output = attach_auxiliary_loss(leaf.softmax(dim=1), 0.1 * z_loss(leaf), torch.tensor(0.25))
         same(name + "/injected", torch.autograd.grad((output * cotangent).sum(), leaf)[0])
-    grid = [capacity_of(t, e, k, f) for t in range(40) for k in (1, 2, 6) for e in (6, 7, 64) for f in (0.5, 1.1, 1.25)]
+    grid = [
+        expert_capacity(t, e, k, f) for t in range(40) for k in (1, 2, 6) for e in (6, 7, 64) for f in (0.5, 1.1, 1.25)
+    ]
     assert grid == made.pop("capacities").tolist()
     assert not made, "everything that was made is compared"

@@ -7,29 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 from routing_cases import GOLDEN, GOLDEN_EXPERTS, random_logits
 from tiers import full_only, looped
 from torch import Tensor
 
 from stoker.kernels.moe.routing import (
-    Choice,
+    RoutingResult,
     Score,
-    capacity_of,
-    choose_experts,
+    attach_auxiliary_loss,
+    capacity_mask,
+    expert_capacity,
     load_balancing_loss,
     router_entropy,
     router_probabilities,
-    sinkhorn_choice,
+    sinkhorn_routing,
     tokens_per_expert,
-    with_loss_gradient,
-    within_capacity,
+    topk_routing,
     z_loss,
 )
 from stoker.kernels.moe.sinkhorn import sinkhorn_column_factors
 
 
-def tokens_kept(choice: Choice, kept: Tensor, experts: int) -> list[list[int]]:
+def tokens_kept(choice: RoutingResult, kept: Tensor, experts: int) -> list[list[int]]:
     return [((choice.experts == expert) & kept).any(1).nonzero().flatten().tolist() for expert in range(experts)]
 
 
@@ -37,13 +37,13 @@ def tokens_kept(choice: Choice, kept: Tensor, experts: int) -> list[list[int]]:
 
 
 def test_golden_choice_and_losses() -> None:
-    post = choose_experts(GOLDEN, 2)
+    post = topk_routing(GOLDEN, 2)
     assert post.experts.tolist() == GOLDEN_EXPERTS
     assert post.gates[:, 0].tolist() == pytest.approx(
         [0.731059, 0.731059, 0.549834, 0.952574, 0.731059, 0.524979], abs=1e-6
     )
     assert post.gates.sum(1).tolist() == pytest.approx([1.0] * 6)
-    pre = choose_experts(GOLDEN, 2, pre_softmax=True)
+    pre = topk_routing(GOLDEN, 2, pre_softmax=True)
     assert pre.experts.tolist() == GOLDEN_EXPERTS
     assert pre.gates.tolist() == [
         pytest.approx(row, abs=1e-6)
@@ -66,10 +66,10 @@ def test_golden_choice_and_losses() -> None:
 
 
 def test_golden_capacity() -> None:
-    assert [capacity_of(6, 4, 2, factor) for factor in (1.0, 1.25, 0.5)] == [3, 4, 2]
-    choice = choose_experts(GOLDEN, 2)
-    assert tokens_kept(choice, within_capacity(choice, 4, 2, "probs"), 4) == [[0, 3], [2, 5], [1, 4], [1, 4]]
-    assert tokens_kept(choice, within_capacity(choice, 4, 2, "position"), 4) == [[0, 2], [0, 2], [1, 4], [1, 4]]
+    assert [expert_capacity(6, 4, 2, factor) for factor in (1.0, 1.25, 0.5)] == [3, 4, 2]
+    choice = topk_routing(GOLDEN, 2)
+    assert tokens_kept(choice, capacity_mask(choice, 4, 2, "probs"), 4) == [[0, 3], [2, 5], [1, 4], [1, 4]]
+    assert tokens_kept(choice, capacity_mask(choice, 4, 2, "position"), 4) == [[0, 2], [0, 2], [1, 4], [1, 4]]
 
 
 # ---------------------------------------------------------------- choice
@@ -85,18 +85,18 @@ def test_equal_scores_go_to_the_lower_index(experts: int) -> None:
     scores: tuple[Score, ...] = ("softmax", "sigmoid")
     for score in scores:
         for pre_softmax in (False, True):
-            choice = choose_experts(logits, 3, score=score, pre_softmax=pre_softmax)
+            choice = topk_routing(logits, 3, score=score, pre_softmax=pre_softmax)
             assert choice.experts[:2].tolist() == wanted
-    assert sinkhorn_choice(torch.zeros(5, experts), 3, training=True).experts.tolist() == [[0, 1, 2]] * 5
-    assert choose_experts(logits, 2, num_groups=2, group_topk=1).experts[0].tolist() == [0, 1]
+    assert sinkhorn_routing(torch.zeros(5, experts), 3, training=True).experts.tolist() == [[0, 1, 2]] * 5
+    assert topk_routing(logits, 2, num_groups=2, group_topk=1).experts[0].tolist() == [0, 1]
 
 
 def test_sigmoid_scores_sum_to_the_scaling_factor() -> None:
     logits = random_logits(20, 8)
-    several = choose_experts(logits, 3, score="sigmoid", scaling_factor=2.5)
+    several = topk_routing(logits, 3, score="sigmoid", scaling_factor=2.5)
     scores = logits.sigmoid().gather(1, several.experts)
     torch.testing.assert_close(several.gates, 2.5 * scores / scores.sum(1, keepdim=True))
-    one = choose_experts(logits, 1, score="sigmoid", scaling_factor=2.5)
+    one = topk_routing(logits, 1, score="sigmoid", scaling_factor=2.5)
     torch.testing.assert_close(one.gates, 2.5 * logits.sigmoid().amax(1, keepdim=True))
 
 
@@ -105,7 +105,7 @@ def test_selection_bias_acts_on_the_choice_only() -> None:
     bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 9.0])
     kinds: tuple[tuple[Score, bool], ...] = (("sigmoid", False), ("softmax", True), ("softmax", False))
     for score, pre_softmax in kinds:
-        choice = choose_experts(logits, 2, score=score, pre_softmax=pre_softmax, selection_bias=bias)
+        choice = topk_routing(logits, 2, score=score, pre_softmax=pre_softmax, selection_bias=bias)
         assert (choice.experts == 5).any(1).all()
         scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(1)
         gates = scores.gather(1, choice.experts)
@@ -113,8 +113,8 @@ def test_selection_bias_acts_on_the_choice_only() -> None:
             logit = logits.gather(1, choice.experts)
             gates = logit.softmax(1) if score == "softmax" else gates / gates.sum(1, keepdim=True)
         torch.testing.assert_close(choice.gates, gates)
-    plain = choose_experts(logits, 2, score="sigmoid")
-    unbiased = choose_experts(logits, 2, score="sigmoid", selection_bias=torch.full((6,), 0.7))
+    plain = topk_routing(logits, 2, score="sigmoid")
+    unbiased = topk_routing(logits, 2, score="sigmoid", selection_bias=torch.full((6,), 0.7))
     assert torch.equal(plain.experts, unbiased.experts)
     assert torch.equal(plain.gates, unbiased.gates)
 
@@ -122,14 +122,14 @@ def test_selection_bias_acts_on_the_choice_only() -> None:
 def test_groups_are_ranked_by_the_sum_of_their_best() -> None:
     logits = torch.tensor([[4.0, 0.0, 3.0, 2.0, 1.0, 1.0]])
     # of two experts from one group, groups count by two each: 4, 5, 2
-    assert choose_experts(logits, 2, num_groups=3, group_topk=1).experts.tolist() == [[2, 3]]
+    assert topk_routing(logits, 2, num_groups=3, group_topk=1).experts.tolist() == [[2, 3]]
     # one expert, or two from two groups, and groups count by their best: 4, 3, 1
-    assert choose_experts(logits, 1, num_groups=3, group_topk=1, pre_softmax=True).experts.tolist() == [[0]]
-    assert choose_experts(logits, 2, num_groups=3, group_topk=2).experts.tolist() == [[0, 2]]
-    assert choose_experts(logits, 1, num_groups=3, group_topk=2, pre_softmax=True).experts.tolist() == [[0]]
+    assert topk_routing(logits, 1, num_groups=3, group_topk=1, pre_softmax=True).experts.tolist() == [[0]]
+    assert topk_routing(logits, 2, num_groups=3, group_topk=2).experts.tolist() == [[0, 2]]
+    assert topk_routing(logits, 1, num_groups=3, group_topk=2, pre_softmax=True).experts.tolist() == [[0]]
     # scores below 0, as a bias makes them, are not beaten by what is outside the groups
     bias = torch.tensor([-9.0, -9.0, -9.0, -9.0, -9.5, -9.5])
-    biased = choose_experts(logits, 2, score="sigmoid", selection_bias=bias, num_groups=3, group_topk=1)
+    biased = topk_routing(logits, 2, score="sigmoid", selection_bias=bias, num_groups=3, group_topk=1)
     assert biased.experts.tolist() == [[2, 3]]
 
 
@@ -138,10 +138,10 @@ def test_arithmetic_is_fp32_or_wider(dtype: torch.dtype) -> None:
     logits = random_logits(9, 5).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     choices = [
-        choose_experts(logits, 2),
-        choose_experts(logits, 2, pre_softmax=True),
-        choose_experts(logits, 2, score="sigmoid", selection_bias=torch.zeros(5)),
-        sinkhorn_choice(logits, 2, training=True),
+        topk_routing(logits, 2),
+        topk_routing(logits, 2, pre_softmax=True),
+        topk_routing(logits, 2, score="sigmoid", selection_bias=torch.zeros(5)),
+        sinkhorn_routing(logits, 2, training=True),
     ]
     for choice in choices:
         assert (choice.experts.dtype, choice.gates.dtype) == (torch.int64, wide)
@@ -151,7 +151,7 @@ def test_arithmetic_is_fp32_or_wider(dtype: torch.dtype) -> None:
         assert probabilities.dtype == wide
         assert load_balancing_loss(probabilities, counts, 2).dtype == wide
     assert z_loss(logits).dtype == wide
-    torch.testing.assert_close(choices[0].gates, choose_experts(logits.to(wide), 2).gates, rtol=0, atol=0)
+    torch.testing.assert_close(choices[0].gates, topk_routing(logits.to(wide), 2).gates, rtol=0, atol=0)
 
 
 def test_gradients_of_the_gates() -> None:
@@ -163,21 +163,21 @@ def test_gradients_of_the_gates() -> None:
         {"score": "sigmoid", "selection_bias": torch.tensor([0.3, 0.0, -0.3, 0.0, 0.1])},
     ]
     for kind in settings:
-        assert torch.autograd.gradcheck(lambda x, kind=kind: choose_experts(x, 2, **kind).gates, logits)
+        assert torch.autograd.gradcheck(lambda x, kind=kind: topk_routing(x, 2, **kind).gates, logits)
     for topk in (1, 2):
-        assert torch.autograd.gradcheck(lambda x, k=topk: sinkhorn_choice(x, k, training=True).gates, logits)
-    assert torch.autograd.gradcheck(lambda x: choose_experts(x, 1, pre_softmax=True).gates, logits)
+        assert torch.autograd.gradcheck(lambda x, k=topk: sinkhorn_routing(x, k, training=True).gates, logits)
+    assert torch.autograd.gradcheck(lambda x: topk_routing(x, 1, pre_softmax=True).gates, logits)
 
 
 @pytest.mark.parametrize("scale", [1e2, 1e4, 1e30])
 def test_large_logits_give_finite_gates_and_gradients(scale: float) -> None:
     logits = (scale * random_logits(16, 6)).float().requires_grad_()
     choices = [
-        choose_experts(logits, 2),
-        choose_experts(logits, 2, pre_softmax=True),
-        choose_experts(logits, 2, score="sigmoid"),
-        sinkhorn_choice(logits, 2, training=True),
-        sinkhorn_choice(logits, 1, training=True),
+        topk_routing(logits, 2),
+        topk_routing(logits, 2, pre_softmax=True),
+        topk_routing(logits, 2, score="sigmoid"),
+        sinkhorn_routing(logits, 2, training=True),
+        sinkhorn_routing(logits, 1, training=True),
     ]
     for choice in choices:
         assert choice.gates.isfinite().all()
@@ -197,15 +197,15 @@ def test_large_logits_give_finite_gates_and_gradients(scale: float) -> None:
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_more_capacity_than_tokens_keeps_all(policy: Any) -> None:
-    choice = choose_experts(GOLDEN, 2)
-    assert within_capacity(choice, 4, 7, policy).all()
-    assert not within_capacity(choice, 4, 0, policy).any()
+    choice = topk_routing(GOLDEN, 2)
+    assert capacity_mask(choice, 4, 7, policy).all()
+    assert not capacity_mask(choice, 4, 0, policy).any()
 
 
 def test_of_equal_gates_the_first_token_is_kept() -> None:
-    choice = Choice(torch.zeros(300, 1, dtype=torch.int64), torch.ones(300, 1))
+    choice = RoutingResult(torch.zeros(300, 1, dtype=torch.int64), torch.ones(300, 1))
     for policy in ("probs", "position"):
-        assert within_capacity(choice, 2, 7, policy).flatten().tolist() == [True] * 7 + [False] * 293
+        assert capacity_mask(choice, 2, 7, policy).flatten().tolist() == [True] * 7 + [False] * 293
 
 
 # ---------------------------------------------------------------- padding
@@ -216,7 +216,7 @@ def test_padding_counts_in_nothing() -> None:
     logits = random_logits(8, 4)
     logits[~real] *= 50.0  # would be felt
     alone = logits[real]
-    whole, part = choose_experts(logits, 2), choose_experts(alone, 2)
+    whole, part = topk_routing(logits, 2), topk_routing(alone, 2)
     counts = tokens_per_expert(whole.experts, 4, real=real)
     assert torch.equal(counts, tokens_per_expert(part.experts, 4))
     for score in ("softmax", "sigmoid"):
@@ -227,11 +227,11 @@ def test_padding_counts_in_nothing() -> None:
         torch.testing.assert_close(router_entropy(chances, real=real), router_entropy(wanted))
     torch.testing.assert_close(z_loss(logits, real=real), z_loss(alone))
     for policy in ("probs", "position"):
-        kept = within_capacity(whole, 4, 2, policy, real=real)
-        assert torch.equal(kept[real], within_capacity(part, 4, 2, policy))
+        kept = capacity_mask(whole, 4, 2, policy, real=real)
+        assert torch.equal(kept[real], capacity_mask(part, 4, 2, policy))
         assert not kept[~real].any()
-    balanced = sinkhorn_choice(logits, 2, training=True, real=real)
-    assert torch.equal(balanced.experts[real], sinkhorn_choice(alone, 2, training=True).experts)
+    balanced = sinkhorn_routing(logits, 2, training=True, real=real)
+    assert torch.equal(balanced.experts[real], sinkhorn_routing(alone, 2, training=True).experts)
     torch.testing.assert_close(sinkhorn_column_factors(logits, real), sinkhorn_column_factors(alone))
 
 
@@ -250,16 +250,16 @@ def test_nothing_but_padding_is_no_division_by_zero() -> None:
 def a_router(logits: Tensor, bias: Tensor, share: Tensor) -> tuple[Tensor, ...]:
     """Everything that one call of a layer may do."""
     real = logits[:, 0] > -1.0
-    choice = choose_experts(
+    choice = topk_routing(
         logits, 2, score="sigmoid", selection_bias=bias, scaling_factor=2.5, num_groups=4, group_topk=2
     )
-    other = sinkhorn_choice(logits, 2, training=True, real=real)
+    other = sinkhorn_routing(logits, 2, training=True, real=real)
     counts = tokens_per_expert(choice.experts, logits.shape[1], real=real)
     probabilities = router_probabilities(logits, "softmax")
     loss = load_balancing_loss(probabilities, counts, 2, real=real) + z_loss(logits, real=real)
-    gates = with_loss_gradient(choice.gates, loss, share)
-    capacity = capacity_of(len(logits), logits.shape[1], 2, 0.6)
-    kept = [within_capacity(choice, logits.shape[1], capacity, policy, real=real) for policy in ("probs", "position")]
+    gates = attach_auxiliary_loss(choice.gates, loss, share)
+    capacity = expert_capacity(len(logits), logits.shape[1], 2, 0.6)
+    kept = [capacity_mask(choice, logits.shape[1], capacity, policy, real=real) for policy in ("probs", "position")]
     output = sum((gates * keep).sum() for keep in kept) + other.gates.sum()
     assert isinstance(output, Tensor)
     return output, choice.experts, other.experts, *kept, counts, router_entropy(probabilities, real=real)
@@ -299,7 +299,7 @@ def test_a_device_gives_what_the_cpu_gives_and_is_not_waited_for() -> None:
             a_router(logits, *inputs)[0].backward()
             logits.grad = None
             torch.cuda.synchronize()
-        with forbid_cuda_sync() if device == "cuda" else nullcontext():
+        with forbid_device_sync() if device == "cuda" else nullcontext():
             with torch.autocast("cuda", torch.bfloat16):  # which routing must not feel
                 output, *others = a_router(logits, *inputs)
             output.backward()
@@ -320,56 +320,56 @@ def test_autocast_does_not_reach_the_routing() -> None:
 
 
 def refusals() -> list[tuple[str, Callable[[], object]]]:
-    choice = Choice(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
+    choice = RoutingResult(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
     bad: Any = "best"
     return [
         (
             "`logits` must be (tokens, experts), but has the shape (2, 3, 4).",
-            lambda: choose_experts(torch.ones(2, 3, 4), 1),
+            lambda: topk_routing(torch.ones(2, 3, 4), 1),
         ),
-        ("`topk` must be from 1 to the 4 experts, but is 5.", lambda: choose_experts(GOLDEN, 5)),
-        ("`topk` must be from 1 to the 4 experts, but is 0.", lambda: sinkhorn_choice(GOLDEN, 0, training=True)),
-        ("`score` must be softmax or sigmoid, but is 'best'.", lambda: choose_experts(GOLDEN, 1, score=bad)),
+        ("`topk` must be from 1 to the 4 experts, but is 5.", lambda: topk_routing(GOLDEN, 5)),
+        ("`topk` must be from 1 to the 4 experts, but is 0.", lambda: sinkhorn_routing(GOLDEN, 0, training=True)),
+        ("`score` must be softmax or sigmoid, but is 'best'.", lambda: topk_routing(GOLDEN, 1, score=bad)),
         ("`score` must be softmax or sigmoid, but is 'best'.", lambda: router_probabilities(GOLDEN, bad)),
-        ("`scaling_factor` must be a number above 0, but is 0.", lambda: choose_experts(GOLDEN, 1, scaling_factor=0)),
+        ("`scaling_factor` must be a number above 0, but is 0.", lambda: topk_routing(GOLDEN, 1, scaling_factor=0)),
         (
             "`scaling_factor` must be a number above 0, but is nan.",
-            lambda: choose_experts(GOLDEN, 1, scaling_factor=math.nan),
+            lambda: topk_routing(GOLDEN, 1, scaling_factor=math.nan),
         ),
         (
             "`selection_bias` must have one number for each of the 4 experts, but has the shape (3,).",
-            lambda: choose_experts(GOLDEN, 1, selection_bias=torch.ones(3)),
+            lambda: topk_routing(GOLDEN, 1, selection_bias=torch.ones(3)),
         ),
         (
             "`num_groups` (2) and `group_topk` (None) must be given together, or neither.",
-            lambda: choose_experts(GOLDEN, 1, num_groups=2),
+            lambda: topk_routing(GOLDEN, 1, num_groups=2),
         ),
         (
             "`num_groups` must divide the 4 experts, but is 3.",
-            lambda: choose_experts(GOLDEN, 1, num_groups=3, group_topk=1),
+            lambda: topk_routing(GOLDEN, 1, num_groups=3, group_topk=1),
         ),
         (
             "`group_topk` must be from 1 to `num_groups` (2), but is 3.",
-            lambda: choose_experts(GOLDEN, 1, num_groups=2, group_topk=3),
+            lambda: topk_routing(GOLDEN, 1, num_groups=2, group_topk=3),
         ),
         (
             "`topk` must be at most the 2 experts of 1 groups of 2, but is 3.",
-            lambda: choose_experts(GOLDEN, 3, num_groups=2, group_topk=1),
+            lambda: topk_routing(GOLDEN, 3, num_groups=2, group_topk=1),
         ),
-        ("`tokens` must be at least 0, but is -1.", lambda: capacity_of(-1, 4, 2, 1.0)),
-        ("`experts` must be at least 1, but is 0.", lambda: capacity_of(6, 0, 1, 1.0)),
-        ("`topk` must be from 1 to the 4 experts, but is 5.", lambda: capacity_of(6, 4, 5, 1.0)),
-        ("`factor` must be a number above 0, but is 0.0.", lambda: capacity_of(6, 4, 2, 0.0)),
-        ("`factor` must be a number above 0, but is inf.", lambda: capacity_of(6, 4, 2, math.inf)),
-        ("`policy` must be probs or position, but is 'best'.", lambda: within_capacity(choice, 2, 1, bad)),
-        ("`capacity` must be at least 0, but is -1.", lambda: within_capacity(choice, 2, -1, "probs")),
+        ("`tokens` must be at least 0, but is -1.", lambda: expert_capacity(-1, 4, 2, 1.0)),
+        ("`experts` must be at least 1, but is 0.", lambda: expert_capacity(6, 0, 1, 1.0)),
+        ("`topk` must be from 1 to the 4 experts, but is 5.", lambda: expert_capacity(6, 4, 5, 1.0)),
+        ("`factor` must be a number above 0, but is 0.0.", lambda: expert_capacity(6, 4, 2, 0.0)),
+        ("`factor` must be a number above 0, but is inf.", lambda: expert_capacity(6, 4, 2, math.inf)),
+        ("`policy` must be probs or position, but is 'best'.", lambda: capacity_mask(choice, 2, 1, bad)),
+        ("`capacity` must be at least 0, but is -1.", lambda: capacity_mask(choice, 2, -1, "probs")),
         (
             "`loss` must be a scalar, but has the shape (1,).",
-            lambda: with_loss_gradient(torch.ones(2), torch.ones(1), torch.ones(())),
+            lambda: attach_auxiliary_loss(torch.ones(2), torch.ones(1), torch.ones(())),
         ),
         (
             "`scale` must be a scalar, but has the shape (1,).",
-            lambda: with_loss_gradient(torch.ones(2), torch.ones(()), torch.ones(1)),
+            lambda: attach_auxiliary_loss(torch.ones(2), torch.ones(()), torch.ones(1)),
         ),
     ]
 

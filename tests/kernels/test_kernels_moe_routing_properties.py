@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.routing import (
-    Choice,
-    capacity_of,
-    choose_experts,
-    sinkhorn_choice,
+    RoutingResult,
+    capacity_mask,
+    expert_capacity,
+    sinkhorn_routing,
     tokens_per_expert,
-    within_capacity,
+    topk_routing,
 )
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -126,7 +126,7 @@ def test_the_choice_is_that_of_a_loop(data: st.DataObject) -> None:
     pairs = [(n, g) for n in range(1, experts + 1) if experts % n == 0 for g in range(1, n + 1)]
     fitting = [pair for pair in pairs if topk <= pair[1] * experts // pair[0]]
     groups = data.draw(st.none() | st.sampled_from(fitting)) if exact else None
-    ours = choose_experts(
+    ours = topk_routing(
         torch.from_numpy(logits),
         topk,
         score=score,
@@ -147,7 +147,7 @@ def test_biased_sigmoid_scores_in_groups_are_those_of_a_loop(data: st.DataObject
     topk = data.draw(st.integers(1, groups[1] * 8 // groups[0]))
     generator = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     logits, bias = generator.normal(size=(5, 8)), generator.normal(size=8)
-    ours = choose_experts(
+    ours = topk_routing(
         torch.from_numpy(logits),
         topk,
         score="sigmoid",
@@ -167,8 +167,8 @@ def test_what_is_kept_is_what_a_loop_keeps(
 ) -> None:
     experts, gates, number = choice
     real = None if mask is None else np.array([bool(mask >> token & 1) for token in range(len(experts))], bool)
-    ours = within_capacity(
-        Choice(torch.from_numpy(experts), torch.from_numpy(gates)),
+    ours = capacity_mask(
+        RoutingResult(torch.from_numpy(experts), torch.from_numpy(gates)),
         number,
         capacity,
         policy,
@@ -189,7 +189,7 @@ def test_what_is_kept_is_what_a_loop_keeps(
 @given(st.integers(0, 300), st.integers(1, 64), st.integers(1, 64), st.sampled_from([0.25, 0.5, 1.0, 1.25, 2.0, 8.0]))
 def test_capacity_is_the_share_rounded_up(tokens: int, experts: int, topk: int, factor: float) -> None:
     topk = min(topk, experts)
-    capacity = capacity_of(tokens, experts, topk, factor)
+    capacity = expert_capacity(tokens, experts, topk, factor)
     share = tokens * topk * factor / experts
     assert share - 1e-9 <= capacity < share + 1 + 1e-9
     assert capacity >= (tokens > 0)
@@ -202,7 +202,7 @@ def test_padded_experts_give_what_a_loop_gives(data: st.DataObject) -> None:
     tokens, experts = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     topk = data.draw(st.integers(1, experts))
     policy: Any = data.draw(st.sampled_from(["probs", "position"]))
-    capacity = capacity_of(tokens, experts, topk, data.draw(st.sampled_from([0.3, 0.7, 1.0, 2.0, 9.0])))
+    capacity = expert_capacity(tokens, experts, topk, data.draw(st.sampled_from([0.3, 0.7, 1.0, 2.0, 9.0])))
     generator = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     hidden, up, down = (generator.normal(size=shape) for shape in ((tokens, 3), (experts, 5, 3), (experts, 3, 5)))
     logits = generator.normal(size=(tokens, experts)).round(1)
@@ -212,8 +212,8 @@ def test_padded_experts_give_what_a_loop_gives(data: st.DataObject) -> None:
     for token, slot in zip(*np.nonzero(kept), strict=True):
         expert = chosen[token][slot]
         wanted[token] += gates[token][slot] * (down[expert] @ np.maximum(up[expert] @ hidden[token], 0))
-    ours = choose_experts(torch.from_numpy(logits), topk, pre_softmax=True)
-    keep = within_capacity(ours, experts, capacity, policy)
+    ours = topk_routing(torch.from_numpy(logits), topk, pre_softmax=True)
+    keep = capacity_mask(ours, experts, capacity, policy)
     inputs = [torch.from_numpy(array) for array in (hidden, up, down)]
     kinds: list[dict[str, Any]] = [
         {"implementation": "sequential"},
@@ -230,14 +230,14 @@ def test_padded_experts_give_what_a_loop_gives(data: st.DataObject) -> None:
 def test_sinkhorn_is_that_of_a_loop(seed: int, tokens: int, experts: int, scale: float) -> None:
     logits = scale * np.random.default_rng(seed).normal(size=(tokens, experts))
     topk = 1 + seed % experts
-    choice = sinkhorn_choice(torch.from_numpy(logits), topk, training=True)
+    choice = sinkhorn_routing(torch.from_numpy(logits), topk, training=True)
     assert choice.experts.tolist() == [best(row, topk) for row in reference_sinkhorn(logits)]
 
 
 @given(rows_of_logits(), st.sampled_from([1.0, 50.0, 1e4, 1e30]), st.booleans())
 def test_sinkhorn_always_gives_experts(logits: Array, scale: float, training: bool) -> None:
     topk = 1 + logits.size % logits.shape[1]
-    choice = sinkhorn_choice((scale * torch.from_numpy(logits)).float(), topk, training=training)
+    choice = sinkhorn_routing((scale * torch.from_numpy(logits)).float(), topk, training=training)
     assert choice.experts.shape == choice.gates.shape == (len(logits), topk)
     assert choice.gates.isfinite().all()
     for row in choice.experts.tolist():

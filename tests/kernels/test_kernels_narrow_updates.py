@@ -7,7 +7,7 @@ import torch
 from tiers import DEVICES
 
 from stoker.kernels.lora import lora_linear as linear_module
-from stoker.kernels.lora.lora_forward import reference_narrow_update, triton_narrow_update
+from stoker.kernels.lora.lora_forward import reference_lora_update, triton_lora_update
 from stoker.kernels.lora.lora_linear import lora_linear
 
 
@@ -21,7 +21,7 @@ def test_the_kernel_equals_plain_torch(parts: list[int], rank: int, start: str, 
     up = torch.randn(sum(parts), rank, device=device)
     begins = {"nothing": None, "a bias": torch.randn(sum(parts)), "a stream": torch.randn(rows, sum(parts))}[start]
     begins = None if begins is None else begins.to(device)
-    found, wanted = (f(low, up, 0.5, parts, begins) for f in (triton_narrow_update, reference_narrow_update))
+    found, wanted = (f(low, up, 0.5, parts, begins) for f in (triton_lora_update, reference_lora_update))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
 
 
@@ -31,8 +31,8 @@ def test_gpu_bf16_is_rounded_once(parts: list[int]) -> None:
     torch.manual_seed(0)
     low, up = torch.randn(4096, 16 * len(parts), device="cuda"), torch.randn(sum(parts), 16, device="cuda")
     low, up, start = low.bfloat16(), up.bfloat16(), torch.randn(4096, sum(parts), device="cuda").bfloat16()
-    truth = reference_narrow_update(low.double(), up.double(), 0.5, parts, start.double())
-    found = triton_narrow_update(low, up, 0.5, parts, start)
+    truth = reference_lora_update(low.double(), up.double(), 0.5, parts, start.double())
+    found = triton_lora_update(low, up, 0.5, parts, start)
     torch.testing.assert_close(found.double(), truth, rtol=2**-8, atol=1e-5)
 
 
@@ -62,10 +62,10 @@ def test_the_update_is_what_the_large_product_adds_to(monkeypatch: pytest.Monkey
 
     def counted(*given):
         starts.append(given[-1])
-        return triton_narrow_update(*given)
+        return triton_lora_update(*given)
 
     monkeypatch.setattr(linear_module, "triton_runs_on", lambda tensor: True)
-    monkeypatch.setattr(linear_module, "triton_narrow_update", counted)
+    monkeypatch.setattr(linear_module, "triton_lora_update", counted)
     stream = torch.randn(6, 7)
     lora_linear(
         torch.randn(6, 8), torch.randn(7, 8), None, torch.randn(3, 8), torch.randn(7, 3), scale=1.0, parts=(7,),

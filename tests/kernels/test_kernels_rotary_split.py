@@ -10,8 +10,8 @@ from tiers import cases, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.fused_qkv_rope import (
-    _rotary_split,
-    reference_rotary_split,
+    _fused_qkv_rope,
+    reference_qkv_rope,
     rotary_split,
     triton_backward,
     triton_forward,
@@ -46,7 +46,7 @@ def heads_first(gradient: Tensor) -> Tensor:
 def compare(device: str, dtype: torch.dtype, kind: str, interleaved: bool, own_positions: bool) -> None:
     projected = randn(ROWS, TOKENS, HEADS + 2 * GROUPS, WIDTH, dtype=dtype).to(device).requires_grad_()
     cosine, sine = (table.to(device) for table in angles(kind, dtype, own_positions))
-    wanted = reference_rotary_split(projected, cosine, sine, GROUPS, interleaved)
+    wanted = reference_qkv_rope(projected, cosine, sine, GROUPS, interleaved)
     gradients = tuple(randn(*part.shape, dtype=dtype, seed=n).to(device) for n, part in enumerate(wanted, start=1))
     (wanted_gradient,) = torch.autograd.grad(wanted, projected, gradients)
     found = triton_forward(projected.detach(), cosine, sine, GROUPS, interleaved)
@@ -84,7 +84,7 @@ def test_on_a_gpu_through_autograd(compiled: bool) -> None:
     projected = randn(2, 300, 40, 128, dtype=torch.bfloat16).cuda().requires_grad_()
     cosine, sine = (table.cuda() for table in rotary_table(300, 128))
     split: Any = torch.compile(rotary_split, fullgraph=True) if compiled else rotary_split
-    wanted = reference_rotary_split(projected, cosine, sine, 4, False)
+    wanted = reference_qkv_rope(projected, cosine, sine, 4, False)
     gradients = [torch.randn_like(part) for part in wanted]
     (wanted_gradient,) = torch.autograd.grad(wanted, projected, gradients)
     found = split(projected, cosine, sine, 4)
@@ -97,7 +97,7 @@ def test_on_a_gpu_through_autograd(compiled: bool) -> None:
 @interpreted
 def test_custom_operation_is_well_formed() -> None:
     projected = randn(ROWS, TOKENS, HEADS + 2 * GROUPS, WIDTH, dtype=torch.float32).requires_grad_()
-    torch.library.opcheck(_rotary_split, (projected, *angles("part", torch.float32, False), GROUPS, False))
+    torch.library.opcheck(_fused_qkv_rope, (projected, *angles("part", torch.float32, False), GROUPS, False))
 
 
 GOOD: dict[str, Any] = {

@@ -25,9 +25,9 @@ from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.attention.recompute_scores import (
     _attention_score_gradient,
     _attention_weights,
-    attention_with_scores_again,
+    attention_recompute_scores,
     serves,
-    serves_call,
+    supports_call,
 )
 from stoker.kernels.attention.reference import reference_backend
 from stoker.models.recompute import policies
@@ -92,7 +92,7 @@ SLOW = ("full, more queries", "whole tiles")
 def test_output_and_gradients_are_those_of_the_definition(name: str, device: str, scale: float) -> None:
     sizes, causal = CASES[name]
     tensors = made(**sizes, device=device)
-    found = results(attention_with_scores_again, tensors, scale=scale, causal=causal)
+    found = results(attention_recompute_scores, tensors, scale=scale, causal=causal)
     for ours, truth in zip(found, exact(tensors, scale=scale, causal=causal), strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=2e-5)
 
@@ -104,7 +104,7 @@ def test_output_and_gradients_are_those_of_the_definition(name: str, device: str
 def test_gpu_long_sequences_in_fp32(queries: int, keys: int, head_dim: int, causal: bool) -> None:
     tensors = made(queries, keys, batch=2, heads=4, groups=2, head_dim=head_dim, device="cuda")
     options: dict[str, Any] = {"scale": head_dim**-0.5, "causal": causal}
-    found = results(attention_with_scores_again, tensors, **options)
+    found = results(attention_recompute_scores, tensors, **options)
     for ours, truth in zip(found, exact(tensors, **options), strict=True):
         assert (ours - truth).norm() <= 2e-5 * truth.norm()
 
@@ -113,7 +113,7 @@ def assert_no_worse_than_unfused(tensors: list[Tensor], causal: bool) -> None:
     """Error against fp64 of the same inputs: at most that of `UnfusedAttention`, a single number twice it."""
     options: dict[str, Any] = {"scale": tensors[0].shape[-1] ** -0.5, "causal": causal}
     plain = results(UnfusedAttention(), tensors, **options)
-    found = results(attention_with_scores_again, tensors, **options)
+    found = results(attention_recompute_scores, tensors, **options)
     for ours, theirs, truth in zip(found, plain, exact(tensors, **options), strict=True):
         assert ours.dtype == theirs.dtype == tensors[0].dtype
         error, allowed = (ours - truth).abs(), (theirs - truth).abs()
@@ -176,11 +176,11 @@ def test_the_backward_makes_the_bits_of_the_forward_and_hides_what_is_hidden(dev
 def test_strides_and_expanded_gradients_change_nothing(device: str) -> None:
     query, key, value, gradient = made(40, 33, heads=2, batch=2, device=device)
     gradient = gradient[:1, :1].expand_as(gradient)
-    plain = results(attention_with_scores_again, [query, key, value, gradient.contiguous()], scale=0.3, causal=True)
+    plain = results(attention_recompute_scores, [query, key, value, gradient.contiguous()], scale=0.3, causal=True)
     turned = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key)]
     value = torch.cat((value, value), dim=2)[:, :, 1:]
     for ours, theirs in zip(
-        results(attention_with_scores_again, [*turned, value, gradient], scale=0.3, causal=True), plain, strict=True
+        results(attention_recompute_scores, [*turned, value, gradient], scale=0.3, causal=True), plain, strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -198,7 +198,7 @@ def test_flop_count() -> None:
     query, key, value, gradient = (tensor.requires_grad_() for tensor in made(8, 16))
     product = 2 * 2 * 8 * 16 * 16
     with FlopCounterMode(display=False) as counter:
-        out = attention_with_scores_again(query, key, value, scale=0.3, causal=True)
+        out = attention_recompute_scores(query, key, value, scale=0.3, causal=True)
     assert counter.get_total_flops() == 3 * product
     with FlopCounterMode(display=False) as counter:
         torch.autograd.grad(out, (query, key, value), gradient)
@@ -213,7 +213,7 @@ def test_no_number_for_each_query_and_key_is_kept(device: str) -> None:
     query, key, value, _ = (tensor.requires_grad_() for tensor in made(20, 24, device=device))
     kept: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        out = attention_with_scores_again(query, key, value, scale=0.3, causal=True)
+        out = attention_recompute_scores(query, key, value, scale=0.3, causal=True)
         out.flatten(2).square()  # as a projection keeps what it reads
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     inputs = sum(tensor.untyped_storage().nbytes() for tensor in (query, key, value))
@@ -223,7 +223,7 @@ def test_no_number_for_each_query_and_key_is_kept(device: str) -> None:
 def test_the_weights_are_gone_before_the_last_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     refs: list[StorageWeakRef] = []
     gone: list[bool] = []
-    operation, stacked = recompute_scores._attention_score_gradient, recompute_scores.stacked_by_group
+    operation, stacked = recompute_scores._attention_score_gradient, recompute_scores.stack_heads_by_group
 
     def watched(*given: Any) -> tuple[Tensor, Tensor]:
         weights, gradient = operation(*given)
@@ -236,9 +236,9 @@ def test_the_weights_are_gone_before_the_last_two_products(monkeypatch: pytest.M
         return stacked(*given)
 
     query, key, value, gradient = (tensor.requires_grad_() for tensor in made(8, 12))
-    out = attention_with_scores_again(query, key, value, scale=0.3, causal=True)
+    out = attention_recompute_scores(query, key, value, scale=0.3, causal=True)
     monkeypatch.setattr(recompute_scores, "_attention_score_gradient", watched)
-    monkeypatch.setattr(recompute_scores, "stacked_by_group", seen)
+    monkeypatch.setattr(recompute_scores, "stack_heads_by_group", seen)
     torch.autograd.grad(out, (query, key, value), gradient)
     assert gone == [False, True, True]
 
@@ -249,10 +249,10 @@ def test_gpu_the_peak_is_one_tensor_of_scores_in_the_forward_and_two_in_the_back
         tensor.requires_grad_() for tensor in made(4096, 4096, heads=8, dtype=torch.bfloat16, device="cuda")
     )
     written = 2 * 8 * 4096 * 4096
-    results(attention_with_scores_again, [query, key, value, gradient], scale=0.3, causal=True)  # workspaces
+    results(attention_recompute_scores, [query, key, value, gradient], scale=0.3, causal=True)  # workspaces
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = attention_with_scores_again(query, key, value, scale=0.3, causal=True)
+    out = attention_recompute_scores(query, key, value, scale=0.3, causal=True)
     assert torch.cuda.memory_allocated() - before < 0.1 * written
     assert torch.cuda.max_memory_allocated() - before < 1.2 * written
     torch.cuda.reset_peak_memory_stats()
@@ -297,10 +297,10 @@ FACTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FACTS)
 def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "attention_with_scores_again", None)
+    monkeypatch.setattr(policies, "attention_recompute_scores", None)
     query, key, value, gradient = made(8, 8, batch=2)
     assert not serves(query, scale=0.3, causal=True, **{name: option(name)})
-    assert not serves_call(replace(PLAIN, **FACTS[name]))
+    assert not supports_call(replace(PLAIN, **FACTS[name]))
     if name == "dropout":  # drawn anew in each call
         return
     options: dict[str, Any] = {"scale": 0.3, "causal": name != "key_padding_mask", name: option(name)}
@@ -312,24 +312,24 @@ def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("width", [8, 20, 264])
 def test_widths_of_heads_that_the_kernels_do_not_take(width: int) -> None:
     assert not serves(torch.zeros(1, 2, 1, width), scale=1.0, causal=True)
-    assert not serves_call(replace(PLAIN, head_dim=width))
+    assert not supports_call(replace(PLAIN, head_dim=width))
     assert serves(torch.zeros(1, 2, 1, 24), scale=1.0, causal=True)
-    assert serves_call(replace(PLAIN, head_dim=24))
+    assert supports_call(replace(PLAIN, head_dim=24))
 
 
 def test_without_triton_there_is_nothing_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert not serves(torch.zeros(1, 2, 1, 16), scale=1.0, causal=True)
-    assert not serves_call(replace(PLAIN, device="cpu", capability=None))
-    assert not serves_call(replace(PLAIN, dtype="fp64"))
+    assert not supports_call(replace(PLAIN, device="cpu", capability=None))
+    assert not supports_call(replace(PLAIN, dtype="fp64"))
 
 
 def test_bad_arguments_are_named() -> None:
     query, key, value, _ = made(3, 4)
     with pytest.raises(ValueError, match="`v`"):
-        attention_with_scores_again(query, key, value[:, 1:], scale=1.0, causal=True)
+        attention_recompute_scores(query, key, value[:, 1:], scale=1.0, causal=True)
     with pytest.raises(ValueError, match="softmax_scale"):
-        attention_with_scores_again(query, key, value, scale=float("nan"), causal=True)
+        attention_recompute_scores(query, key, value, scale=float("nan"), causal=True)
 
 
 # ---------------------------------------------------------------- recomputation
@@ -341,15 +341,15 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
 
     def seen(*tensors: Tensor, **options: Any) -> Tensor:
         taken.append(True)
-        return attention_with_scores_again(*tensors, **options)
+        return attention_recompute_scores(*tensors, **options)
 
-    monkeypatch.setattr(policies, "attention_with_scores_again", seen)
+    monkeypatch.setattr(policies, "attention_recompute_scores", seen)
     again: Any = RecomputedAttention(UnfusedAttention())
     tensors = made(8, 12)
     truth = exact(tensors, scale=0.3, causal=True)
     if function == "compiled":
         torch.compiler.reset()
-        monkeypatch.setattr(policies, "attention_with_scores_again", attention_with_scores_again)
+        monkeypatch.setattr(policies, "attention_recompute_scores", attention_recompute_scores)
         again = torch.compile(again.__call__, fullgraph=True, backend="aot_eager")
         monkeypatch.setattr(UnfusedAttention, "weights", None)
         taken.append(True)
@@ -359,7 +359,7 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
 
 
 def test_who_wants_plain_softmax_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "attention_with_scores_again", None)
+    monkeypatch.setattr(policies, "attention_recompute_scores", None)
     again = RecomputedAttention(UnfusedAttention(masked_softmax_fusion=False))
     results(again, made(8, 12), scale=0.3, causal=True)
     with torch.no_grad():
@@ -371,7 +371,7 @@ def test_under_autocast_it_computes_in_its_dtype() -> None:
     tensors = made(8, 12)
     with torch.autocast("cpu", torch.bfloat16):
         out, *gradients = results(
-            lambda *given: attention_with_scores_again(*given, scale=0.3, causal=True).float(), tensors
+            lambda *given: attention_recompute_scores(*given, scale=0.3, causal=True).float(), tensors
         )
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     wanted, *others = exact([tensor.bfloat16() for tensor in tensors], scale=0.3, causal=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 from tiers import DEVICES
 
 from stoker.kernels.optim.sum_of_squares import reference_sum_of_squares, sum_of_squares
@@ -81,6 +81,6 @@ def test_a_tensor_of_more_elements_than_int32_counts():
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_the_device():
     gradients = tensors([torch.bfloat16, torch.float32], "cuda")
-    with forbid_cuda_sync():
+    with forbid_device_sync():
         norm = base_optimizer.global_norm(gradients)
     torch.testing.assert_close(norm.double(), reference_sum_of_squares(gradients).sqrt(), rtol=1e-6, atol=0)

@@ -19,8 +19,8 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.key_block import Finding
 from stoker.models.config.model_rules import gpt_rules, stack_rules
 from stoker.models.config.parameter_count import count_parameters
-from stoker.models.config.position_rules import window_is_shorter_than_texts
-from stoker.models.config.slices import gpt_slice, window_of
+from stoker.models.config.position_rules import window_is_shorter_than_sequences
+from stoker.models.config.slices import gpt_slice, resolve_window
 from stoker.models.config.stack import PositionEmbedding
 from stoker.models.config.t5 import T5Keys
 
@@ -137,9 +137,9 @@ def test_a_stack_that_sees_both_ways_has_rules_of_its_own() -> None:
 
 def test_windows() -> None:
     def window(causal: bool, longest: int | None, *sides: int) -> tuple[int, int] | None:
-        return window_of(keys(window_size=list(sides)), causal=causal, longest=longest)
+        return resolve_window(keys(window_size=list(sides)), causal=causal, longest=longest)
 
-    assert window_of(keys(), causal=True) is None
+    assert resolve_window(keys(), causal=True) is None
     assert window(True, None, 4, -1) == window(True, None, 4, 9) == window(True, 6, 4, 0) == (4, 0)
     assert window(True, 5, 4, 0) is window(True, None, -1, 3) is window(False, None, -1, -1) is None
     assert window(False, None, 4, -1) == (4, -1)
@@ -156,7 +156,7 @@ def test_windows() -> None:
 def test_a_window_of_a_bert_has_two_sides() -> None:
     def found(left: int, right: int) -> list[str]:
         bert = BertKeys.model_validate({"window_size": [left, right]})
-        return [finding.keys[0] for finding in window_is_shorter_than_texts(bert)]
+        return [finding.keys[0] for finding in window_is_shorter_than_sequences(bert)]
 
     assert found(511, 510) == found(3, -1) == found(-1, -1) == []
     assert found(511, 511) == found(511, -1) == ["window_size"]

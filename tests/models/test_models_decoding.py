@@ -10,12 +10,12 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft_slice import PromptSlice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
-from stoker.models.incremental_decoding import GPTDecoder, T5Decoder, cache_bytes
+from stoker.models.incremental_decoding import GPTDecoder, T5Decoder, kv_cache_bytes
 from stoker.models.kv_cache import KVCache
 from stoker.models.t5 import T5
 
@@ -64,7 +64,7 @@ def t5(encoder: dict[str, Any], decoder: dict[str, Any], **changes: Any) -> T5:
     keys = T5Keys.model_validate(stacks | {"seq_length": 30, "make_vocab_size_divisible_by": 8} | changes)
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=2,
-        form=SampleForm(length=30, decoder_length=SLOTS + 1),
+        form=BatchSpec(length=30, decoder_length=SLOTS + 1),
     )  # fmt: skip
     assert isinstance(model, T5)
     return model.eval()
@@ -178,7 +178,7 @@ def test_a_t5_writes_what_the_whole_text_gives(case: str, per_memory: int) -> No
     for read, lengths in ((drawn(2, 17, seed=1), [17, 5]), (drawn(2, 1, seed=2), [1, 1])):
         made.begin(read, torch.tensor(lengths))
         held = [tensor for pair in [*made._cache.layers, *made._memories] for tensor in pair[:2]]
-        assert cache_bytes(model, 2 * per_memory, 12, 30, per_memory) == sum(tensor.nbytes for tensor in held)
+        assert kv_cache_bytes(model, 2 * per_memory, 12, 30, per_memory) == sum(tensor.nbytes for tensor in held)
         written = drawn(2 * per_memory, 12, seed=3)
         expected = [
             model(read[row // per_memory, : lengths[row // per_memory]][None], written[row : row + 1])[0]
@@ -196,7 +196,7 @@ def test_learned_vectors_stand_in_front_of_texts(positions: str) -> None:
     prompt = PromptSlice(virtual_tokens=5, bottleneck=8, embedding=6, init_std=0.5)
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1,
-        form=SampleForm(length=15), peft=prompt,
+        form=BatchSpec(length=15), peft=prompt,
     )  # fmt: skip
     assert isinstance(model, GPT)
     model.eval()
@@ -217,7 +217,7 @@ def test_learned_vectors_stand_in_front_of_what_a_t5_reads() -> None:
     keys = T5Keys.model_validate({"encoder": stack, "decoder": stack, "seq_length": 20})
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1,
-        form=SampleForm(length=20, decoder_length=9),
+        form=BatchSpec(length=20, decoder_length=9),
         peft=PromptSlice(virtual_tokens=4, bottleneck=8, embedding=6, init_std=0.5),
     )  # fmt: skip
     assert isinstance(model, T5)
@@ -242,7 +242,7 @@ def test_a_step_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, backend=backend, **options))
     model = gpt(position_embedding_type="rope", window_size=[5, 0])
-    model.decoder.compile_steps()
+    model.decoder.compile_decode_step()
     texts, decoder = drawn(2, 12), GPTDecoder(model, 2, 12)
     decoder.begin(texts[:, :8], torch.tensor([8, 3]))
     for place in range(8, 12):

@@ -17,13 +17,13 @@ from stoker.kernels.attention.backends.sdpa import sdpa_math
 from stoker.kernels.attention.backends.triton import triton_attention
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.attention.packed_sequences import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
+from stoker.kernels.attention.packed_sequences import PackedSequences, unpadded_cu_seqlens, unpadded_key_cu_seqlens
 from stoker.kernels.attention.reference import reference_backend
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.bert import BERT
 from stoker.models.build import build_model, parameter_count, plan_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import family_slice
 from stoker.models.config.parameter_count import count_parameters
@@ -40,7 +40,7 @@ STACK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def t5(form: SampleForm | None = None, *, encoder: Any = None, decoder: Any = None, **keys: Any) -> T5:
+def t5(form: BatchSpec | None = None, *, encoder: Any = None, decoder: Any = None, **keys: Any) -> T5:
     both = {"encoder": STACK | (encoder or {}), "decoder": STACK | (decoder or {})}
     made = build_model(
         T5Keys.model_validate(both | {"seq_length": READ, "make_vocab_size_divisible_by": 8} | keys),
@@ -49,13 +49,13 @@ def t5(form: SampleForm | None = None, *, encoder: Any = None, decoder: Any = No
         dtype=torch.float64,
         flags=AttentionFlags(),
         micro_batch_size=2,
-        form=form or SampleForm(length=READ, decoder_length=WRITTEN),
+        form=form or BatchSpec(length=READ, decoder_length=WRITTEN),
     )
     assert isinstance(made, T5)
     return made
 
 
-def bert(form: SampleForm, **keys: Any) -> BERT:
+def bert(form: BatchSpec, **keys: Any) -> BERT:
     made = build_model(
         BertKeys.model_validate(STACK | {"encoder_seq_length": READ} | keys),
         vocab_size=VOCAB,
@@ -94,7 +94,7 @@ WRITTEN_DOCUMENTS = torch.tensor([[0] * 2 + [1] * 5 + [2] * 2, [0] * 3 + [1] * 6
 @pytest.mark.parametrize("kind", ["relative", "learned_absolute", "rope"])
 def test_packed_pairs_are_what_each_is_alone(kind: str, backend: str) -> None:
     changes = {"position_embedding_type": kind, "attention_backend": backend}
-    form = SampleForm(length=READ, decoder_length=WRITTEN, packed=True, restart=True)
+    form = BatchSpec(length=READ, decoder_length=WRITTEN, packed=True, restart=True)
     model = t5(form, encoder=changes, decoder=changes)
     read, written, labels = drawn(2, READ), drawn(2, WRITTEN, seed=1), drawn(2, WRITTEN, seed=2)
     documents = {"encoder_documents": READ_DOCUMENTS, "decoder_documents": WRITTEN_DOCUMENTS}
@@ -120,7 +120,7 @@ def test_packed_pairs_are_what_each_is_alone(kind: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["unfused", "sdpa_math", "reference"])
 def test_padded_rows_are_what_each_is_without_padding(backend: str) -> None:
     changes = {"attention_backend": backend}
-    form = SampleForm(length=READ, decoder_length=WRITTEN, padded=True)
+    form = BatchSpec(length=READ, decoder_length=WRITTEN, padded=True)
     model = t5(form, encoder=changes, decoder=changes)
     read, written, labels = drawn(2, READ), drawn(2, WRITTEN, seed=1), drawn(2, WRITTEN, seed=2)
     real = torch.ones(2, READ, dtype=torch.bool)
@@ -139,7 +139,7 @@ def test_padded_rows_are_what_each_is_without_padding(backend: str) -> None:
 @pytest.mark.parametrize("rows", ["padded", *extra("whole", "packed")])
 def test_flash_gives_what_unfused_gives(rows: str) -> None:
     """Logits and all gradients, the tables of both stacks among them; nothing is written out over queries and keys."""
-    form = SampleForm(length=READ, decoder_length=WRITTEN, padded=rows == "padded", packed=rows == "packed")
+    form = BatchSpec(length=READ, decoder_length=WRITTEN, padded=rows == "padded", packed=rows == "packed")
     real = torch.ones(2, READ, dtype=torch.bool)
     real[1, 5:] = False
     documents = {"encoder_documents": READ_DOCUMENTS, "decoder_documents": WRITTEN_DOCUMENTS}
@@ -157,9 +157,9 @@ def test_flash_gives_what_unfused_gives(rows: str) -> None:
 
 
 def test_packed_documents_of_bert_are_what_each_is_alone() -> None:
-    form = SampleForm(length=READ, packed=True, restart=True)
+    form = BatchSpec(length=READ, packed=True, restart=True)
     model = bert(form, position_embedding_type="learned_absolute").eval()
-    alone = bert(SampleForm(length=READ), position_embedding_type="learned_absolute").eval()
+    alone = bert(BatchSpec(length=READ), position_embedding_type="learned_absolute").eval()
     tokens = drawn(2, READ)
     logits = model(tokens, documents=READ_DOCUMENTS)
     for row in range(2):
@@ -172,7 +172,7 @@ def test_positions_of_bert_restart_where_that_was_asked_for() -> None:
     learned = {"position_embedding_type": "learned_absolute"}
     tokens = drawn(1, READ)
     apart, restarted, both = (
-        bert(SampleForm(length=READ, packed=packed, restart=restart), **learned).eval()
+        bert(BatchSpec(length=READ, packed=packed, restart=restart), **learned).eval()
         for packed, restart in ((True, False), (False, True), (True, True))
     )
     numbers = READ_DOCUMENTS[:1]
@@ -214,13 +214,13 @@ def test_every_backend_keeps_documents_of_two_texts_apart(backend: str) -> None:
 def test_the_ends_of_documents_of_two_texts_belong_together() -> None:
     of_queries = torch.tensor([[0, 0, 1, 3, 3], [1, 1, 1, 2, 2]], dtype=torch.int32)
     of_keys = torch.tensor([[0, 0, 0, 2, 3, 3, 3], [0, 1, 2, 2, 2, 2, 2]], dtype=torch.int32)
-    packed = PackedSequences.across(of_queries, of_keys, dtype=torch.float32, mask=False)
+    packed = PackedSequences.across(of_queries, of_keys, dtype=torch.float32, with_mask=False)
     # row 0: documents 0, 1, 2, 3; row 1: documents 0, 1, 2
-    assert whole_cu_seqlens(packed).tolist() == [0, 2, 3, 3, 5, 5, 8, 10]
-    assert whole_key_cu_seqlens(packed).tolist() == [0, 3, 3, 4, 7, 8, 9, 14]
+    assert unpadded_cu_seqlens(packed).tolist() == [0, 2, 3, 3, 5, 5, 8, 10]
+    assert unpadded_key_cu_seqlens(packed).tolist() == [0, 3, 3, 4, 7, 8, 9, 14]
     assert packed.cu_seqlens().shape == packed.key_cu_seqlens().shape == (10 + 14 + 1,)
     own = PackedSequences.of(of_queries, dtype=torch.float32, causal=True)
-    assert whole_cu_seqlens(own).tolist() == whole_key_cu_seqlens(own).tolist() == [0, 2, 3, 5, 8, 10]
+    assert unpadded_cu_seqlens(own).tolist() == unpadded_key_cu_seqlens(own).tolist() == [0, 2, 3, 5, 8, 10]
 
 
 # ---------------------------------------------------------------- around the stacks
@@ -256,7 +256,7 @@ def model_keys(**changes: Any) -> T5Keys:
 
 
 def plan_of(keys: T5Keys, **form: Any) -> Any:
-    shape = SampleForm(length=READ, decoder_length=WRITTEN, **form)
+    shape = BatchSpec(length=READ, decoder_length=WRITTEN, **form)
     return plan_model(
         family_slice(keys, vocab_size=VOCAB, form=shape),
         device=torch.device("cpu"),
@@ -399,7 +399,7 @@ def test_each_stack_starts_by_its_own_keys() -> None:
 )  # fmt: skip
 def test_parameters_of_a_t5_are_counted_without_building_it(changes: dict[str, Any]) -> None:
     keys = model_keys(**changes)
-    form = SampleForm(length=READ, decoder_length=WRITTEN)
+    form = BatchSpec(length=READ, decoder_length=WRITTEN)
     assert count_parameters(keys, VOCAB, form) == parameter_count(meta(keys, form))
 
 
@@ -414,11 +414,11 @@ def test_parameters_of_a_t5_are_counted_without_building_it(changes: dict[str, A
 )
 def test_parameters_of_a_bert_are_counted_without_building_it(changes: dict[str, Any]) -> None:
     keys = BertKeys.model_validate(STACK | {"encoder_seq_length": READ} | changes)
-    form = SampleForm(length=READ)
+    form = BatchSpec(length=READ)
     assert count_parameters(keys, VOCAB, form) == parameter_count(meta(keys, form))
 
 
-def meta(keys: T5Keys | BertKeys, form: SampleForm) -> Any:
+def meta(keys: T5Keys | BertKeys, form: BatchSpec) -> Any:
     return build_model(
         keys,
         vocab_size=VOCAB,
@@ -439,7 +439,7 @@ def test_a_single_token_is_read_and_written_too() -> None:
     whole = model(read, written)
     for length in (1, 2, 3):
         torch.testing.assert_close(model(read, written[:, :length]), whole[:, :length])
-    other = bert(SampleForm(length=READ)).eval()
+    other = bert(BatchSpec(length=READ)).eval()
     one = other(read)
     hidden = torch.tensor([[True, False]]).expand(2, 2)
     torch.testing.assert_close(other(F.pad(read, (0, 1), value=5), padding=hidden)[:, :1], one)
@@ -462,7 +462,7 @@ def test_compiled_layers_of_a_stack_share_one_graph(monkeypatch: pytest.MonkeyPa
         ({"relative_position_bias_self_attention_only": False}, {}),
     ):
         torch.compiler.reset()
-        form = SampleForm(length=READ, decoder_length=WRITTEN, packed=bool(given))
+        form = BatchSpec(length=READ, decoder_length=WRITTEN, packed=bool(given))
         models = [t5(form, decoder=changes, compile=compiled) for compiled in (True, False)]
         losses = [model.loss(read, written, labels, 3.0, **given) for model in models]
         torch.testing.assert_close(*losses)
@@ -478,7 +478,7 @@ def test_compiled_layers_of_a_stack_share_one_graph(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_a_model_was_not_built_for_is_refused() -> None:
-    model, packed = t5(), t5(SampleForm(length=READ, decoder_length=WRITTEN, packed=True))
+    model, packed = t5(), t5(BatchSpec(length=READ, decoder_length=WRITTEN, packed=True))
     read, written, real = drawn(2, READ), drawn(2, WRITTEN), torch.ones(2, READ, dtype=torch.bool)
     documents = {"encoder_documents": READ_DOCUMENTS, "decoder_documents": WRITTEN_DOCUMENTS}
     short = documents | {"encoder_documents": READ_DOCUMENTS[:, :5]}
@@ -497,4 +497,4 @@ def test_what_a_model_was_not_built_for_is_refused() -> None:
     with pytest.raises(ValueError, match="max_position_embeddings"):
         learned(drawn(1, READ + 1), written[:1])
     with pytest.raises(ValueError, match="shape that the model was built for"):
-        bert(SampleForm(length=READ))(read[:, :5])
+        bert(BatchSpec(length=READ))(read[:, :5])

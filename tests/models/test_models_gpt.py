@@ -15,7 +15,7 @@ from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
 from stoker.models import lm_head as head_module
-from stoker.models.build import build_gpt, compile_policy
+from stoker.models.build import build_gpt, decide_compile
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.layers.mlp import MLP
@@ -353,14 +353,14 @@ def test_wrong_dtype() -> None:
 def test_compile_policy(
     wish: bool | None, device: str, release: tuple[int, int], dropout: bool, expected: bool
 ) -> None:
-    decided, reason = compile_policy(wish, device, release, dropout=dropout)
+    decided, reason = decide_compile(wish, device, release, dropout=dropout)
     assert decided is expected
     assert reason
 
 
 def test_compile_refuses_wrong_masks() -> None:
     with pytest.raises(ValueError, match=r"`compile` \(True\).*#198333"):
-        compile_policy(True, "cuda", (2, 13), dropout=True)
+        decide_compile(True, "cuda", (2, 13), dropout=True)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"

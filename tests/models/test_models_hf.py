@@ -9,11 +9,11 @@ import torch
 from config_helpers import load
 from tiers import looped
 
-from stoker.models.config.batch_shape import SampleForm
-from stoker.models.hf.architecture import described, nested, what_differs
+from stoker.models.config.batch_shape import BatchSpec
+from stoker.models.hf.architecture import described, nested, slice_differences
 from stoker.models.hf.architectures import architecture_of
-from stoker.models.hf.config_fields import Theirs
-from stoker.models.hf.weight_layout import Geometry, HeadByHead, OneByExpert, Stacked
+from stoker.models.hf.config_fields import HFConfig
+from stoker.models.hf.weight_layout import ConcatenatedRows, Geometry, PerExpert, QKVInterleavedByHead
 from stoker.trainer.config.schema.root import MODEL_BLOCKS, AnyModelBlock, T5ModelBlock
 
 _T5: dict[str, Any] = {
@@ -138,7 +138,7 @@ def keys_of(name: str) -> AnyModelBlock:
     architecture = architecture_of(config)
     assert architecture is not None
     own_head = config.get("tie_word_embeddings") is False
-    keys, problems = architecture.read(Theirs(config, own_head))
+    keys, problems = architecture.read(HFConfig(config, own_head))
     assert problems == []
     return MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **nested(keys)})
 
@@ -150,11 +150,11 @@ def test_released_models_are_read_and_written(name: str) -> None:
     architecture = architecture_of(config)
     assert architecture is not None
     written = architecture.write(keys, vocab_size=config["vocab_size"])
-    again, problems = architecture.read(Theirs(written, own_head=written["tie_word_embeddings"] is False))
+    again, problems = architecture.read(HFConfig(written, has_separate_head=written["tie_word_embeddings"] is False))
     assert problems == []
     back = MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **nested(again)})
-    form, vocabulary = SampleForm(length=512, decoder_length=114), config["vocab_size"]
-    assert what_differs(described(keys, vocabulary, form), described(back, vocabulary, form)) == []
+    form, vocabulary = BatchSpec(length=512, decoder_length=114), config["vocab_size"]
+    assert slice_differences(described(keys, vocabulary, form), described(back, vocabulary, form)) == []
     ours = {"torch_dtype", "transformers_version", "n_ctx", "tokenizer_class"}
     said = {field: value for field, value in config.items() if field in written and field not in ours}
     for field, value in said.items():
@@ -165,12 +165,12 @@ def test_released_models_are_read_and_written(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_the_released_models(name: str) -> None:
     preset = load(f"model={PRESETS[name]}", "data=mock").root.model
-    form = SampleForm(length=512, decoder_length=114)
+    form = BatchSpec(length=512, decoder_length=114)
     vocabulary = RELEASED[name]["vocab_size"]
     theirs = keys_of(name)
     if isinstance(preset, T5ModelBlock):  # their fields say no length of texts
         theirs = theirs.model_copy(update={"seq_length": preset.seq_length})
-    assert what_differs(described(preset, vocabulary, form), described(theirs, vocabulary, form)) == []
+    assert slice_differences(described(preset, vocabulary, form), described(theirs, vocabulary, form)) == []
 
 
 EXPERTS = ("model.num_moe_experts=4", "model.moe_router_topk=2")
@@ -191,30 +191,30 @@ def test_how_a_model_was_trained_is_no_other_model(base: tuple[str, ...], keys: 
     def read(*overrides: str) -> Any:
         return load("model=gpt_tiny", "data=mock", *overrides).root.model
 
-    form = SampleForm(length=256)
+    form = BatchSpec(length=256)
     plain, changed = (described(read(*base, *more), 512, form) for more in ((), keys))
     assert plain != changed
-    assert what_differs(plain, changed) == []
-    assert what_differs(plain, described(read(*base, *keys, "model.qk_layernorm=true"), 512, form))
+    assert slice_differences(plain, changed) == []
+    assert slice_differences(plain, described(read(*base, *keys, "model.qk_layernorm=true"), 512, form))
 
 
 def test_layouts_by_hand() -> None:
     """Rows where they are said to be."""
     geometry = Geometry(heads=2, groups=1, vocab_size=5)
     rows = torch.arange(8)[:, None]  # two query heads of two rows, a key, a value
-    query, key, value = Stacked(("heads", "groups", "groups")).split(rows, 3, geometry)
+    query, key, value = ConcatenatedRows(("heads", "groups", "groups")).split(rows, 3, geometry)
     assert (query.flatten().tolist(), key.flatten().tolist(), value.flatten().tolist()) == (
         [0, 1, 2, 3],
         [4, 5],
         [6, 7],
     )
-    assert Stacked(("heads", "groups", "groups")).shapes((9, 1), 3, geometry) is None
+    assert ConcatenatedRows(("heads", "groups", "groups")).shapes((9, 1), 3, geometry) is None
 
     square = Geometry(heads=2, groups=2, vocab_size=5)
     theirs = torch.tensor([0, 1, 2, 10, 11, 12])[:, None]  # q, k, v of head 0, then of head 1
-    assert HeadByHead().join([theirs], (6, 1), square).flatten().tolist() == [0, 10, 1, 11, 2, 12]
-    assert HeadByHead().shapes((6, 1), 1, geometry) is None
+    assert QKVInterleavedByHead().join([theirs], (6, 1), square).flatten().tolist() == [0, 10, 1, 11, 2, 12]
+    assert QKVInterleavedByHead().shapes((6, 1), 1, geometry) is None
 
     experts = [torch.full((1, 2), float(n)) for n in range(4)]  # gate and up of expert 0, of expert 1
-    assert OneByExpert(2).join(experts, (2, 2, 2), geometry)[:, :, 0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    assert OneByExpert(2).shapes((2, 2, 2), 3, geometry) is None
+    assert PerExpert(2).join(experts, (2, 2, 2), geometry)[:, :, 0].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    assert PerExpert(2).shapes((2, 2, 2), 3, geometry) is None

@@ -10,7 +10,7 @@ from tiers import extra
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.moe.routing import Choice
+from stoker.kernels.moe.routing import RoutingResult
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import stack_slice
@@ -21,7 +21,7 @@ from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
 from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.models.moe.moe_layer import MoE
-from stoker.models.moe.router import SUMS
+from stoker.models.moe.router import STATISTIC_NAMES
 from stoker.models.recompute.analysis import has_dropout
 
 EXPERTS, TOKENS, VOCAB = 4, 16, 100
@@ -61,7 +61,7 @@ def gradients(model: GPT) -> dict[str, Tensor]:
 
 
 def sums_of(layer: MoE) -> dict[str, float]:
-    return dict(zip(SUMS, layer.statistics[EXPERTS:].tolist(), strict=True))
+    return dict(zip(STATISTIC_NAMES, layer.statistics[EXPERTS:].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("compiled", [False, *extra(True)])
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_losses_added_up(
             layer.loss_share.fill_(0.25)
     told = train(ours)
     monkeypatch.setattr(
-        router_module, "with_loss_gradient", lambda tensor, loss, share: added.append(loss * share) or tensor
+        router_module, "attach_auxiliary_loss", lambda tensor, loss, share: added.append(loss * share) or tensor
     )
     loss = plain.loss(texts(0), texts(1), 32.0)
     (loss + torch.stack(added).sum()).backward()
@@ -183,13 +183,13 @@ def test_norms_fork_where_the_stream_is_kept_anyway(
     (layer,) = model.decoder.layers
     names = {id(layer.attention_norm): "attention", id(layer.mlp_norm): "mlp"}
     seen: list[str] = []
-    fork = RMSNorm.forked
+    fork = RMSNorm.forward_with_residual
 
     def noted(self: RMSNorm, stream: Tensor, twice: bool) -> Read:
         seen.append(names[id(self)] + ", twice" * twice)
         return fork(self, stream, twice)
 
-    monkeypatch.setattr(RMSNorm, "forked", noted)
+    monkeypatch.setattr(RMSNorm, "forward_with_residual", noted)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model.loss(texts(), texts(1), 32.0)
     assert seen == forked
@@ -298,7 +298,7 @@ def test_router_arithmetic_is_wide_in_a_narrow_model() -> None:
     layer = moe_layers(model)["decoder.layers.0.mlp"]
     tokens = torch.randn(32, 32).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        choice: Choice = layer.router(tokens, None, torch.ones(())).choice
+        choice: RoutingResult = layer.router(tokens, None, torch.ones(())).choice
     logits = tokens.float() @ layer.router.weight.float().T
     expected = logits.topk(2, dim=1)
     assert choice.gates.dtype == torch.float32

@@ -11,14 +11,14 @@ from torch import Tensor
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
 from stoker.models.build import build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft_slice import PromptSlice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
 from stoker.models.moe.find_moe_layers import moe_layers
-from stoker.models.moe.router import SUMS, Routed
+from stoker.models.moe.router import STATISTIC_NAMES, Routing
 from stoker.models.t5 import T5
 
 EXPERTS, TOKENS, WRITTEN, VOCAB = 4, 16, 8, 100
@@ -41,7 +41,7 @@ RELATIVE = {"position_embedding_type": "relative"}
 
 
 def built(keys: GPTKeys | T5Keys | BertKeys, peft: PromptSlice | None = None, **form: Any) -> GPT | T5 | BERT:
-    shape = SampleForm(length=TOKENS, **form)
+    shape = BatchSpec(length=TOKENS, **form)
     facts: dict[str, Any] = {"device": "cpu", "dtype": torch.float64, "flags": AttentionFlags()}
     return build_model(keys, vocab_size=VOCAB, micro_batch_size=2, form=shape, peft=peft, **facts)
 
@@ -75,7 +75,7 @@ def documents(length: int, ends: int) -> Tensor:
 
 def assignments(model: GPT | T5 | BERT) -> float:
     (layer,) = moe_layers(model).values()
-    return dict(zip(SUMS, layer.statistics[EXPERTS:].tolist(), strict=True))["assignments"]
+    return dict(zip(STATISTIC_NAMES, layer.statistics[EXPERTS:].tolist(), strict=True))["assignments"]
 
 
 @pytest.mark.parametrize("form", ["padded", "packed", "full"])
@@ -165,7 +165,7 @@ def test_what_fills_up_an_evaluation_takes_no_experts_room(make: Any, batch: dic
     """A row without a label is nobody's, and neither is what stands behind a window that ends early."""
     model = make().eval()
     (layer,) = moe_layers(model).values()
-    seen: list[Routed] = []
+    seen: list[Routing] = []
 
     def note(router: Any, given: Any, routed: Any) -> None:
         seen.append(routed)

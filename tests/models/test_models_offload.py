@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, copies_of, stacks_of
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.build import build_model, copies_of, get_stacks
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.memory import host_copies
-from stoker.models.memory.host_copies import HostMemoryError, HostPool
+from stoker.models.memory.host_copies import HostMemoryError, PinnedMemoryPool
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.trainer.plan.memory_check import is_out_of_memory
 
@@ -40,10 +40,10 @@ def model_of(*, t5: bool = False, dtype: torch.dtype = torch.float32, **changes:
         relative = {"position_embedding_type": "relative"}
         both = dict.fromkeys(("encoder", "decoder"), stack | relative)
         keys: Any = T5Keys.model_validate({**both, **compiled, "seq_length": TOKENS})
-        form = SampleForm(length=TOKENS, decoder_length=TOKENS)
+        form = BatchSpec(length=TOKENS, decoder_length=TOKENS)
     else:
         keys = GPTKeys.model_validate({**stack, **compiled, "encoder_seq_length": TOKENS})
-        form = SampleForm(length=TOKENS)
+        form = BatchSpec(length=TOKENS)
     facts: Any = {"vocab_size": VOCAB, "device": "cpu", "flags": AttentionFlags(), "micro_batch_size": 2}
     return build_model(keys, dtype=dtype, form=form, **facts)
 
@@ -51,21 +51,21 @@ def model_of(*, t5: bool = False, dtype: torch.dtype = torch.float32, **changes:
 def offloaded(model: Any, layers: int = 3, least_size: int = LEAST) -> DeferredCopies:
     """Offload the first layers of each stack."""
     copies = DeferredCopies()
-    for stack in stacks_of(model):
+    for stack in get_stacks(model):
         stack.activation_offload = ActivationOffload(copies, layers, least_size=least_size)
     return copies
 
 
 def sent_by(model: Any) -> list[int]:
     """Bytes that the last forward of each stack has sent to the host."""
-    return [stack.activation_offload.sent_bytes for stack in stacks_of(model) if stack.activation_offload is not None]
+    return [stack.activation_offload.sent_bytes for stack in get_stacks(model) if stack.activation_offload is not None]
 
 
 def loss_of(model: Any, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     texts = [torch.randint(0, VOCAB, (2, TOKENS), generator=generator) for _ in range(3)]
     torch.manual_seed(seed)
-    count = 3 if len(stacks_of(model)) > 1 else 2
+    count = 3 if len(get_stacks(model)) > 1 else 2
     return model.loss(*texts[:count], denominator=32.0)
 
 
@@ -100,7 +100,7 @@ def test_gradients_are_bit_equal(t5: bool, changes: dict[str, Any]) -> None:
         copies = offloaded(model, layers)
         assert_equal(gradients(model, lambda: [loss_of(model)]), expected)
         assert [name for name, _ in copies.events].count("fetch") >= 5 * layers
-        copies.check_nothing_is_left()
+        copies.check_all_freed()
 
 
 def full(method: str, layers: int) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def test_of_what_is_recomputed_the_inputs_are_offloaded(
     expected = gradients(model, lambda: [loss_of(model)])
     copies = offloaded(model)
     assert_equal(gradients(model, lambda: [loss_of(model)]), expected)
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
     sizes = [size for name, size in copies.events if name == "send"]
     if inputs is not None:
         generator = (
@@ -157,7 +157,7 @@ def test_gradients_of_compiled_layers_are_bit_equal(t5: bool) -> None:
             copies = offloaded(model, layers)
             assert_equal(gradients(model, lambda: [loss_of(model)]), expected)
             assert [name for name, _ in copies.events].count("fetch") >= 5 * layers
-            copies.check_nothing_is_left()
+            copies.check_all_freed()
 
 
 def test_order_is_that_of_transformer_engine() -> None:
@@ -171,7 +171,7 @@ def test_order_is_that_of_transformer_engine() -> None:
         told.append((what, number, [name for name, _ in copies.events]))
         copies.events.clear()
 
-    for number, layer in enumerate(stacks_of(model)[0].layers):
+    for number, layer in enumerate(get_stacks(model)[0].layers):
         layer.register_forward_pre_hook(lambda *_, number=number: tell("forward", number))
         layer.register_full_backward_pre_hook(lambda *_, number=number: tell("backward", number))
     loss_of(model).backward()
@@ -204,7 +204,7 @@ def test_device_holds_as_many_layers_as_promised(layers: int) -> None:
         most[what] = max(most[what], copies.held)
         sizes.append(copies.held)
 
-    for layer in stacks_of(model)[0].layers:
+    for layer in get_stacks(model)[0].layers:
         layer.register_forward_hook(lambda *_: measure("forward"))
         layer.register_full_backward_pre_hook(lambda *_: measure("backward"))
     loss = loss_of(model)
@@ -213,13 +213,13 @@ def test_device_holds_as_many_layers_as_promised(layers: int) -> None:
     loss.backward()
     assert most["forward"] == min(layers, LAYERS - layers) * one_layer
     assert most["backward"] <= max(2, LAYERS - layers) * one_layer
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
 
 
 def test_what_is_saved_twice_is_copied_once_and_parameters_stay() -> None:
     """The bytes that are sent are those of the storages that the first layers save, but for weights and small ones."""
     model = model_of(hidden_dropout=0.0, attention_dropout=0.0, ffn_dropout=0.0)
-    (stack,) = stacks_of(model)
+    (stack,) = get_stacks(model)
     stays = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: list[dict[int, int]] = []
     saves = [0]
@@ -284,7 +284,7 @@ def test_no_copies_without_a_backward() -> None:
     assert copies.given
     del loss
     gc.collect()
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
 
 
 def test_several_forwards_before_their_backwards_and_a_graph_that_is_kept() -> None:
@@ -306,7 +306,7 @@ def test_several_forwards_before_their_backwards_and_a_graph_that_is_kept() -> N
     twice.backward()
     assert_equal([parameter.grad for parameter in model.parameters()], once)
     del twice
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
 
 
 def test_host_buffers_are_kept_between_steps() -> None:
@@ -328,7 +328,7 @@ def test_frozen_layers_save_nothing_and_the_rest_is_right() -> None:
     copies = offloaded(model)
     assert_equal(gradients(model, lambda: [loss_of(model)]), expected)
     assert copies.events
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
 
 
 def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
@@ -338,7 +338,7 @@ def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
 
     def run(offload: ActivationOffload | None, size: int) -> Tensor:
         hidden = first.clone().requires_grad_()
-        run = offload.forward_pass(len(parts), ()) if offload else None
+        run = offload.begin_forward(len(parts), ()) if offload else None
         for start in range(0, len(parts), size):
             numbers = range(start, min(start + size, len(parts)))
             if run is None:
@@ -358,7 +358,7 @@ def test_a_chunk_of_layers_is_offloaded_as_one() -> None:
             offload = ActivationOffload(copies, layers, least_size=1)
             assert_equal(gradients(parts, lambda offload=offload, size=size: [run(offload, size)]), expected)
             assert copies.events
-            copies.check_nothing_is_left()
+            copies.check_all_freed()
             if size == 1:  # what a layer gives is saved by it and by the next: one copy, which stays for the last
                 names = [name for name, _ in copies.events]
                 assert names.count("send") == 1 + layers
@@ -370,7 +370,7 @@ def test_chunks_are_fetched_before_the_backward_reads_them(size: int, layers: in
     """When the backward reaches a chunk, what was saved by the one before it is on its way."""
     parts = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
     copies = DeferredCopies()
-    run = ActivationOffload(copies, layers, least_size=1).forward_pass(len(parts), ())
+    run = ActivationOffload(copies, layers, least_size=1).begin_forward(len(parts), ())
     hidden = torch.randn(16, 64, requires_grad=True)
     for start in range(0, len(parts), size):
         numbers = range(start, min(start + size, len(parts)))
@@ -389,7 +389,7 @@ def test_chunks_are_fetched_before_the_backward_reads_them(size: int, layers: in
     last_reached = len(names) - names[::-1].index("backward")
     assert "fetch" in names[:last_reached]
     assert "fetch" not in names[last_reached:]  # nothing is asked for that was not ordered
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
 
 
 @pytest.mark.parametrize("broken", ["host", "send"])
@@ -411,14 +411,14 @@ def test_a_host_without_memory_is_one_error_and_leaves_nothing(broken: str, monk
     with pytest.raises(HostMemoryError, match="none left"):
         loss_of(model)
     gc.collect()
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
     assert_equal(gradients(model, lambda: [loss_of(model)]), expected)
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
 
 
 def test_memory_that_the_system_does_not_pin_names_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must not look like a device that is full, for which the cures are others."""
-    pool = HostPool(pinned=True)
+    pool = PinnedMemoryPool(pinned=True)
 
     def fail(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("CUDA error: out of memory")
@@ -435,12 +435,12 @@ def test_memory_that_the_system_does_not_pin_names_the_keys(monkeypatch: pytest.
 def test_what_dies_during_its_copy_waits_for_it() -> None:
     """A graph that nobody needs any more: others get its memory and its buffer when the copy is done."""
     copies = DeferredCopies()
-    run = ActivationOffload(copies, 1, least_size=1).forward_pass(3, ())
+    run = ActivationOffload(copies, 1, least_size=1).begin_forward(3, ())
     with run.layers(range(1), ()):
         result = torch.randn(64, requires_grad=True).exp()
     del run, result
     assert [name for name, _ in copies.events] == ["send", "wait"]
-    copies.check_nothing_is_left()
+    copies.check_all_freed()
 
 
 @looped("leaves", [False, True])
@@ -465,7 +465,7 @@ def test_views_come_back_as_they_were(part: str, leaves: bool) -> None:
             return None, (tensor * gradients[0]).sum()[None]
 
     copies = DeferredCopies()
-    run = ActivationOffload(copies, 1, least_size=1).forward_pass(3, ())
+    run = ActivationOffload(copies, 1, least_size=1).begin_forward(3, ())
     with run.layers(range(1), ()):
         result = Scale.apply(base, factor).sum() * 0 if part == "whole_then_rows" else torch.zeros(())
         result = result + Scale.apply(view, factor).sum()
@@ -494,7 +494,7 @@ def test_activations_and_weights_of_a_model_share_a_slab(monkeypatch: pytest.Mon
     buffers = [copies.host(1000) for copies in made]
     assert len({buffer.untyped_storage().data_ptr() for buffer in buffers}) == 1
     assert len({buffer.data_ptr() for buffer in buffers}) == 4
-    assert [copies.host_bytes for copies in made] == [host_copies.SLAB] * 4
+    assert [copies.host_bytes for copies in made] == [host_copies.SLAB_BYTES] * 4
 
 
 @pytest.mark.parametrize(
@@ -518,9 +518,9 @@ def test_what_is_cheap_is_made_again_and_not_moved(
     idle = model_of(t5=t5, **on, **changes)
     install(monkeypatch)
     ours = model_of(t5=t5, **on, **changes)
-    for stack in stacks_of(ours):
+    for stack in get_stacks(ours):
         assert [layer.recompute_norms for layer in stack.layers] == [norms] * 3 + [False] * (LAYERS - 3)
-    assert not any(layer.recompute_norms for stack in stacks_of(idle) for layer in stack.layers)
+    assert not any(layer.recompute_norms for stack in get_stacks(idle) for layer in stack.layers)
     expected = gradients(plain, lambda: [loss_of(plain)])
     for model in (idle, ours):
         assert_equal(gradients(model, lambda model=model: [loss_of(model)]), expected)

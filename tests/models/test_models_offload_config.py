@@ -16,8 +16,8 @@ from tiny_run import tiny_config
 from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, offload, stacks_of
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.build import build_model, get_stacks, offload
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.key_block import Finding
@@ -25,11 +25,11 @@ from stoker.models.config.memory_slice import OffloadSlice, offload_slice
 from stoker.models.config.offload_rules import offload_rules
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
-from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
-from stoker.models.recompute.analysis import made_again_for_copies
+from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
+from stoker.models.recompute.analysis import recomputed_for_offload
 from stoker.trainer.config.batch_spec import sample_form
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.core.run_summary import describe_moved, describe_offload
+from stoker.trainer.core.run_summary import describe_offload, describe_offload_traffic
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
@@ -145,7 +145,7 @@ def test_t5_offloads_each_stack_by_itself() -> None:
             "decoder": {"num_layers": 6},
         }
     )
-    described = family_slice(keys, vocab_size=50, form=SampleForm(length=8, decoder_length=8))
+    described = family_slice(keys, vocab_size=50, form=BatchSpec(length=8, decoder_length=8))
     encoder = OffloadSlice(layers=2, activations=True, weights=True)
     assert [part.offload for part in described.stacks] == [encoder, None]
 
@@ -156,7 +156,7 @@ def test_layers_that_are_offloaded_make_cheap_parts_again() -> None:
 
     def parts(*, offloads: bool = True, **changes: Any) -> list[set[str]]:
         model = GPTKeys.model_validate(keys | changes)
-        part = family_slice(model, vocab_size=50, form=SampleForm(length=8)).stacks[0]
+        part = family_slice(model, vocab_size=50, form=BatchSpec(length=8)).stacks[0]
         return [set(part.made_again(layer, offloads=offloads)) for layer in range(6)]
 
     assert parts() == [cheap] * 4 + [set()] * 2
@@ -173,12 +173,12 @@ def test_each_stack_says_what_it_makes_again() -> None:
     """Of scores, only where an attention of the stack itself keeps some."""
     on = {"num_layers": 4, "cpu_offloading": True}
     keys = T5Keys.model_validate({"encoder": on, "decoder": on, "seq_length": 8})
-    described = family_slice(keys, vocab_size=50, form=SampleForm(length=8, decoder_length=8))
+    described = family_slice(keys, vocab_size=50, form=BatchSpec(length=8, decoder_length=8))
     call = SimpleNamespace(device="cuda", dtype="bf16")
-    kept, fused = (SimpleNamespace(keeps_scores=keeps, call=call) for keeps in (True, False))
+    kept, fused = (SimpleNamespace(saves_scores=keeps, call=call) for keeps in (True, False))
     decisions: Any = {"encoder training": kept, "decoder training": fused, "cross training": fused}
     cheap = {"norm", "mlp_activation"}
-    assert made_again_for_copies(described, decisions, None, compiled=True) == (cheap | {"core_attention"}, cheap)
+    assert recomputed_for_offload(described, decisions, None, compiled=True) == (cheap | {"core_attention"}, cheap)
 
 
 def rules_of_a_run(*overrides: str) -> list[str]:
@@ -196,15 +196,15 @@ def test_a_gpu_is_needed() -> None:
 def test_what_a_run_says_in_the_end() -> None:
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": 16, "cpu_offloading": True})
     model: Any = model_of()
-    assert list(describe_moved(model)) == []
+    assert list(describe_offload_traffic(model)) == []
     copies = DeferredCopies()
-    offload(model, family_slice(keys, vocab_size=50, form=SampleForm(length=16)), lambda: copies)
+    offload(model, family_slice(keys, vocab_size=50, form=BatchSpec(length=16)), lambda: copies)
     copies.pool.size = 3 << 30
-    (part,) = stacks_of(model)
+    (part,) = get_stacks(model)
     assert part.activation_offload is not None
     assert part.weight_offload is not None
     part.activation_offload.sent_bytes, part.weight_offload.sent_bytes = 1 << 30, 1 << 29
-    (line,) = describe_moved(model)
+    (line,) = describe_offload_traffic(model)
     assert "moved 1.50 GiB to host memory and back per micro batch, and used 3.00 GiB" in line
 
 
@@ -266,9 +266,9 @@ def test_recordings_do_not_offload() -> None:
 
 def test_slices_become_parts_of_the_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": 16, "cpu_offloading": True})
-    described = family_slice(keys, vocab_size=50, form=SampleForm(length=16))
+    described = family_slice(keys, vocab_size=50, form=BatchSpec(length=16))
     model = model_of()
-    (part,) = stacks_of(model)
+    (part,) = get_stacks(model)
     assert part.activation_offload is None  # nothing on a CPU
     made: list[DeferredCopies] = []
     offload(model, described, lambda: (made.append(DeferredCopies()), made[-1])[1])
@@ -299,7 +299,7 @@ def test_what_a_run_says() -> None:
     root = config(model__cpu_offloading=True, trainer__accelerator="auto").root
     assert isinstance(root.model, GPTKeys)
     model: Any = model_of()
-    described = family_slice(root.model, vocab_size=50, form=SampleForm(length=16))
+    described = family_slice(root.model, vocab_size=50, form=BatchSpec(length=16))
     told = list(describe_offload(root, described, model, torch.device("cpu")))
     assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
     offload(model, described, DeferredCopies)
@@ -307,7 +307,7 @@ def test_what_a_run_says() -> None:
     assert line.startswith("CPU offloading of the first 3 layers: activations and weights (")
     assert line.endswith("; recomputed instead of offloaded: core attention, mlp activation, norm")
     keys = config().root.model
-    nothing = family_slice(keys, vocab_size=50, form=SampleForm(length=16))
+    nothing = family_slice(keys, vocab_size=50, form=BatchSpec(length=16))
     assert list(describe_offload(config().root, nothing, model, CUDA)) == []
 
 
@@ -332,7 +332,7 @@ def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> 
 
 def test_bounds_know_what_is_where(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of layers, fp32: 4 layers of 8 samples, 16 tokens, 32 numbers; two of them on the host."""
-    monkeypatch.setattr(memory_check, "count_state", lambda *_: 0)
+    monkeypatch.setattr(memory_check, "min_state_elements", lambda *_: 0)
     many = {"model__micro_batch_size": 1024, "model__global_batch_size": 1024, "trainer__precision": 32}
     inputs = 1024 * 16 * 32 * 4
     weights_stay = {"model__cpu_offloading": True, "model__cpu_offloading_weights": False}
@@ -376,6 +376,6 @@ def test_weights_count_on_the_host(monkeypatch: pytest.MonkeyPatch, model: str, 
     facts: Any = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 1}
     built = build_model(root.model, vocab_size=50, form=form, **facts)
     offload(built, family_slice(root.model, vocab_size=50, form=form), DeferredCopies)
-    sent = sum(part.sent_bytes for part in weight_offloads(built))
+    sent = sum(part.sent_bytes for part in find_weight_offloads(built))
     assert sent > 0
     assert least_need(monkeypatch, root, of_host=True) == sent

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stoker.models.memory import host_copies
-from stoker.models.memory.host_copies import ALIGNMENT, HostPool
+from stoker.models.memory.host_copies import ALIGNMENT, PinnedMemoryPool
 
 SMALL_SLAB = 1 << 16
 """Bytes of a slab here, as many times smaller than a real one as the buffers are."""
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> HostPool:
+def pinned(monkeypatch: pytest.MonkeyPatch) -> PinnedMemoryPool:
     """A pool that believes its memory is pinned, and cuts small slabs."""
     empty = torch.empty
     monkeypatch.setattr(host_copies.torch, "empty", lambda size, pin_memory=False, **keys: empty(size, **keys))
-    monkeypatch.setattr(host_copies, "SLAB", SMALL_SLAB)
-    return HostPool(pinned=True)
+    monkeypatch.setattr(host_copies, "SLAB_BYTES", SMALL_SLAB)
+    return PinnedMemoryPool(pinned=True)
 
 
 def test_buffers_are_given_out_again() -> None:
-    pool = HostPool(pinned=False)
+    pool = PinnedMemoryPool(pinned=False)
     one, other = pool.take(1000), pool.take(1000)
     assert one.data_ptr() != other.data_ptr()
     one.fill_(1)
@@ -43,7 +43,7 @@ def test_buffers_are_given_out_again() -> None:
     assert pool.size == 2 * 1024 + ALIGNMENT
 
 
-def test_slabs_are_cut(pinned: HostPool) -> None:
+def test_slabs_are_cut(pinned: PinnedMemoryPool) -> None:
     """What is left of a slab is used, also where a larger buffer needed a new slab in between."""
     buffers = [pinned.take(size) for size in (40000, 40000, 20000, 20000, 100000)]
     assert pinned.size == 2 * SMALL_SLAB + (1 << 17)  # the last has one of its own
@@ -52,7 +52,7 @@ def test_slabs_are_cut(pinned: HostPool) -> None:
     assert [int(buffer.unique()) for buffer in buffers] == [0, 1, 2, 3, 4]
 
 
-def test_the_smallest_piece_that_holds_a_buffer_is_cut(pinned: HostPool) -> None:
+def test_the_smallest_piece_that_holds_a_buffer_is_cut(pinned: PinnedMemoryPool) -> None:
     """So large pieces stay for large buffers."""
     large, _, small, _ = (pinned.take(size * ALIGNMENT) for size in (16, 1, 4, 107))
     pinned.give_back(large)
@@ -64,7 +64,7 @@ def test_the_smallest_piece_that_holds_a_buffer_is_cut(pinned: HostPool) -> None
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 1, 3), (1, 3, 0, 2)])
-def test_neighbours_merge(pinned: HostPool, order: tuple[int, ...]) -> None:
+def test_neighbours_merge(pinned: PinnedMemoryPool, order: tuple[int, ...]) -> None:
     """Also with what was never cut, and whichever is back first."""
     buffers = [pinned.take(10000) for _ in range(4)]
     for number in order:
@@ -73,7 +73,7 @@ def test_neighbours_merge(pinned: HostPool, order: tuple[int, ...]) -> None:
     assert pinned.size == SMALL_SLAB
 
 
-def test_slabs_do_not_merge(monkeypatch: pytest.MonkeyPatch, pinned: HostPool) -> None:
+def test_slabs_do_not_merge(monkeypatch: pytest.MonkeyPatch, pinned: PinnedMemoryPool) -> None:
     """They may lie side by side, and are two tensors all the same."""
     both = torch.zeros(2 * SMALL_SLAB, dtype=torch.uint8).numpy()
     third = torch.zeros(2 * SMALL_SLAB, dtype=torch.uint8)
@@ -88,7 +88,7 @@ def test_slabs_do_not_merge(monkeypatch: pytest.MonkeyPatch, pinned: HostPool) -
     assert pinned.size == 4 * SMALL_SLAB
 
 
-def test_growing_sizes_share_slabs(pinned: HostPool) -> None:
+def test_growing_sizes_share_slabs(pinned: PinnedMemoryPool) -> None:
     for size in range(1000, SMALL_SLAB, 99):
         pinned.give_back(pinned.take(size))
     assert pinned.size == SMALL_SLAB
@@ -102,7 +102,7 @@ def cuts(total: int, count: int, randomness: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("order", [list, reversed, lambda buffers: random.Random(0).sample(buffers, len(buffers))])
 def test_a_constant_need_in_random_cuts_takes_constant_memory(
-    pinned: HostPool, order: Callable[[list[Tensor]], Iterator[Tensor]]
+    pinned: PinnedMemoryPool, order: Callable[[list[Tensor]], Iterator[Tensor]]
 ) -> None:
     """Experts one after the other: as many tokens in each step, but never as many for each."""
     randomness, need = random.Random(0), 20 * SMALL_SLAB
@@ -120,7 +120,7 @@ def test_a_constant_need_in_random_cuts_takes_constant_memory(
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000), st.randoms(use_true_random=False)), max_size=80))
 def test_a_buffer_that_is_out_is_nobody_elses(steps: list[tuple[bool, int, random.Random]]) -> None:
     """Whatever is taken and given back in whatever order."""
-    pool = HostPool(pinned=False)
+    pool = PinnedMemoryPool(pinned=False)
     out: list[tuple[int, Tensor]] = []
     for number, (takes, size, randomness) in enumerate(steps):
         if takes:
@@ -132,7 +132,7 @@ def test_a_buffer_that_is_out_is_nobody_elses(steps: list[tuple[bool, int, rando
         assert all(start + length <= after for (start, length), (after, _) in pairwise(places))
 
 
-def test_the_collector_may_give_back_at_any_moment(monkeypatch: pytest.MonkeyPatch, pinned: HostPool) -> None:
+def test_the_collector_may_give_back_at_any_moment(monkeypatch: pytest.MonkeyPatch, pinned: PinnedMemoryPool) -> None:
     """The graph of a step that failed dies in the garbage collector, which also runs in the midst of the pool."""
 
     class Graph:

@@ -11,14 +11,14 @@ from test_models_offload import LAYERS, LEAST, assert_equal, loss_of, model_of
 from tiers import full_only
 from torch import Tensor
 
-from stoker.models.build import stacks_of
+from stoker.models.build import get_stacks
 from stoker.models.memory.offload_activations import ActivationOffload
-from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
+from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
 
 
 def offload_weights(model: Any, layers: int, *, activations: bool = False) -> DeferredCopies:
     copies = DeferredCopies()
-    for stack in stacks_of(model):
+    for stack in get_stacks(model):
         stack.weight_offload = WeightOffload(copies, list(stack.layers), layers, least_size=LEAST)
         if activations:
             stack.activation_offload = ActivationOffload(DeferredCopies(), layers, least_size=LEAST)
@@ -34,7 +34,7 @@ def steps(model: Any, micro_batches: int = 2) -> list[Tensor]:
             loss = loss_of(model, 10 * step + number)
             loss.backward()
             seen.append(loss.detach())
-        for offload in weight_offloads(model):
+        for offload in find_weight_offloads(model):
             offload.to_device()
         optimizer.step()
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def test_steps_of_compiled_layers_are_bit_equal() -> None:
 def on_device(model: Any) -> list[bool]:
     """For each layer of the first stack, whether all its matrices are on the device; never some of them."""
     there: list[bool] = []
-    for layer in stacks_of(model)[0].layers:
+    for layer in get_stacks(model)[0].layers:
         sizes = {p.untyped_storage().nbytes() > 0 for p in layer.parameters() if p.nbytes >= LEAST}
         assert len(sizes) == 1
         there.append(sizes.pop())
@@ -90,7 +90,7 @@ def test_weights_leave_after_the_forward_and_come_back_one_layer_before_they_are
     copies = offload_weights(model, layers)
     told: dict[tuple[str, int], list[bool]] = {}
 
-    for number, layer in enumerate(stacks_of(model)[0].layers):
+    for number, layer in enumerate(get_stacks(model)[0].layers):
         layer.register_forward_hook(lambda *_, number=number: told.update({("forward", number): on_device(model)}))
         layer.register_full_backward_pre_hook(
             lambda *_, number=number: told.update({("backward", number): on_device(model)})
@@ -109,12 +109,12 @@ def test_weights_leave_after_the_forward_and_come_back_one_layer_before_they_are
     assert told["backward", 1] == [yes] * 5
     names = [name for name, _ in copies.events]
     assert names.count("send") == names.count("fetch") == 4 * layers
-    offload = stacks_of(model)[0].weight_offload
+    offload = get_stacks(model)[0].weight_offload
     assert offload is not None
     assert sum(size for name, size in copies.events if name == "send") == offload.sent_bytes
     assert offload.sent_bytes == sum(
         parameter.nbytes
-        for layer in list(stacks_of(model)[0].layers)[:layers]
+        for layer in list(get_stacks(model)[0].layers)[:layers]
         for parameter in layer.parameters()
         if parameter.nbytes >= LEAST
     )
@@ -126,7 +126,7 @@ def test_weights_have_time_to_leave(layers: int) -> None:
     model = model_of()
     offload_weights(model, layers)
     seen: list[int] = []
-    for layer in stacks_of(model)[0].layers:
+    for layer in get_stacks(model)[0].layers:
         layer.register_forward_pre_hook(lambda *_: seen.append(on_device(model).index(True)))
     loss = loss_of(model)
     away = max(2, LAYERS - layers)
@@ -151,7 +151,7 @@ def test_a_forward_that_has_no_backward_is_made_good() -> None:
     assert on_device(model) == [True] * 5
     before = [parameter.clone() for parameter in model.parameters()]
     loss_of(model.train())
-    (offload,) = weight_offloads(model)
+    (offload,) = find_weight_offloads(model)
     offload.to_device()
     assert on_device(model) == [True] * 5
     assert_equal(list(model.parameters()), before)

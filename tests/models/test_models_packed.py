@@ -13,10 +13,10 @@ from tiers import cases, extra, looped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stoker.kernels.attention.backends.registry import FUNCTIONS
+from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.kernels.attention.packed_sequences import PackedSequences, positions_in_documents
+from stoker.kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
 from stoker.models.build import build_gpt
@@ -144,7 +144,7 @@ def test_positions_alone_leave_the_view_whole(kind: str) -> None:
     tokens, _, documents = batch()
     hidden = model.hidden_states(tokens, documents)
     places = torch.tensor([[place - begin for place in range(begin, end)] for _, begin, end in spans(documents)[:1]])
-    assert torch.equal(positions_in_documents(documents)[0, :4], places[0])
+    assert torch.equal(document_position_ids(documents)[0, :4], places[0])
     for row in range(len(ROWS)):
         counted = torch.cat([torch.arange(end - begin) for at, begin, end in spans(documents) if at == row])
         embedded = plain.token_embedding(tokens[row : row + 1])
@@ -219,9 +219,11 @@ def test_mask_positions_and_lengths_follow_the_documents(rows: list[list[int]]) 
             visible[row, place + 1 :, : place + 1] = False
             positions[row, place + 1 :] -= place + 1 - before
             before = place + 1
-    assert torch.equal(packed.needed_mask(), torch.zeros(len(rows), 1, 7, 7).masked_fill(~visible[:, None], -torch.inf))
-    assert torch.equal(positions_in_documents(documents), positions)
-    full = PackedSequences.of(documents, dtype=torch.float32, causal=False).needed_mask()
+    assert torch.equal(
+        packed.require_mask(), torch.zeros(len(rows), 1, 7, 7).masked_fill(~visible[:, None], -torch.inf)
+    )
+    assert torch.equal(document_position_ids(documents), positions)
+    full = PackedSequences.of(documents, dtype=torch.float32, causal=False).require_mask()
     assert torch.equal(full == 0, (visible | visible.mT)[:, None])
 
     lengths = packed.cu_seqlens()
@@ -242,14 +244,14 @@ def test_backends_take_each_document_by_itself(name: str, groups: int, causal: b
     documents = batch()[2]
     packed = PackedSequences.of(documents, dtype=torch.float64, causal=causal)
     for term in (None, bias):
-        output = FUNCTIONS[name](*tensors, scale=0.4, causal=causal, bias=term, packed=packed)
+        output = ATTENTION_FUNCTIONS[name](*tensors, scale=0.4, causal=causal, bias=term, packed=packed)
         upstream = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         gradients = torch.autograd.grad(output, tensors, upstream)
         for row, begin, end in spans(documents):
             inside = (slice(row, row + 1), slice(begin, end))
             parts = [tensor.detach()[inside].requires_grad_() for tensor in tensors]
             own = None if term is None else term[..., begin:end, begin:end]
-            expected = FUNCTIONS[name](*parts, scale=0.4, causal=causal, bias=own)
+            expected = ATTENTION_FUNCTIONS[name](*parts, scale=0.4, causal=causal, bias=own)
             assert (output[inside] - expected).abs().max() <= 1e-13
             for ours, other in zip(gradients, torch.autograd.grad(expected, parts, upstream[inside]), strict=True):
                 assert (ours[inside] - other).abs().max() <= 1e-13
@@ -409,7 +411,7 @@ def test_gpu_backends_take_each_document_by_itself(name: str, tokens: int, group
     results: list[list[Tensor]] = []
     for function, tensors in (("reference", wide), (name, narrow)):
         packed = PackedSequences.of(documents, dtype=tensors[0].dtype, causal=True)
-        output = FUNCTIONS[function](*tensors, scale=0.125, causal=True, packed=packed)
+        output = ATTENTION_FUNCTIONS[function](*tensors, scale=0.125, causal=True, packed=packed)
         results.append([output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))])
     for expected, ours in zip(*results, strict=True):
         assert (ours - expected).abs().max() < 0.02 * expected.abs().max()

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from config_helpers import load
-from hf_fp64 import our_values, upcasts_lifted
+from hf_fp64 import keep_input_dtype, map_parameters
 from tiers import extra
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys
 from stoker.models.config.t5 import T5Keys
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 @pytest.fixture
 def hf_upcasts_lifted() -> Iterator[None]:
-    with upcasts_lifted():
+    with keep_input_dtype():
         yield
 
 
@@ -100,9 +100,9 @@ def same_weights(case: Case, dtype: torch.dtype, *, padded: bool, std: float) ->
         dtype=dtype,
         flags=AttentionFlags(),
         micro_batch_size=BATCH,
-        form=SampleForm(length=TOKENS, decoder_length=ANSWER, padded=padded),
+        form=BatchSpec(length=TOKENS, decoder_length=ANSWER, padded=padded),
     )
-    for name, value in our_values(case.kind, model, case.reference).items():
+    for name, value in map_parameters(case.kind, model, case.reference).items():
         model.get_parameter(name).data.copy_(value)
     return model
 
@@ -144,7 +144,7 @@ def worst_difference(case: Case, dtype: torch.dtype, *, padded: bool, std: float
     (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted).backward()
     errors = [relative(model(**ours)[..., :VOCAB], logits)]
     model.batch_loss({**ours, "labels": labels}, counted).backward()
-    for name, gradient in our_values(case.kind, model, case.reference, "grad").items():
+    for name, gradient in map_parameters(case.kind, model, case.reference, "grad").items():
         mine = model.get_parameter(name).grad
         assert mine is not None
         errors.append(relative(mine, gradient))  # rows of padding have gradients of zero

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_fp64 import our_values, upcasts_lifted
+from hf_fp64 import keep_input_dtype, map_parameters
 from torch import Tensor, nn
 from transformers import (
     GPT2Config,
@@ -33,7 +33,7 @@ VOCAB, LAYERS, TOKENS, BATCH = 53, 2, 13, 3
 
 @pytest.fixture
 def hf_upcasts_lifted() -> Iterator[None]:
-    with upcasts_lifted():
+    with keep_input_dtype():
         yield
 
 
@@ -96,7 +96,7 @@ def same_weights(reference: nn.Module, ours: GPTKeys, kind: Architecture, dtype:
     model = build_gpt(
         ours, vocab_size=VOCAB, device="cpu", dtype=dtype, flags=AttentionFlags(), micro_batch_size=BATCH
     )  # fmt: skip
-    for name, value in our_values(kind, model, reference).items():
+    for name, value in map_parameters(kind, model, reference).items():
         model.get_parameter(name).data.copy_(value)
     return model
 
@@ -122,7 +122,7 @@ def worst_difference(build: tuple[PreTrainedModel, GPTKeys, Architecture], dtype
     (F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), reduction="sum") / counted).backward()
     errors = [relative(model(tokens)[..., :VOCAB], theirs)]
     model.loss(tokens, labels, counted).backward()
-    for name, gradient in our_values(kind, model, reference, "grad").items():
+    for name, gradient in map_parameters(kind, model, reference, "grad").items():
         mine = model.get_parameter(name).grad
         assert mine is not None
         errors.append(relative(mine, gradient))  # rows of padding have gradients of zero

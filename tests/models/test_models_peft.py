@@ -16,13 +16,13 @@ from stoker.kernels.cross_entropy import linear_cross_entropy
 from stoker.kernels.lora.lora_linear import lora_linear, reference_lora_linear, rows_of
 from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.grouped_matmul import grouped_matmul
-from stoker.kernels.moe.lora_experts import LowRank, lora_expert_mlp
+from stoker.kernels.moe.lora_experts import LoRAMatrices, lora_expert_mlp
 from stoker.models.build import LanguageModel
 from stoker.models.layers.mlp import MLP
 from stoker.models.layers.norm import RMSNorm
 from stoker.models.peft import lora_mlp
 from stoker.models.peft.added_parameters import added_parameters
-from stoker.models.peft.apply import trained_parameters
+from stoker.models.peft.apply import trainable_parameters
 from stoker.models.peft.lora import LoRALinear
 from stoker.models.stack import Layer
 from stoker.models.t5 import T5
@@ -145,12 +145,12 @@ def test_experts_are_those_with_merged_weights(capacity: int | None, bias: bool)
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(9)])
     up, down = torch.randn(3, 8, 6, dtype=F64), torch.randn(3, 6, 4, dtype=F64)
     biases = {"up_bias": torch.randn(3, 8, dtype=F64), "down_bias": torch.randn(3, 6, dtype=F64)} if bias else {}
-    first = LowRank(drawn(3, 4, 6), drawn(3, 8, 2), (4, 4), 0.7, 0.0)
-    second = LowRank(drawn(3, 3, 4), drawn(3, 6, 3), (6,), 0.3, 0.0)
+    first = LoRAMatrices(drawn(3, 4, 6), drawn(3, 8, 2), (4, 4), 0.7, 0.0)
+    second = LoRAMatrices(drawn(3, 3, 4), drawn(3, 6, 3), (6,), 0.3, 0.0)
     learnt = (hidden, first.down, first.up, second.down, second.up)
     shared: dict[str, Any] = {"nonlinearity": "silu", "gated": True, "capacity": capacity, **biases}
 
-    def merged(weight: Tensor, low: LowRank) -> Tensor:
+    def merged(weight: Tensor, low: LoRAMatrices) -> Tensor:
         lows, highs = low.down.split(low.up.shape[2], dim=1), low.up.split(list(low.parts), dim=1)
         return weight + low.scale * torch.cat([b @ a for a, b in zip(lows, highs, strict=True)], dim=1)
 
@@ -192,7 +192,7 @@ def test_what_is_added_is_trained_and_nothing_else(family: str, scheme: str) -> 
     if (family, scheme) == ("experts", "ia3"):
         pytest.skip("a rule refuses it: experts have no factors")
     model = model_of(family, scheme)
-    trained = trained_parameters(model)
+    trained = trainable_parameters(model)
     assert gradients(model, family).keys() == trained.keys()
     assert all(gradient.any() for gradient in gradients(model, family).values())
     if scheme == "selective":
@@ -327,7 +327,7 @@ def test_vectors_are_seen_and_padding_is_not() -> None:
 def test_every_linear_layer_has_the_updates_that_are_asked_for() -> None:
     def updated(family: str, *targets: str, **more: Any) -> set[str]:
         peft = {"lora_tuning": {"target_modules": list(targets), "adapter_dim": 2, **more}}
-        return {name.rpartition(".")[0] for name in trained_parameters(model_of(family, "lora", peft=peft))}
+        return {name.rpartition(".")[0] for name in trainable_parameters(model_of(family, "lora", peft=peft))}
 
     at = "decoder.layers.0."
     assert {name for name in updated("gpt", "attention") if name.startswith(at)} == {
@@ -364,7 +364,7 @@ def test_a_fused_weight_has_one_pair_for_each_projection() -> None:
 def test_matrices_start_as_nemo_says(method: str) -> None:
     peft = {"lora_tuning": {"adapter_dim": 64, "column_init_method": method, "target_modules": ["attention_qkv"]}}
     stack: dict[str, Any] = {"hidden_size": 512, "num_layers": 1, "num_attention_heads": 8, "num_query_groups": 8}
-    down = trained_parameters(model_of("gpt", "lora", peft=peft, **stack))["decoder.layers.0.attention.qkv.lora_a"]
+    down = trainable_parameters(model_of("gpt", "lora", peft=peft, **stack))["decoder.layers.0.attention.qkv.lora_a"]
     wanted = {"xavier": (2 / (512 + 64)) ** 0.5, "normal": 0.2, "kaiming": (1 / 3 / 512) ** 0.5, "zero": 0.0}[method]
     assert down.std().item() == pytest.approx(wanted, rel=0.02)
     assert method != "kaiming" or down.abs().max() <= 512**-0.5
@@ -404,5 +404,5 @@ def test_autocast_is_followed() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model.train().batch_loss(batch_of("experts"), 10.0)
     loss.backward()
-    assert all(parameter.grad is not None for parameter in trained_parameters(model).values())
+    assert all(parameter.grad is not None for parameter in trainable_parameters(model).values())
     assert isinstance(model, nn.Module)

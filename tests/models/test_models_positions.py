@@ -15,7 +15,7 @@ from tiers import cases, extra, looped
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker.kernels.attention.backends.registry import FUNCTIONS, AttentionFunction
+from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS, AttentionFunction
 from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.relative_position_buckets import relative_buckets
@@ -326,8 +326,8 @@ def test_flash_and_unfused_equal_the_definition(
     causal = DIRECTIONS[direction]
     case = case_of(kind, causal, generator)
     functions: dict[CallKind, AttentionFunction] = {
-        "training": FUNCTIONS["triton"],
-        "evaluation": FUNCTIONS["unfused"],
+        "training": ATTENTION_FUNCTIONS["triton"],
+        "evaluation": ATTENTION_FUNCTIONS["unfused"],
     }
     attention = SelfAttention(
         HIDDEN, heads=HEADS, groups=GROUPS, head_dim=WIDTH, scale=0.4, qkv_bias=False, output_bias=False, dropout=0.0,

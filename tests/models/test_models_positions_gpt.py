@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from tiers import full_only
 from torch import Tensor
 
-from stoker.kernels.attention.call_spec import Installed
+from stoker.kernels.attention.call_spec import InstalledSoftware
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.slices import gpt_slice
-from stoker.models.dispatch.attention_calls import attention_calls, decide
+from stoker.models.dispatch.attention_calls import attention_calls, choose_backends
 from stoker.models.gpt import GPT
 from stoker.models.layers.attention_bias import Kerple, RelativeBias, Sandwich, alibi_slopes
 from stoker.models.layers.mlp import MLP
@@ -280,7 +280,7 @@ def test_compiled_layers_share_the_terms(monkeypatch: pytest.MonkeyPatch) -> Non
     torch.compiler.reset()
 
 
-H100 = Installed(torch=(2, 11), cudnn=91900, triton=(3, 6))
+H100 = InstalledSoftware(torch=(2, 11), cudnn=91900, triton=(3, 6))
 
 
 def decisions(length: int, **changes: Any) -> Any:
@@ -290,7 +290,7 @@ def decisions(length: int, **changes: Any) -> Any:
         attention, device="cuda", capability=(9, 0), dtype="bf16", batch=1, seq_length=length, longest=length,
         packed=False, deterministic=False,
     )  # fmt: skip
-    return decide(attention, calls, AttentionFlags(), H100)
+    return choose_backends(attention, calls, AttentionFlags(), H100)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_fp64 import _rms_norm, _rotary, our_values
+from hf_fp64 import _rms_norm, _rotary, map_parameters
 from tiers import looped
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
@@ -19,7 +19,7 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from stoker.kernels.attention.backends.registry import FUNCTIONS
+from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
@@ -28,7 +28,7 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.hf.llama import QWEN3
 from stoker.models.layers.attention_bias import ALiBi
-from stoker.models.layers.position_embeddings import RotaryEmbedding, Rotation
+from stoker.models.layers.position_embeddings import RotaryEmbedding, RotaryTables
 from stoker.models.layers.self_attention import SelfAttention
 
 FP64 = torch.float64
@@ -52,26 +52,26 @@ def test_buckets_of_t5(buckets: int, largest: int, bidirectional: bool) -> None:
 
 SCALINGS: list[tuple[RotaryScaling, dict[str, Any]]] = [
     (
-        Llama3Scaling(factor=8.0, original_length=8192, low=1.0, high=4.0),
+        Llama3Scaling(factor=8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0),
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 8192},
     ),
     (
-        Llama3Scaling(factor=32.0, original_length=100, low=0.5, high=7.0),
+        Llama3Scaling(factor=32.0, original_max_position_embeddings=100, low_freq_factor=0.5, high_freq_factor=7.0),
         {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 7.0,
          "original_max_position_embeddings": 100},
     ),
     (
-        YarnScaling(factor=4.0, original_length=32768, slow=1.0, fast=32.0),
+        YarnScaling(factor=4.0, original_max_position_embeddings=32768, beta_slow=1.0, beta_fast=32.0),
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     ),
     (
-        YarnScaling(factor=40.0, original_length=4096, slow=2.0, fast=16.0),
+        YarnScaling(factor=40.0, original_max_position_embeddings=4096, beta_slow=2.0, beta_fast=16.0),
         {"rope_type": "yarn", "factor": 40.0, "beta_fast": 16, "beta_slow": 2,
          "original_max_position_embeddings": 4096},
     ),
     (  # both ends of the ramp are channel 0
-        YarnScaling(factor=2.0, original_length=4, slow=1.0, fast=32.0),
+        YarnScaling(factor=2.0, original_max_position_embeddings=4, beta_slow=1.0, beta_fast=32.0),
         {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4},
     ),
 ]  # fmt: skip
@@ -86,7 +86,7 @@ def test_rotary_frequencies(scaling: RotaryScaling, parameters: dict[str, Any], 
     theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
     ours = scaling.apply(rotary_frequencies(int(128 * share), base), base)
     torch.testing.assert_close(torch.tensor(ours, dtype=FP64).float(), theirs, rtol=2e-6, atol=0)
-    assert scaling.amplitude == pytest.approx(factor, rel=1e-12)
+    assert scaling.attention_factor == pytest.approx(factor, rel=1e-12)
     table = RotaryEmbedding(int(128 * share), 30, base=base, position_scale=1.0, scaling=scaling)(30)
     angles = torch.outer(torch.arange(30.0), theirs)
     torch.testing.assert_close(table.cosine, angles.cos() * factor, rtol=0, atol=1e-4)
@@ -159,7 +159,7 @@ def test_qwen3() -> None:
     randomised(reference).set_attn_implementation("sdpa")
     model = model_of(activation="fast-swiglu", qk_layernorm=True, share_embeddings_and_output_weights=False)
 
-    compare(model, reference, lambda of: our_values(QWEN3, model, reference, of))
+    compare(model, reference, lambda of: map_parameters(QWEN3, model, reference, of))
 
 
 def _gemma_norm(self: Any, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def test_softcap_and_window_of_gemma2(backend: str) -> None:
     theirs = reference.model.layers[0].self_attn
     ours = SelfAttention(
         36, heads=6, groups=2, head_dim=10, scale=10**-0.5, qkv_bias=False, output_bias=False, dropout=0.0, causal=True,
-        rotary_interleaved=False, backends={"training": FUNCTIONS[backend]}, window=(3, 0), softcap=1.5,
+        rotary_interleaved=False, backends={"training": ATTENTION_FUNCTIONS[backend]}, window=(3, 0), softcap=1.5,
     ).double()  # fmt: skip
     ours.qkv.weight.data = torch.cat([theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight]).detach()
     ours.output.weight.data = theirs.o_proj.weight.detach()
@@ -204,7 +204,7 @@ def test_softcap_and_window_of_gemma2(backend: str) -> None:
     behind = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     mask = torch.zeros(TOKENS, TOKENS, dtype=FP64).masked_fill((behind < 0) | (behind >= 4), float("-inf"))
     expected = theirs(hidden, position_embeddings=(cosine, sine), attention_mask=mask)[0]
-    found = ours(hidden, Rotation(cosine[0, :, :5], sine[0, :, :5]), "training")
+    found = ours(hidden, RotaryTables(cosine[0, :, :5], sine[0, :, :5]), "training")
     close(found, expected)
     upstream = torch.randn(expected.shape, dtype=FP64)
     (gradient,) = torch.autograd.grad(expected, hidden, upstream)

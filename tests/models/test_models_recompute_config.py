@@ -15,7 +15,7 @@ from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
 from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
@@ -23,16 +23,16 @@ from stoker.models.config.memory_rules import RECOMPUTE_RULES
 from stoker.models.config.memory_slice import RecomputeSlice
 from stoker.models.config.slices import StackSlice, gpt_slice
 from stoker.models.config.t5 import T5Keys
-from stoker.models.recompute.analysis import idle_recompute, recomputes_draws, saving_recompute
+from stoker.models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recompute_uses_rng
 from stoker.models.recompute.policies import RecomputedAttention
 from stoker.models.stack import Layer, Stack
 from stoker.trainer.core import factory, run_summary
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.device.cuda_graph_support import uses_cuda_graph, why_not_recorded
+from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from stoker.trainer.device.precision import PrecisionPlan
-from stoker.trainer.plan.hardware import card_named
-from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
-from stoker.trainer.plan.search import modules_that_save
+from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.run_plan import gpu_target, make_plan
+from stoker.trainer.plan.search import effective_modules
 from stoker.trainer.utils.errors import UserError
 
 AT = "activations_checkpoint_"
@@ -195,14 +195,16 @@ def test_what_needs_pipelines_is_not_yet() -> None:
 
 def stacks(backend: str, **changes: Any) -> tuple[Stack, list[str]]:
     given = keys(**{f"{AT}granularity": "selective"} | changes, attention_backend=backend)
-    form = SampleForm(length=8)
+    form = BatchSpec(length=8)
     described = family_slice(given, vocab_size=10, form=form)
     model = build_model(
         given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=2, form=form
     )
     stack = model.get_submodule("decoder")
     assert isinstance(stack, Stack)
-    return stack, list(idle_recompute(described, model.attention_decisions, None, compiled=model.compiled))
+    return stack, list(
+        ineffective_recompute_messages(described, model.attention_decisions, None, compiled=model.compiled)
+    )
 
 
 def wrapped(stack: Stack) -> list[bool]:
@@ -283,12 +285,12 @@ def test_each_attention_of_a_t5_is_looked_at() -> None:
     selective = {f"{AT}granularity": "selective", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     flash = selective | {"attention_backend": "sdpa_flash", "attention_dropout": 0.0}
     given = T5Keys.model_validate({"encoder": selective | {"attention_backend": "unfused"}, "decoder": flash})
-    form = SampleForm(length=8, decoder_length=8)
+    form = BatchSpec(length=8, decoder_length=8)
     model = build_model(
         given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
     )
     described = family_slice(given, vocab_size=10, form=form)
-    notes = list(idle_recompute(described, model.attention_decisions, None, compiled=model.compiled))
+    notes = list(ineffective_recompute_messages(described, model.attention_decisions, None, compiled=model.compiled))
     assert [note.split("`")[1] for note in notes] == ["decoder training", "cross training"]
     assert all("model.decoder.activations_checkpoint_modules" in note for note in notes)
 
@@ -308,13 +310,13 @@ def test_a_relu_that_is_recomputed_saves_nothing_as_written(
     changes: dict[str, Any], compiled: bool, idle: bool
 ) -> None:
     relu = {"openai_gelu": False, "activation": "relu", f"{AT}modules": ["mlp_activation"]} | changes
-    given, form = keys(**relu, attention_backend="unfused"), SampleForm(length=8)
+    given, form = keys(**relu, attention_backend="unfused"), BatchSpec(length=8)
     described = family_slice(given, vocab_size=10, form=form)
     decisions = build_model(
         given, vocab_size=10, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=2, form=form
     ).attention_decisions
-    notes = list(idle_recompute(described, decisions, None, compiled=compiled))
-    assert saving_recompute(described, decisions, None, compiled=compiled) == (
+    notes = list(ineffective_recompute_messages(described, decisions, None, compiled=compiled))
+    assert memory_saving_recompute(described, decisions, None, compiled=compiled) == (
         None if idle else sliced(1, 0, "mlp_activation"),
     )
     assert len(notes) == idle
@@ -323,7 +325,7 @@ def test_a_relu_that_is_recomputed_saves_nothing_as_written(
     root = load(
         "model=gpt3_1b", "model.activation=relu", "model.openai_gelu=False", *overrides, f"model.compile={compiled}"
     ).root
-    found = modules_that_save(make_plan(root, target_elsewhere(root, card_named("h100"))))
+    found = effective_modules(make_plan(root, gpu_target(root, parse_gpu("h100"))))
     assert ("mlp_activation" in found) is not idle
 
 
@@ -349,7 +351,7 @@ def test_what_fine_tuning_draws_again_cannot_be_recorded(
     model = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "peft": peft, **given}
     changes = {f"model__{name}": value for name, value in model.items()}
     root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
-    reason = why_not_recorded(root, torch.device("cuda"), 1)
+    reason = cuda_graph_unsupported_reason(root, torch.device("cuda"), 1)
     assert (reason is not None and "RNG state" in reason) == draws
 
 
@@ -359,7 +361,7 @@ def test_compiled_masks_of_fine_tuning_are_not_trusted_either(tmp_path: Path, dr
     peft = {"peft_scheme": "lora", "lora_tuning": {"adapter_dropout": dropout}}
     changes = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0, "model__peft": peft}
     root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
-    target = target_elsewhere(root, card_named("h100"))
+    target = gpu_target(root, parse_gpu("h100"))
     target = replace(target, software=replace(target.software, torch=(2, 13)))
     assert make_plan(root, target, vocab_size=300).facts.stacks[0].compiled == (dropout == 0)
 
@@ -379,7 +381,7 @@ def test_each_part_says_that_it_draws(source: str) -> None:
     quiet = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.0}
     facts: Any = {"device": "cpu", "dtype": torch.float32, "flags": AttentionFlags(), "micro_batch_size": 1}
     given = keys(**quiet | changes | UNIFORM | {f"{AT}num_layers": 1})
-    model = build_model(given, vocab_size=10, form=SampleForm(length=8), **facts)
+    model = build_model(given, vocab_size=10, form=BatchSpec(length=8), **facts)
     layer: Any = model.get_submodule("decoder.layers.0")
     assert layer.preserve_rng_state
     assert [name for name, part in layer.named_modules() if getattr(part, "uses_rng", False)] == [at]
@@ -398,7 +400,7 @@ def test_each_part_says_that_it_draws(source: str) -> None:
     ],
 )
 def test_what_draws_again_cannot_be_recorded(tmp_path: Any, given: dict[str, Any], draws: bool) -> None:
-    assert recomputes_draws(stack(**given)) == draws
+    assert recompute_uses_rng(stack(**given)) == draws
     dropouts = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     changes = {f"model__{name}": value for name, value in (dropouts | given).items()}
     wish, perhaps = (

@@ -6,7 +6,7 @@ import pytest
 
 from stoker.trainer.cli import main
 from stoker.trainer.plugins import datasets
-from stoker.trainer.plugins.datasets import installed_datasets, register_dataset
+from stoker.trainer.plugins.datasets import dataset_plugins, register_dataset
 from stoker.trainer.plugins.import_modules import import_modules
 from stoker.trainer.utils.errors import UserError
 
@@ -37,8 +37,8 @@ def test_a_data_set_is_registered_and_found_by_name(here, capsys):
     assert main.main(["config", "model.data.data_impl=my_dice"]) == 2
     assert "must be one of" in capsys.readouterr().err
     assert main.main(["config", "--import", "my_data", "model.data.data_impl=my_dice"]) == 0
-    assert installed_datasets()["my_dice"].load() is sys.modules["my_data"].samples
-    samples = datasets.installed_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
+    assert dataset_plugins()["my_dice"].load() is sys.modules["my_data"].samples
+    samples = datasets.plugin_samples({"data_impl": "my_dice"}, "train", 8, None, 1)  # type: ignore[arg-type]
     assert samples is not None
     assert samples.batch(0, 4).tokens.max() < 6
 

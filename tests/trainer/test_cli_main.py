@@ -19,7 +19,7 @@ from stoker.trainer.config import render
 from stoker.trainer.config.nemo.key_table import KEY_TABLE
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils import environment
-from stoker.trainer.utils.errors import UserError, keep_trace
+from stoker.trainer.utils.errors import UserError, save_traceback
 
 ROOT = Path(__file__).resolve().parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -401,14 +401,14 @@ def test_segments_of_device_memory_grow_unless_the_caller_has_settings(monkeypat
         monkeypatch.setattr(environment.sys, "platform", platform)
         environment.prepare_process(asked)
         assert {name: value for name, value in variables.items() if "ALLOC" in name} == {**given, **asked}
-        environment.let_segments_grow()
+        environment.enable_expandable_segments()
         assert {name: value for name, value in variables.items() if "ALLOC" in name} == expected
 
 
 def test_processes_that_crash_in_the_same_second_keep_a_trace_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "stoker-crash-now")
-    first, second = keep_trace("the cause"), keep_trace("lost another rank")
+    first, second = save_traceback("the cause"), save_traceback("lost another rank")
     assert first is not None
     assert second is not None
     assert (first.read_text(), second.read_text()) == ("the cause", "lost another rank")

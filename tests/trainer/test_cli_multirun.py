@@ -14,14 +14,14 @@ from tiers import extra, full_only, looped
 from tiny_run import tiny_document
 
 from stoker.trainer.cli import multirun
-from stoker.trainer.config.sweep_overrides import Job, jobs_of
+from stoker.trainer.config.sweep_overrides import Job, expand_jobs
 from stoker.trainer.utils.errors import UserError
 
 GROUPS = {"optim": ["adamw", "muon", "sgd"]}
 
 
 def jobs(*overrides):
-    return [job.overrides for job in jobs_of(overrides, lambda group: GROUPS.get(group, []))]
+    return [job.overrides for job in expand_jobs(overrides, lambda group: GROUPS.get(group, []))]
 
 
 # ---------------------------------------------------------------- from overrides to jobs
@@ -34,7 +34,7 @@ def test_jobs_are_the_product_of_the_values_the_last_one_fastest():
         ("a=2", "b=x", "c=3"),
         ("a=2", "b=x", "c=4"),
     ]
-    assert jobs_of(["a=1,2", "b=x"], lambda group: [])[1] == Job(1, ("a=2", "b=x"), ("a=2",))
+    assert expand_jobs(["a=1,2", "b=x"], lambda group: [])[1] == Job(1, ("a=2", "b=x"), ("a=2",))
     assert jobs("a=1") == [("a=1",)]
     assert jobs() == [()]
 
@@ -118,7 +118,7 @@ class Starts:
 
 
 def record(directory):
-    return json.loads((directory / multirun.RECORD).read_text())["jobs"]
+    return json.loads((directory / multirun.RECORD_FILE).read_text())["jobs"]
 
 
 def test_each_job_has_its_directory_and_the_rest_of_the_configuration(here, capsys):
@@ -252,7 +252,7 @@ def test_hydras_names_for_the_directories(here):
     place = ["hydra.sweep.dir='sweeps/${now:%Y}'", "hydra.sweep.subdir=${hydra.job.num}-${hydra.job.override_dirname}"]
     assert starts.sweep("+model.seed=1,2", "name=a/b", *place) == 0
     sweep = here / "sweeps" / time.strftime("%Y")
-    assert sorted(path.name for path in sweep.iterdir()) == ["0-model.seed=1", "1-model.seed=2", multirun.RECORD]
+    assert sorted(path.name for path in sweep.iterdir()) == ["0-model.seed=1", "1-model.seed=2", multirun.RECORD_FILE]
 
 
 def test_a_sweep_over_names_has_one_directory(here):
@@ -290,7 +290,7 @@ def test_other_jobs_are_not_mixed_into_a_sweep(here):
     assert Starts().sweep("model.seed=1,2", resume) == 0
     with pytest.raises(UserError, match="holds a sweep of other jobs"):
         Starts().sweep("model.seed=1,3", resume)
-    (here / "runs/tiny/multirun" / multirun.RECORD).write_text("[]")
+    (here / "runs/tiny/multirun" / multirun.RECORD_FILE).write_text("[]")
     with pytest.raises(UserError, match="cannot be read"):
         Starts().sweep("model.seed=1,2", resume)
 
@@ -367,7 +367,7 @@ def test_two_processes_three_jobs_one_failing(here):
     done = train(here, "-m", *overrides, "trainer.max_steps=4", "trainer.log_every_n_steps=1")
     assert done.returncode == 2, done.stderr
     sweep = here / "runs" / "tiny" / "multirun" / "v"
-    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "2", multirun.RECORD]
+    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "2", multirun.RECORD_FILE]
     assert [path.name for path in (here / "runs").iterdir()] == ["tiny"]
     rows = record(sweep)
     assert [row["exit_code"] for row in rows] == [0, 2, 0]

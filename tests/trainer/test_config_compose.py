@@ -6,7 +6,7 @@ import pytest
 from config_helpers import DATA, gpt, load, problems, write
 
 from stoker.trainer.config import overrides
-from stoker.trainer.config.compose import PACKAGED, Composer
+from stoker.trainer.config.compose import PACKAGED_CONF, Composer
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.render import finding_lines
@@ -14,7 +14,7 @@ from stoker.trainer.config.schema.root import T5ModelBlock
 from stoker.trainer.utils.errors import UserError
 
 GROUPS = ("model", "data", "tokenizer", "optim", "peft", "trainer", "experiment")
-PRESETS = [(group, path.stem) for group in GROUPS for path in sorted((PACKAGED / group).glob("*.yaml"))]
+PRESETS = [(group, path.stem) for group in GROUPS for path in sorted((PACKAGED_CONF / group).glob("*.yaml"))]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_every_preset_is_valid(group: str, name: str) -> None:
         given += files.get(name, [])
     config = load(f"{group}={name}", *given)
     assert not [finding for finding in config.findings if finding.level == "warning"]
-    assert not config.historical
+    assert not config.historical_keys
 
 
 def test_presets_that_are_promised_exist() -> None:
@@ -55,7 +55,7 @@ def test_presets_that_are_promised_exist() -> None:
 
 
 def test_no_packaged_file_reads_the_environment() -> None:
-    for path in PACKAGED.rglob("*.yaml"):
+    for path in PACKAGED_CONF.rglob("*.yaml"):
         assert "oc.env" not in path.read_text(), path
 
 
@@ -259,9 +259,9 @@ def test_nemo_file_loads_as_it_is() -> None:
         1.0,
     )
     given = set(config.origins)
-    accounted = {row.path for row in config.account}
+    accounted = {row.path for row in config.key_reports}
     assert given <= accounted, given - accounted
-    assert "model.pre_process" in config.historical
+    assert "model.pre_process" in config.historical_keys
     warned = {finding.keys[0] for finding in config.findings if finding.level == "warning"}
     assert warned == {
         "model.normalization",

@@ -47,7 +47,7 @@ def test_the_environment_never_reaches_the_disk(tmp_path: Path) -> None:
     assert (config.root.name, config.root.exp_manager.exp_dir) == ("hunter2", "/x/hunter2")
     assert (config.root.model.optim.lr, config.root.model.optim.sched.min_lr) == (0.01, 0.001)
     assert config.root.env_vars == {"TOKEN": "hunter2"}
-    text = json.dumps(config.document) + "".join(row.value for row in config.account)
+    text = json.dumps(config.document) + "".join(row.value for row in config.key_reports)
     assert "hunter2" not in text
     assert config.document["name"] == "${oc.env:SECRET}"
     assert config.document["model"]["optim"]["sched"]["min_lr"] == "${divide:${..lr},10}"

@@ -9,12 +9,12 @@ from tiers import looped
 
 from stoker.trainer.config.dotted_paths import put
 from stoker.trainer.config.nemo import key_states
-from stoker.trainer.config.nemo.key_row import Row, State
+from stoker.trainer.config.nemo.key_row import KeyState, Row
 from stoker.trainer.config.nemo.key_states import KeyStates, known_keys, state_of
 from stoker.trainer.config.nemo.key_table import KEY_TABLE, row_of
 from stoker.trainer.config.nemo.unsupported_values import VALUES
 from stoker.trainer.config.problems import Problem
-from stoker.trainer.config.schema.key_index import open_block_of, schema_blocks, schema_keys, show_value
+from stoker.trainer.config.schema.key_index import enclosing_open_block, format_value, schema_blocks, schema_keys
 
 CENSUS = (DATA / "nemo_key_paths.txt").read_text().split()
 
@@ -25,7 +25,7 @@ def test_census_is_complete() -> None:
 
 def test_every_census_path_has_exactly_one_state() -> None:
     for path in CENSUS:
-        acts = path in schema_keys() or path in schema_blocks() or open_block_of(path) is not None
+        acts = path in schema_keys() or path in schema_blocks() or enclosing_open_block(path) is not None
         assert acts != (row_of(path) is not None), path
         assert state_of(path) is not None, path
 
@@ -36,12 +36,12 @@ def test_table_is_consistent() -> None:
     known = {path for path, _ in known_keys()} | {pattern.removesuffix(".*") for pattern in patterns}
     for row in KEY_TABLE:
         assert row.pattern not in schema_keys()
-        assert row.state is not State.ACTS
+        assert row.state is not KeyState.ACTS
         assert row.note
         for other in (row.switch, row.same_as):
             assert not other or other in known, row
         assert not row.same_as or row.same_as in schema_keys()
-        assert row.state is not State.HISTORICAL or not (row.switch or row.off)
+        assert row.state is not KeyState.HISTORICAL or not (row.switch or row.off)
 
 
 def test_values_of_the_table_are_not_values_of_the_schema() -> None:
@@ -56,8 +56,8 @@ def refusals(path: str, value: Any) -> list[Problem]:
     return list(KeyStates(tree, lambda _: "x.yaml:1").problems())
 
 
-@pytest.mark.parametrize("state", [State.NOT_YET, State.REFUSED, State.HISTORICAL])
-def test_each_row_does_what_its_state_says(state: State) -> None:
+@pytest.mark.parametrize("state", [KeyState.NOT_YET, KeyState.REFUSED, KeyState.HISTORICAL])
+def test_each_row_does_what_its_state_says(state: KeyState) -> None:
     """A historical key takes anything; a key that is not yet there, or refused, only its off values."""
     for row in KEY_TABLE:
         if row.state is not state or row.pattern.endswith(".*"):
@@ -65,7 +65,7 @@ def test_each_row_does_what_its_state_says(state: State) -> None:
         for off in (None, "???", *row.off):
             assert not refusals(row.pattern, off), (row, off)
         found = refusals(row.pattern, "surely not off")
-        assert bool(found) != (state is State.HISTORICAL or bool(row.switch)), row
+        assert bool(found) != (state is KeyState.HISTORICAL or bool(row.switch)), row
         if found:
             assert found[0].key == row.pattern
             assert found[0].rule == f"{state.value}: {row.note}"
@@ -75,8 +75,8 @@ def test_each_row_does_what_its_state_says(state: State) -> None:
     ("path", "value", "state"),
     [(path, value, fact.state) for path, values in VALUES.items() for value, fact in values.items()],
 )
-def test_values_that_are_not_taken(path: str, value: Any, state: State) -> None:
-    problem = problems(f"{path}={show_value(value)}")[path]
+def test_values_that_are_not_taken(path: str, value: Any, state: KeyState) -> None:
+    problem = problems(f"{path}={format_value(value)}")[path]
     assert problem.rule.startswith(state.value)
     assert path in problem.fix
 
@@ -104,7 +104,7 @@ def test_a_precision_that_is_not_there_yet_names_the_one_to_use(value: str) -> N
 def test_historical_keys_are_accepted_and_listed_once(override: str) -> None:
     config = load(override, "+model.mcore_gpt=True")
     path = override.partition("=")[0]
-    assert set(config.historical) == {path, "model.mcore_gpt"}
+    assert set(config.historical_keys) == {path, "model.mcore_gpt"}
     notes = [finding for finding in config.findings if path in finding.keys]
     assert len(notes) == 1
     assert notes[0].level == "info"
@@ -175,7 +175,7 @@ def test_what_is_not_yet_there_says_so(override: str) -> None:
 def test_settings_of_a_feature_share_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = problems("+model.fp8=True", "+model.fp8_hybrid=True", "+model.fp8_margin=2").values()
     assert problem.key == "model.fp8"
-    to_come = Row("model.future.*", State.NOT_YET, "a feature to come")
+    to_come = Row("model.future.*", KeyState.NOT_YET, "a feature to come")
     monkeypatch.setattr(
         key_states, "row_of", lambda path, *_: to_come if path.startswith("model.future.") else row_of(path)
     )
@@ -365,7 +365,7 @@ def test_other_names_of_nemos_are_read_as_ours() -> None:
     config = load(*typed)
     wandb = config.root.exp_manager.wandb_logger_kwargs
     assert (wandb.save_dir, wandb.id, config.root.model.fsdp_grad_reduce_dtype) == ("/a", "b", "bf16")
-    rows = {row.path: row.origin for row in config.account}
+    rows = {row.path: row.origin for row in config.key_reports}
     assert rows[f"{WANDB}.save_dir"] == f"{typed[0]} (command line)"
     without = [finding.fix for finding in config.findings if "has no effect with one process" in finding.message]
     assert without == ["~model.optim.grad_sync_dtype"]
@@ -384,12 +384,12 @@ def test_historical_keys_of_the_command_line_are_all_named(tmp_path: Path) -> No
 
 
 def test_a_key_read_as_another_has_its_own_default(tmp_path: Path) -> None:
-    rows = {row.path: row for row in load("+model.moe_token_dropping=alltoall").account}
+    rows = {row.path: row for row in load("+model.moe_token_dropping=alltoall").key_reports}
     assert (rows["model.moe_token_dropping"].value, rows["model.moe_token_dropping"].origin) == ("false", "default")
     assert "command line" in rows["model.moe_token_dispatcher_type"].origin
     write(tmp_path, "pairs", "defaults: [train, _self_]\nmodel:\n  data:\n    train_ds: {file_names: [a.jsonl]}\n")
     rows = {
         row.path: row
-        for row in load("data=null", "trainer.limit_val_batches=0", name="pairs", directory=tmp_path).account
+        for row in load("data=null", "trainer.limit_val_batches=0", name="pairs", directory=tmp_path).key_reports
     }
     assert rows["model.data.data_impl"].origin.endswith("pairs.yaml:4")

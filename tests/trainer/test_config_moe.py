@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, build_model, parameter_count
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys, family_slice
 from stoker.models.config.family_rules import model_rules
@@ -72,7 +72,7 @@ def told(config: RunConfig) -> dict[str, str]:
 
 
 def origin_of(config: RunConfig, path: str) -> str:
-    return next(row.origin for row in config.account if row.path == path)
+    return next(row.origin for row in config.key_reports if row.path == path)
 
 
 # ---------------------------------------------------------------- what the keys mean
@@ -143,7 +143,7 @@ def test_what_a_slice_makes_of_the_keys() -> None:
 def test_t5_keys_reach_their_own_stack() -> None:
     keys = T5Keys.model_validate({"encoder": {"num_moe_experts": 4}, "decoder": {"num_moe_experts": 1}})
     encoder, decoder = (
-        each.moe for each in family_slice(keys, vocab_size=64, form=SampleForm(length=8, decoder_length=4)).stacks
+        each.moe for each in family_slice(keys, vocab_size=64, form=BatchSpec(length=8, decoder_length=4)).stacks
     )
     assert encoder is not None
     assert (encoder.balancing, decoder) == ("sinkhorn", None)
@@ -340,7 +340,7 @@ def test_what_means_nothing_here_is_accepted() -> None:
         "+model.expert_tensor_parallel_size=1",
         "+model.expert_model_parallel_size=1",
     )
-    assert len(config.historical) == 3
+    assert len(config.historical_keys) == 3
     assert told(config) == {"moe_shared_expert_overlap": "info"}
 
 
@@ -477,7 +477,7 @@ def families(changes: dict[str, Any]) -> Iterator[FamilyKeys]:
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_parameters_are_those_of_the_model(changes: dict[str, Any]) -> None:
-    form = SampleForm(length=8, decoder_length=4)
+    form = BatchSpec(length=8, decoder_length=4)
     for keys in families(changes):
         model = build_model(
             keys,
@@ -514,7 +514,7 @@ def test_flops_are_those_of_the_experts_a_token_goes_to(changes: dict[str, Any])
     forward_and_backward = counter.get_total_flops() * 3 - hidden_half
     number = len(layers[next(iter(layers))].router.weight)
     dropped = sum(layer.statistics[number + 3].item() for layer in layers.values())
-    expected = training_flops_per_sample(keys, 128, SampleForm(length=8))
+    expected = training_flops_per_sample(keys, 128, BatchSpec(length=8))
     if "moe_expert_capacity_factor" in changes:
         # 16 assignments and room for 8: as many are dropped at least, more where experts are loaded unevenly
         assert dropped >= 3 * 8
@@ -524,7 +524,7 @@ def test_flops_are_those_of_the_experts_a_token_goes_to(changes: dict[str, Any])
 
 def test_flops_of_t5_count_the_experts_of_both_stacks() -> None:
     shape = {name: SHAPE[name] for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")}
-    form = SampleForm(length=8, decoder_length=4)
+    form = BatchSpec(length=8, decoder_length=4)
 
     def flops(**changes: Any) -> float:
         keys = T5Keys.model_validate({"encoder": shape, "decoder": shape} | changes)

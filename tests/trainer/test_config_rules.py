@@ -15,7 +15,7 @@ from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.key_index import schema_keys
-from stoker.trainer.utils.environment import environment_text
+from stoker.trainer.utils.environment import format_variable
 
 SCHED = "model.optim.sched"
 KWARGS = "model.data.dataset_kwargs"
@@ -182,7 +182,7 @@ def test_unknown_flags_of_the_environment() -> None:
 
 @looped(("value", "text"), [(True, "1"), (False, "0"), (3, "3"), ("on", "on"), (0.5, "0.5"), ("", "")])
 def test_environment_text(value: Any, text: str) -> None:
-    assert environment_text(value) == text
+    assert format_variable(value) == text
 
 
 @pytest.mark.parametrize("examples", [15, *extra(40)])

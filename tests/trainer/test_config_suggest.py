@@ -9,7 +9,7 @@ import pytest
 from config_helpers import load, problems, write
 from tiers import extra, full_only, looped
 
-from stoker.trainer.config.nemo.key_row import State
+from stoker.trainer.config.nemo.key_row import KeyState
 from stoker.trainer.config.nemo.key_states import is_known, known_keys, state_of, suggestions
 from stoker.trainer.config.nemo.other_frameworks import FOREIGN_NAMES
 from stoker.trainer.config.problems import Problem
@@ -137,11 +137,11 @@ def test_right_name_in_the_wrong_place(wrong: str, right: str) -> None:
 
 
 def test_no_historical_key_is_suggested() -> None:
-    historical = [path for path, acts in known_keys() if not acts and state_of(path) is State.HISTORICAL]
+    historical = [path for path, acts in known_keys() if not acts and state_of(path) is KeyState.HISTORICAL]
     assert len(historical) > 100
     for path in (*historical[::7], "resume", "exp_manager.checkpoint_callback_params.n_resum"):
         for near in suggestions(f"{path}x" if is_known(path) else path):
-            assert state_of(near) is not State.HISTORICAL, (path, near)
+            assert state_of(near) is not KeyState.HISTORICAL, (path, near)
 
 
 def test_of_equal_names_the_one_nearest_to_the_top_comes_first() -> None:

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from tiers import looped
 
 from stoker.trainer.config import yaml_reader
-from stoker.trainer.config.schema.key_index import show_value
+from stoker.trainer.config.schema.key_index import format_value
 from stoker.trainer.config.yaml_reader import YamlError, parse, scalar
 
 HERE = Path("x.yaml")
@@ -159,6 +159,6 @@ def test_scalar(text: str, value: Any) -> None:
      [1, "a,b", "c"], ["x: y", None], {"a": "b}"}],
 )  # fmt: skip
 def test_shown_values_read_back(value: Any) -> None:
-    shown = show_value(value)
+    shown = format_value(value)
     assert "\n" not in shown
     assert parse(f"k: {shown}", HERE).tree["k"] == value

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import full_only
 
-from stoker.trainer.data.datasets.blend import MAX_PERIOD, BlendedSamples, Interleave
+from stoker.trainer.data.datasets.blend import MAX_PERIOD, BlendedSamples, BlendSchedule
 from stoker.trainer.data.datasets.samples import EvaluationWindows, MockSamples
 
 WEIGHTS = st.lists(st.integers(1, 60) | st.sampled_from([0.1, 0.3, 0.7, 0.25, 1.5]), min_size=1, max_size=9)
@@ -21,7 +22,7 @@ WEIGHTS = st.lists(st.integers(1, 60) | st.sampled_from([0.1, 0.3, 0.7, 0.25, 1.
 @given(weights=WEIGHTS)
 def test_every_set_is_within_one_sample_of_its_weight_at_every_position(weights: list[float]) -> None:
     exact = [Fraction(str(weight)) for weight in weights]
-    interleave = Interleave(weights)
+    interleave = BlendSchedule(weights)
     assert list(interleave.shares) == [weight / sum(exact) for weight in exact]
     seen = interleave.period + 40
     sets, _ = interleave.at(0, seen)
@@ -33,7 +34,7 @@ def test_every_set_is_within_one_sample_of_its_weight_at_every_position(weights:
 @settings(max_examples=40, deadline=None)
 @given(weights=WEIGHTS, first=st.integers(0, 500), count=st.integers(1, 200))
 def test_each_set_is_taken_in_its_own_order_without_gaps(weights: list[float], first: int, count: int) -> None:
-    interleave = Interleave(weights)
+    interleave = BlendSchedule(weights)
     sets, positions = interleave.at(0, first + count)
     for number in range(len(weights)):
         assert positions[sets == number].tolist() == list(range(int((sets == number).sum())))
@@ -43,7 +44,7 @@ def test_each_set_is_taken_in_its_own_order_without_gaps(weights: list[float], f
 
 
 def test_far_positions_are_as_quick_and_as_exact() -> None:
-    interleave = Interleave([0.3, 0.7])
+    interleave = BlendSchedule([0.3, 0.7])
     far = 1 << 60
     sets, positions = interleave.at(far - far % 10, 10)
     assert positions[sets == 1].tolist() == [far // 10 * 7 + k for k in range(7)]
@@ -51,7 +52,7 @@ def test_far_positions_are_as_quick_and_as_exact() -> None:
 
 def test_weights_without_a_short_period_are_kept_to_a_millionth() -> None:
     weights = [1 / 3, 2**-0.5, 1e-9, 5.0]
-    interleave = Interleave(weights)
+    interleave = BlendSchedule(weights)
     assert interleave.period == MAX_PERIOD
     sets, _ = interleave.at(0, MAX_PERIOD)
     counts = np.bincount(sets)
@@ -62,8 +63,9 @@ def test_weights_without_a_short_period_are_kept_to_a_millionth() -> None:
         assert np.abs(behind).max() < 1
 
 
+@full_only
 def test_many_rare_sets_leave_the_period_what_it_is() -> None:
-    interleave = Interleave([*(1e-12 * (k + 1) for k in range(300)), 1.0])
+    interleave = BlendSchedule([*(1e-12 * (k + 1) for k in range(300)), 1.0])
     sets, _ = interleave.at(0, MAX_PERIOD)
     assert np.bincount(sets).tolist() == [1] * 300 + [MAX_PERIOD - 300]
 
@@ -71,7 +73,7 @@ def test_many_rare_sets_leave_the_period_what_it_is() -> None:
 @pytest.mark.parametrize("weights", [[], [0.0, 1.0], [1.0, -1.0], [float("nan")], [float("inf"), 1.0]])
 def test_weights_that_mean_nothing_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="`weights`"):
-        Interleave(weights)
+        BlendSchedule(weights)
 
 
 def _blended() -> BlendedSamples:

@@ -6,7 +6,7 @@ import pytest
 
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL, EvaluationWindows, Samples
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, EvaluationWindows, Samples
 from stoker.trainer.data.evaluation_data import evaluation_data
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.utils.errors import UserError
@@ -23,7 +23,7 @@ def _text(path: Path, **data: Any) -> dict[str, Any]:
 def _labels(samples: Samples | None) -> list[int]:
     assert isinstance(samples, EvaluationWindows)
     labels = samples.batch(0, samples.samples).labels
-    return labels[labels != IGNORED_LABEL].tolist()
+    return labels[labels != IGNORE_INDEX].tolist()
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_char_vocabulary_is_that_of_the_whole_text(tmp_path: Path) -> None:
 
 
 def test_a_checkpoints_tokenizer_is_kept(file: Path) -> None:
-    tokenizer = CharTokenizer.of_texts([file.read_text(), "more characters: éè"])
+    tokenizer = CharTokenizer.from_texts([file.read_text(), "more characters: éè"])
     data = build_data(_root(data=_text(file), tokenizer={"library": "char"}), tokenizer)
     assert data.tokenizer is tokenizer
     with pytest.raises(UserError, match=r"train document 1 of .*text\.txt: character 'T'"):

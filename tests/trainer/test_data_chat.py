@@ -15,12 +15,12 @@ from tiers import extra, looped
 
 from stoker.trainer.conversion import tokenizer_copy
 from stoker.trainer.data.tasks import chat_template, chat_template_process
-from stoker.trainer.data.tasks.chat_files import chat_of, template_beside, template_of_key
-from stoker.trainer.data.tasks.chat_template import BadChatError, Chat, ChatTemplate, default_template
+from stoker.trainer.data.tasks.chat_files import chat_template_from_config, get_chat_template, load_chat_template
+from stoker.trainer.data.tasks.chat_template import Chat, ChatRenderError, ChatTemplate, default_template
 from stoker.trainer.data.tasks.chat_template_process import ChatRenderer, TemplateError
-from stoker.trainer.data.tasks.chats import chat_examples, marked_ids, prompt_ids, read_chat
-from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, from_document, saved_document
-from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, open_description
+from stoker.trainer.data.tasks.chats import encode_chats, encode_with_assistant_mask, parse_chat, prompt_ids
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, from_document, tokenizer_state
+from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer_json
 from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer
 from stoker.trainer.utils.errors import UserError
 
@@ -66,7 +66,7 @@ def bpe(folder: Path, template: str | None = None, **settings: Any) -> JsonToken
     (folder / "tokenizer.json").write_text(json.dumps(document))
     named = {**TOKENS, "pad_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast", **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(named | ({"chat_template": template} if template else {})))
-    found = open_description(folder, "key", SpecialTokens())
+    found = load_tokenizer_json(folder, "key", SpecialTokens())
     assert isinstance(found, JsonTokenizer)
     return found
 
@@ -77,13 +77,13 @@ def test_texts_ids_and_marks_are_those_of_transformers(template: str, tmp_path: 
     tokenizer = bpe(tmp_path, template)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tools = [{"type": "function", "function": {"name": "é"}}]
-    with chat_of(tokenizer).renderer() as renderer:
+    with get_chat_template(tokenizer).start_renderer() as renderer:
         for chat in (CHAT, CHAT[:2]):
-            rendered = renderer.conversation(Chat(chat, tools)) if template != TOOLS else None
+            rendered = renderer.render(Chat(chat, tools)) if template != TOOLS else None
             ids: Any = {"tools": tools, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
             if rendered is not None:
                 expected = theirs.apply_chat_template(chat, **ids)
-                found, counted = marked_ids(tokenizer, rendered)
+                found, counted = encode_with_assistant_mask(tokenizer, rendered)
                 assert rendered.text == theirs.apply_chat_template(chat, tools=tools, tokenize=False)
                 assert found.tolist() == list(expected["input_ids"])
                 if template == LLAMA:
@@ -94,25 +94,25 @@ def test_texts_ids_and_marks_are_those_of_transformers(template: str, tmp_path: 
 
 
 def test_answers_are_found_without_marks() -> None:
-    with ChatTemplate(SMOL).renderer() as renderer:
-        text, spans = renderer.conversation(Chat(CHAT))
+    with ChatTemplate(SMOL).start_renderer() as renderer:
+        text, spans = renderer.render(Chat(CHAT))
     assert [text[a:b] for a, b in spans] == ["Well, été.<|im_end|>\n", " 7 <|im_end|>\n"]
     # What a template writes ahead of an answer that is not there belongs to the prompt as far as both agree.
     thinking = SMOL.replace("assistant\n' }}", "assistant\n<think>' }}")
-    with ChatTemplate(thinking).renderer() as renderer:
-        text, spans = renderer.conversation(Chat([*CHAT[:1], {"role": "assistant", "content": "<think>so</think>7"}]))
+    with ChatTemplate(thinking).start_renderer() as renderer:
+        text, spans = renderer.render(Chat([*CHAT[:1], {"role": "assistant", "content": "<think>so</think>7"}]))
     assert [text[a:b] for a, b in spans] == ["so</think>7<|im_end|>\n"]
 
 
 def test_a_template_that_changes_earlier_answers_is_refused() -> None:
-    with ChatTemplate(THINKS).renderer() as renderer:
-        assert renderer.conversation(Chat(CHAT[:2])).answers
-        with pytest.raises(BadChatError, match=r"message 2 differently .* put {% generation %}") as caught:
-            list(renderer.conversations([Chat(CHAT[:2])] * 70 + [Chat(CHAT)]))
+    with ChatTemplate(THINKS).start_renderer() as renderer:
+        assert renderer.render(Chat(CHAT[:2])).answers
+        with pytest.raises(ChatRenderError, match=r"message 2 differently .* put {% generation %}") as caught:
+            list(renderer.render_all([Chat(CHAT[:2])] * 70 + [Chat(CHAT)]))
     assert caught.value.number == 70
     other_head = "{{ 'now' if add_generation_prompt else 'then' }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with ChatTemplate(other_head).renderer() as renderer, pytest.raises(UserError, match="message 2 differently"):
-        renderer.conversation(Chat(CHAT[:2]))
+    with ChatTemplate(other_head).start_renderer() as renderer, pytest.raises(UserError, match="message 2 differently"):
+        renderer.render(Chat(CHAT[:2]))
 
 
 HOSTILE = {
@@ -139,7 +139,7 @@ def test_a_hostile_template_ends_in_one_line(name: str) -> None:
     source, says = HOSTILE[name]
     with (
         pytest.raises(UserError, match=f"the chat template cannot be used: .*{says}") as caught,
-        ChatTemplate(source).renderer() as renderer,
+        ChatTemplate(source).start_renderer() as renderer,
     ):
         renderer.prompt(CHAT)
     assert len(caught.value.lines) == 1
@@ -157,7 +157,7 @@ def test_a_template_without_end_is_stopped(source: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(chat_template, "SECONDS", 1.0)
     with (
         pytest.raises(UserError, match=r"stopped: it exceeded the limit of 1 seconds|needs more than"),
-        ChatTemplate(source).renderer() as renderer,
+        ChatTemplate(source).start_renderer() as renderer,
     ):
         renderer.prompt(CHAT)
 
@@ -176,7 +176,7 @@ def test_a_template_stops_though_nobody_waits() -> None:
 
 
 def test_a_renderer_leaves_no_process_behind() -> None:
-    with ChatTemplate(SMOL).renderer() as renderer:
+    with ChatTemplate(SMOL).start_renderer() as renderer:
         process = renderer._process
         assert process.poll() is None
     assert process.poll() is not None
@@ -190,7 +190,7 @@ def test_marks_are_found_where_the_text_is_moved() -> None:
         "head {{ all | trim }}"
     )
     renderer = ChatRenderer(source, {})
-    text, spans = renderer.conversation(CHAT, None)
+    text, spans = renderer.render(CHAT, None)
     assert text == "head Grüße! How?;Well, été.;And\nnow?; 7 ;"
     assert [text[a:b] for a, b in spans] == ["Well, été.", " 7 "]
     with pytest.raises(TemplateError, match="not a valid template"):
@@ -203,7 +203,7 @@ def test_marks_are_found_where_the_text_is_moved() -> None:
 def test_ends_become_tokens_of_every_tokenizer() -> None:
     chat = Chat(CHAT)
     for tokenizer in (ByteTokenizer(), sentencepiece()):
-        (example,) = chat_examples([chat], tokenizer, answer_only=True)
+        (example,) = encode_chats([chat], tokenizer, answer_only=True)
         assert tokenizer.eos_id is not None
         assert (example.tokens[example.counted] == tokenizer.eos_id).sum() == 2
         assert (example.tokens == tokenizer.eos_id).sum() == 2
@@ -214,7 +214,7 @@ def test_ends_become_tokens_of_every_tokenizer() -> None:
         last = example.tokens[example.prompt :]
         assert "7" in tokenizer.decode(last)
         assert "now" not in tokenizer.decode(last)
-        (whole,) = chat_examples([chat], tokenizer, answer_only=False)
+        (whole,) = encode_chats([chat], tokenizer, answer_only=False)
         assert whole.counted[1:].all()
         assert not whole.counted[0]
         assert np.array_equal(whole.tokens, example.tokens)
@@ -222,8 +222,8 @@ def test_ends_become_tokens_of_every_tokenizer() -> None:
 
 def test_a_prompt_is_what_training_shows_before_an_answer(tmp_path: Path) -> None:
     for tokenizer in (ByteTokenizer(), bpe(tmp_path, SMOL)):
-        (example,) = chat_examples([Chat(CHAT)], tokenizer, answer_only=True)
-        with chat_of(tokenizer).renderer() as renderer:
+        (example,) = encode_chats([Chat(CHAT)], tokenizer, answer_only=True)
+        with get_chat_template(tokenizer).start_renderer() as renderer:
             assert prompt_ids(tokenizer, renderer.prompt(CHAT[:-1])) == example.tokens[: example.prompt].tolist()
 
 
@@ -231,15 +231,15 @@ def test_a_conversation_that_a_template_refuses_is_named(tmp_path: Path) -> None
     tokenizer = bpe(tmp_path, LLAMA)
     refused = Chat([{"role": "system", "content": "Be  brief"}, *CHAT])
     with pytest.raises(UserError, match=r"begins with 'Be brief': .* it says: Only user and assistant"):
-        list(chat_examples([Chat(CHAT), refused], tokenizer, answer_only=True))
+        list(encode_chats([Chat(CHAT), refused], tokenizer, answer_only=True))
     placed = refused._replace(where="line 7 of chats.jsonl")
     with pytest.raises(UserError, match=r"^line 7 of chats\.jsonl, the conversation that begins with 'Be brief': "):
-        list(chat_examples([Chat(CHAT), placed], tokenizer, answer_only=True))
+        list(encode_chats([Chat(CHAT), placed], tokenizer, answer_only=True))
 
 
 def test_characters_have_no_default_template() -> None:
     with pytest.raises(UserError, match="EOS token to end answers"):
-        chat_of(CharTokenizer("ab"))
+        get_chat_template(CharTokenizer("ab"))
 
 
 # ---------------------------------------------------------------- objects
@@ -273,35 +273,35 @@ def test_characters_have_no_default_template() -> None:
 )
 def test_objects_that_are_no_conversation(found: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=f"^line 3: ?.*{says}|^line 3 .*{says}"):
-        read_chat(found, "line 3")
+        parse_chat(found, "line 3")
 
 
 def test_both_forms_are_read() -> None:
     turns = [{"from": "Human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    chat = read_chat({"conversations": turns, "system": "s", "mask": "User"}, "line 1")
+    chat = parse_chat({"conversations": turns, "system": "s", "mask": "User"}, "line 1")
     assert [(m["role"], m["content"]) for m in chat.messages] == [("system", "s"), ("user", "a"), ("assistant", "b")]
     called = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "tool_calls": []}]
-    assert read_chat({"messages": called, "tools": []}, "line 1") == Chat(called, [], "line 1")
+    assert parse_chat({"messages": called, "tools": []}, "line 1") == Chat(called, [], "line 1")
 
 
 def test_a_template_may_know_other_roles() -> None:
     critic, model = ([{"role": role, "content": "a"}, CHAT[1]] for role in ("critic", "model"))
     template = """{% if m.role == 'critic' or m.role == "model" %}"""
-    assert read_chat({"messages": critic}, "line 1", template).messages == critic
+    assert parse_chat({"messages": critic}, "line 1", template).messages == critic
     # Its name for the assistant is that of the text: answers are found by the one in the file.
     with pytest.raises(UserError, match="role `model`; did you mean `assistant`"):
-        read_chat({"messages": model}, "line 1", template)
+        parse_chat({"messages": model}, "line 1", template)
 
 
 def test_parts_of_a_message_are_one_text_unless_the_template_reads_them(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "  Grüße!"}, {"type": "text", "text": " How?"}]
-    chats = [read_chat({"messages": [{"role": "user", "content": parts}, *CHAT[1:]]}, "line 1")]
+    chats = [parse_chat({"messages": [{"role": "user", "content": parts}, *CHAT[1:]]}, "line 1")]
     for tokenizer in (ByteTokenizer(), bpe(tmp_path, SMOL)):
-        (found,) = chat_examples(chats, tokenizer, answer_only=True)
-        (expected,) = chat_examples([Chat(CHAT)], tokenizer, answer_only=True)
+        (found,) = encode_chats(chats, tokenizer, answer_only=True)
+        (expected,) = encode_chats([Chat(CHAT)], tokenizer, answer_only=True)
         assert found.tokens.tolist() == expected.tokens.tolist()
     reads = "{% for m in messages %}{% for part in m.content %}[{{ part.text or part }}]{% endfor %}{% endfor %}"
-    (found,) = chat_examples(chats, bpe(tmp_path, reads), answer_only=False)
+    (found,) = encode_chats(chats, bpe(tmp_path, reads), answer_only=False)
     assert bpe(tmp_path).decode(found.tokens).startswith("[  Grüße!][ How?][W]")
 
 
@@ -314,23 +314,23 @@ def test_templates_come_with_the_files_and_travel_in_checkpoints(tmp_path: Path)
     assert bpe(tmp_path, chat_template=named).chat == ChatTemplate("y", {**TOKENS, "pad_token": "</s>"})
     tokenizer = bpe(tmp_path, SMOL, bos_token={"content": "<s>"})
     assert tokenizer.chat == ChatTemplate(SMOL, {**TOKENS, "pad_token": "</s>"})
-    assert "chat" not in tokenizer.to_document()
-    again = from_document(json.loads(json.dumps(saved_document(tokenizer))))
+    assert "chat" not in tokenizer.to_dict()
+    again = from_document(json.loads(json.dumps(tokenizer_state(tokenizer))))
     assert again.chat == tokenizer.chat
     (tmp_path / "chat_template.jinja").write_text("{{ z }}")
-    beside = template_beside(tmp_path, "key")
+    beside = load_chat_template(tmp_path, "key")
     assert beside is not None
     assert beside.source == "{{ z }}"
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
-        template_beside(tmp_path, "key")
+        load_chat_template(tmp_path, "key")
 
 
 def test_templates_are_handed_back(tmp_path: Path) -> None:
     """The files that `stoker convert` writes for transformers, from a checkpoint or copied from where they were."""
     tokenizer = bpe(tmp_path / "theirs", SMOL)
     tokenizer_copy.write_tokenizer(tmp_path, tokenizer)
-    again = template_beside(tmp_path, "key")
+    again = load_chat_template(tmp_path, "key")
     assert again == ChatTemplate(SMOL, {**TOKENS, "pad_token": "</s>"})
     tokenizer_copy.write_template(tmp_path / "theirs", tokenizer)
     assert not (tmp_path / "theirs" / "chat_template.jinja").exists()
@@ -342,13 +342,13 @@ def test_templates_are_handed_back(tmp_path: Path) -> None:
 def test_a_key_gives_a_template_or_its_file(tmp_path: Path) -> None:
     tokenizer = ByteTokenizer()
     tokens = {"eos_token": "</s>", "pad_token": "<pad>"}
-    assert template_of_key("{{ messages }}", tokenizer) == ChatTemplate("{{ messages }}", tokens)
+    assert chat_template_from_config("{{ messages }}", tokenizer) == ChatTemplate("{{ messages }}", tokens)
     (tmp_path / "t.jinja").write_text(SMOL)
-    assert template_of_key(str(tmp_path / "t.jinja"), tokenizer).source == SMOL
+    assert chat_template_from_config(str(tmp_path / "t.jinja"), tokenizer).source == SMOL
     with pytest.raises(UserError, match=r"chat_template`: cannot read .*other\.jinja"):
-        template_of_key(str(tmp_path / "other.jinja"), tokenizer)
+        chat_template_from_config(str(tmp_path / "other.jinja"), tokenizer)
     assert ByteTokenizer().chat is None
-    assert chat_of(ByteTokenizer()) == default_template("</s>")
+    assert get_chat_template(ByteTokenizer()) == default_template("</s>")
 
 
 @looped(

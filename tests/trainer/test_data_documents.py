@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.blend import BlendedSamples
-from stoker.trainer.data.datasets.document_ids import NumberedDocuments, document_numbers
+from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_numbers
 from stoker.trainer.data.datasets.samples import (
     Batch,
-    EndOfDocumentMasked,
+    EodMaskedSamples,
     EvaluationWindows,
     MockSamples,
     Samples,
@@ -78,9 +78,9 @@ def test_every_kind_of_samples_can_be_numbered(kind: str, tmp_path: Path) -> Non
         "evaluation": EvaluationWindows(stream, 40),
         "mock": MockSamples(259, 40, seed=1, samples=99),
         "blend": BlendedSamples([training, MockSamples(9, 40, seed=1, samples=99)], [1, 2]),
-        "masked": EndOfDocumentMasked(training, EOS),
+        "masked": EodMaskedSamples(training, EOS),
     }[kind]
-    numbered = NumberedDocuments(samples, EOS)
+    numbered = DocumentIdSamples(samples, EOS)
     assert (numbered.sequence_length, numbered.samples) == (40, samples.samples)
     plain, batch = samples.batch(2, 6), numbered.batch(2, 6)
     assert torch.equal(batch.tokens, plain.tokens)
@@ -93,8 +93,8 @@ def test_every_kind_of_samples_can_be_numbered(kind: str, tmp_path: Path) -> Non
 
 
 def test_masking_keeps_the_numbers() -> None:
-    numbered = NumberedDocuments(TrainingWindows(np.arange(90) % 7, 10, seed=0), EOS)
-    before, after = numbered.batch(0, 4), EndOfDocumentMasked(numbered, EOS).batch(0, 4)
+    numbered = DocumentIdSamples(TrainingWindows(np.arange(90) % 7, 10, seed=0), EOS)
+    before, after = numbered.batch(0, 4), EodMaskedSamples(numbered, EOS).batch(0, 4)
     assert torch.equal(_numbers(after), _numbers(before))
     assert torch.equal(after.labels == -100, before.tokens == EOS)
 

@@ -15,7 +15,7 @@ from tiers import full_only
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.factory import check_splits
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.sources.hf_datasets import read_dataset
 from stoker.trainer.utils.errors import UserError
 
@@ -112,7 +112,7 @@ def test_a_gpt_and_a_t5_are_trained_on_them(monkeypatch: pytest.MonkeyPatch) -> 
         model = {"family": family, length: 64, "data": data}
         built = build_data(RootBlock.model_validate({"model": model, "trainer": {"limit_val_batches": 0}}))
         batch: Any = built.train.batch(0, 40)
-        assert (batch["labels"] != IGNORED_LABEL).any(dim=1).all()
+        assert (batch["labels"] != IGNORE_INDEX).any(dim=1).all()
         assert "40" in built.description
     stub(monkeypatch, {"train": [{"input": "x"}]})
     model = {"encoder_seq_length": 64, "data": data}

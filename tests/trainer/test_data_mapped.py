@@ -15,8 +15,8 @@ from tiers import extra
 from torch.utils.data import DataLoader, Dataset
 
 from stoker.trainer.data.datasets.blend import BlendedSamples
-from stoker.trainer.data.datasets.memory_mapped import MappedEvaluation, MappedTraining, TokenRange
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL, Batch, EndOfDocumentMasked
+from stoker.trainer.data.datasets.memory_mapped import DocumentRange, MappedEvaluation, MappedTraining
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, Batch, EodMaskedSamples
 from stoker.trainer.data.sources.index_cache import IndexCache
 from stoker.trainer.data.sources.indexed_tokens import IndexedReader, IndexedWriter
 from stoker.trainer.utils.errors import EXIT_IO, UserError
@@ -35,8 +35,8 @@ def reader_of(folder: Path, lengths: list[int], name: str = "data") -> IndexedRe
     return IndexedReader(folder / name)
 
 
-def everything(reader: IndexedReader, vocab_size: int = 1 << 20) -> TokenRange:
-    return TokenRange(reader, 0, reader.documents, vocab_size)
+def everything(reader: IndexedReader, vocab_size: int = 1 << 20) -> DocumentRange:
+    return DocumentRange(reader, 0, reader.documents, vocab_size)
 
 
 def equal(a: Batch, b: Batch) -> bool:
@@ -107,12 +107,12 @@ def test_a_position_has_one_sample_however_it_is_reached(
 
 def test_a_range_of_documents_never_leaves_it(tmp_path: Path) -> None:
     reader = reader_of(tmp_path, [4, 6, 5, 7, 8])
-    source = TokenRange(reader, 1, 4, 100)
+    source = DocumentRange(reader, 1, 4, 100)
     assert (source.begin, source.tokens) == (4, 18)
     assert set(MappedTraining(source, 5, 0).batch(0, 40).labels.flatten().tolist()) == set(range(4, 22))
     evaluation = MappedEvaluation([source], 5)
     labels = evaluation.batch(0, evaluation.samples).labels
-    assert sorted(labels[labels != IGNORED_LABEL].tolist()) == list(range(5, 22))
+    assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(5, 22))
 
 
 @settings(deadline=None, max_examples=40)
@@ -128,7 +128,7 @@ def test_evaluation_takes_each_token_once(
         return
     samples = MappedEvaluation(ranges, sequence, pad_id=5)
     tokens, labels = samples.batch(0, samples.samples + 3)[:2]
-    counted = labels != IGNORED_LABEL
+    counted = labels != IGNORE_INDEX
     expected = Counter(label for source in ranges for label in range(1, source.tokens))
     assert Counter(labels[counted].tolist()) == expected
     assert torch.equal(tokens[counted] + 1, labels[counted])
@@ -156,14 +156,14 @@ def test_labels_after_the_end_of_a_document_do_not_count(tmp_path: Path) -> None
         for first in (10, 20, 30):
             writer.add_document([first, first + 1, 1])
         writer.finish()
-    plain = MappedTraining(TokenRange(IndexedReader(tmp_path / "data"), 0, 3, 100), 4, 0)
-    masked = EndOfDocumentMasked(plain, eos_id=1)
+    plain = MappedTraining(DocumentRange(IndexedReader(tmp_path / "data"), 0, 3, 100), 4, 0)
+    masked = EodMaskedSamples(plain, eos_id=1)
     assert (masked.samples, masked.sequence_length) == (plain.samples, 4)
     before, after = plain.batch(0, 9), masked.batch(0, 9)
     assert torch.equal(before.tokens, after.tokens)
     at_eos = before.tokens == 1
     assert at_eos.any()
-    assert (after.labels[at_eos] == IGNORED_LABEL).all()
+    assert (after.labels[at_eos] == IGNORE_INDEX).all()
     assert torch.equal(after.labels[~at_eos], before.labels[~at_eos])
     assert (after.labels == 1).any(), "the end itself is learnt"
 

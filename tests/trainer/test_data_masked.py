@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from tiers import looped
 
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL, Batch
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, Batch
 from stoker.trainer.data.tasks.masked_lm import MaskedWindows, MaskTokens
-from stoker.trainer.data.tasks.noise_spans import SpanLengths
-from stoker.trainer.data.tasks.span_corruption import NgramSpans
+from stoker.trainer.data.tasks.noise_spans import SpanLengthDistribution
+from stoker.trainer.data.tasks.span_corruption import NgramSpanConfig
 
 MASK, EOS, PAD = 5, 1, 0
 LENGTH, ROWS = 64, 200
@@ -34,15 +34,15 @@ class Texts:
     "ngrams",
     [
         None,
-        NgramSpans(SpanLengths.geometric(10, 5.0), None),
-        NgramSpans(SpanLengths.harmonic(3, longer_first=False), None),
+        NgramSpanConfig(SpanLengthDistribution.geometric(10, 5.0), None),
+        NgramSpanConfig(SpanLengthDistribution.harmonic(3, longer_first=False), None),
     ],
 )
-def test_the_share_is_of_what_can_be_hidden(ngrams: NgramSpans | None, ends: float) -> None:
+def test_the_share_is_of_what_can_be_hidden(ngrams: NgramSpanConfig | None, ends: float) -> None:
     texts = Texts(ends)
     special = MaskTokens(MASK, EOS, PAD, np.arange(10, 60))
     batch = MaskedWindows(texts, 0.15, ngrams, special, seed=3).batch(0, ROWS)
-    chosen, ended = batch["labels"] != IGNORED_LABEL, texts.tokens == EOS
+    chosen, ended = batch["labels"] != IGNORE_INDEX, texts.tokens == EOS
     there = (~ended).sum(dim=1)
     expected = (there * 0.15).round().clamp(min=1).minimum(there)
     assert chosen.sum(dim=1).tolist() == expected.tolist()

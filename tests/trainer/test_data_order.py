@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.trainer.data.datasets import memory_mapped
-from stoker.trainer.data.datasets.memory_mapped import MappedTraining, TokenRange
-from stoker.trainer.data.datasets.shuffle import in_order, shuffled
+from stoker.trainer.data.datasets.memory_mapped import DocumentRange, MappedTraining
+from stoker.trainer.data.datasets.shuffle import sequential_indices, shuffled_indices
 from stoker.trainer.data.sources.index_cache import IndexCache
 from stoker.trainer.data.sources.indexed_tokens import IndexedReader, IndexedWriter
 
@@ -25,7 +25,7 @@ def _words() -> np.random.Philox:
 
 @pytest.mark.parametrize(("count", "piece"), [(1, 1), (1, 8), (7, 3), (1000, 64), (1000, 1000), (2_300_000, 700_000)])
 def test_the_order_is_that_of_the_words(count: int, piece: int) -> None:
-    rows = list(shuffled(_words, count, piece))
+    rows = list(shuffled_indices(_words, count, piece))
     assert len(rows) == -(-count // piece)
     np.testing.assert_array_equal(np.concatenate(rows), np.argsort(_words().random_raw(count), kind="stable"))
     if count > 100_000:
@@ -44,14 +44,14 @@ def test_an_epoch_does_not_depend_on_the_pieces_it_is_made_of(
     reader = IndexedReader(tmp_path / "set")
 
     def samples(cache: IndexCache | None) -> MappedTraining:
-        source = TokenRange(reader, 3, reader.documents, 1000)
+        source = DocumentRange(reader, 3, reader.documents, 1000)
         return MappedTraining(source, 7, 5, shuffle_documents=shuffle, cache=cache)
 
     whole = samples(None)
     count = 3 * whole.samples
     expected = whole.batch(0, count).tokens
-    monkeypatch.setattr(memory_mapped, "shuffled", partial(shuffled, piece=11))
-    monkeypatch.setattr(memory_mapped, "in_order", partial(in_order, piece=11))
+    monkeypatch.setattr(memory_mapped, "shuffled_indices", partial(shuffled_indices, piece=11))
+    monkeypatch.setattr(memory_mapped, "sequential_indices", partial(sequential_indices, piece=11))
     for cache in (None, IndexCache(tmp_path / "cache")):
         assert torch.equal(samples(cache).batch(0, count).tokens, expected)
 
@@ -67,9 +67,9 @@ def test_nothing_is_left_of_an_index_that_cannot_be_made(tmp_path: Path) -> None
 
 
 def test_in_order() -> None:
-    assert [row.tolist() for row in in_order(7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [row.tolist() for row in sequential_indices(7, 3)] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_nothing_to_order() -> None:
-    assert not list(shuffled(_words, 0))
-    assert not list(in_order(0))
+    assert not list(shuffled_indices(_words, 0))
+    assert not list(sequential_indices(0))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import looped
 
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL, EvaluationWindows, MockSamples, Samples, TrainingWindows
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, EvaluationWindows, MockSamples, Samples, TrainingWindows
 
 STREAM = np.arange(1000, 2103, dtype=np.uint16)
 """Every token says where it stands."""
@@ -130,7 +130,7 @@ def test_evaluation_counts_every_token_once(tokens: int, length: int, batch_size
     seen: list[int] = []
     for first in range(0, samples.samples, batch_size):
         batch = samples.batch(first, batch_size)
-        counted = batch.labels != IGNORED_LABEL
+        counted = batch.labels != IGNORE_INDEX
         assert torch.equal(batch.labels[counted], batch.tokens[counted] + 1)
         seen += batch.labels[counted].tolist()
     assert sorted(seen) == list(range(1, tokens))
@@ -140,11 +140,11 @@ def test_evaluation_is_padded_past_the_end() -> None:
     samples = EvaluationWindows(np.arange(100, 112), 5, pad_id=9)
     batch = samples.batch(0, 5)
     assert samples.samples == 3
-    assert (batch.labels != IGNORED_LABEL).sum(1).tolist().count(0) == 2
+    assert (batch.labels != IGNORE_INDEX).sum(1).tolist().count(0) == 2
     assert (batch.tokens[3:] == 9).all()
-    [partial] = [row for row in range(3) if (batch.labels[row] == IGNORED_LABEL).any()]
+    [partial] = [row for row in range(3) if (batch.labels[row] == IGNORE_INDEX).any()]
     assert batch.tokens[partial].tolist() == [110, 9, 9, 9, 9]
-    assert batch.labels[partial].tolist() == [111, *[IGNORED_LABEL] * 4]
+    assert batch.labels[partial].tolist() == [111, *[IGNORE_INDEX] * 4]
 
 
 def test_first_evaluation_windows_come_from_all_over_the_stream() -> None:

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from span_texts import restore
 
 from stoker.trainer.cli import main
-from stoker.trainer.config.data_task import task_of
+from stoker.trainer.config.data_task import task_from_config
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import Data, build_data
-from stoker.trainer.data.datasets.blend import BlendedFields
-from stoker.trainer.data.datasets.packing import LANE_PAIRS, OPEN_ROWS, pack
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL, philox
+from stoker.trainer.data.datasets.blend import BlendedDictSamples
+from stoker.trainer.data.datasets.packing import MIN_LANE_PAIRS, OPEN_ROWS, pack
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, philox
 from stoker.trainer.data.datasets.seq2seq import Pair, Shape, packed, padded
 from stoker.trainer.data.evaluation_data import evaluation_data
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tasks.sentinels import sentinel_ids
-from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
 from stoker.trainer.utils.errors import UserError
@@ -64,7 +64,7 @@ def mapped_data(folder: Path, **data: Any) -> dict[str, Any]:
 
 def byte_level(*special: str) -> Tokenizer:
     """A tokenizer.json of the 256 bytes and some special tokens."""
-    vocabulary = {byte: number for number, byte in enumerate(byte_alphabet())}
+    vocabulary = {byte: number for number, byte in enumerate(unicode_to_bytes())}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -76,7 +76,7 @@ def rows_of(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int]]]
     """What the encoder reads and the decoder writes, row by row, without padding, of unpacked rows."""
     shown = batch.get("encoder_padding", torch.ones_like(batch["encoder_tokens"], dtype=torch.bool))
     return [
-        (tokens[mask].tolist(), labels[labels != IGNORED_LABEL].tolist())
+        (tokens[mask].tolist(), labels[labels != IGNORE_INDEX].tolist())
         for tokens, mask, labels in zip(batch["encoder_tokens"], shown, batch["labels"], strict=True)
     ]
 
@@ -94,7 +94,7 @@ def check_shifted(batch: dict[str, torch.Tensor]) -> None:
     for row in range(len(labels)):
         for place in range(labels.shape[1]):
             begins = place == 0 or numbers[row, place] != numbers[row, place - 1]
-            if labels[row, place] != IGNORED_LABEL:
+            if labels[row, place] != IGNORE_INDEX:
                 assert tokens[row, place] == (PAD if begins else labels[row, place - 1])
 
 
@@ -114,7 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_batches_are_whole_and_functions_of_the_position(case: str, source: str, texts: Path, tmp_path: Path) -> None:
     make = text_data if source == "text" else mapped_data
     configuration = root(**make(texts if source == "text" else tmp_path, **CASES[case]))
-    task = task_of(configuration)
+    task = task_from_config(configuration)
     data, again = build_data(configuration), build_data(configuration)
     for samples, other in ((data.train, again.train), (data.validation, again.validation)):
         assert samples is not None
@@ -153,17 +153,17 @@ def test_the_text_is_all_there(case: str, texts: Path) -> None:
     else:
         whole = "".join(data.corpus.documents["validation"])
         assert all(piece in whole for piece in pieces)
-        window = task_of(root(**CASES[case])).window
+        window = task_from_config(root(**CASES[case])).window
         assert len(whole) - window <= sum(map(len, pieces)) <= len(whole)
     again = data.validation.batch(data.validation.samples, 2)
-    assert (again["labels"] == IGNORED_LABEL).all(), "past the end nothing counts"
+    assert (again["labels"] == IGNORE_INDEX).all(), "past the end nothing counts"
 
 
 def test_t5s_rows_have_no_empty_place(texts: Path) -> None:
     data = build_data(root(length=128, **text_data(texts)))
     batch = data.train.batch(0, 32)
     assert set(batch) == {"encoder_tokens", "decoder_tokens", "labels"}
-    assert (batch["labels"] != IGNORED_LABEL).all()
+    assert (batch["labels"] != IGNORE_INDEX).all()
     assert (batch["encoder_tokens"] != PAD).all()
     assert (batch["encoder_tokens"][:, -1] == EOS).all()
 
@@ -190,7 +190,7 @@ def test_packed_rows_hold_their_pieces_apart(texts: Path) -> None:
                     batch["labels"][row][of_decoder == number].tolist(),
                 )
             )
-        assert (batch["labels"][row][of_decoder == real] == IGNORED_LABEL).all()
+        assert (batch["labels"][row][of_decoder == real] == IGNORE_INDEX).all()
     expected = rows_of(plain.validation.batch(0, plain.validation.samples))
     assert sorted(found) == sorted(expected), "packing changes no pair"
 
@@ -201,7 +201,7 @@ def test_pieces_have_one_end_and_new_spans_every_epoch(source: str, texts: Path,
     data = build_data(root(**make(texts if source == "text" else tmp_path, **CASES["pieces"])))
     rows = data.train.samples
     if source == "mmap":
-        assert isinstance(data.train, BlendedFields)
+        assert isinstance(data.train, BlendedDictSamples)
         rows = data.train.parts[0].samples
         epochs = [rows_of(data.train.parts[0].batch(epoch * rows, rows)) for epoch in range(2)]
     else:
@@ -241,22 +241,22 @@ def test_a_prefix_and_what_follows_make_up_a_window(texts: Path) -> None:
 def test_packing_loses_nothing_and_fits(sizes: list[tuple[int, int]], encoder: int, decoder: int) -> None:
     lengths = np.array(sizes)
     packing = pack(lengths[:, 0], lengths[:, 1], (encoder, decoder))
-    assert sorted(packing.members.tolist()) == list(range(len(sizes)))
+    assert sorted(packing.pair_indices.tolist()) == list(range(len(sizes)))
     for row in range(packing.rows):
         assert len(packing.row(row))
         assert (lengths[packing.row(row)].sum(axis=0) <= [encoder, decoder]).all()
 
 
 def test_packing_in_lanes_loses_nothing_and_fits() -> None:
-    lengths = np.random.default_rng(1).integers(1, 12, (3 * LANE_PAIRS + 1, 2))
+    lengths = np.random.default_rng(1).integers(1, 12, (3 * MIN_LANE_PAIRS + 1, 2))
     packing = pack(lengths[:, 0], lengths[:, 1], (30, 20))
-    assert np.array_equal(np.sort(packing.members), np.arange(len(lengths)))
-    held = np.add.reduceat(lengths[packing.members], packing.bounds[:-1])
+    assert np.array_equal(np.sort(packing.pair_indices), np.arange(len(lengths)))
+    held = np.add.reduceat(lengths[packing.pair_indices], packing.bounds[:-1])
     assert (held.max(axis=0) == [30, 20]).all()
     assert packing.rows < 1.1 * lengths[:, 0].sum() / 20
 
 
-@pytest.mark.parametrize("pairs", [4000, 2 * LANE_PAIRS])
+@pytest.mark.parametrize("pairs", [4000, 2 * MIN_LANE_PAIRS])
 def test_packing_leaves_little_empty(pairs: int) -> None:
     draws = np.random.default_rng(0)
     encoder = np.minimum(draws.geometric(1 / 200, pairs) + 2, 512)  # texts of any length, cut to 512 tokens
@@ -308,8 +308,8 @@ def test_what_preprocess_wrote_is_read_with_sentinels_added(texts: Path, tmp_pat
     assert main.main(["preprocess", str(texts), "--output-prefix", prefix, "--tokenizer", "byte-level"]) == 0
     configuration = root(data_impl="mmap", data_prefix=prefix, splits_string="70,20,10")
     data = build_data(configuration)
-    assert data.tokenizer.to_document() == {"tokenizer": "byte-level", "sentinels": 125}
-    assert build_data(configuration, data.tokenizer).tokenizer.to_document() == data.tokenizer.to_document()
+    assert data.tokenizer.to_dict() == {"tokenizer": "byte-level", "sentinels": 125}
+    assert build_data(configuration, data.tokenizer).tokenizer.to_dict() == data.tokenizer.to_dict()
     pieces = [restored(data, *row) for row in rows_of(data.train.batch(0, 4))]
     whole = "".join(file.read_text() for file in sorted(texts.iterdir()))
     assert all(any(part in whole for part in piece.split("Document ") if part) for piece in pieces)
@@ -355,7 +355,7 @@ class TestBert:
     def test_eighty_ten_ten(self, texts: Path) -> None:
         data = self.data(texts)
         batch = data.train.batch(0, 200)
-        chosen = batch["labels"] != IGNORED_LABEL
+        chosen = batch["labels"] != IGNORE_INDEX
         shown, labels = batch["tokens"][chosen], batch["labels"][chosen]
         hidden = int(sentinel_ids(data.tokenizer)[0])
         assert chosen.float().mean() == pytest.approx(0.15, abs=0.003)
@@ -383,17 +383,17 @@ class TestBert:
         tokenizer = byte_level("</s>", "[MASK]", "<extra_id_0>")
         data = build_data(bert, tokenizer)
         batch = data.train.batch(0, 200)
-        shown = batch["tokens"][batch["labels"] != IGNORED_LABEL]
+        shown = batch["tokens"][batch["labels"] != IGNORE_INDEX]
         assert (shown == tokenizer.token_id("[MASK]")).float().mean() == pytest.approx(0.8, abs=0.03)
         assert not (shown == tokenizer.token_id("<extra_id_0>")).any()
 
     def test_words_are_hidden_whole(self, texts: Path) -> None:
         data = self.data(texts, geometric_dist=True, max_ngram_size=1)
         batch = data.train.batch(0, 20)
-        text = torch.where(batch["labels"] != IGNORED_LABEL, batch["labels"], batch["tokens"])
+        text = torch.where(batch["labels"] != IGNORE_INDEX, batch["labels"], batch["tokens"])
         for row in range(20):
             letters = "".join(data.tokenizer.decode([token]) or "." for token in text[row].tolist())
-            chosen = [False, *(batch["labels"][row] != IGNORED_LABEL).tolist(), False]
+            chosen = [False, *(batch["labels"][row] != IGNORE_INDEX).tolist(), False]
             assert 1 <= sum(chosen) <= round(0.15 * 128)
             for place in range(1, 128):
                 if chosen[place] != chosen[place + 1]:
@@ -404,7 +404,7 @@ class TestBert:
     def test_documents_are_numbered_by_the_text_not_by_what_is_hidden(self, texts: Path) -> None:
         data = self.data(texts, reset_attention_mask=True)
         batch = data.train.batch(0, 20)
-        text = torch.where(batch["labels"] != IGNORED_LABEL, batch["labels"], batch["tokens"])
+        text = torch.where(batch["labels"] != IGNORE_INDEX, batch["labels"], batch["tokens"])
         ends = (text == EOS).int()
         assert torch.equal(batch["documents"], (ends.cumsum(1) - ends).int())
         assert batch["documents"].max() > 0

@@ -10,16 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from span_texts import restore
 
-from stoker.trainer.config.span_lengths import Corruption, corrupted_lengths, cut_mean, noise_counts, window_length
+from stoker.trainer.config.span_lengths import (
+    Corruption,
+    clipped_geometric_mean,
+    corrupted_lengths,
+    noise_counts,
+    window_length,
+)
 from stoker.trainer.data.datasets.samples import philox
 from stoker.trainer.data.tasks.noise_spans import (
-    SpanLengths,
+    SpanLengthDistribution,
     SpanMask,
-    corrupt,
-    ngram_spans,
-    random_spans,
-    units_of,
-    word_edges,
+    apply_span_mask,
+    ngram_span_mask,
+    random_span_mask,
+    token_word_edges,
+    unit_boundaries,
 )
 from stoker.trainer.data.tasks.sentinels import mask_id, sentinel_ids, with_sentinels
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, from_document
@@ -36,7 +42,7 @@ seeds = st.integers(0, 2**32)
 
 def masks(length: int, corruption: Corruption, seed: int, rows: int = 1) -> SpanMask:
     words = philox(seed, 0).random_raw(rows * (length - 2)).reshape(rows, length - 2)
-    return random_spans(words, length, corruption)
+    return random_span_mask(words, length, corruption)
 
 
 def t5_lengths(inputs_length: int, density: float, mean: float) -> tuple[int, int]:
@@ -89,7 +95,7 @@ def test_noise_is_what_was_asked_for(length, corruption, seed):
     noise, spans = noise_counts(length, corruption)
     assert (mask.noise.sum(1) == noise).all()
     assert (mask.starts.sum(1) == spans).all()
-    assert noise == min(max(round(length * corruption.density), 1), length - 1)
+    assert noise == min(max(round(length * corruption.noise_density), 1), length - 1)
     assert not mask.noise[:, 0].any()
     assert mask.noise[:, -1].all()
     # A span begins where noise begins: none touches another.
@@ -103,7 +109,7 @@ def test_the_text_comes_back_and_sentinels_are_in_order(length, corruption, seed
     text = philox(seed, 1).random_raw(2 * length).reshape(2, length) % np.uint64(1000)
     mask = masks(length, corruption, seed, rows=2)
     noise, spans = noise_counts(length, corruption)
-    encoder, decoder = corrupt(text, mask, SENTINELS)
+    encoder, decoder = apply_span_mask(text, mask, SENTINELS)
     encoder, decoder = encoder.reshape(2, -1), decoder.reshape(2, -1)
     assert (encoder.shape[1] + 1, decoder.shape[1] + 1) == corrupted_lengths(length, corruption)
     for row in range(2):
@@ -117,7 +123,7 @@ def test_the_text_comes_back_and_sentinels_are_in_order(length, corruption, seed
 def test_spans_that_touch_keep_a_sentinel_each():
     text = np.array([[1, 2, 3, 4, 5]])
     mask = SpanMask(np.array([[0, 1, 1, 1, 0]], bool), np.array([[0, 1, 0, 1, 0]], bool))
-    encoder, decoder = corrupt(text, mask, SENTINELS)
+    encoder, decoder = apply_span_mask(text, mask, SENTINELS)
     assert encoder.tolist() == [1, 5000, 4999, 5]
     assert decoder.tolist() == [5000, 2, 3, 4999, 4]
     assert restore(encoder, decoder, SENTINELS).tolist() == [1, 2, 3, 4, 5]
@@ -140,11 +146,11 @@ def test_every_way_to_cut_is_equally_likely():
 def test_ngram_spans_stay_within_their_budget(length, longest, density, whole, seed):
     text = philox(seed, 1).random_raw(length) % np.uint64(7)
     begins = np.arange(7) < 4
-    units = units_of(text, (begins, begins) if whole else None)
+    units = unit_boundaries(text, (begins, begins) if whole else None)
     budget, most = max(1, round(length * density)), 40
-    spans = SpanLengths.geometric(longest, 5.0)
-    mask = ngram_spans(philox(seed, 2), units, spans, budget, most)
-    again = ngram_spans(philox(seed, 2), units, spans, budget, most)
+    spans = SpanLengthDistribution.geometric(longest, 5.0)
+    mask = ngram_span_mask(philox(seed, 2), units, spans, budget, most)
+    again = ngram_span_mask(philox(seed, 2), units, spans, budget, most)
     np.testing.assert_array_equal(mask.noise, again.noise)
     assert 1 <= mask.noise.sum() <= budget
     assert 1 <= mask.starts.sum() <= most
@@ -154,7 +160,7 @@ def test_ngram_spans_stay_within_their_budget(length, longest, density, whole, s
     edges = np.flatnonzero(mask.noise & ~np.pad(mask.noise, (1, 0))[:-1])
     if whole and not (mask.noise.sum() == 1 and np.diff(units).min() > budget):
         assert set(edges) <= set(units.tolist()) or mask.noise.sum() == 1
-    encoder, decoder = corrupt(text[None], SpanMask(mask.noise[None], mask.starts[None]), SENTINELS)
+    encoder, decoder = apply_span_mask(text[None], SpanMask(mask.noise[None], mask.starts[None]), SENTINELS)
     np.testing.assert_array_equal(restore(encoder, decoder, SENTINELS), text)
 
 
@@ -164,8 +170,8 @@ def test_ngram_spans_leave_out_what_is_kept(length, share, density, seed):
     kept = philox(seed, 1).random_raw(length) < share * 2.0**64
     kept[seed % length] = False
     budget = max(1, round((~kept).sum() * density))
-    spans = SpanLengths.geometric(10, 5.0)
-    mask = ngram_spans(philox(seed, 2), np.arange(length + 1), spans, budget, budget, kept)
+    spans = SpanLengthDistribution.geometric(10, 5.0)
+    mask = ngram_span_mask(philox(seed, 2), np.arange(length + 1), spans, budget, budget, kept)
     assert mask.noise.sum() == budget
     assert not (mask.noise & kept).any()
     assert (mask.noise | ~mask.starts).all()
@@ -173,32 +179,32 @@ def test_ngram_spans_leave_out_what_is_kept(length, share, density, seed):
 
 @pytest.mark.parametrize(("mean", "longest", "left"), [(5.0, 10, 4.463), (20.0, 10, 8.025), (3.0, 1000, 3.0)])
 def test_what_a_cut_leaves_of_a_mean(mean, longest, left):
-    assert cut_mean(mean, longest) == pytest.approx(left, abs=1e-3)
-    bounds = SpanLengths.geometric(longest, mean).bounds
+    assert clipped_geometric_mean(mean, longest) == pytest.approx(left, abs=1e-3)
+    bounds = SpanLengthDistribution.geometric(longest, mean).bounds
     chances = np.diff(bounds, prepend=0.0)
-    assert cut_mean(mean, longest) == pytest.approx((chances * np.arange(1, longest + 1)).sum())
+    assert clipped_geometric_mean(mean, longest) == pytest.approx((chances * np.arange(1, longest + 1)).sum())
 
 
 def test_span_lengths_follow_their_distribution():
     draws = philox(3, 0).random_raw(40_000)
 
-    def shares(lengths: SpanLengths) -> np.ndarray:
+    def shares(lengths: SpanLengthDistribution) -> np.ndarray:
         return np.bincount([lengths.draw(word) for word in draws], minlength=5)[1:] / len(draws)
 
-    np.testing.assert_allclose(shares(SpanLengths.geometric(4, 5.0)), [0.2, 0.16, 0.128, 0.512], atol=0.01)
+    np.testing.assert_allclose(shares(SpanLengthDistribution.geometric(4, 5.0)), [0.2, 0.16, 0.128, 0.512], atol=0.01)
     harmonic = np.array([12, 6, 4, 3]) / 25
-    np.testing.assert_allclose(shares(SpanLengths.harmonic(4, longer_first=False)), harmonic, atol=0.01)
-    np.testing.assert_allclose(shares(SpanLengths.harmonic(4, longer_first=True)), harmonic[::-1], atol=0.01)
-    assert {SpanLengths.geometric(3, 1.0).draw(word) for word in draws[:50]} == {1}
+    np.testing.assert_allclose(shares(SpanLengthDistribution.harmonic(4, longer_first=False)), harmonic, atol=0.01)
+    np.testing.assert_allclose(shares(SpanLengthDistribution.harmonic(4, longer_first=True)), harmonic[::-1], atol=0.01)
+    assert {SpanLengthDistribution.geometric(3, 1.0).draw(word) for word in draws[:50]} == {1}
 
 
 def test_words_are_found_in_bytes_and_pieces():
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode("a_1 é, b")
-    edges = word_edges([tokenizer.decode_bytes([id_]) for id_ in range(tokenizer.vocab_size)])
-    assert units_of(ids, edges).tolist() == [0, 3, 4, 6, 7, 8, 9]
-    pieces = word_edges([b" the", b"re", b" is", b"", b"s"])
-    assert units_of(np.array([0, 1, 2, 3, 4, 4]), pieces).tolist() == [0, 2, 3, 4, 6]
+    edges = token_word_edges([tokenizer.decode_bytes([id_]) for id_ in range(tokenizer.vocab_size)])
+    assert unit_boundaries(ids, edges).tolist() == [0, 3, 4, 6, 7, 8, 9]
+    pieces = token_word_edges([b" the", b"re", b" is", b"", b"s"])
+    assert unit_boundaries(np.array([0, 1, 2, 3, 4, 4]), pieces).tolist() == [0, 2, 3, 4, 6]
 
 
 def test_sentinel_ids_are_those_of_hugging_face():
@@ -206,7 +212,7 @@ def test_sentinel_ids_are_those_of_hugging_face():
     theirs, ours = transformers.ByT5Tokenizer(), with_sentinels(ByteTokenizer(), None)
     assert ours.vocab_size == len(theirs) == 384
     assert sentinel_ids(ours).tolist() == theirs.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(125)])
-    assert from_document(json.loads(json.dumps(ours.to_document()))).to_document() == ours.to_document()
+    assert from_document(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
     assert ours.decode(np.append(ours.encode("aé"), sentinel_ids(ours))) == "aé"
     assert ours.token_bytes().sum() == 256
     assert with_sentinels(ours, 10) is ours
@@ -221,7 +227,7 @@ def test_sentinels_of_a_file_count_down_to_its_last_id():
     assert sentinel_ids(with_them).tolist() == list(range(102, 2, -1))
     assert with_them.vocab_size == 103
     assert with_sentinels(with_them, None) is with_them  # its own are kept
-    kept = from_document(json.loads(json.dumps(with_them.to_document())))
+    kept = from_document(json.loads(json.dumps(with_them.to_dict())))
     assert sentinel_ids(kept).tolist() == sentinel_ids(with_them).tolist()
     assert mask_id(with_them) == 102
     assert mask_id(plain) is None

@@ -12,15 +12,15 @@ from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.datasets.seq2seq import Shape
 from stoker.trainer.data.sources.docstrings import (
-    LONGEST_TARGET,
+    MAX_TARGET_CHARACTERS,
     docstring_pairs,
     documented_functions,
     read_docstrings,
 )
-from stoker.trainer.data.sources.text_pairs import TextPair, TokenPairs, read_jsonl
+from stoker.trainer.data.sources.text_pairs import TextPair, TokenPairs, read_text_pairs
 from stoker.trainer.data.sources.text_sources import Corpus
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.utils.errors import UserError
@@ -42,9 +42,9 @@ def root(path: Path, **data: Any) -> RootBlock:
 
 
 def test_equal_inputs_are_on_one_side_and_lines_stay_there(tmp_path: Path) -> None:
-    first = read_jsonl(write(tmp_path / "a.jsonl", [*PAIRS, *PAIRS]), SHARES, "input", "output").pairs
+    first = read_text_pairs(write(tmp_path / "a.jsonl", [*PAIRS, *PAIRS]), SHARES, "input", "output").pairs
     more = [("one more", "line"), *PAIRS]
-    second = read_jsonl(write(tmp_path / "b.jsonl", more), SHARES, "input", "output").pairs
+    second = read_text_pairs(write(tmp_path / "b.jsonl", more), SHARES, "input", "output").pairs
     for split in ("train", "validation", "test"):
         assert len(first[split]) > 6
         assert first[split] == 2 * [pair for pair in second[split] if pair.input != "one more"]
@@ -53,21 +53,21 @@ def test_equal_inputs_are_on_one_side_and_lines_stay_there(tmp_path: Path) -> No
 def test_files_named_by_split_are_the_splits(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", PAIRS[:40])
     write(tmp_path / "validation.jsonl", PAIRS[40:])
-    pairs = read_jsonl(tmp_path, SHARES, "input", "output").pairs
+    pairs = read_text_pairs(tmp_path, SHARES, "input", "output").pairs
     assert [len(pairs[split]) for split in ("train", "validation", "test")] == [40, 20, 0]
     (tmp_path / "train.jsonl").rename(tmp_path / "other.jsonl")
     with pytest.raises(UserError, match=r"holds validation\.jsonl, but no train\.jsonl"):
-        read_jsonl(tmp_path, SHARES, "input", "output")
-    assert len(read_jsonl(tmp_path, (0.0, 1.0, 0.0), "input", "output").pairs["validation"]) == 60
+        read_text_pairs(tmp_path, SHARES, "input", "output")
+    assert len(read_text_pairs(tmp_path, (0.0, 1.0, 0.0), "input", "output").pairs["validation"]) == 60
     (tmp_path / "validation.jsonl").rename(tmp_path / "more.jsonl")
-    pairs = read_jsonl(tmp_path, SHARES, "input", "output").pairs
+    pairs = read_text_pairs(tmp_path, SHARES, "input", "output").pairs
     assert sum(map(len, pairs.values())) == 60
     assert pairs["test"]
 
 
 def test_the_fingerprint_is_that_of_the_pairs(tmp_path: Path) -> None:
     prints = [
-        read_jsonl(write(tmp_path / "a.jsonl", pairs), SHARES, "input", "output").fingerprint
+        read_text_pairs(write(tmp_path / "a.jsonl", pairs), SHARES, "input", "output").fingerprint
         for pairs in (PAIRS, PAIRS, [*PAIRS[:-1], ("what is 59 + 59?", "0")])
     ]
     assert prints[0] == prints[1] != prints[2]
@@ -97,7 +97,7 @@ def test_bad_lines_are_told_with_their_place(line: str, says: str, tmp_path: Pat
     file = tmp_path / "a.jsonl"
     file.write_text('{"input": "a", "output": "b"}\n' + line + "\n")
     with pytest.raises(UserError, match=says) as caught:
-        read_jsonl(file, SHARES, "input", "output")
+        read_text_pairs(file, SHARES, "input", "output")
     assert len(caught.value.lines) == 1
     assert len(caught.value.lines[0]) < 700
 
@@ -105,21 +105,21 @@ def test_bad_lines_are_told_with_their_place(line: str, says: str, tmp_path: Pat
 def test_another_encoding_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes('{"input": "é", "output": "b"}'.encode("latin-1"))
     with pytest.raises(UserError, match=r"line 1 of .* is not UTF-8: bad byte at offset 11"):
-        read_jsonl(tmp_path / "a.jsonl", SHARES, "input", "output")
+        read_text_pairs(tmp_path / "a.jsonl", SHARES, "input", "output")
 
 
 def test_missing_and_empty_places_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
-        read_jsonl(tmp_path / "none.jsonl", SHARES, "input", "output")
+        read_text_pairs(tmp_path / "none.jsonl", SHARES, "input", "output")
     with pytest.raises(UserError, match=r"holds no \.jsonl"):
-        read_jsonl(tmp_path, SHARES, "input", "output")
+        read_text_pairs(tmp_path, SHARES, "input", "output")
     with pytest.raises(UserError, match=r"validation split of .* is empty: 1 example, 1 distinct input, and equal"):
         build_data(root(write(tmp_path / "one.jsonl", PAIRS[:1]), splits_string="100,0.001,0"))
     with pytest.raises(UserError, match=r"is empty: 40 examples, 1 distinct input, .* more examples or a larger share"):
         build_data(root(write(tmp_path / "equal.jsonl", 40 * PAIRS[:1]), splits_string="100,0.001,0"))
     (tmp_path / "blank.jsonl").write_text("\n \n")
     with pytest.raises(UserError, match=r"^`model\.data\.path`: .*blank\.jsonl holds no example$"):
-        read_jsonl(tmp_path / "blank.jsonl", SHARES, "input", "output")
+        read_text_pairs(tmp_path / "blank.jsonl", SHARES, "input", "output")
 
 
 def test_pairs_become_rows_and_long_ones_are_cut() -> None:
@@ -147,7 +147,7 @@ def test_an_epoch_shows_every_pair_once(packs: bool, tmp_path: Path) -> None:
     epochs = []
     for epoch in range(2):
         batch = data.train.batch(epoch * data.train.samples, data.train.samples)
-        real = batch["labels"] != IGNORED_LABEL
+        real = batch["labels"] != IGNORE_INDEX
         text = data.tokenizer.decode(torch.where(batch["labels"] == 1, ord("|") + 3, batch["labels"])[real].numpy())
         epochs.append(text.split("|")[:-1])
         assert sorted(epochs[epoch]) == sorted(pair.target for pair in data.pairs.pairs["train"])
@@ -226,5 +226,5 @@ def test_the_standard_library_has_thousands() -> None:
     assert len(inputs) == len(set(inputs)) > 3000
     assert min(map(len, pairs.pairs.values())) > 100
     for of_split in pairs.pairs.values():
-        assert all(0 < len(pair.target) <= LONGEST_TARGET and "\n" not in pair.target for pair in of_split)
+        assert all(0 < len(pair.target) <= MAX_TARGET_CHARACTERS and "\n" not in pair.target for pair in of_split)
         assert all("def " in pair.input for pair in of_split)

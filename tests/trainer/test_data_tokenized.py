@@ -18,11 +18,11 @@ from stoker.trainer.data import build_datasets
 from stoker.trainer.data.build_datasets import Data, build_data
 from stoker.trainer.data.datasets.blend import BlendedSamples
 from stoker.trainer.data.datasets.memory_mapped import MappedTraining
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL, EndOfDocumentMasked, MockSamples, Samples
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, EodMaskedSamples, MockSamples, Samples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
-from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plugins import datasets
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.safetensors_io import MAX_JSON_BYTES
@@ -45,14 +45,14 @@ def token_set(folder: Path, name: str, documents: int = 40, length: int = 10, fi
 
 
 def record(prefix: str, made_with: Tokenizer, **more: Any) -> None:
-    known = {"format": 1, "tokenizer": made_with.to_document(), "documents": 40, "tokens": 400}
+    known = {"format": 1, "tokenizer": made_with.to_dict(), "documents": 40, "tokens": 400}
     Path(prefix + ".json").write_text(json.dumps({**known, **more}))
 
 
 def labels(samples: Samples | None, count: int | None = None) -> list[int]:
     assert samples is not None
     found = samples.batch(0, samples.samples if count is None else count).labels
-    return sorted(found[found != IGNORED_LABEL].tolist())
+    return sorted(found[found != IGNORE_INDEX].tolist())
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_tokenizer_beside_the_data(tmp_path: Path) -> None:
     chars = CharTokenizer("".join(map(chr, range(33, 100))))
     record(prefix, chars)
     data = build_data(root(prefix))
-    assert data.tokenizer.to_document() == chars.to_document()
+    assert data.tokenizer.to_dict() == chars.to_dict()
     assert data.vocab_size == 67
     assert build_data(root(prefix), chars).tokenizer is chars
     with pytest.raises(UserError, match="tokenizer of the checkpoint is not the tokenizer that made the data"):
@@ -214,7 +214,7 @@ def test_what_cannot_be_trained_on_is_told_in_one_line(tmp_path: Path) -> None:
 def test_the_end_of_documents_is_masked_in_every_split(tmp_path: Path) -> None:
     data = build_data(root(token_set(tmp_path, "a", first=1), eod_mask_loss=True, splits_string="1,1,1"))
     for samples in (data.train, data.validation, data.test):
-        assert isinstance(samples, EndOfDocumentMasked)
+        assert isinstance(samples, EodMaskedSamples)
 
 
 # ---------------------------------------------------------------- configuration
@@ -258,8 +258,8 @@ def mine(**kwargs: Any) -> Data:
 
 
 def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", datasets.GROUP)]
-    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", datasets.GROUP))
+    points = [EntryPoint("mine", f"{__name__}:samples_of_a_package", datasets.ENTRY_POINT_GROUP)]
+    points.append(EntryPoint("gone", "no_such_package_anywhere:samples", datasets.ENTRY_POINT_GROUP))
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
     data = mine()
     assert isinstance(data.train, MockSamples)
@@ -279,9 +279,9 @@ def test_an_installed_dataset_is_found_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_built_in_sources_look_for_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_datasets, "installed_datasets", None)
-    monkeypatch.setattr(datasets, "installed_datasets", None)
-    monkeypatch.setattr("stoker.trainer.config.rules.data_rules.installed_datasets", None)
+    monkeypatch.setattr(build_datasets, "dataset_plugins", None)
+    monkeypatch.setattr(datasets, "dataset_plugins", None)
+    monkeypatch.setattr("stoker.trainer.config.rules.data_rules.dataset_plugins", None)
     assert load("data=mock").root.model.data.data_impl == "mock"
 
 
@@ -293,7 +293,7 @@ def test_a_record_of_very_many_inputs_is_read(tmp_path):
 
 
 def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path):
-    class OfTwo(Ranks):
+    class OfTwo(DistributedContext):
         def raise_together(self, error):
             assert error is None
 
@@ -314,7 +314,7 @@ def test_what_would_stand_around_a_text_makes_no_other_tokenizer(tmp_path: Path)
     framed = define(canonical(library.to_str()), {})
     library.normalizer = tokenizers.normalizers.Lowercase()
     lowered = define(canonical(library.to_str()), {})
-    assert plain.to_document() != framed.to_document()
+    assert plain.to_dict() != framed.to_dict()
     prefix = token_set(tmp_path, "a")
     record(prefix, plain)
     assert build_data(root(prefix), framed).tokenizer is framed

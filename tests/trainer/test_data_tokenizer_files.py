@@ -24,9 +24,9 @@ from tiers import full_only, looped
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from stoker.trainer.data.tokenizers import gpt2_pretokenizer, sentencepiece_tokenizer
-from stoker.trainer.data.tokenizers.gpt2_files import END_OF_TEXT, gpt2_definition
-from stoker.trainer.data.tokenizers.special_tokens import SpecialIds
-from stoker.trainer.data.tokenizers.token_bytes import byte_alphabet
+from stoker.trainer.data.tokenizers.gpt2_files import EOS_TOKEN, gpt2_tokenizer_json
+from stoker.trainer.data.tokenizers.special_tokens import SpecialTokenIds
+from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import Tokenizer, from_document
 from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer, canonical, define
 from stoker.trainer.utils.errors import UserError
@@ -53,7 +53,7 @@ def byte_level(**changes: Any) -> dict[str, Any]:
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=600, special_tokens=[EOS_TOKEN], initial_alphabet=alphabet, show_progress=False
     )
     library.train_from_iterator(CORPUS, trainer)
     return json.loads(library.to_str())
@@ -67,9 +67,9 @@ def changed(**parts: Any) -> str:
 def gpt2_files() -> tuple[str, str]:
     """vocab.json and merges.txt as GPT-2 has them: the 256 bytes, the merges, and last the end of text."""
     model = byte_level()["model"]
-    pieces = [token for token in model["vocab"] if token != END_OF_TEXT]
+    pieces = [token for token in model["vocab"] if token != EOS_TOKEN]
     merges = "".join(f"{first} {second}\n" for first, second in model["merges"])
-    vocabulary = {token: id_ for id_, token in enumerate([*pieces, END_OF_TEXT])}
+    vocabulary = {token: id_ for id_, token in enumerate([*pieces, EOS_TOKEN])}
     return json.dumps(vocabulary), "#version: 0.2\n" + merges
 
 
@@ -83,7 +83,7 @@ def gpt2_tables() -> tuple[dict[str, int], dict[tuple[str, str], int]]:
 
 @cache
 def gpt2() -> JsonTokenizer:
-    return define(gpt2_definition(*gpt2_files()), {})
+    return define(gpt2_tokenizer_json(*gpt2_files()), {})
 
 
 @cache
@@ -141,7 +141,7 @@ def document_bytes(tokenizer: Tokenizer, text: str) -> int:
 
 def gpt2_by_the_paper(text: str, vocabulary: dict[str, int], ranks: dict[tuple[str, str], int]) -> list[int]:
     """Words by GPT-2's expression, bytes as characters, then the earliest merge first, wherever it applies."""
-    characters = {byte: character for character, byte in byte_alphabet().items()}
+    characters = {byte: character for character, byte in unicode_to_bytes().items()}
     ids: list[int] = []
     for word in regex.findall(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", text):
         parts = [characters[byte] for byte in word.encode()]
@@ -175,7 +175,7 @@ def test_gpt2_is_transformers(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(vocab)
     (tmp_path / "merges.txt").write_text(merges)
     oracle = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
-    for text in [*CORPUS, SCRIPTS * 3, f"a{END_OF_TEXT}b", "\x00\x01", "e\u0301 é"]:
+    for text in [*CORPUS, SCRIPTS * 3, f"a{EOS_TOKEN}b", "\x00\x01", "e\u0301 é"]:
         assert gpt2().encode(text).tolist() == oracle(text)["input_ids"]
     assert gpt2().eos_id == oracle.eos_token_id == gpt2().vocab_size - 1 == gpt2().pad_id
 
@@ -193,17 +193,17 @@ def test_gpt2_is_transformers(tmp_path: Path) -> None:
 )
 def test_gpt2_files_that_are_none(vocab: str, merges: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        gpt2_definition(vocab, merges)
+        gpt2_tokenizer_json(vocab, merges)
 
 
 def test_gpt2_files_of_windows_and_of_newer_tools() -> None:
     vocab, merges = gpt2_files()
     for other in (merges.replace("\n", "\r\n"), merges.removeprefix("#version: 0.2\n")):
-        assert gpt2_definition(vocab, other) == gpt2_definition(vocab, merges)
+        assert gpt2_tokenizer_json(vocab, other) == gpt2_tokenizer_json(vocab, merges)
 
 
 def test_gpt2_without_an_end_of_text_gets_one() -> None:
-    assert define(gpt2_definition('{"a": 0}', ""), {}).eos_id == 1
+    assert define(gpt2_tokenizer_json('{"a": 0}', ""), {}).eos_id == 1
 
 
 # ---------------------------------------------------------------- tokenizer.json
@@ -227,7 +227,7 @@ def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(definition)
     oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     tokenizer = define(canonical(definition), {})
-    texts = [*CORPUS, "", f"x {END_OF_TEXT} y</s>", "\u2028\u0085 \x1c", " leading", "trailing "]
+    texts = [*CORPUS, "", f"x {EOS_TOKEN} y</s>", "\u2028\u0085 \x1c", " leading", "trailing "]
     expected = [oracle(text, add_special_tokens=False)["input_ids"] for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
     assert [tokenizer.encode(text).tolist() for text in texts] == expected
@@ -246,16 +246,16 @@ def test_byte_fallback_counts_the_bytes_of_the_text(text: str) -> None:
 
 def test_special_tokens_by_their_usual_names() -> None:
     tokenizer = define(canonical(json.dumps(llama_like())), {})
-    assert tokenizer.special == SpecialIds(eos=2, bos=1, pad=None, unk=0)
+    assert tokenizer.special == SpecialTokenIds(eos=2, bos=1, pad=None, unk=0)
     assert (tokenizer.eos_id, tokenizer.pad_id) == (2, 2)
     assert tokenizer.decode([1, *tokenizer.encode("a b").tolist(), 2]) == "a b"
-    nameless = define(changed(added_tokens=[], model=_without(END_OF_TEXT)), {})
+    nameless = define(changed(added_tokens=[], model=_without(EOS_TOKEN)), {})
     assert (nameless.eos_id, nameless.pad_id) == (None, 0)
 
 
 def test_named_and_further_tokens_are_added_at_the_end() -> None:
     size = define(changed(), {}).vocab_size
-    tokenizer = define(changed(), {"eos": "<|stop|>", "pad": "!"}, ["<|user|>", END_OF_TEXT, "<|stop|>"])
+    tokenizer = define(changed(), {"eos": "<|stop|>", "pad": "!"}, ["<|user|>", EOS_TOKEN, "<|stop|>"])
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
         size,
         byte_level()["model"]["vocab"]["!"],
@@ -266,7 +266,7 @@ def test_named_and_further_tokens_are_added_at_the_end() -> None:
     assert ids[3] == size
     assert tokenizer.decode(ids) == "a<|user|>b"
     assert tokenizer.token_bytes()[size + 1] == len("<|user|>")
-    assert from_document(tokenizer.to_document()).encode("<|user|>").tolist() == [size + 1]
+    assert from_document(tokenizer.to_dict()).encode("<|user|>").tolist() == [size + 1]
 
 
 def _without(token: str) -> dict[str, Any]:
@@ -359,14 +359,14 @@ def test_cutting_and_padding_of_the_file_are_left_out() -> None:
 def test_definitions_that_are_refused(definition: Any, problem: str) -> None:
     text = definition if isinstance(definition, str) else definition()
     with pytest.raises(ValueError, match=problem):
-        JsonTokenizer(text, SpecialIds())
+        JsonTokenizer(text, SpecialTokenIds())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_damaged_definition_is_refused_or_works(data: st.DataObject) -> None:
     """Whatever is changed in it, nothing but a ValueError comes out: a checkpoint may come from anywhere."""
-    document = {"tokenizer": "huggingface", "definition": changed(), "special": SpecialIds(eos=0).to_document()}
+    document = {"tokenizer": "huggingface", "definition": changed(), "special": SpecialTokenIds(eos=0).to_dict()}
     parsed = json.loads(document["definition"])
     parsed["model"]["vocab"] = dict(list(parsed["model"]["vocab"].items())[:3])
     parsed["model"]["merges"] = []
@@ -391,7 +391,7 @@ def test_a_damaged_definition_is_refused_or_works(data: st.DataObject) -> None:
 
 
 def by_the_library(tokenizer: JsonTokenizer, text: str) -> list[int]:
-    library = tokenizers.Tokenizer.from_str(tokenizer.to_document()["definition"])
+    library = tokenizers.Tokenizer.from_str(tokenizer.to_dict()["definition"])
     return library.encode(text, add_special_tokens=False).ids
 
 
@@ -444,7 +444,7 @@ def test_a_full_memory_of_words_changes_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_tokens_that_text_spells_are_those_of_the_library() -> None:
     tokenizer = define(changed(), {}, ["<|user|>", "a b", "<|user|>!", "|"])
     assert tokenizer._words is not None
-    for text in ("x<|user|>y", "<|user", "xa by", f"{END_OF_TEXT}{END_OF_TEXT} ", "é a b", "<|user|>!", "<||user|>"):
+    for text in ("x<|user|>y", "<|user", "xa by", f"{EOS_TOKEN}{EOS_TOKEN} ", "é a b", "<|user|>!", "<||user|>"):
         assert tokenizer.encode(text).tolist() == by_the_library(tokenizer, text)
 
 
@@ -502,15 +502,15 @@ def test_sentencepiece_ids_are_its_own(kind: str, text: str) -> None:
 
 def test_sentencepiece_special_tokens() -> None:
     tokenizer = sentencepiece(**KINDS["symbols"])
-    assert tokenizer.special == SpecialIds(unk=0, bos=1, eos=2, pad=3)
+    assert tokenizer.special == SpecialTokenIds(unk=0, bos=1, eos=2, pad=3)
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (2, 3, 420)
     model = sentencepiece_model()
     named = sentencepiece_tokenizer.define(model, {"eos": "<|stop|>"}, ["<extra_id_0>", "</s>", "<extra_id_0>"])
     assert (named.eos_id, named.pad_id, named.vocab_size) == (420, 420, 422)
     assert named.encode("a<extra_id_0></s>").tolist() == sentencepiece().encode("a<extra_id_0></s>").tolist()
     assert named.decode([420, 421, *named.encode("text").tolist()]) == "text"
-    again = from_document(json.loads(json.dumps(named.to_document())))
-    assert again.to_document() == named.to_document()
+    again = from_document(json.loads(json.dumps(named.to_dict())))
+    assert again.to_dict() == named.to_dict()
 
 
 def test_sentencepiece_without_eos_claims_no_bytes() -> None:
@@ -524,7 +524,7 @@ def test_sentencepiece_models_that_are_none() -> None:
     for bad in (b"", b"\x00", b"garbage" * 100, model[:1000], model[:-5], bytes(1000)):
         with pytest.raises(ValueError, match="SentencePiece model"):
             sentencepiece_tokenizer.define(bad, {})
-    good = sentencepiece().to_document()
+    good = sentencepiece().to_dict()
     assert good["model"] == base64.b64encode(model).decode()
     bad_added = ({"added": tokens} for tokens in (["</s>"], [1], ["x", "x"], None))
     for change in ({"model": "ö"}, {"model": 1}, {"more": 1}, *bad_added):
@@ -554,8 +554,8 @@ def every_kind() -> list[Tokenizer]:
 def test_documents_rebuild_them() -> None:
     for tokenizer in every_kind():
         assert isinstance(tokenizer, Tokenizer)
-        again = from_document(json.loads(json.dumps(tokenizer.to_document())))
-        assert again.to_document() == tokenizer.to_document()
+        again = from_document(json.loads(json.dumps(tokenizer.to_dict())))
+        assert again.to_dict() == tokenizer.to_dict()
         assert (again.vocab_size, again.eos_id, again.pad_id) == (
             tokenizer.vocab_size,
             tokenizer.eos_id,
@@ -565,12 +565,12 @@ def test_documents_rebuild_them() -> None:
 
 
 def test_special_ids_of_a_document_are_checked() -> None:
-    good = gpt2().to_document()
+    good = gpt2().to_dict()
     for special in (
         None,
         {},
         {"eos": 0},
-        *({**SpecialIds().to_document(), "eos": bad} for bad in (-1, 10**6, "0", 1.0, True)),
+        *({**SpecialTokenIds().to_dict(), "eos": bad} for bad in (-1, 10**6, "0", 1.0, True)),
     ):
         with pytest.raises(ValueError):
             from_document({**good, "special": special})

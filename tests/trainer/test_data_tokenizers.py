@@ -41,7 +41,7 @@ def test_byte_decode_ignores_ids_without_text() -> None:
 
 @given(st.text(min_size=1), st.data())
 def test_char_round_trip(text: str, data: st.DataObject) -> None:
-    tokenizer = CharTokenizer.of_texts([text])
+    tokenizer = CharTokenizer.from_texts([text])
     other = data.draw(st.text(alphabet=sorted(set(text))))
     ids = tokenizer.encode(other)
     assert tokenizer.decode(ids) == other
@@ -51,7 +51,7 @@ def test_char_round_trip(text: str, data: st.DataObject) -> None:
 
 
 def test_char_vocabulary_is_sorted() -> None:
-    tokenizer = CharTokenizer.of_texts(["hello", "wörld"])
+    tokenizer = CharTokenizer.from_texts(["hello", "wörld"])
     assert tokenizer.characters == "dehlorwö"
     assert tokenizer.encode("hö").tolist() == [2, 7]
     assert tokenizer.vocab_size == 8
@@ -79,10 +79,10 @@ def test_lone_surrogate_is_a_user_error(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("\x00\n é\U0001f600")])
 def test_document_round_trip(tokenizer: Tokenizer) -> None:
-    document = json.loads(json.dumps(tokenizer.to_document()))
+    document = json.loads(json.dumps(tokenizer.to_dict()))
     again = from_document(document)
     assert type(again) is type(tokenizer)
-    assert again.to_document() == tokenizer.to_document()
+    assert again.to_dict() == tokenizer.to_dict()
 
 
 @looped(

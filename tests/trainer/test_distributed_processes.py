@@ -46,7 +46,7 @@ def test_a_signal_before_the_first_process_is_heard(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher.subprocess, "Popen", interrupted)
     config = config_from_document(tiny_document(tmp_path, trainer__devices=2))
-    assert launcher.launch(config, Placement(world_size=2, per_node=2)) == 143
+    assert launcher.launch(config, Placement(world_size=2, ranks_per_node=2)) == 143
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 
@@ -87,6 +87,6 @@ def test_srun_starts_one_process_for_each_device_or_machine(tasks, is_refused):
 
 
 def test_a_worker_has_env_vars_before_it_imports_anything():
-    place: Any = {"rank": 1, "world_size": 2, "local_rank": 1, "per_node": 2, "address": ("first", 1)}
+    place: Any = {"rank": 1, "world_size": 2, "local_rank": 1, "ranks_per_node": 2, "address": ("first", 1)}
     found = worker_environment(**place, env_vars={"OMP_NUM_THREADS": 3, "SWITCH": True, "RANK": 7})
     assert (found["OMP_NUM_THREADS"], found["SWITCH"], found["RANK"]) == ("3", "1", "1")

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from stoker.trainer.core import factory
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.dataloader import fields_of
+from stoker.trainer.data.dataloader import batch_tensors
 from stoker.trainer.device.precision import plan_precision
-from stoker.trainer.distributed.ddp import Replicated
+from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.distributed.layout_from_config import layout_of, reduce_dtype
-from stoker.trainer.plan.hardware import card_named
-from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
+from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.run_plan import gpu_target, make_plan
 
 CPU = torch.device("cpu")
 
@@ -66,9 +66,9 @@ def test_gradients_are_summed_in_what_is_asked_for(
     data = build_data(root)
     alone, model = (factory.build_model(root, data, plan, CPU) for _ in range(2))
     optimizer_of_run = factory.build_optimizer(root, model, plan)
-    parallel = Replicated(layout, CPU, reduce_dtype(root, plan.weights))
+    parallel = ReplicatedDataParallel(layout, CPU, reduce_dtype(root, plan.weights))
     parallel.attach(model, optimizer_of_run)
-    fields = fields_of(data.train.batch(0, 2))
+    fields = batch_tensors(data.train.batch(0, 2))
     for number in range(micro_batches):
         parallel.before_micro_batch(first=number == 0, last=number == micro_batches - 1)
         model.batch_loss(fields, torch.tensor(16.0)).backward()
@@ -103,7 +103,7 @@ def test_the_plan_counts_what_is_kept_and_copied() -> None:
         given = [f"trainer.precision={precision}", f"model.fsdp_grad_reduce_dtype={asked}", "trainer.devices=2"]
         batch = f"model.global_batch_size={8 * micro_batches}"
         root = load("experiment=llama_1b_bench", *given, batch).root
-        return make_plan(root, target_elsewhere(root, card_named("h100"), 2)).memory
+        return make_plan(root, gpu_target(root, parse_gpu("h100"), 2)).memory
 
     layer = planned("bf16-true", "bf16", 1).layers[0].memory.parameters
     for precision, asked, micro_batches, sums, copy in (

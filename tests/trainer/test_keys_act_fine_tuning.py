@@ -15,7 +15,7 @@ from tiers import looped
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 
 DATA, SET = "model.data.", "model.data.train_ds."
 LONG = "a long question which does not fit "
@@ -98,7 +98,7 @@ def test_truncation_takes_one_end_of_the_question_and_no_answer(tmp_path: Path) 
         train: Any = samples(tmp_path, {"model.encoder_seq_length": 30, **{SET + k: v for k, v in changes.items()}})[0]
         pairs = zip(train["tokens"], train["labels"], strict=True)
         to_text = lambda ids: bytes(i - 3 for i in ids if i > 2).decode()  # noqa: E731
-        return [(to_text(read), to_text([i for i in said if i != IGNORED_LABEL])) for read, said in pairs]
+        return [(to_text(read), to_text([i for i in said if i != IGNORE_INDEX])) for read, said in pairs]
 
     for read, said in decoded():
         assert read.startswith("first a long")

@@ -15,11 +15,11 @@ from torch import Tensor
 from stoker.models.build import LanguageModel
 from stoker.models.config.peft_slice import peft_slice
 from stoker.models.gpt import GPT
-from stoker.models.peft.apply import trained_parameters
+from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.conversion.from_hf import shapes_only
+from stoker.trainer.conversion.from_hf import build_meta_model
 from stoker.trainer.core.factory import build_model
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
@@ -49,11 +49,11 @@ def model_of(changes: Changes) -> LanguageModel:
 
 
 def trained(changes: Changes) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in trained_parameters(model_of(changes)).items()}
+    return {name: tuple(tensor.shape) for name, tensor in trainable_parameters(model_of(changes)).items()}
 
 
 def values(changes: Changes) -> list[Tensor]:
-    return list(trained_parameters(model_of(changes)).values())
+    return list(trainable_parameters(model_of(changes)).values())
 
 
 def logits(changes: Changes) -> Tensor:
@@ -153,7 +153,7 @@ def test_a_run_begins_with_an_adapter(tmp_path: Path) -> None:
     first = run_training(tiny_config(tmp_path / "first", **lora))
     more = {"model__peft__restore_from_path": str(first.directory), "model__optim__lr": 1e-12}
     second = run_training(tiny_config(tmp_path / "second", **{**lora, **more}))
-    before, after = trained_parameters(first.model), trained_parameters(second.model)
+    before, after = trainable_parameters(first.model), trainable_parameters(second.model)
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
 
 
@@ -161,7 +161,7 @@ def test_null_and_none_train_the_whole_model() -> None:
     for scheme in (None, "none"):
         root = root_of({AT + "peft_scheme": scheme})
         assert peft_slice(root.model.peft) is None
-        assert all(parameter.requires_grad for parameter in shapes_only(root, ByteTokenizer()).parameters())
+        assert all(parameter.requires_grad for parameter in build_meta_model(root, ByteTokenizer()).parameters())
 
 
 # ---------------------------------------------------------------- rules

@@ -37,9 +37,9 @@ from key_observables import (
     checkpoints,
     first_batch,
     layout,
-    of_task,
     stopped_by,
     task_batch,
+    task_config,
     tokenizer_files,
     tokens_of_text,
     trained,
@@ -48,14 +48,14 @@ from key_observables import (
 )
 
 from stoker.models import build
-from stoker.models.build import compile_policy
+from stoker.models.build import decide_compile
 from stoker.models.config.key_block import Block
 from stoker.trainer import train
 from stoker.trainer.callbacks import profiler
-from stoker.trainer.callbacks.divergence import DivergedError, StepPolicy
+from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint import async_saver
-from stoker.trainer.checkpoint.loop_state import LoopState, Patience
+from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.cli import elastic_entry, main
 from stoker.trainer.config.run_config import RunConfig
@@ -73,7 +73,7 @@ from stoker.trainer.loggers import logger_backends
 from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.plan import inputs
-from stoker.trainer.plugins.datasets import BUILT_IN, PAIR_SOURCES
+from stoker.trainer.plugins.datasets import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("without_plots", "small_pystd")
@@ -107,7 +107,7 @@ def variables_are_set_for_training(harness: ConfigHarness) -> None:
 def processes_are_placed(harness: ConfigHarness) -> None:
     def placed(changes: Changes, **environ: str) -> tuple[int, int, int]:
         found = place_processes(harness.root(changes).trainer, environ)
-        return found.world_size, found.per_node, found.node
+        return found.world_size, found.ranks_per_node, found.node
 
     assert placed({}) == (1, 1, 0)
     assert placed({TRAINER + "devices": 3}) == (3, 3, 0)
@@ -222,7 +222,9 @@ def early_stopping_watches_its_metric(harness: ConfigHarness) -> None:
     assert stopped_by(harness, {**absent, STOPPING + "strict": False}) is None
     for wish, stops in ((True, True), (False, False)):
         params = EarlyStoppingParams.model_validate({"check_finite": wish})
-        assert (EarlyStopping(params, Patience.model_validate({})).check(float("nan"))[0] is not None) == stops
+        assert (
+            EarlyStopping(params, EarlyStoppingState.model_validate({})).check(float("nan"))[0] is not None
+        ) == stops
 
 
 @story(CALLBACK + "train_time_interval")
@@ -275,7 +277,7 @@ def loggers_get_their_settings(harness: ConfigHarness) -> None:
 
         def close(self, *, failed: bool) -> None: ...
 
-    for name in ("WandbSink", "MlflowSink", "TensorBoardSink"):
+    for name in ("WandbLogger", "MLflowLogger", "TensorBoardLogger"):
         harness.monkeypatch.setattr(logger_backends, name, Sink)
     harness.monkeypatch.setattr(logger_backends.importlib.util, "find_spec", lambda _: True)
     on = {f"create_{name}_logger": True for name in ("wandb", "mlflow", "tensorboard")}
@@ -294,11 +296,11 @@ MEMORY = "model.memory_profile."
 @story(*(MEMORY + name for name in ("enabled", "start_step", "end_step", "rank", "output_path")))
 def memory_is_recorded(harness: ConfigHarness) -> None:
     asked: list[tuple[Any, ...]] = []
-    harness.monkeypatch.setattr(profiler, "MemoryRecorder", lambda *given: asked.append(given))
+    harness.monkeypatch.setattr(profiler, "MemorySnapshotRecorder", lambda *given: asked.append(given))
     keys = {MEMORY + "enabled": True, MEMORY + "start_step": 2, MEMORY + "end_step": 3, MEMORY + "rank": 1}
     root = harness.root({**keys, MEMORY + "output_path": str(harness.folder)})
     for rank in (0, 1):
-        profiler.build_observers(root, harness.folder, CPU, print, rank)
+        profiler.build_profilers(root, harness.folder, CPU, print, rank)
     assert [given[:3] for given in asked] == [(harness.folder, 2, 3)]
     with pytest.raises(UserError, match="memory_profile"):
         harness.run(keys)
@@ -335,7 +337,7 @@ def layers_lie_in_host_memory(harness: ConfigHarness) -> None:
 
 @story(MODEL + "cpu_offloading_optimizer")
 def the_optimizer_lies_in_host_memory(harness: ConfigHarness) -> None:
-    harness.monkeypatch.setattr(optim_build, "PinnedState", lambda device: (device, "copies"))
+    harness.monkeypatch.setattr(optim_build, "PinnedStateCopyEngine", lambda device: (device, "copies"))
     on, off = (harness.root({MODEL + "cpu_offloading_optimizer": on}).model for on in (True, False))
     cuda = torch.device("cuda", 0)
     assert optim_build.host_copies(on, cuda) == (cuda, "copies")
@@ -350,7 +352,7 @@ def micro_batches_are_recorded(harness: ConfigHarness) -> None:
     made: list[Any] = []
     for part in (train, factory, run_summary, inputs):
         harness.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
-    harness.monkeypatch.setattr(factory, "RecordedMicroBatches", lambda step, *_: made.append(step) or step)
+    harness.monkeypatch.setattr(factory, "CapturedMicroBatches", lambda step, *_: made.append(step) or step)
     harness.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
     assert len(made) == 1
 
@@ -358,12 +360,12 @@ def micro_batches_are_recorded(harness: ConfigHarness) -> None:
 @story(TRAINER + "max_skipped_steps", TRAINER + "loss_spike_threshold")
 def steps_are_watched(harness: ConfigHarness) -> None:
     bad, good = (float("nan"), 1.0), (1.0, 1.0)
-    policy = StepPolicy(1, None, LoopState.model_validate({}))
+    policy = LossMonitor(1, None, LoopState.model_validate({}))
     policy.read(1, [bad, good, bad])
     with pytest.raises(DivergedError, match="step 4"):
         policy.read(4, [bad])
     losses = [(1.0 + 0.01 * (step % 7), 1.0) for step in range(150)] + [(3.0, 1.0)] * 20
-    assert [len(StepPolicy(1, limit, LoopState.model_validate({})).read(1, losses)) for limit in (4.0, 1e6, None)] == [
+    assert [len(LossMonitor(1, limit, LoopState.model_validate({})).read(1, losses)) for limit in (4.0, 1e6, None)] == [
         1,
         0,
         0,
@@ -385,7 +387,7 @@ def embeddings_attention_and_mlp_drop(harness: ConfigHarness) -> None:
 
 @story(MODEL + "compile")
 def null_compiles_on_a_gpu(harness: ConfigHarness) -> None:
-    choices = [compile_policy(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
+    choices = [decide_compile(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
     assert choices == [True, True, False]
 
 
@@ -459,7 +461,7 @@ def bert_hides_tokens_behind_the_named_one(harness: ConfigHarness) -> None:
     path = tokenizer_files(harness)[TOKENIZER + "type"]
     bert = {DATA + "dataset_type": "bert", TOKENIZER + "library": "huggingface", TOKENIZER + "type": path}
     for special, name in (({}, "<extra_id_0>"), ({"mask_token": "<hide>"}, "<hide>")):
-        built = build_data(of_task(harness, {**bert, TOKENIZER + "special_tokens": special}))
+        built = build_data(task_config(harness, {**bert, TOKENIZER + "special_tokens": special}))
         hidden = built.tokenizer.token_id(name)
         assert hidden is not None
         assert (built.train.batch(0, 8)["tokens"] == hidden).any()
@@ -489,7 +491,7 @@ def sources_differ(harness: ConfigHarness) -> None:
         "text": {DATA + "path": str(harness.text)},
         "mmap": {DATA + "data_prefix": tokens_on_disk(harness, "a", 3)},
     }
-    streams = [name for name in BUILT_IN if name not in PAIR_SOURCES]
+    streams = [name for name in BUILT_IN_DATASETS if name not in PAIR_SOURCES]
     found = [first_batch(harness, {DATA + "data_impl": name, **files.get(name, {})}) for name in streams]
     pairs = {DATA + "dataset_type": "seq2seq"}
     found += [task_batch(harness, pairs), task_batch(harness, {**pairs, DATA + "data_impl": "pystd_docstring"})]
@@ -524,7 +526,7 @@ def installed_data_get_their_arguments(harness: ConfigHarness) -> None:
     point = EntryPoint("mine", "package:samples", "stoker.datasets")
     harness.monkeypatch.setattr(EntryPoint, "load", lambda self: samples)
     for module_name in ("trainer.plugins.datasets", "trainer.data.build_datasets", "trainer.config.rules.data_rules"):
-        harness.monkeypatch.setattr(f"stoker.{module_name}.installed_datasets", lambda: {"mine": point})
+        harness.monkeypatch.setattr(f"stoker.{module_name}.dataset_plugins", lambda: {"mine": point})
     changes = {DATA + "data_impl": "mine", DATA + "path": None}
     batches = [first_batch(harness, {**changes, DATA + "dataset_kwargs": {"top": top}}) for top in (10, 20)]
     assert max(map(max, batches[0])) < 10 <= max(map(max, batches[1]))

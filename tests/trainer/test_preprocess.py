@@ -17,10 +17,10 @@ from tiers import full_only
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.data.preprocess import partition, read_documents, train_tokenizer
-from stoker.trainer.data.preprocess.read_documents import Reading, Reject, cut_into_chunks, documents_of_lines
+from stoker.trainer.data.preprocess.read_documents import ReadOptions, RejectedDocument, read_lines, split_into_chunks
 from stoker.trainer.data.sources.indexed_tokens import IndexedReader
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, from_document
-from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, open_tokenizer
+from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 
 
 def texts_of(prefix: Path) -> list[str]:
@@ -237,16 +237,16 @@ def test_parquet_and_zstandard(tmp_path: Path) -> None:
 ENDLESS = """
 import sys
 from dataclasses import asdict
-from stoker.trainer.data.preprocess.read_documents import Reading
-from stoker.trainer.data.preprocess.worker_pool import Pool, Task
+from stoker.trainer.data.preprocess.read_documents import ReadOptions
+from stoker.trainer.data.preprocess.worker_pool import WorkerPool, Task
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 
 if __name__ == "__main__":
-    settings = {"tokenizer": ByteTokenizer().to_document(), "reading": asdict(Reading("text", False)), "stop": False}
+    settings = {"tokenizer": ByteTokenizer().to_dict(), "reading": asdict(ReadOptions("text", False)), "stop": False}
     settings |= {"eod_id": None, "paths": [sys.argv[1] + "/fifo"], "kinds": ["text"]}
     span = {"source": 0, "start": 0, "end": 9}
     task = Task((0, 0), {"prefix": sys.argv[1] + "/part", "spans": [span]}, None, 0)
-    with Pool(1, settings) as pool:
+    with WorkerPool(1, settings) as pool:
         pool.run(iter([task]), print, lambda: print(pool._workers[0].process.pid, flush=True))
 """
 
@@ -335,20 +335,20 @@ def test_ranges_share_no_line_and_miss_none(tmp_path: Path, monkeypatch: pytest.
     data = "".join(f"{line}\n" for line in lines).encode()
     path = tmp_path / "a.txt"
     path.write_bytes(data)
-    reading = Reading("text", text_lines=True)
+    reading = ReadOptions("text", text_lines=True)
     expected = [line for line in lines if 0 < len(line) <= 40]
     for size in (1, 7, 41, 64, 10_000):
-        found: list[str | Reject] = []
+        found: list[str | RejectedDocument] = []
         with path.open("rb") as file:
             for start in range(0, len(data), size):
-                found += documents_of_lines(file, start, min(start + size, len(data)), reading, is_json=False)
+                found += read_lines(file, start, min(start + size, len(data)), reading, is_json=False)
         assert [one for one in found if isinstance(one, str)] == expected
-        rejects = [one for one in found if isinstance(one, Reject)]
+        rejects = [one for one in found if isinstance(one, RejectedDocument)]
         too_long = [one.place for one in rejects if one.kind == read_documents.TOO_LONG]
         starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
         assert too_long == [start for start, line in zip(starts, lines, strict=False) if len(line) > 40]
         with path.open("rb") as file:
-            chunks = list(cut_into_chunks(file, size))
+            chunks = list(split_into_chunks(file, size))
         assert sum(chunk.count(b"\n") for chunk in chunks) == data.count(b"\n")
         joined = b"".join(chunks).split(b"\n")
         assert [line.decode() for line in joined if 0 < len(line) <= 40] == expected
@@ -365,5 +365,5 @@ def test_the_sample_of_a_trained_tokenizer_is_counted_in_bytes(tmp_path, monkeyp
     assert (
         main(["preprocess", str(tmp_path / "a.txt"), f"--output-prefix={tmp_path / 'p'}", "--train-tokenizer=270"]) == 0
     )
-    trained = open_tokenizer(str(tmp_path / "p-tokenizer.json"), "--tokenizer", SpecialTokens())
+    trained = load_tokenizer(str(tmp_path / "p-tokenizer.json"), "--tokenizer", SpecialTokens())
     assert (len(trained.encode("\u00e9")), len(trained.encode("\u00e8"))) == (1, 2), "it has seen the first two only"

@@ -18,7 +18,7 @@ from stoker.trainer.checkpoint.reader import newest_checkpoint, open_checkpoint
 from stoker.trainer.checkpoint.run_directory import open_run_directory
 from stoker.trainer.cli.main import main
 from stoker.trainer.train import run_training
-from stoker.trainer.utils.errors import EXIT_DONE, EXIT_IO, UserError
+from stoker.trainer.utils.errors import EXIT_IO, EXIT_OK, UserError
 
 # ---------------------------------------------------------------- at any call
 
@@ -92,7 +92,7 @@ def train(directory, *changes, steps=12):
 @pytest.fixture(scope="module")
 def peace(tmp_path_factory):
     directory = tmp_path_factory.mktemp("peace")
-    assert train(directory) == EXIT_DONE
+    assert train(directory) == EXIT_OK
     return final_hashes(directory, 12)
 
 
@@ -117,14 +117,14 @@ def test_a_full_disk_ends_the_run_in_a_line_and_it_goes_on_with_more_space(tmp_p
         if checkpoint is not None:
             assert str(checkpoint.path) in error[-1]
         remount(disk, "size=64m")
-        assert train(directory, change) == EXIT_DONE
+        assert train(directory, change) == EXIT_OK
         assert final_hashes(directory, 12) == peace
 
 
 def test_a_read_only_disk_ends_the_run_in_a_line(tmp_path, peace, capsys):
     directory, change = tmp_path / "run", "exp_manager.checkpoint_callback_params.dirpath={}"
     with mounted(tmp_path / "disk", "size=16m") as disk:
-        assert train(directory, change.format(disk / "kept"), steps=10) == EXIT_DONE
+        assert train(directory, change.format(disk / "kept"), steps=10) == EXIT_OK
         (disk / "kept" / "step-11.tmp-1").mkdir()
         remount(disk, "ro")
         capsys.readouterr()
@@ -136,7 +136,7 @@ def test_a_read_only_disk_ends_the_run_in_a_line(tmp_path, peace, capsys):
             assert str(disk / what) in error[0]
         assert open_checkpoint(disk / "kept" / "step-10")
         remount(disk, "rw")
-        assert train(directory, change.format(disk / "kept")) == EXIT_DONE
+        assert train(directory, change.format(disk / "kept")) == EXIT_OK
         manifest = json.loads((disk / "kept" / "step-12" / "manifest.json").read_text())
         assert {name: manifest["files"][name]["sha256"] for name in peace} == peace
 
@@ -166,7 +166,7 @@ def test_temporary_files_are_never_used(tmp_path, peace, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with mounted(tmp_path / "disk", "size=16m") as disk:
-        assert train(disk / "run") == EXIT_DONE
+        assert train(disk / "run") == EXIT_OK
         assert final_hashes(disk / "run", 12) == peace
 
 
@@ -180,7 +180,7 @@ def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path,
         monkeypatch.setattr(Journal, "note", refuse)
         raise UserError("cannot write checkpoint", EXIT_IO)
 
-    monkeypatch.setattr("stoker.trainer.callbacks.train_loop.RunLoop._reduce_flags", fail)
+    monkeypatch.setattr("stoker.trainer.callbacks.train_loop.TrainLoopCallback._reduce_flags", fail)
     assert train(tmp_path / "run") == EXIT_IO
     assert capsys.readouterr().err.splitlines() == ["cannot write checkpoint"]
 

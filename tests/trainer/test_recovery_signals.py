@@ -13,14 +13,14 @@ from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
-from stoker.trainer.callbacks.preemption import Flag, StopRequest
+from stoker.trainer.callbacks.preemption import StopFlag, StopHandler
 from stoker.trainer.checkpoint.reader import checkpoint_paths, find_checkpoint, newest_checkpoint
 from stoker.trainer.cli.main import main
 from stoker.trainer.distributed import supervisor
 from stoker.trainer.distributed.placement import Placement
-from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.train import run_training
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
 
 ENDLESS = 100_000
 OFTEN = ("trainer.val_check_interval=3", "trainer.limit_val_batches=20")  # half of the time is validation
@@ -38,7 +38,7 @@ def stopped(tmp_path, number, workers, is_async, seconds, *, everyone):
     )
     with Command(*words, cwd=tmp_path) as command:
         # SIGINT has Python's own handler from the start, SIGTERM none until the run sets both
-        assert command.wait_until(lambda: command.handles(signal.SIGTERM))
+        assert command.wait_until(lambda: command.has_signal_handler(signal.SIGTERM))
         time.sleep(seconds)
         (os.killpg if everyone else os.kill)(command.process.pid, number)
         code, error = command.ended()
@@ -114,14 +114,14 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
 def test_a_sigterm_that_comes_twice_at_once_is_one_and_two_ctrl_c_are_two(monkeypatch):
     killed = []
     monkeypatch.setattr("stoker.trainer.callbacks.preemption.os.kill", lambda pid, number: killed.append(number))
-    with StopRequest() as stop:
+    with StopHandler() as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         assert (stop.reason, killed) == ("SIGTERM", [])
         monkeypatch.setattr("stoker.trainer.callbacks.preemption._ECHO_SECONDS", 0)
         signal.raise_signal(signal.SIGTERM)
         assert killed == [signal.SIGTERM]
-    with StopRequest() as stop:
+    with StopHandler() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert killed == [signal.SIGTERM, signal.SIGINT]
@@ -215,7 +215,9 @@ def test_a_limit_on_time_leaves_time_for_the_validation(tmp_path, monkeypatch):
     def loss(self, *args, **kwargs):
         if not self.training:
             seen.append(1)
-            monkeypatch.setattr("stoker.trainer.callbacks.preemption.seconds_of", lambda text: 0)  # the limit is over
+            monkeypatch.setattr(
+                "stoker.trainer.callbacks.preemption.parse_duration", lambda text: 0
+            )  # the limit is over
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(GPT, "loss", loss)
@@ -247,17 +249,17 @@ def test_a_run_is_started_again_so_many_times(tmp_path, monkeypatch, failures, s
     def launch(*args):
         started.append(args)
         if len(started) <= failures:
-            raise UserError("rank 0 (process 7) was killed by SIGKILL", EXIT_BUG)
+            raise UserError("rank 0 (process 7) was killed by SIGKILL", EXIT_FAILURE)
         return 0
 
     monkeypatch.setattr(supervisor, "launch", launch)
     monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
-    config, placement = tiny_config(tmp_path), Placement(world_size=1, per_node=1)
+    config, placement = tiny_config(tmp_path), Placement(world_size=1, ranks_per_node=1)
     if failures < 9:
-        assert supervisor.supervise(config, placement, 2, said.append) == 0
+        assert supervisor.run_with_restarts(config, placement, 2, said.append) == 0
     else:
         with pytest.raises(UserError, match=r"(?s)killed by SIGKILL.*giving up: 2 restarts without a new checkpoint"):
-            supervisor.supervise(config, placement, 2, said.append)
+            supervisor.run_with_restarts(config, placement, 2, said.append)
     assert len(started) == starts
     assert sum("restarting" in line for line in said) == starts - 1
 
@@ -272,7 +274,7 @@ def test_what_would_only_happen_again_is_not_started_again(tmp_path, monkeypatch
 
     monkeypatch.setattr(supervisor, "launch", launch)
     with pytest.raises(UserError, match="no such directory"):
-        supervisor.supervise(tiny_config(tmp_path), Placement(world_size=1, per_node=1), 2, print)
+        supervisor.run_with_restarts(tiny_config(tmp_path), Placement(world_size=1, ranks_per_node=1), 2, print)
     assert len(started) == 1
 
 
@@ -317,9 +319,9 @@ def test_running_out_of_memory_is_two_lines_and_the_checkpoint_stays(tmp_path, m
 
 
 def test_a_stop_that_only_another_process_has_seen_before_the_first_step_is_a_stop_here(tmp_path):
-    class Other(Ranks):
+    class Other(DistributedContext):
         def agree_now(self, flags):
-            return flags | Flag.TERMINATED
+            return flags | StopFlag.TERMINATED
 
     result = run_training(tiny_config(tmp_path), Other())
     assert (result.step, result.stopped_by, result.exit_code) == (0, "SIGTERM", EXIT_TERMINATED)

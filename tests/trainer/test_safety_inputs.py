@@ -23,9 +23,9 @@ from hf_folders import change_config, change_tensors, letter_tokenizer, random_m
 from safetensors.torch import save_file
 
 from stoker.trainer.checkpoint.reader import RunState
-from stoker.trainer.checkpoint.writer import seal
+from stoker.trainer.checkpoint.writer import write_metadata
 from stoker.trainer.cli.main import main
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 from stoker.trainer.utils.safetensors_io import FileRecord
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(random_model("llama"), root / "theirs")
     letter_tokenizer(root / "theirs")
     (root / "theirs" / "chat_template.jinja").unlink()
-    assert main(["convert", str(root / "theirs"), str(root / "ours")]) == EXIT_DONE
+    assert main(["convert", str(root / "theirs"), str(root / "ours")]) == EXIT_OK
     return root
 
 
@@ -128,7 +128,7 @@ def test_a_good_model_is_taken(place: Place, capsys: pytest.CaptureFixture[str])
     """What the other tests change is all that is wrong with their files."""
     with watched() as seen:
         for command in both(place):
-            assert main(command) == EXIT_DONE, capsys.readouterr().err
+            assert main(command) == EXIT_OK, capsys.readouterr().err
     assert seen.forbidden == []
     assert seen.written_outside(place.target) == []
 
@@ -282,7 +282,7 @@ def _resealed(saved: Path, folder: Path, change: Callable[[dict[str, Any]], obje
     for name in ("config", "state", "tokenizer", "manifest"):
         (step / f"{name}.json").unlink()
     state = RunState.model_validate(documents["state"])
-    seal(step, records, state, documents["config"], documents["tokenizer"])
+    write_metadata(step, records, state, documents["config"], documents["tokenizer"])
     return folder
 
 
@@ -341,7 +341,7 @@ def test_a_checkpoint_does_not_choose_where_is_written(saved: Path, place: Place
         lambda documents: documents["config"].setdefault("exp_manager", {}).update({"explicit_log_dir": str(evil)}),
     )
     with watched() as seen:
-        assert main(fine_tuning(place, f"model.restore_from_path={checkpoint}")) == EXIT_DONE
+        assert main(fine_tuning(place, f"model.restore_from_path={checkpoint}")) == EXIT_OK
     assert not evil.exists()
     assert seen.written_outside(place.target) == []
 

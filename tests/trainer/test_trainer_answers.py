@@ -17,13 +17,13 @@ from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.conversion.load_model import restore
 from stoker.trainer.data.datasets.seq2seq import Shape
 from stoker.trainer.data.sources.text_pairs import TextPair
-from stoker.trainer.data.tasks.sentinels import encode_spelled, sentinel_ids, with_sentinels
+from stoker.trainer.data.tasks.sentinels import encode_with_sentinels, sentinel_ids, with_sentinels
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.evaluation.answer_scores import score_answers
+from stoker.trainer.evaluation.answer_scores import score_pairs
 from stoker.trainer.generation import text_generator
-from stoker.trainer.generation.encoder_decoder import Writer
-from stoker.trainer.generation.sampling import TextStream
-from stoker.trainer.generation.text_generator import Generator, Limits
+from stoker.trainer.generation.encoder_decoder import EncoderDecoderGenerator
+from stoker.trainer.generation.sampling import TextStreamer
+from stoker.trainer.generation.text_generator import Generator, StoppingCriteria
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -77,7 +77,7 @@ def test_answers_are_the_most_probable_tokens(trained: Path) -> None:
     model, tokenizer = restored.model, restored.tokenizer
     assert isinstance(model, T5)
     shape = Shape(24, 16, 0)
-    writer = Writer(model, tokenizer, shape, restored.precision, restored.device)
+    writer = EncoderDecoderGenerator(model, tokenizer, shape, restored.precision, restored.device)
     inputs = [pair[0] for pair in PAIRS] + ["x", "def two_words(): ... and much more than fits in"]
     found = writer.answers(inputs, 3)
     assert found[:3] == [pair[1] for pair in PAIRS]
@@ -96,10 +96,10 @@ def test_sentinels_are_read_and_written_by_name() -> None:
     tokenizer = with_sentinels(ByteTokenizer(), None)
     first, second = sentinel_ids(tokenizer)[:2].tolist()
     a, b = tokenizer.encode("ab").tolist()
-    assert encode_spelled(tokenizer, "a<extra_id_1>b<extra_id_0>") == [a, second, b, first]
+    assert encode_with_sentinels(tokenizer, "a<extra_id_1>b<extra_id_0>") == [a, second, b, first]
     for text in ("<extra_id_999>", f"<extra_id_{'9' * 5000}>"):
-        assert encode_spelled(tokenizer, text) == tokenizer.encode(text).tolist()
-    stream = TextStream(tokenizer, names={first: "<extra_id_0>"})
+        assert encode_with_sentinels(tokenizer, text) == tokenizer.encode(text).tolist()
+    stream = TextStreamer(tokenizer, names={first: "<extra_id_0>"})
     half_character = tokenizer.encode("\u00e9").tolist()[:1]
     text = "".join(stream.feed(token) for token in [a, *half_character, first, b]) + stream.close()
     assert text == "a\ufffd<extra_id_0>b"
@@ -119,8 +119,8 @@ def test_generate_answers_with_the_names_of_sentinels(
         read.extend(prompts)
         yield from ([token] for token in following)
 
-    monkeypatch.setattr(text_generator.TokenLoop, "run", run)
-    monkeypatch.setattr(text_generator.TokenLoop, "end", lambda *_: None)
+    monkeypatch.setattr(text_generator.DecodeLoop, "run", run)
+    monkeypatch.setattr(text_generator.DecodeLoop, "end", lambda *_: None)
     assert main.main(["generate", "--checkpoint", str(trained / "run"), "--prompt", "<extra_id_2>"]) == 0
     assert read == [[ids[2], tokenizer.eos_id]]
     assert capsys.readouterr().out == "<extra_id_0>x\n"
@@ -131,18 +131,18 @@ def test_a_prompt_that_a_model_cannot_read_is_told(trained: Path) -> None:
     assert isinstance(restored.model, T5)
     restored.model.max_positions = (24, None)  # as with learned positions
     generator = Generator.of(restored)
-    generator.write([[5] * 24], Limits(2))
+    generator.write([[5] * 24], StoppingCriteria(2))
     with pytest.raises(UserError, match="25 tokens including eos, and this T5 supports at most 24"):
-        generator.write([[5] * 24, [5] * 25], Limits(2))
+        generator.write([[5] * 24, [5] * 25], StoppingCriteria(2))
 
 
 def test_scores_of_answers(trained: Path) -> None:
     restored = restore(trained / "run", "cpu")
     pairs = [TextPair(*pair) for pair in PAIRS]
-    scores = score_answers(restored, pairs, batch_size=2)
+    scores = score_pairs(restored, pairs, batch_size=2)
     assert (scores.model.exact_match, scores.model.rouge_l, scores.model.texts) == (1.0, 1.0, 3)
     assert scores.copied_name is None, "only functions of the standard library have one"
-    assert score_answers(restored, pairs, 2, limit=2).model.texts == 2
+    assert score_pairs(restored, pairs, 2, limit=2).model.texts == 2
 
 
 def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,9 +171,9 @@ def test_docstrings_are_scored_beside_the_name(trained: Path, capsys: pytest.Cap
     data = root.model.data.model_copy(update={"data_impl": "pystd_docstring"})
     changed = root.model_copy(update={"model": root.model.model_copy(update={"data": data})})
     object.__setattr__(restored.config, "root", changed)
-    scores = score_answers(restored, [TextPair(*pair) for pair in PAIRS], batch_size=3)
+    scores = score_pairs(restored, [TextPair(*pair) for pair in PAIRS], batch_size=3)
     assert scores.copied_name is not None
     assert scores.copied_name.exact_match == pytest.approx(1 / 3)
     assert "function's name: 0.3333" in "\n".join(scores.lines())
-    document = scores.to_document()
+    document = scores.to_dict()
     assert document["copied_name"] == {"exact_match": 1 / 3, "rouge_l": scores.copied_name.rouge_l, "texts": 3}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stoker.trainer.cli.main import main
-from stoker.trainer.conversion.load_model import Restored, restore
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from stoker.trainer.conversion.load_model import LoadedModel, restore
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 AVERAGED = ["exp_manager.ema.enable=true", "exp_manager.ema.decay=0.5", "trainer.max_steps=3"]
 
@@ -36,7 +36,7 @@ def model_in(folder: Path) -> Any:
     return loaded.eval()
 
 
-def tensors_of(restored: Restored) -> dict[str, torch.Tensor]:
+def tensors_of(restored: LoadedModel) -> dict[str, torch.Tensor]:
     return dict(restored.model.named_parameters())
 
 
@@ -55,7 +55,7 @@ def test_the_average_is_what_the_model_gets(folder: Path, run: str) -> None:
 
 
 def test_transformers_gets_the_average(folder: Path, tmp_path: Path) -> None:
-    assert main(["convert", str(folder / "whole"), str(tmp_path / "hf"), "--ema"]) == EXIT_DONE
+    assert main(["convert", str(folder / "whole"), str(tmp_path / "hf"), "--ema"]) == EXIT_OK
     wanted = our_logits(restore(folder / "whole", "cpu", average=True), some_tokens())
     found = their_logits(model_in(tmp_path / "hf"), some_tokens(), is_t5=False)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -68,7 +68,7 @@ def test_an_adapters_average_is_merged_and_given_to_peft(folder: Path, tmp_path:
     wanted = our_logits(restore(folder / "adapter", "cpu", average=True), some_tokens())
     for words in ([], ["--merge"]):
         target = tmp_path / f"out{len(words)}"
-        assert main(["convert", str(folder / "adapter"), str(target), "--ema", *words]) == EXIT_DONE
+        assert main(["convert", str(folder / "adapter"), str(target), "--ema", *words]) == EXIT_OK
     merged = their_logits(model_in(tmp_path / "out1"), some_tokens(), is_t5=False)
     torch.testing.assert_close(merged, wanted, atol=2e-4, rtol=1e-4)
     peft = pytest.importorskip("peft")
@@ -79,7 +79,7 @@ def test_an_adapters_average_is_merged_and_given_to_peft(folder: Path, tmp_path:
 def test_commands_take_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def loss(*words: str) -> float:
         run = ["evaluate", "--checkpoint", str(folder / "whole"), "--data-path", str(folder / "text.txt")]
-        assert main([*run, "--device", "cpu", "--json", "--limit-batches", "1", *words]) == EXIT_DONE
+        assert main([*run, "--device", "cpu", "--json", "--limit-batches", "1", *words]) == EXIT_OK
         return json.loads(capsys.readouterr().out)["loss"]
 
     assert loss("--ema") != loss()

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_fp64 import our_values
+from hf_fp64 import map_parameters
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
@@ -20,7 +20,7 @@ from stoker.models.hf.gpt2 import GPT2
 from stoker.models.hf.t5 import T5 as T5_MAP
 from stoker.models.incremental_decoding import Decoder, GPTDecoder, T5Decoder
 from stoker.models.t5 import T5
-from stoker.trainer.generation.beam_search import BeamSearch, Found, search_texts
+from stoker.trainer.generation.beam_search import BeamSearchConfig, Hypothesis, run_beam_search
 
 VOCAB, READ, MOST = 16, 12, 10
 CPU = torch.device("cpu")
@@ -74,12 +74,12 @@ def pair(reference: PreTrainedModel, seed: int) -> tuple[Any, LanguageModel]:
     for parameter in reference.parameters():
         parameter.data.normal_(0, 0.4, generator=generator)
     keys = our_keys(reference)
-    form = SampleForm(length=READ, decoder_length=MOST if isinstance(keys, T5Keys) else 0)
+    form = BatchSpec(length=READ, decoder_length=MOST if isinstance(keys, T5Keys) else 0)
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float32, flags=AttentionFlags(), micro_batch_size=1, form=form
     )
     kind = T5_MAP if isinstance(model, T5) else GPT2
-    for name, value in our_values(kind, model, reference).items():
+    for name, value in map_parameters(kind, model, reference).items():
         model.get_parameter(name).data.copy_(value)
     return reference.eval(), model.eval()
 
@@ -91,10 +91,10 @@ def decoder_of(model: LanguageModel, prompts: int, beams: int) -> Decoder:
     return GPTDecoder(model, prompts * beams, READ + MOST)
 
 
-def searched(model: LanguageModel, prompts: list[list[int]], search: BeamSearch) -> list[list[Found]]:
-    return search_texts(
-        decoder_of(model, len(prompts), search.beams), prompts, search, most=MOST, ends={1}, device=CPU,
-        within=nullcontext, start=0 if isinstance(model, T5) else None,
+def searched(model: LanguageModel, prompts: list[list[int]], search: BeamSearchConfig) -> list[list[Hypothesis]]:
+    return run_beam_search(
+        decoder_of(model, len(prompts), search.beams), prompts, search, most=MOST, eos_ids={1}, device=CPU,
+        within=nullcontext, decoder_start_id=0 if isinstance(model, T5) else None,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def test_what_is_found_is_transformers(make: Any, case: dict[str, Any]) -> None:
         drawn = torch.randint(2, VOCAB, (2, READ), generator=torch.Generator().manual_seed(seed)).tolist()
         # theirs pads a GPT's prompts on the left, which would be another text
         prompts = [drawn[0], drawn[1] if isinstance(model, GPT) else drawn[1][:7]]
-        found = searched(model, prompts, BeamSearch(**case))
+        found = searched(model, prompts, BeamSearchConfig(**case))
         tokens, present = torch.zeros(2, READ, dtype=torch.int64), torch.zeros(2, READ, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)], present[row, : len(prompt)] = torch.tensor(prompt), 1
@@ -150,12 +150,12 @@ def test_one_beam_is_greedy() -> None:
     text = list(prompt)
     while len(text) < 3 + MOST and text[-1] != 1:
         text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
-    found = searched(model, [prompt], BeamSearch(1))[0][0]
+    found = searched(model, [prompt], BeamSearchConfig(1))[0][0]
     assert list(found.tokens) == [token for token in text[3:] if token != 1]
 
 
 def test_numbers_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^`beams`"):
-        BeamSearch(0)
+        BeamSearchConfig(0)
     with pytest.raises(ValueError, match=r"^`length_penalty`"):
-        BeamSearch(2, float("nan"))
+        BeamSearchConfig(2, float("nan"))

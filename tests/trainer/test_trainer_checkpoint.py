@@ -19,13 +19,13 @@ from stoker.trainer.checkpoint.reader import (
     newest_checkpoint,
     open_checkpoint,
 )
-from stoker.trainer.checkpoint.sharded_safetensors import read_pieces
-from stoker.trainer.checkpoint.writer import Content, apply_retention, remove_leftovers, write_checkpoint
+from stoker.trainer.checkpoint.sharded_safetensors import read_shards
+from stoker.trainer.checkpoint.writer import CheckpointContent, apply_retention, remove_temporaries, write_checkpoint
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.utils import safetensors_io
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.local_shard import piece_of
-from stoker.trainer.utils.safetensors_io import DamagedFileError, read_json, write_json, write_tensors
+from stoker.trainer.utils.safetensors_io import DamagedFileError, read_json, write_json, write_safetensors
 
 FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"]
 
@@ -58,7 +58,7 @@ def save(directory, step, val_loss=None):
             parameter.add_(step)
     return write_checkpoint(
         directory,
-        Content(
+        CheckpointContent(
             state(step, val_loss),
             {WEIGHTS: {name: piece_of(p) for name, p in model.named_parameters()}, OPTIMIZER: optimizer.pieces()},
             {"name": "x"},
@@ -97,14 +97,14 @@ def test_the_safetensors_library_reads_our_files(tmp_path):
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "view": torch.randn(6, 4).t(),
     }
-    record = write_tensors(tmp_path / "x.safetensors", tensors)
+    record = write_safetensors(tmp_path / "x.safetensors", tensors)
     loaded = load_file(tmp_path / "x.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor)
         assert loaded[name].dtype == tensor.dtype
     assert record.size == (tmp_path / "x.safetensors").stat().st_size
-    safetensors_io.check_file(tmp_path / "x.safetensors", record)
+    safetensors_io.verify_file(tmp_path / "x.safetensors", record)
 
 
 # ---------------------------------------------------------------- damage
@@ -191,7 +191,7 @@ def test_hostile_json_is_refused_in_one_line(tmp_path, text):
 def test_what_is_not_safetensors_is_refused(tmp_path, data):
     (tmp_path / "x.safetensors").write_bytes(data)
     with pytest.raises(DamagedFileError, match="is not a safetensors file"):
-        read_pieces([tmp_path / "x.safetensors"], {})
+        read_shards([tmp_path / "x.safetensors"], {})
 
 
 def test_other_geometry_is_an_error_that_lists_what_differs(tmp_path):
@@ -244,7 +244,7 @@ def test_leftovers_go_and_nothing_else(tmp_path):
     save(tmp_path, 1)
     for name in ("step-2.tmp-123", "step-1.tmp-old-9", "steps", "step-x", "notes.tmp-1"):
         (tmp_path / name).mkdir()
-    assert {path.name for path in remove_leftovers(tmp_path)} == {"step-2.tmp-123", "step-1.tmp-old-9"}
+    assert {path.name for path in remove_temporaries(tmp_path)} == {"step-2.tmp-123", "step-1.tmp-old-9"}
     assert names(tmp_path) == ["notes.tmp-1", "step-1", "step-x", "steps"]
 
 
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_was_not_replaced_gets_its_name_back(tmp_path, monkeyp
         save(tmp_path, 3, 2.0)
     monkeypatch.undo()
     assert "step-3" not in names(tmp_path)
-    assert [path.name for path in remove_leftovers(tmp_path)] == [f"step-3.tmp-{os.getpid()}"]
+    assert [path.name for path in remove_temporaries(tmp_path)] == [f"step-3.tmp-{os.getpid()}"]
     assert names(tmp_path) == ["step-3"]
     assert open_checkpoint(tmp_path / "step-3").state.val_loss == 1.0
 

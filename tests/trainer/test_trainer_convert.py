@@ -19,7 +19,7 @@ from hf_folders import (
     save,
     tensors_of,
 )
-from hf_fp64 import upcasts_lifted
+from hf_fp64 import keep_input_dtype
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -33,7 +33,7 @@ from stoker.trainer.config.batch_spec import sample_form
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.conversion.load_model import restore
 from stoker.trainer.conversion.to_hf import convert_to_hf
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 from stoker.trainer.utils.safetensors_io import DamagedFileError
 
 BYTES = ("--tokenizer", "byte-level")
@@ -42,7 +42,7 @@ SCALED = ("llama3_rotary", "llama_yarn", "llama_linear")
 
 
 def convert(*arguments: str | Path) -> None:
-    assert main(["convert", *map(str, arguments)]) == EXIT_DONE
+    assert main(["convert", *map(str, arguments)]) == EXIT_OK
 
 
 def our_model(folder: Path, dtype: torch.dtype) -> LanguageModel:
@@ -107,7 +107,7 @@ def test_round_trip_and_logits(name: str, tmp_path: Path) -> None:
     assert difference(model, our_model(ours, torch.float32)) <= 1e-5
     if name in SCALED:
         return
-    with upcasts_lifted():
+    with keep_input_dtype():
         assert difference(model.double(), our_model(ours, torch.float64)) <= 1e-10
 
 
@@ -225,12 +225,12 @@ def test_train_generate_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     convert(theirs, ours)
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be that is the question " * 30)
-    assert main(["generate", "--checkpoint", str(ours), "--prompt", "to be", "--max-new-tokens", "3"]) == EXIT_DONE
+    assert main(["generate", "--checkpoint", str(ours), "--prompt", "to be", "--max-new-tokens", "3"]) == EXIT_OK
     capsys.readouterr()
-    assert main(["evaluate", "--checkpoint", str(ours), "--data-path", str(text), "--json"]) == EXIT_DONE
+    assert main(["evaluate", "--checkpoint", str(ours), "--data-path", str(text), "--json"]) == EXIT_OK
     figures = json.loads(capsys.readouterr().out)
     assert figures["loss"] > 0
-    assert main(["evaluate", str(theirs), "--data-path", str(text), "--json"]) == EXIT_DONE
+    assert main(["evaluate", str(theirs), "--data-path", str(text), "--json"]) == EXIT_OK
     assert json.loads(capsys.readouterr().out) == {**figures, "checkpoint": str(theirs)}
     run = tmp_path / "run"
     keys = [
@@ -239,7 +239,7 @@ def test_train_generate_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
         "model.encoder_seq_length=16", "trainer.enable_progress_bar=false", f"model.restore_from_path={ours}",
     ]  # fmt: skip
     command = ["train", "--config-dir", str(ours / "conf"), "model=converted", "tokenizer=converted", *keys]
-    assert main(command) == EXIT_DONE, capsys.readouterr().err
+    assert main(command) == EXIT_OK, capsys.readouterr().err
     assert "weights from" in capsys.readouterr().out
     convert(run, tmp_path / "tuned")
     assert (tmp_path / "tuned" / "chat_template.jinja").exists()
@@ -259,7 +259,7 @@ def test_a_folder_is_asked_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixtur
     written = []
     for model in ([str(theirs)], ["--checkpoint", str(theirs)], [str(ours)]):
         capsys.readouterr()
-        assert main(["generate", *options, *model]) == EXIT_DONE
+        assert main(["generate", *options, *model]) == EXIT_OK
         written.append(capsys.readouterr().out)
     assert len(set(written)) == 1
     assert sorted(theirs.iterdir()) == there
@@ -285,12 +285,12 @@ def test_a_t5_answers_and_is_scored(tmp_path: Path, capsys: pytest.CaptureFixtur
     (theirs / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     convert(theirs, tmp_path / "ours")
     ask = ["generate", "--checkpoint", str(tmp_path / "ours"), "--prompt", "to <extra_id_0>", "--max-new-tokens", "3"]
-    assert main(ask) == EXIT_DONE
+    assert main(ask) == EXIT_OK
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be that is the question " * 60)
     capsys.readouterr()
     score = ["evaluate", "--checkpoint", str(tmp_path / "ours"), "--data-path", str(text), "--json"]
-    assert main(score) == EXIT_DONE
+    assert main(score) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["loss"] > 0
     convert(tmp_path / "ours", tmp_path / "back")
     written = json.loads((tmp_path / "back" / "config.json").read_text())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.conversion.load_model import restore
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 
 gguf: Any = pytest.importorskip("gguf")
 
@@ -82,7 +82,7 @@ def write(path: Path, *, architecture: str = "llama", pre: str = "gpt-2", **more
 
 def test_weights_and_tokenizer(tmp_path: Path) -> None:
     model = write(tmp_path / "model.gguf")
-    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "ours")]) == EXIT_DONE
+    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "ours")]) == EXIT_OK
     restored = restore(tmp_path / "ours", "cpu")
     assert restored.tokenizer.encode("abc a").tolist() == [27, 2, 26, 0]
     assert restored.tokenizer.eos_id == 28
@@ -90,7 +90,7 @@ def test_weights_and_tokenizer(tmp_path: Path) -> None:
     with torch.no_grad():
         theirs, ours = model(tokens).logits, restored.model(tokens)[..., :VOCAB]
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == EXIT_DONE
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back")]) == EXIT_OK
     assert "{{ messages }}" in (tmp_path / "back" / "tokenizer_config.json").read_text()
 
 

@@ -17,10 +17,10 @@ from hf_folders import MODELS, VOCAB, change_config, change_tensors, random_mode
 from torch import Tensor
 
 from stoker.trainer.checkpoint.reader import RunState
-from stoker.trainer.checkpoint.writer import seal
+from stoker.trainer.checkpoint.writer import write_metadata
 from stoker.trainer.cli.main import main
 from stoker.trainer.conversion.from_hf import convert_to_stoker
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_IO
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_IO, EXIT_OK
 from stoker.trainer.utils.safetensors_io import FileRecord
 
 BYTES = ("--tokenizer", "byte-level")
@@ -144,7 +144,7 @@ def test_every_reason_at_once(saved: Callable[[str], Path], tmp_path: Path, caps
 
     change_config(folder, hidden_act="silu", rms_norm_eps=1e-5, quantization_config=...)
     assert "logit_scale" in refusal(capsys, folder, tmp_path / "ours")
-    assert main(["convert", str(folder), str(tmp_path / "ours"), *BYTES, "--ignore-field", "logit_scale"]) == EXIT_DONE
+    assert main(["convert", str(folder), str(tmp_path / "ours"), *BYTES, "--ignore-field", "logit_scale"]) == EXIT_OK
 
 
 # ---------------------------------------------------------------- tensors
@@ -182,7 +182,7 @@ def test_copies_must_be_copies(
     folder = copied(saved("t5_v1_0"), tmp_path / "theirs")
     name = "encoder.embed_tokens.weight"
     change_tensors(folder, lambda tensors: tensors.update({name: tensors["shared.weight"].clone()}))
-    assert main(["convert", str(folder), str(tmp_path / "ours"), *BYTES]) == EXIT_DONE
+    assert main(["convert", str(folder), str(tmp_path / "ours"), *BYTES]) == EXIT_OK
     change_tensors(folder, lambda tensors: tensors.update({name: tensors["shared.weight"] + 1}))
     assert "encoder.embed_tokens.weight must equal shared.weight" in refusal(capsys, folder, tmp_path / "x")
 
@@ -289,7 +289,7 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(saved: Callable[[str], 
     for number, path in enumerate(sorted(saved("llama").iterdir())):
         (repository / "blobs" / str(number)).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    assert main(["convert", str(snapshot), str(tmp_path / "ours"), *BYTES]) == EXIT_DONE
+    assert main(["convert", str(snapshot), str(tmp_path / "ours"), *BYTES]) == EXIT_OK
 
 
 def test_a_tokenizer_that_leads_elsewhere(
@@ -328,7 +328,7 @@ def test_a_tokenizer_without_a_mask(
 def test_a_mask_of_another_name(saved: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copied(saved("bert"), tmp_path / "theirs")
     _words(folder, "[HIDE]", mask_token="[HIDE]")
-    assert main(["convert", str(folder), str(tmp_path / "ours")]) == EXIT_DONE
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == EXIT_OK
     assert 'mask_token: "[HIDE]"' in (tmp_path / "ours" / "conf" / "tokenizer" / "converted.yaml").read_text()
 
 
@@ -355,7 +355,7 @@ def test_what_is_there_is_not_touched(
     (tmp_path / "empty").mkdir()
     assert "holds neither a config.json with weights nor" in refusal(capsys, tmp_path / "empty", tmp_path / "ours")
     assert "already has that format" in refusal(capsys, theirs, tmp_path / "ours", "--to", "hf")
-    assert main(["convert", str(theirs), str(tmp_path / "empty"), *BYTES]) == EXIT_DONE
+    assert main(["convert", str(theirs), str(tmp_path / "empty"), *BYTES]) == EXIT_OK
     assert "--model-type x is none of llama" in refusal(
         capsys, tmp_path / "empty", tmp_path / "back", "--model-type", "x", options=()
     )
@@ -407,7 +407,7 @@ def test_memory_is_that_of_one_parameter(
 
 def test_a_wicked_checkpoint(saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint whose configuration names code, with a manifest that says it is as written."""
-    assert main(["convert", str(saved("llama")), str(tmp_path / "ours"), *BYTES]) == EXIT_DONE
+    assert main(["convert", str(saved("llama")), str(tmp_path / "ours"), *BYTES]) == EXIT_OK
     step = tmp_path / "ours" / "checkpoints" / "step-0"
     document = json.loads((step / "config.json").read_text())
     document["model"]["_target_"] = "os.system"
@@ -417,7 +417,7 @@ def test_a_wicked_checkpoint(saved: Callable[[str], Path], tmp_path: Path, capsy
     tokenizer = json.loads((step / "tokenizer.json").read_text())
     for name in ("state.json", "config.json", "tokenizer.json", "manifest.json"):
         (step / name).unlink()
-    seal(step, records, state, document, tokenizer)
+    write_metadata(step, records, state, document, tokenizer)
     told = refusal(capsys, tmp_path / "ours", tmp_path / "back", options=())
     assert "model._target_ = os.system" in told
     assert "a configuration must not name code to run" in told
@@ -443,7 +443,7 @@ def test_an_id_of_the_hub(
         return str(saved("llama"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert main(["convert", "org/name@v1", str(tmp_path / "ours"), *BYTES]) == EXIT_DONE
+    assert main(["convert", "org/name@v1", str(tmp_path / "ours"), *BYTES]) == EXIT_OK
     assert (asked[0].model, asked[0].revision) == ("org/name", "v1")
     assert "*.py" in asked[0].ignore_patterns
     told = refusal(capsys, "org/absent", tmp_path / "x", code=EXIT_IO)

@@ -13,7 +13,7 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import factory
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
-from stoker.trainer.lightning.cuda_graph import WARM_UP, RecordedMicroBatches, Recording, record
+from stoker.trainer.lightning.cuda_graph import WARM_UP, CapturedGraph, CapturedMicroBatches, record
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -48,7 +48,7 @@ class Line:
                     gradient.copy_(p.grad)
                 p.grad = before
 
-        return Recording(fields, denominator, replay, loss, gradients)
+        return CapturedGraph(fields, denominator, replay, loss, gradients)
 
 
 def batches(count, size=3):
@@ -59,7 +59,7 @@ def batches(count, size=3):
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_losses_and_gradients_are_those_of_plain_runs(accumulated):
     plain, recorded = Line(), Line()
-    run = RecordedMicroBatches(recorded.run, recorded.parameters, record=recorded.record)
+    run = CapturedMicroBatches(recorded.run, recorded.parameters, record=recorded.record)
     losses, expected = [], []
     for number, (fields, denominator) in enumerate(batches(12)):
         expected.append(plain.run(fields, denominator))
@@ -75,7 +75,7 @@ def test_losses_and_gradients_are_those_of_plain_runs(accumulated):
 
 def test_every_shape_has_its_recording_after_its_own_warm_up():
     line = Line()
-    run = RecordedMicroBatches(line.run, line.parameters, record=line.record)
+    run = CapturedMicroBatches(line.run, line.parameters, record=line.record)
     counts = []
     for small, large in zip(batches(5, 2), batches(5, 4), strict=True):
         run(*small)
@@ -104,8 +104,8 @@ def test_a_recording_that_fails_is_given_up_once_where_nobody_asked_for_it(error
             raise error from end
 
     plain, line, said = Line(), Line(), []
-    run = RecordedMicroBatches(line.run, line.parameters, said.append, fails)
-    asked = RecordedMicroBatches(line.run, line.parameters, None, fails)
+    run = CapturedMicroBatches(line.run, line.parameters, said.append, fails)
+    asked = CapturedMicroBatches(line.run, line.parameters, None, fails)
     for fields, denominator in batches(WARM_UP + 3):
         assert run(fields, denominator) == plain.run(fields, denominator)
         assert line.weight.grad == plain.weight.grad
@@ -132,7 +132,7 @@ def test_errors_that_are_each_others_cause_are_given_up_too():
             raise first from None
 
     said, line = [], Line()
-    run = RecordedMicroBatches(line.run, line.parameters, said.append, fails)
+    run = CapturedMicroBatches(line.run, line.parameters, said.append, fails)
     for fields, denominator in batches(WARM_UP + 1):
         run(fields, denominator)
     assert len(said) == 1
@@ -141,11 +141,11 @@ def test_errors_that_are_each_others_cause_are_given_up_too():
 @pytest.mark.parametrize("wish", [None, True])
 def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, wish):
     monkeypatch.setattr(factory, "uses_cuda_graph", lambda *_: True)
-    monkeypatch.setattr(factory, "RecordedMicroBatches", lambda run, parameters, give_up: give_up)
+    monkeypatch.setattr(factory, "CapturedMicroBatches", lambda run, parameters, give_up: give_up)
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
     model: Any = nn.Linear(1, 1)
     model.attention_decisions = {}
-    recorder: Any = factory.build_recorder(root, model, torch.device("cuda"), 1, print)
+    recorder: Any = factory.build_graph_capture(root, model, torch.device("cuda"), 1, print)
     assert recorder(None) is (None if wish else print)
 
 
@@ -265,7 +265,7 @@ def test_gpu_training_goes_on_after_a_recording_that_fails(failure):
         assert gradient is not None
         return gradient
 
-    recorded = RecordedMicroBatches(run, [weight], said.append)
+    recorded = CapturedMicroBatches(run, [weight], said.append)
     wanted = three(run)
     for _ in range(3):
         assert torch.equal(three(recorded), wanted)

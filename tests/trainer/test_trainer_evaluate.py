@@ -17,7 +17,7 @@ from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.trainer.checkpoint.reader import OPTIMIZER, WEIGHTS, RunState
-from stoker.trainer.checkpoint.writer import Content, write_checkpoint
+from stoker.trainer.checkpoint.writer import CheckpointContent, write_checkpoint
 from stoker.trainer.cli import evaluate as evaluate_command
 from stoker.trainer.cli import generate as generate_command
 from stoker.trainer.config.load import config_from_document
@@ -92,7 +92,7 @@ def test_limit_batches() -> None:
 
 
 def test_document_has_no_infinity() -> None:
-    document = EvaluationResult(loss=1e6, tokens=1, bytes=0).to_document()
+    document = EvaluationResult(loss=1e6, tokens=1, bytes=0).to_dict()
     assert document == {"loss": 1e6, "tokens": 1, "bytes": 0, "perplexity": None, "bits_per_byte": None}
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
@@ -157,11 +157,11 @@ def _write_run(path: Path, text: Path, fingerprint: str | None = None, **model: 
     )
     write_checkpoint(
         path / "checkpoints",
-        Content(
+        CheckpointContent(
             state,
             {WEIGHTS: {name: piece_of(p) for name, p in gpt.named_parameters()}, OPTIMIZER: {}},
             config.document,
-            data.tokenizer.to_document(),
+            data.tokenizer.to_dict(),
         ),
     )
     return path, gpt.eval()

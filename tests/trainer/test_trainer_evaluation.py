@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL, Batch, EvaluationWindows, MockSamples
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX, Batch, EvaluationWindows, MockSamples
 from stoker.trainer.evaluation.held_out_loss import StoppedError, evaluate
 from stoker.trainer.utils.errors import UserError
 
@@ -32,7 +32,7 @@ def test_batches_have_one_shape_and_count_once(samples) -> None:
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         shapes.append(tuple(tokens.shape))
         assert tokens.shape == labels.shape
-        return (labels != IGNORED_LABEL).sum() * 2.0
+        return (labels != IGNORE_INDEX).sum() * 2.0
 
     result = evaluate(loss, samples, token_bytes=ONES, batch_size=4)
     assert shapes == [(4, 5)] * 3
@@ -64,7 +64,7 @@ class AllIgnored(MockSamples):
 
     def batch(self, first: int, count: int) -> Batch:
         batch = super().batch(first, count)
-        return batch._replace(labels=torch.full_like(batch.labels, IGNORED_LABEL))
+        return batch._replace(labels=torch.full_like(batch.labels, IGNORE_INDEX))
 
 
 def test_data_without_a_label_that_counts_are_refused() -> None:

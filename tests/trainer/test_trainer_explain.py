@@ -16,7 +16,7 @@ from tiny_run import tiny_config
 from stoker.kernels.attention.backend_support import BACKENDS
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.models.build import LanguageModel, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.dispatch.attention_calls import CallKind
 from stoker.trainer.cli.explain import ARCHITECTURES
 from stoker.trainer.cli.main import main
@@ -328,7 +328,7 @@ def check_one_kind(root: RootBlock, kind: CallKind, named: dict[str, str | None]
     assert seen - alike == expected, (words, kind, named, seen, sorted(kernels), sorted(host))
 
 
-def random_fields(form: SampleForm, *, generation: bool) -> dict[str, torch.Tensor]:
+def random_fields(form: BatchSpec, *, generation: bool) -> dict[str, torch.Tensor]:
     """Two samples of a form; for generation, which has no form, shorter and not packed."""
 
     def tokens(length: int) -> torch.Tensor:

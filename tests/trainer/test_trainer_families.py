@@ -25,7 +25,7 @@ from stoker.trainer.core import factory as parts
 from stoker.trainer.core import run_summary
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.device.precision import PrecisionPlan
-from stoker.trainer.optim.optimizer_factory import fused_rows
+from stoker.trainer.optim.optimizer_factory import fused_projection_rows
 from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.train import run_training
 
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_encoder_and_decoder(tmp_path: Path, text: Path) -> 
     form = sample_form(made.root)
     data = build_data(made.root)
     model = parts.build_model(made.root, data, PrecisionPlan("fp32", torch.float32), CPU)
-    rates = parts.build_rates(made.root, model, CPU)
+    rates = parts.build_throughput(made.root, model, CPU)
     assert form.decoder_length > 0
     assert rates.tokens_per_sample == form.length + form.decoder_length
     whole = training_flops_per_sample(made.root.model, 384, form)
@@ -161,7 +161,7 @@ def test_muon_knows_every_weight_that_holds_several_projections(tmp_path: Path, 
     gated = {name: made.document["model"][name] | {"activation": "geglu"} for name in ("encoder", "decoder")}
     root = tiny_config(tmp_path, model=made.document["model"] | gated).root
     model = parts.build_model(root, build_data(root), PrecisionPlan("fp32", torch.float32), CPU)
-    fused = fused_rows(root.model)
+    fused = fused_projection_rows(root.model)
     several = (".qkv.weight", ".kv.weight", ".up.weight")
     for name, parameter in model.named_parameters():
         rows = [parts for end, parts in fused.items() if name.endswith(end)]

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from tiers import extra
 from tiny_run import tiny_config
 
-from stoker.models.peft.apply import trained_parameters
-from stoker.trainer.checkpoint.reader import find_checkpoint, weights_of
+from stoker.models.peft.apply import trainable_parameters
+from stoker.trainer.checkpoint.reader import find_checkpoint, model_tensors
 from stoker.trainer.cli import main
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema.root import ModelBlock
 from stoker.trainer.conversion.load_model import restore
-from stoker.trainer.conversion.pretrained import find_base
+from stoker.trainer.conversion.pretrained import find_pretrained
 from stoker.trainer.train import run_training
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 SCHEMES = ("lora", "adapter", "ia3", "ptuning", "selective")
 PEFT: dict[str, Any] = {
@@ -61,8 +61,8 @@ def peft_run(base: Path, directory: Path, scheme: str, **changes: Any) -> Any:
 def test_frozen_weights_keep_their_bits(ours: Path, scheme: str, tmp_path: Path) -> None:
     whole = peft_run(ours, tmp_path / "whole", scheme, trainer__max_steps=3)
     before = load_file(find_checkpoint(ours)[0].weight_files[0])
-    after = weights_of(whole.model)
-    trained = trained_parameters(whole.model)
+    after = model_tensors(whole.model)
+    trained = trainable_parameters(whole.model)
     for name, weight in before.items():
         assert torch.equal(weight, after[name]) == (name not in trained), name
     assert set(trained) & set(before) == (
@@ -74,18 +74,18 @@ def test_frozen_weights_keep_their_bits(ours: Path, scheme: str, tmp_path: Path)
     assert set(load_file(checkpoint.adapter_files[0])) == set(trained)
     state = load_file(checkpoint.path / "optimizer.safetensors")
     assert {name.rpartition(".")[0] for name in state} == set(trained), "frozen weights have no state"
-    assert checkpoint.state.base == find_base(ours).record()
+    assert checkpoint.state.base == find_pretrained(ours).record()
 
-    restored = weights_of(restore(whole.directory, "cpu").model)
+    restored = model_tensors(restore(whole.directory, "cpu").model)
     assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
 
 
 @pytest.mark.parametrize("scheme", ["lora", *extra(*(scheme for scheme in SCHEMES if scheme != "lora"))])
 def test_a_resumed_run_is_exact(ours: Path, scheme: str, tmp_path: Path) -> None:
-    after = weights_of(peft_run(ours, tmp_path / "whole", scheme).model)
+    after = model_tensors(peft_run(ours, tmp_path / "whole", scheme).model)
     peft_run(ours, tmp_path / "halves", scheme, trainer__max_steps=4)
     halves = peft_run(ours, tmp_path / "halves", scheme)
-    assert all(torch.equal(tensor, after[name]) for name, tensor in weights_of(halves.model).items())
+    assert all(torch.equal(tensor, after[name]) for name, tensor in model_tensors(halves.model).items())
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def t5(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("t5")
     base = base_folder("t5_v1_1", folder / "t5")
     whole = finetune(base, folder / "whole", "trainer.max_steps=1", "model.optim.lr=1e-30", peft=None)
-    return base, weights_of(whole.model)
+    return base, model_tensors(whole.model)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -105,24 +105,26 @@ def test_every_scheme_trains_a_t5(t5: tuple[Path, dict[str, torch.Tensor]], sche
         run = finetune(base, tmp_path / "run", *named, peft=None)
     else:
         run = finetune(base, tmp_path / "run", peft=scheme)
-    after, trained = weights_of(run.model), trained_parameters(run.model)
+    after, trained = model_tensors(run.model), trainable_parameters(run.model)
     assert trained
     for name, weight in before.items():
         assert torch.equal(weight, after[name]) == (name not in trained), name
-    restored = weights_of(restore(run.directory, "cpu").model)
+    restored = model_tensors(restore(run.directory, "cpu").model)
     assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
 
 
 @pytest.mark.parametrize("kind", ["muon", "adafactor", "sgd"])
 def test_every_optimizer_trains_an_adapter(ours: Path, kind: str, tmp_path: Path) -> None:
     run = peft_run(ours, tmp_path / "run", "lora", model__optim={"name": kind, "lr": 1e-2}, trainer__max_steps=2)
-    assert any(parameter.any() for name, parameter in trained_parameters(run.model).items() if name.endswith("lora_b"))
+    assert any(
+        parameter.any() for name, parameter in trainable_parameters(run.model).items() if name.endswith("lora_b")
+    )
 
 
 def test_an_average_is_of_what_is_trained(ours: Path, tmp_path: Path) -> None:
     run = peft_run(ours, tmp_path / "run", "lora", exp_manager__ema={"enable": True, "decay": 0.5})
     held = load_file(find_checkpoint(run.directory)[0].path / "ema.safetensors")
-    assert set(held) == set(trained_parameters(run.model))
+    assert set(held) == set(trainable_parameters(run.model))
 
 
 EXPERTS: dict[str, Any] = {
@@ -140,7 +142,7 @@ EXPERTS: dict[str, Any] = {
 def test_frozen_experts_keep_their_bias(tmp_path: Path) -> None:
     base = run_training(tiny_config(tmp_path / "base", **EXPERTS, trainer__max_steps=1))
     run = peft_run(base.directory, tmp_path / "run", "lora", **EXPERTS, trainer__max_steps=1)
-    before, after = weights_of(base.model), weights_of(run.model)
+    before, after = model_tensors(base.model), model_tensors(run.model)
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
 
 
@@ -156,12 +158,12 @@ def test_trained_routers_move_their_bias_and_an_adapter_holds_it(tmp_path: Path)
     held = {
         name: load_file(find_checkpoint(run.directory)[0].path / "adapter.safetensors") for name, run in runs.items()
     }
-    assert not torch.equal(held["unbroken"][bias], weights_of(base.model)[bias])
+    assert not torch.equal(held["unbroken"][bias], model_tensors(base.model)[bias])
     assert all(torch.equal(tensor, held["resumed"][name]) for name, tensor in held["unbroken"].items())
     merged = tmp_path / "merged"
-    assert main.main(["convert", "--merge", "--to", "stoker", str(tmp_path / "resumed"), str(merged)]) == EXIT_DONE
+    assert main.main(["convert", "--merge", "--to", "stoker", str(tmp_path / "resumed"), str(merged)]) == EXIT_OK
     for place in (merged, tmp_path / "resumed"):
-        assert torch.equal(weights_of(restore(place, "cpu").model)[bias], held["unbroken"][bias])
+        assert torch.equal(model_tensors(restore(place, "cpu").model)[bias], held["unbroken"][bias])
 
 
 def test_a_run_goes_on_with_an_adapter(ours: Path, tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_run_goes_on_with_an_adapter(ours: Path, tmp_path: Path) -> None:
     lora = config.root.model.peft.lora_tuning
     assert (config.root.model.peft.peft_scheme, lora.adapter_dim, lora.target_modules) == ("lora", 3, ["all"])
     second = run_training(config)
-    before, after = weights_of(first.model), weights_of(second.model)
+    before, after = model_tensors(first.model), model_tensors(second.model)
     assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
 
 
@@ -262,9 +264,9 @@ def test_the_verb(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "stoker.trainer.train.train", lambda config: print(config.root.model.restore_from_path) or EXIT_DONE
+        "stoker.trainer.train.train", lambda config: print(config.root.model.restore_from_path) or EXIT_OK
     )
-    assert main.main(["finetune", f"model.restore_from_path={theirs}", "data=mock", "peft=ia3"]) == EXIT_DONE
+    assert main.main(["finetune", f"model.restore_from_path={theirs}", "data=mock", "peft=ia3"]) == EXIT_OK
     assert str(theirs) in capsys.readouterr().out
     assert main.main(["finetune", "peft=lora"]) == EXIT_BAD_INPUT
     assert "model.restore_from_path" in capsys.readouterr().err
@@ -272,14 +274,14 @@ def test_the_verb(
     assert "give a run directory" in capsys.readouterr().err
     assert main.main(["finetune", "model.restore_from_path=org/name", "peft=lora"]) == EXIT_BAD_INPUT
     assert "there is no such folder; import a Hugging Face hub model with `stoker convert" in capsys.readouterr().err
-    assert main.main(["config", "--finetune", f"model.restore_from_path={theirs}", "data=mock"]) == EXIT_DONE
+    assert main.main(["config", "--finetune", f"model.restore_from_path={theirs}", "data=mock"]) == EXIT_OK
     assert "hidden_size: 36" in capsys.readouterr().out
 
 
 def test_convert_merges_what_was_trained(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = peft_run(ours, tmp_path / "adapter", "lora", trainer__max_steps=2).directory
     merged = tmp_path / "merged"
-    assert main.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_DONE
+    assert main.main(["convert", "--merge", "--to", "stoker", str(adapter), str(merged)]) == EXIT_OK
     assert " merged into " in capsys.readouterr().out
     whole, with_base = (restore(place, "cpu") for place in (merged, adapter))
     assert whole.state.base is None

@@ -14,7 +14,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.core import factory
-from stoker.trainer.plan.flops import bf16_peak, matmul_parameters, training_flops_per_token
+from stoker.trainer.plan.flops import bf16_peak_flops, matmul_parameters, training_flops_per_token
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "encoder_seq_length": 16}
 
@@ -70,14 +70,14 @@ def test_the_head_counts_and_the_embedding_table_does_not():
     ],
 )
 def test_dense_peaks(card, teraflops):
-    assert bf16_peak(card) == teraflops * 1e12
+    assert bf16_peak_flops(card) == teraflops * 1e12
 
 
 @pytest.mark.parametrize(
     "card", ["cpu", "Tesla V100-SXM2-16GB", "NVIDIA RTX A4000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
 )
 def test_unknown_cards_have_no_peak(card):
-    assert bf16_peak(card) is None
+    assert bf16_peak_flops(card) is None
 
 
 def test_the_peak_is_that_of_all_processes(monkeypatch):
@@ -85,7 +85,7 @@ def test_the_peak_is_that_of_all_processes(monkeypatch):
     config = tiny_config(Path("run"), model__override_vocab_size=64)
     model: Any = SimpleNamespace(output_weight=torch.zeros(64, 32))
     monkeypatch.setattr(factory, "device_name", lambda device: "NVIDIA H200")
-    one, two = (factory.build_rates(config.root, model, torch.device("cpu"), processes) for processes in (1, 2))
+    one, two = (factory.build_throughput(config.root, model, torch.device("cpu"), processes) for processes in (1, 2))
     assert one.peak_flops == 989e12
     assert two.peak_flops == 2 * 989e12
     assert two.flops_per_token == one.flops_per_token

@@ -10,7 +10,7 @@ from tiers import looped
 
 from stoker.trainer.cli import generate
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.generation.sampling import DIVERGED, Sampling, TextStream, uniforms
+from stoker.trainer.generation.sampling import DIVERGED, SamplingParams, TextStreamer, uniforms
 
 
 def _reference(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
@@ -43,31 +43,31 @@ def test_distribution_is_the_references(
     logits: list[float], temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
     """Ties included: the logits are drawn from few values."""
-    found = Sampling(temperature, top_k, top_p).distribution(torch.tensor(logits))
+    found = SamplingParams(temperature, top_k, top_p).probabilities(torch.tensor(logits))
     np.testing.assert_allclose(found.numpy(), _reference(logits, temperature, top_k, top_p), rtol=1e-9, atol=1e-12)
 
 
 def test_top_p_reached_exactly_takes_no_more() -> None:
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64).log()
     for top_p, count in ((0.5, 1), (0.51, 2), (1.0, 4)):
-        assert Sampling(1.0, top_p=top_p).distribution(logits).count_nonzero() == count
+        assert SamplingParams(1.0, top_p=top_p).probabilities(logits).count_nonzero() == count
 
 
 def test_top_p_works_on_what_top_k_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.3]).log()
-    assert Sampling(1.0, 2, 0.57).distribution(logits).count_nonzero() == 1
+    assert SamplingParams(1.0, 2, 0.57).probabilities(logits).count_nonzero() == 1
 
 
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.tensor([1.0, -math.inf, 0.0, -math.inf])
-    probabilities = Sampling(5.0, 4).distribution(logits)
+    probabilities = SamplingParams(5.0, 4).probabilities(logits)
     assert probabilities[[1, 3]].sum() == 0
     assert probabilities.sum().item() == pytest.approx(1)
 
 
 def test_extreme_temperatures_stay_finite() -> None:
     for temperature in (1e-30, 1e30):
-        probabilities = Sampling(temperature).distribution(torch.tensor([500.0, -500.0]))
+        probabilities = SamplingParams(temperature).probabilities(torch.tensor([500.0, -500.0]))
         assert probabilities.sum().item() == pytest.approx(1)
 
 
@@ -85,7 +85,7 @@ def test_extreme_temperatures_stay_finite() -> None:
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}`"):
-        Sampling(**arguments)  # pyright: ignore[reportArgumentType]
+        SamplingParams(**arguments)  # pyright: ignore[reportArgumentType]
 
 
 # ---------------------------------------------------------------- the choice
@@ -95,15 +95,15 @@ def test_greedy_takes_the_best_token_and_says_where_there_is_none() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [math.nan, 0.0, 0.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]])
     numbers = torch.zeros(4, dtype=torch.float64)
     for temperature in (0.0, 0.5):
-        chosen = Sampling(temperature).choose(logits, numbers).tolist()
+        chosen = SamplingParams(temperature).choose(logits, numbers).tolist()
         assert chosen[1:] == [DIVERGED] * 3
-    assert Sampling().choose(logits, numbers)[0] == 1
+    assert SamplingParams().choose(logits, numbers)[0] == 1
 
 
 @given(
     logits=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=20),
     sampling=st.builds(
-        Sampling,
+        SamplingParams,
         st.sampled_from([0.25, 1.0, 3.0]),
         st.none() | st.integers(1, 25),
         st.none() | st.sampled_from([0.3141, 0.9517, 1.0]),
@@ -111,11 +111,13 @@ def test_greedy_takes_the_best_token_and_says_where_there_is_none() -> None:
     number=st.floats(0, 1, exclude_max=True),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_number_decides_a_token_by_the_distribution(logits: list[float], sampling: Sampling, number: float) -> None:
+def test_a_number_decides_a_token_by_the_distribution(
+    logits: list[float], sampling: SamplingParams, number: float
+) -> None:
     """Tokens lie on [0, 1) side by side, each as long as it is probable: by rank, or by id where all take part."""
     wide = torch.tensor([[-math.inf, *logits, -math.inf]])
     token = int(sampling.choose(wide, torch.tensor([number], dtype=torch.float64)))
-    probabilities = sampling.distribution(wide)[0]
+    probabilities = sampling.probabilities(wide)[0]
     assert probabilities[token] > 0
     whole = sampling.top_k is None and sampling.top_p in (None, 1.0)
     order = range(wide.shape[1]) if whole else sorted(range(wide.shape[1]), key=lambda t: (-float(wide[0, t]), t))
@@ -127,7 +129,7 @@ def test_drawn_tokens_follow_the_distribution() -> None:
     """Chi-square of 4000 draws over the five tokens of a top-5; 4 degrees of freedom."""
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
     numbers = uniforms(range(4000), 1)[:, 0]
-    draws = Sampling(1.0, 5).choose(logits.expand(4000, 40), numbers).numpy()
+    draws = SamplingParams(1.0, 5).choose(logits.expand(4000, 40), numbers).numpy()
     probabilities = _reference(logits[0].tolist(), 1.0, 5, None)
     counts = np.bincount(draws, minlength=40)
     kept = probabilities > 0
@@ -150,10 +152,10 @@ def test_tokens_that_are_there_become_less_probable() -> None:
     logits = torch.tensor([[4.0, 3.0, -1.0, -1.0]])
     seen = torch.tensor([[True, False, False, True]])
     number = torch.zeros(1, dtype=torch.float64)
-    assert Sampling(repetition_penalty=1.2).choose(logits, number, seen) == 0
-    assert Sampling(repetition_penalty=1.5).choose(logits, number, seen) == 1
+    assert SamplingParams(repetition_penalty=1.2).choose(logits, number, seen) == 0
+    assert SamplingParams(repetition_penalty=1.5).choose(logits, number, seen) == 1
     only = torch.tensor([[-1.0, -1.2]])
-    assert Sampling(repetition_penalty=1.5).choose(only, number, torch.tensor([[True, False]])) == 1
+    assert SamplingParams(repetition_penalty=1.5).choose(only, number, torch.tensor([[True, False]])) == 1
 
 
 # ---------------------------------------------------------------- text as it appears
@@ -162,7 +164,7 @@ def test_tokens_that_are_there_become_less_probable() -> None:
 @given(text=st.text(max_size=30), stop=st.lists(st.text(min_size=1, max_size=3), max_size=2))
 def test_text_stream_prints_everything_up_to_the_first_stop(text: str, stop: list[str]) -> None:
     tokenizer = ByteTokenizer()
-    stream = TextStream(tokenizer, stop)
+    stream = TextStreamer(tokenizer, stop)
     printed = ""
     for token in tokenizer.encode(text):
         printed += stream.feed(int(token))
@@ -182,7 +184,7 @@ def test_text_stream_prints_everything_up_to_the_first_stop(text: str, stop: lis
 
 def test_text_stream_waits_for_whole_characters_and_possible_stops() -> None:
     tokenizer = ByteTokenizer()
-    stream = TextStream(tokenizer, ["\n\n"])
+    stream = TextStreamer(tokenizer, ["\n\n"])
     fed = [stream.feed(int(token)) for token in tokenizer.encode("é\na\n\nb")]
     assert fed[:2] == ["", "é"]
     assert fed[2:4] == ["", "\na"]
@@ -191,12 +193,12 @@ def test_text_stream_waits_for_whole_characters_and_possible_stops() -> None:
 
 
 def test_of_stops_that_complete_together_the_longest_counts() -> None:
-    stream = TextStream(ByteTokenizer(), ["bc", "abc", "c"])
+    stream = TextStreamer(ByteTokenizer(), ["bc", "abc", "c"])
     assert "".join(stream.feed(int(token)) for token in ByteTokenizer().encode("xabcd")) == "x"
 
 
 def test_torn_character_is_shown_as_replacement() -> None:
-    stream = TextStream(ByteTokenizer())
+    stream = TextStreamer(ByteTokenizer())
     assert stream.feed(195 + 3) == ""
     assert stream.close() == "\ufffd"
 
@@ -240,4 +242,4 @@ def test_bad_options_are_refused(option: str, value: str) -> None:
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
-    assert generate.printable("a\tb\n\x1b[31m\x9b\x7f\x00é") == "a\tb\n\ufffd[31m\ufffd\ufffd\ufffdé"
+    assert generate.replace_control_characters("a\tb\n\x1b[31m\x9b\x7f\x00é") == "a\tb\n\ufffd[31m\ufffd\ufffd\ufffdé"

@@ -17,27 +17,27 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
-from stoker.models.incremental_decoding import GPTDecoder, cache_bytes
+from stoker.models.incremental_decoding import GPTDecoder, kv_cache_bytes
 from stoker.trainer.cli import main
-from stoker.trainer.cli.generate import begun_text
+from stoker.trainer.cli.generate import encode_prompt
 from stoker.trainer.conversion.load_model import restore
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.generation import text_generator
-from stoker.trainer.generation.beam_search import BeamSearch
-from stoker.trainer.generation.decode_loop import TokenLoop
-from stoker.trainer.generation.sampling import Sampling
-from stoker.trainer.generation.text_generator import Generator, Limits, generate_batch
+from stoker.trainer.generation.beam_search import BeamSearchConfig
+from stoker.trainer.generation.decode_loop import DecodeLoop
+from stoker.trainer.generation.sampling import SamplingParams
+from stoker.trainer.generation.text_generator import Generator, StoppingCriteria, generate_batch
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
 CPU, FP64 = torch.device("cpu"), PrecisionPlan("fp64", torch.float64)
 VOCAB, CONTEXT = 259, 32
-DRAWN = [Sampling(), Sampling(0.9), Sampling(1.2, top_k=20, top_p=0.9, repetition_penalty=1.3)]
+DRAWN = [SamplingParams(), SamplingParams(0.9), SamplingParams(1.2, top_k=20, top_p=0.9, repetition_penalty=1.3)]
 PROMPTS = [[5, 6], [100, 101, 102, 103, 104, 105, 106], [7], [8, 9, 10, 11], [200] * 9]
 
 
@@ -62,21 +62,24 @@ def generator(model: GPT | None = None, context: int = CONTEXT) -> Generator:
 
 
 @pytest.mark.parametrize("sampling", DRAWN, ids=str)
-def test_a_text_does_not_depend_on_its_batch(sampling: Sampling) -> None:
+def test_a_text_does_not_depend_on_its_batch(sampling: SamplingParams) -> None:
     """Prompts of different lengths and seeds, some batches of them, in which texts end at different times."""
     made, seeds = generator(), [3, 4, 5, 3, 6]
-    alone = [made.write([prompt], Limits(20), sampling, [seed])[0] for prompt, seed in zip(PROMPTS, seeds, strict=True)]
-    assert made.write(PROMPTS, Limits(20), sampling, seeds) == alone
-    assert made.write(PROMPTS, Limits(20), sampling, seeds, batch_size=2) == alone
+    alone = [
+        made.write([prompt], StoppingCriteria(20), sampling, [seed])[0]
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    assert made.write(PROMPTS, StoppingCriteria(20), sampling, seeds) == alone
+    assert made.write(PROMPTS, StoppingCriteria(20), sampling, seeds, batch_size=2) == alone
     if sampling.temperature:
-        other = made.write([PROMPTS[0]], Limits(20), sampling, [99])[0]
+        other = made.write([PROMPTS[0]], StoppingCriteria(20), sampling, [99])[0]
         assert other.tokens != alone[0].tokens
 
 
 @torch.no_grad()
 def test_greedy_is_the_whole_text_again_and_again() -> None:
     model = gpt()
-    for prompt, written in zip(PROMPTS, generator(model).write(PROMPTS, Limits(20, ends=())), strict=True):
+    for prompt, written in zip(PROMPTS, generator(model).write(PROMPTS, StoppingCriteria(20, ends=())), strict=True):
         text = list(prompt)
         for _ in range(20):
             text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
@@ -87,28 +90,28 @@ def test_greedy_is_the_whole_text_again_and_again() -> None:
 def test_what_appears_is_what_is_written() -> None:
     made = generator()
     pieces = ["" for _ in PROMPTS]
-    for number, piece in made.stream(PROMPTS, Limits(20), DRAWN[1]):
+    for number, piece in made.stream(PROMPTS, StoppingCriteria(20), DRAWN[1]):
         assert piece
         pieces[number] += piece
-    assert pieces == [written.text for written in made.write(PROMPTS, Limits(20), DRAWN[1])]
+    assert pieces == [written.text for written in made.write(PROMPTS, StoppingCriteria(20), DRAWN[1])]
 
 
 def test_end_tokens_and_stop_strings_end_a_text() -> None:
     made = generator()
-    free = made.write([PROMPTS[0]], Limits(20, ends=()))[0]
+    free = made.write([PROMPTS[0]], StoppingCriteria(20, ends=()))[0]
     for ends in ({free.tokens[7]}, {free.tokens[7], free.tokens[5]}):
-        stopped = made.write([PROMPTS[0]], Limits(20, ends=ends))[0]
+        stopped = made.write([PROMPTS[0]], StoppingCriteria(20, ends=ends))[0]
         first = min(free.tokens.index(end) for end in ends)
         assert stopped.tokens == free.tokens[:first]
         assert stopped.ended
     text = ByteTokenizer().decode(free.tokens)
     stop = next(text[place : place + 2] for place in range(6, 18) if text[place : place + 2].isprintable())
-    stopped = made.write([PROMPTS[0], PROMPTS[1]], Limits(20, [stop], ends=()))[0]
+    stopped = made.write([PROMPTS[0], PROMPTS[1]], StoppingCriteria(20, [stop], ends=()))[0]
     assert stopped.text == text[: text.index(stop)]
     assert stopped.ended
-    assert made.write([], Limits(3)) == []
+    assert made.write([], StoppingCriteria(3)) == []
     with pytest.raises(ValueError, match="`prompts`"):
-        made.write([[]], Limits(3))
+        made.write([[]], StoppingCriteria(3))
 
 
 @torch.no_grad()
@@ -116,7 +119,7 @@ def test_a_text_that_outgrows_its_context_goes_on_from_the_last_half() -> None:
     """Each text at its own time; a prompt longer than the context keeps its end."""
     model, context = gpt(), 12
     long = list(range(50, 70))
-    found = generator(model, context).write([PROMPTS[0], PROMPTS[1], long], Limits(30, ends=()))
+    found = generator(model, context).write([PROMPTS[0], PROMPTS[1], long], StoppingCriteria(30, ends=()))
     for prompt, written in zip([PROMPTS[0], PROMPTS[1], long[-context:]], found, strict=True):
         seen, text = list(prompt), []
         for _ in range(30):
@@ -130,7 +133,7 @@ def test_a_text_that_outgrows_its_context_goes_on_from_the_last_half() -> None:
 def test_a_text_that_has_ended_makes_no_other_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, context = gpt(), 12
     long = list(range(50, 60))
-    first = generator(model, context).write([long], Limits(1, ends=()))[0].tokens[0]
+    first = generator(model, context).write([long], StoppingCriteria(1, ends=()))[0].tokens[0]
     begun: list[int] = []
     begin = GPTDecoder.begin
 
@@ -139,7 +142,7 @@ def test_a_text_that_has_ended_makes_no_other_be_read_again(monkeypatch: pytest.
         return begin(self, tokens, lengths)
 
     monkeypatch.setattr(GPTDecoder, "begin", counted)
-    written = generator(model, context).write([long, [7]], Limits(11, ends={first}))
+    written = generator(model, context).write([long, [7]], StoppingCriteria(11, ends={first}))
     assert written[0].tokens == []
     assert len(written[1].tokens) == 11
     assert begun == [10]
@@ -154,15 +157,17 @@ def test_repetition_is_punished_as_in_transformers() -> None:
     for _ in range(15):
         tokens = torch.tensor([text])
         text.append(int(processor(tokens, model(tokens)[:, -1].float()).argmax()))
-    written = generator(model).write([PROMPTS[1]], Limits(15, ends=()), Sampling(repetition_penalty=1.7))[0]
+    written = generator(model).write(
+        [PROMPTS[1]], StoppingCriteria(15, ends=()), SamplingParams(repetition_penalty=1.7)
+    )[0]
     assert written.tokens == text[len(PROMPTS[1]) :]
 
 
 def test_beam_search_takes_prompts_of_any_length_and_order() -> None:
-    made, search = generator(), BeamSearch(3)
-    alone = [made.search([prompt], Limits(6), search)[0] for prompt in PROMPTS]
-    assert made.search(PROMPTS, Limits(6), search) == alone
-    assert made.search(PROMPTS, Limits(6), search, batch_size=6) == alone
+    made, search = generator(), BeamSearchConfig(3)
+    alone = [made.search([prompt], StoppingCriteria(6), search)[0] for prompt in PROMPTS]
+    assert made.search(PROMPTS, StoppingCriteria(6), search) == alone
+    assert made.search(PROMPTS, StoppingCriteria(6), search, batch_size=6) == alone
 
 
 @torch.no_grad()
@@ -170,37 +175,37 @@ def test_beam_search_ends_where_the_context_is_full() -> None:
     """Every text for itself: 12 tokens, 9 of them the prompt's, and one that needs no place any more."""
     model, context = gpt(), 12
     made = generator(model, context)
-    found = made.search([[200] * 9, [7], [5] * 20], Limits(30, ends=()), BeamSearch(2))
+    found = made.search([[200] * 9, [7], [5] * 20], StoppingCriteria(30, ends=()), BeamSearchConfig(2))
     assert [len(written.tokens) for written in found] == [4, 12, 1]
-    assert found[0] == generator(model, 64).search([[200] * 9], Limits(4, ends=()), BeamSearch(2))[0]
-    assert found[1] == generator(model, 64).search([[7]], Limits(12, ends=()), BeamSearch(2))[0]
+    assert found[0] == generator(model, 64).search([[200] * 9], StoppingCriteria(4, ends=()), BeamSearchConfig(2))[0]
+    assert found[1] == generator(model, 64).search([[7]], StoppingCriteria(12, ends=()), BeamSearchConfig(2))[0]
 
 
 def test_a_model_that_has_diverged_is_told() -> None:
     model = gpt()
     model.token_embedding.weight.data.fill_(torch.nan)
     with pytest.raises(UserError, match="diverged"):
-        generator(model).write([[5]], Limits(3))
+        generator(model).write([[5]], StoppingCriteria(3))
 
 
 @pytest.mark.parametrize("window", [None, [7, 0]])
 def test_keys_and_values_that_do_not_fit_are_told(window: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, two groups of six channels, fp64, keys and values: 384 bytes for each token that is kept."""
     model = gpt(window_size=window)
-    need = cache_bytes(model, 3, 20)
+    need = kv_cache_bytes(model, 3, 20)
     decoder = GPTDecoder(model, 3, 20)
     held = [tensor for layer in decoder._cache.layers for tensor in layer[:2]]
     assert need == 3 * (20 if window is None else 8) * 384 == sum(tensor.nbytes for tensor in held)
     monkeypatch.setattr(text_generator, "host_memory", lambda: need - 1)
     with pytest.raises(UserError, match=r"3 sequences of up to 20 tokens needs 0.0 GiB"):
-        generator(model).write([[5]] * 3, Limits(19))
+        generator(model).write([[5]] * 3, StoppingCriteria(19))
     monkeypatch.setattr(text_generator, "host_memory", lambda: need)
-    generator(model).write([[5]] * 3, Limits(19))
+    generator(model).write([[5]] * 3, StoppingCriteria(19))
 
 
 def test_a_bert_writes_nothing() -> None:
     keys = BertKeys.model_validate({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8})
-    form = SampleForm(length=8)
+    form = BatchSpec(length=8)
     model = build_model(
         keys, vocab_size=VOCAB, device="cpu", dtype=torch.float64, flags=AttentionFlags(), micro_batch_size=1, form=form
     )
@@ -230,8 +235,8 @@ class _Table:
         raise AssertionError(rows)
 
 
-def run(decoder: _Table, prompts: Sequence[Sequence[int]], most: int) -> tuple[TokenLoop, Iterator[list[int]]]:
-    loop = TokenLoop(decoder, Sampling(), most, vocabulary=20, device=CPU, within=nullcontext)
+def run(decoder: _Table, prompts: Sequence[Sequence[int]], most: int) -> tuple[DecodeLoop, Iterator[list[int]]]:
+    loop = DecodeLoop(decoder, SamplingParams(), most, vocabulary=20, device=CPU, within=nullcontext)
     return loop, loop.run(prompts, [0] * len(prompts))
 
 
@@ -275,10 +280,10 @@ def generate(trained: Path, *options: str) -> int:
 def test_one_prompt_appears_after_its_text(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(trained, "--prompt", "ab", "--temperature", "0") == 0
     restored = restore(trained, "cpu")
-    written = generate_batch(restored, [begun_text(restored, "ab")], max_new_tokens=12)
+    written = generate_batch(restored, [encode_prompt(restored, "ab")], max_new_tokens=12)
     assert capsys.readouterr().out == f"ab{written[0].text}\n"
-    assert begun_text(restored, "ab") == [1, 100, 101], "a document begins after the end of another"
-    assert begun_text(restored, "") == [1]
+    assert encode_prompt(restored, "ab") == [1, 100, 101], "a document begins after the end of another"
+    assert encode_prompt(restored, "") == [1]
     (trained.parent / "prompt.txt").write_text("ab")
     assert generate(trained, "--prompt-file", str(trained.parent / "prompt.txt"), "--temperature", "0") == 0
     assert capsys.readouterr().out == f"ab{written[0].text}\n"
@@ -288,9 +293,9 @@ def test_a_text_of_characters_begins_with_a_line_break(trained: Path) -> None:
     restored = restore(trained, "cpu")
     for characters, text, expected in (("\nab", "", [0]), ("ab", "", [0]), ("\nab", "ab", [1, 2])):
         object.__setattr__(restored, "tokenizer", CharTokenizer(characters))
-        assert begun_text(restored, text) == expected
+        assert encode_prompt(restored, text) == expected
     with pytest.raises(UserError, match="character 'z'"):
-        begun_text(restored, "z")
+        encode_prompt(restored, "z")
 
 
 def test_several_prompts_each_as_if_alone(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,14 +373,14 @@ def test_a_prompt_longer_than_the_context_is_told(
 def test_a_conversation_goes_through_the_template(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stoker.trainer.data.tasks.chat_files import chat_of
+    from stoker.trainer.data.tasks.chat_files import get_chat_template
     from stoker.trainer.data.tasks.chats import prompt_ids
 
     read: list[Sequence[int]] = []
     stops: list[str] = []
     write = Generator.write
 
-    def seen(self: Generator, prompts: Sequence[Sequence[int]], limits: Limits, *rest: Any) -> Any:
+    def seen(self: Generator, prompts: Sequence[Sequence[int]], limits: StoppingCriteria, *rest: Any) -> Any:
         read.extend(prompts)
         stops.extend(limits.stop)
         return write(self, prompts, limits, *rest)
@@ -390,7 +395,7 @@ def test_a_conversation_goes_through_the_template(
     rows = [json.loads(line) for line in said.out.splitlines()]
     assert rows[0]["messages"] == messages
     tokenizer = restore(trained, "cpu").tokenizer
-    with chat_of(tokenizer).renderer() as renderer:
+    with get_chat_template(tokenizer).start_renderer() as renderer:
         texts = [renderer.prompt(messages), renderer.prompt([{"role": "user", "content": "hello"}])]
     assert read == [prompt_ids(tokenizer, text) for text in texts]
 
@@ -400,15 +405,17 @@ def test_a_conversation_goes_through_the_template(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", DRAWN, ids=str)
-def test_a_recorded_step_gives_what_an_eager_one_gives(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_step_gives_what_an_eager_one_gives(
+    sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two batches through one recording, with a text that outgrows its context."""
     from stoker.trainer.generation import decode_loop
 
     model = gpt("cuda", torch.float32, compile=False)
     made = Generator(model, ByteTokenizer(), PrecisionPlan("fp32", torch.float32), torch.device("cuda"), CONTEXT)
-    recorded = made.write(PROMPTS, Limits(40, ends=()), sampling, batch_size=3)
+    recorded = made.write(PROMPTS, StoppingCriteria(40, ends=()), sampling, batch_size=3)
     monkeypatch.setattr(decode_loop, "_WORTH_RECORDING", 10**9)
-    assert made.write(PROMPTS, Limits(40, ends=()), sampling, batch_size=3) == recorded
+    assert made.write(PROMPTS, StoppingCriteria(40, ends=()), sampling, batch_size=3) == recorded
 
 
 # ---------------------------------------------------------------- a real model
@@ -427,7 +434,7 @@ def test_smollm2_writes_what_it_writes_in_transformers(tmp_path: Path, capsys: p
     assert main.main(["convert", str(file), str(tmp_path / "model")]) == 0
     restored = restore(tmp_path / "model", "cpu")
     texts = ["The capital of France is", "def main(", "Once upon a time there was a very small"]
-    prompts = [begun_text(restored, text) for text in texts]
+    prompts = [encode_prompt(restored, text) for text in texts]
     assert prompts == [restored.tokenizer.encode(text).tolist() for text in texts], "it begins a text with nothing"
     written = generate_batch(restored, prompts, max_new_tokens=50, stop_ids=())
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)

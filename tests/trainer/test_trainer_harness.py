@@ -18,9 +18,9 @@ from tiers import extra, full_only
 from tiny_run import tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stoker.trainer.cli.evaluate_tasks import TASKS, add_arguments, is_asked
+from stoker.trainer.cli.evaluate_tasks import TASKS, add_arguments, has_tasks
 from stoker.trainer.cli.main import main
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 LENGTH = 32
 _DOCUMENTS = """
@@ -94,7 +94,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "theirs" / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "</s>"}))
-    assert main(["convert", str(folder / "theirs"), str(folder / "ours")]) == EXIT_DONE
+    assert main(["convert", str(folder / "theirs"), str(folder / "ours")]) == EXIT_OK
     return folder / "theirs", folder / "ours"
 
 
@@ -162,7 +162,7 @@ def test_a_t5_scores_and_writes_answers(tmp_path: Path) -> None:
 
     theirs: Any = random_model("byt5")
     save(theirs, tmp_path / "theirs")
-    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--tokenizer", "byte-level"]) == EXIT_DONE
+    assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--tokenizer", "byte-level"]) == EXIT_OK
     model = StokerLM(tmp_path / "ours", "cpu", batch_size=2)
 
     def asked(kind: Any, *arguments: Any) -> Instance:
@@ -247,12 +247,12 @@ def test_evaluate_runs_tasks(
     pytest.importorskip("lm_eval")
     monkeypatch.setattr(os, "environ", dict(os.environ))
     command = ["evaluate", "--checkpoint", str(models[1]), "--device", "cpu", "--tasks-dir", str(tasks)]
-    assert main([*command, "--tasks", "letters_choice,letters_text", "--limit-docs", "3", "--json"]) == EXIT_DONE
+    assert main([*command, "--tasks", "letters_choice,letters_text", "--limit-docs", "3", "--json"]) == EXIT_OK
     document = json.loads(capsys.readouterr().out)
     assert set(document["tasks"]) == {"letters_choice", "letters_text"}
     assert 0 <= document["tasks"]["letters_choice"]["acc"] <= 1
     assert document["tasks"]["letters_text"]["bits_per_byte"] > 0
-    assert main([*command, "--tasks", "letters_text"]) == EXIT_DONE
+    assert main([*command, "--tasks", "letters_text"]) == EXIT_OK
     assert "bits_per_byte" in capsys.readouterr().out
 
 
@@ -311,8 +311,8 @@ def test_the_parser_takes_the_options() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     parser.set_defaults(data_path=None, limit_batches=None)
-    assert not is_asked(parser.parse_args([]))
-    assert is_asked(parser.parse_args(["--tasks", "a"]))
+    assert not has_tasks(parser.parse_args([]))
+    assert has_tasks(parser.parse_args(["--tasks", "a"]))
 
 
 @full_only
@@ -324,8 +324,8 @@ def test_smollm2_on_stokers_own_tasks(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     (weights,) = Path(package.origin).parent.glob("*.gguf")
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert main(["convert", str(weights), str(ours)]) == EXIT_DONE
-    assert main(["convert", str(ours), str(theirs)]) == EXIT_DONE
+    assert main(["convert", str(weights), str(ours)]) == EXIT_OK
+    assert main(["convert", str(ours), str(theirs)]) == EXIT_OK
     names = [path.stem for path in sorted(TASKS.glob("*.yaml"))]
     assert len(names) == 3
     arguments = {"device": "cpu", "limit": 12, "batch_size": 4}

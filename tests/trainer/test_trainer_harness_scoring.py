@@ -17,26 +17,26 @@ from stoker.models.bert import BERT
 from stoker.models.gpt import GPT
 from stoker.models.moe.router import Router
 from stoker.trainer.cli.main import main
-from stoker.trainer.conversion.load_model import Restored, restore
+from stoker.trainer.conversion.load_model import LoadedModel, restore
 from stoker.trainer.data.tokenizers.bos import text_start
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import canonical, define
-from stoker.trainer.evaluation.harness.loglikelihood import Request, Scorer, rolling_windows
-from stoker.trainer.utils.errors import EXIT_DONE
+from stoker.trainer.evaluation.harness.loglikelihood import LoglikelihoodScorer, Request, rolling_windows
+from stoker.trainer.utils.errors import EXIT_OK
 
 BYTES = ("--tokenizer", "byte-level")
 
 
-def both(name: str, folder: Path) -> tuple[PreTrainedModel, Restored]:
+def both(name: str, folder: Path) -> tuple[PreTrainedModel, LoadedModel]:
     """A random model of transformers', and the same one converted."""
     theirs = random_model(name)
     save(theirs, folder / "theirs")
-    assert main(["convert", str(folder / "theirs"), str(folder / "ours"), *BYTES]) == EXIT_DONE
+    assert main(["convert", str(folder / "theirs"), str(folder / "ours"), *BYTES]) == EXIT_OK
     return theirs, restore(folder / "ours", "cpu")
 
 
-def scorer(restored: Restored, longest: int = TOKENS, batch_size: int | None = None) -> Scorer:
-    return Scorer(
+def scorer(restored: LoadedModel, longest: int = TOKENS, batch_size: int | None = None) -> LoglikelihoodScorer:
+    return LoglikelihoodScorer(
         restored.model,
         restored.tokenizer,
         restored.precision,
@@ -173,7 +173,7 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
             scorer(restored, **arguments)
     bert: Any = BERT.__new__(BERT)
     with pytest.raises(ValueError, match=r"`model` \(BERT\) must be a GPT or a T5"):
-        Scorer(bert, restored.tokenizer, restored.precision, restored.device, longest=4)
+        LoglikelihoodScorer(bert, restored.tokenizer, restored.precision, restored.device, longest=4)
     assert scorer(restored).score([]) == []
 
 
@@ -210,7 +210,7 @@ def test_a_text_starts_as_its_tokenizer_says() -> None:
         specials = [("<s>", 2), ("</s>", 3)]
         library.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
         tokenizer = define(canonical(library.to_str()), {})
-        assert tokenizer.added_tokens() == around
+        assert tokenizer.post_processor_tokens() == around
         assert text_start(tokenizer) == around[0]
     assert text_start(ByteTokenizer()) == [1]
     assert text_start(CharTokenizer("ab")) == []

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sync import forbid_cuda_sync
+from cuda_sync import forbid_device_sync
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
 from stoker.trainer.callbacks import expert_load, train_loop
-from stoker.trainer.callbacks.divergence import StepPolicy
-from stoker.trainer.callbacks.profiler import Observers, PhaseTimes
-from stoker.trainer.callbacks.reporting import Rates, StepReports
+from stoker.trainer.callbacks.divergence import LossMonitor
+from stoker.trainer.callbacks.profiler import PhaseTimer, ProfilerList
+from stoker.trainer.callbacks.reporting import StepReporter, ThroughputFactors
 from stoker.trainer.checkpoint.loop_state import LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.lightning.lightning_module import LanguageModule
 from stoker.trainer.loggers.run_logger import Journal, StepReport
 from stoker.trainer.train import run_training
 from stoker.trainer.utils import async_host_copy
-from stoker.trainer.utils.async_host_copy import Instant, LateValues
+from stoker.trainer.utils.async_host_copy import AsyncHostCopy, DeviceTimestamp
 from stoker.trainer.utils.errors import EXIT_TERMINATED, UserError
 
 EXPERTS: dict[str, Any] = {
@@ -53,7 +53,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens in a run, in its order: the steps, and the lines of reports and validations."""
     found: list[str] = []
-    step, report, validation = LanguageModule.training_step, Journal.report, Journal.report_validation
+    step, report, validation = LanguageModule.training_step, Journal.report, Journal.log_validation
 
     def stepped(self: LanguageModule, batch: Any, batch_idx: int) -> None:
         step(self, batch, batch_idx)
@@ -69,7 +69,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(LanguageModule, "training_step", stepped)
     monkeypatch.setattr(Journal, "report", reported)
-    monkeypatch.setattr(Journal, "report_validation", validated)
+    monkeypatch.setattr(Journal, "log_validation", validated)
     return found
 
 
@@ -232,15 +232,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 class Reported:
     """Steps of a made-up device and their reports; writing a line takes the host 2 seconds."""
 
-    def __init__(self, device: Device, observers: Observers | None = None) -> None:
+    def __init__(self, device: Device, observers: ProfilerList | None = None) -> None:
         self.device = device
         self.reports: list[StepReport] = []
-        self.observers = observers or Observers([], print)
+        self.observers = observers or ProfilerList([], print)
         self.module: Any = SimpleNamespace(step=0, lr=0.0, device=torch.device("cuda", 0), take_unread=self.take_unread)
         journal: Any = SimpleNamespace(report=self.report, say=print)
-        policy = StepPolicy(0, None, LoopState.model_validate({}))
-        rates = Rates(tokens_per_sample=10, flops_per_token=1.0, peak_flops=None)
-        self.step_reports = StepReports(journal, policy, rates, lambda step: 3 * step, self.observers, None)
+        policy = LossMonitor(0, None, LoopState.model_validate({}))
+        rates = ThroughputFactors(tokens_per_sample=10, flops_per_token=1.0, peak_flops=None)
+        self.step_reports = StepReporter(journal, policy, rates, lambda step: 3 * step, self.observers, None)
 
     def take_unread(self) -> Callable[[], list[tuple[float, float]]]:
         sent = self.device.event()
@@ -301,9 +301,9 @@ def test_a_slow_host_is_part_of_the_steps_it_belongs_to(device: Device) -> None:
 
 def test_a_profile_that_is_written_before_the_line_is_no_part_of_its_step(device: Device) -> None:
     profiler: Any = SimpleNamespace(aside=0.0)
-    observers = Observers([], print)
+    observers = ProfilerList([], print)
     observers._observers = [profiler]
-    profiler.phase = Observers([], print).phase
+    profiler.phase = ProfilerList([], print).phase
     run = Reported(device, observers)
     run.step(100.0)
     run.step_reports.report(run.module, restart=True)
@@ -321,8 +321,8 @@ def test_a_profile_that_is_written_before_the_line_is_no_part_of_its_step(device
 
 
 def test_both_halves_of_a_report_are_in_the_table_of_times(tmp_path: Path, device: Device) -> None:
-    times = PhaseTimes(tmp_path, print, clock=lambda: device.host)
-    run = Reported(device, Observers([times], print))
+    times = PhaseTimer(tmp_path, print, clock=lambda: device.host)
+    run = Reported(device, ProfilerList([times], print))
     times.before(1)
     run.step(100.0)
     times.after(1)
@@ -346,7 +346,7 @@ def test_both_halves_of_a_report_are_in_the_table_of_times(tmp_path: Path, devic
 
 def test_a_tensor_may_be_changed_once_its_values_are_taken() -> None:
     tensor = torch.ones(3)
-    values = LateValues(tensor)
+    values = AsyncHostCopy(tensor)
     tensor.zero_()
     assert values.get().tolist() == [1.0, 1.0, 1.0]
 
@@ -357,11 +357,11 @@ def test_values_are_those_of_their_time_and_nothing_later_is_waited_for() -> Non
     tensor, end = torch.zeros(3, device=device), torch.cuda.Event()
     early: list[tuple[bool, bool]] = []
     for _ in range(2):  # the first time kernels are loaded and memory is pinned
-        start = Instant(device, 0.0)
+        start = DeviceTimestamp(device, 0.0)
         torch.cuda._sleep(200_000_000)  # about 0.1 s
-        with forbid_cuda_sync():
+        with forbid_device_sync():
             tensor.fill_(1.0)
-            values, at = LateValues(tensor), Instant(device, 0.0)
+            values, at = AsyncHostCopy(tensor), DeviceTimestamp(device, 0.0)
             tensor.zero_()
             torch.cuda._sleep(1_000_000_000)
             end.record()
@@ -394,13 +394,13 @@ def test_a_report_begins_without_a_wait_and_says_the_same(
         "model__encoder_seq_length": 128,
         "model__bias": False,
     }
-    begin = StepReports.begin
+    begin = StepReporter.begin
 
-    def watched(self: StepReports, module: LanguageModule, *, restart: bool) -> None:
-        with forbid_cuda_sync():
+    def watched(self: StepReporter, module: LanguageModule, *, restart: bool) -> None:
+        with forbid_device_sync():
             begin(self, module, restart=restart)
 
-    monkeypatch.setattr(StepReports, "begin", watched)
+    monkeypatch.setattr(StepReporter, "begin", watched)
     run_training(tiny_config(tmp_path / "late", **settings))
     assert told.index("step 3") < told.index("line 2") < told.index("step 4")
     monkeypatch.setattr(train_loop, "runs_behind", lambda device: False)

@@ -11,14 +11,20 @@ from tiny_run import tiny_config
 
 from stoker.trainer.config.schema.exp_manager import ExpManagerBlock, SummaryWriterBlock
 from stoker.trainer.loggers import logger_backends
-from stoker.trainer.loggers.logger_backends import Background, CsvSink, TensorBoardSink, check_loggers, open_sinks
+from stoker.trainer.loggers.logger_backends import (
+    BackgroundLogger,
+    CSVLogger,
+    TensorBoardLogger,
+    check_loggers,
+    open_loggers,
+)
 from stoker.trainer.utils.errors import UserError
 
 
 def open_for(directory, resumed_at=0, **keys):
     directory.mkdir(exist_ok=True)
     config = tiny_config(directory, **{f"exp_manager__{name}": value for name, value in keys.items()})
-    return open_sinks(config, directory, resumed_at)
+    return open_loggers(config, directory, resumed_at)
 
 
 # ---------------------------------------------------------------- packages, CSV, TensorBoard
@@ -39,7 +45,7 @@ def rows(path):
 
 
 def test_a_table_gets_a_column_when_a_figure_first_appears(tmp_path):
-    sink = CsvSink(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
+    sink = CSVLogger(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
     sink.log(1, {"loss": 3.5}, "train")
     sink.log(1, {"val_loss": 4.0}, "validation")
     sink.log(2, {"loss": 0.1 + 0.2}, "train")
@@ -55,13 +61,13 @@ def test_the_table_of_a_resumed_run_begins_with_what_metrics_jsonl_kept(tmp_path
     (tmp_path / "metrics.csv").write_text("step,loss\n1,1.0\n2,2.0\n3,3.0\n2,tor")
     kept = [{"step": step, "loss": float(step)} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    sink = CsvSink(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
+    sink = CSVLogger(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
     sink.log(3, {"loss": 30.0}, "train")
     assert [row["loss"] for row in rows(tmp_path / "metrics.csv")] == ["1.0", "2.0", "30.0"]
 
 
 def test_tensorboard_gets_its_settings(tmp_path):
-    sink = TensorBoardSink(tmp_path, SummaryWriterBlock(max_queue=3, flush_secs=7, filename_suffix=".here"), 0)
+    sink = TensorBoardLogger(tmp_path, SummaryWriterBlock(max_queue=3, flush_secs=7, filename_suffix=".here"), 0)
     sink.log(1, {"loss": 1.0}, "train")
     writer = sink._writer
     sink.close(failed=False)
@@ -80,11 +86,11 @@ class Slow:
         self.error = error
         self.seen = []
 
-    def log(self, step, figures, group):
+    def log(self, step, metrics, group):
         self.go.wait(10)
         if self.error is not None:
             raise self.error
-        self.seen.append((step, dict(figures), group))
+        self.seen.append((step, dict(metrics), group))
 
     def close(self, *, failed):
         self.seen.append(failed)
@@ -92,7 +98,7 @@ class Slow:
 
 def test_a_slow_sink_holds_nobody_up_and_gets_everything():
     slow = Slow()
-    sink = Background(slow)
+    sink = BackgroundLogger(slow)
     for step in (1, 2, 3):
         sink.log(step, {"loss": float(step)}, "train")
     assert slow.seen == []
@@ -103,7 +109,7 @@ def test_a_slow_sink_holds_nobody_up_and_gets_everything():
 
 def test_a_dead_sink_is_given_up_after_a_while():
     slow = Slow()
-    sink = Background(slow, seconds_to_finish=0.1)
+    sink = BackgroundLogger(slow, seconds_to_finish=0.1)
     sink.log(1, {"loss": 1.0}, "train")
     with pytest.raises(RuntimeError):
         sink.close(failed=False)
@@ -112,7 +118,7 @@ def test_a_dead_sink_is_given_up_after_a_while():
 
 def test_an_error_in_the_thread_is_raised_once_where_figures_are_logged():
     slow = Slow(error=ConnectionError("no route"))
-    sink = Background(slow)
+    sink = BackgroundLogger(slow)
     slow.go.set()
     sink.log(1, {"loss": 1.0}, "train")
     while sink._error is None:
@@ -132,7 +138,7 @@ def wandb(monkeypatch):
     module = ModuleType("wandb")
     calls = []
 
-    class Run:
+    class LayerChunk:
         def define_metric(self, name, **how):
             calls.append(("define", name, how.get("step_metric")))
 
@@ -144,7 +150,7 @@ def wandb(monkeypatch):
 
     def init(**settings):
         calls.append(("init", settings))
-        return Run()
+        return LayerChunk()
 
     module.__dict__.update(init=init, Settings=lambda **settings: settings, calls=calls)
     monkeypatch.setitem(sys.modules, "wandb", module)

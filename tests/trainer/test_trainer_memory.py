@@ -12,7 +12,7 @@ from tiny_run import tiny_config
 from stoker.kernels.launch import INTERPRETED
 from stoker.models.config.parameter_count import count_parameters
 from stoker.trainer import train as running
-from stoker.trainer.config.parameter_layout import DataLayout
+from stoker.trainer.config.parameter_layout import DataParallelLayout
 from stoker.trainer.conversion import load_model
 from stoker.trainer.core import factory
 from stoker.trainer.core.factory import build_model
@@ -75,10 +75,10 @@ def test_the_bound_is_that_of_weights_gradients_and_optimizer(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("layout", "bytes_per_parameter"),
     [
-        (DataLayout("data parallel", 4, 1, whole_weights=True), 16 + 4),
-        (DataLayout("distributed optimizer", 1, 4, whole_weights=True), 4 + 12 / 4 + 4 / 4),
-        (DataLayout("fsdp full", 1, 4), (16 + 4) / 4),
-        (DataLayout("fsdp hybrid", 2, 2), (16 + 4) / 2),
+        (DataParallelLayout("data parallel", 4, 1, replicates_weights=True), 16 + 4),
+        (DataParallelLayout("distributed optimizer", 1, 4, replicates_weights=True), 4 + 12 / 4 + 4 / 4),
+        (DataParallelLayout("fsdp full", 1, 4), (16 + 4) / 4),
+        (DataParallelLayout("fsdp hybrid", 2, 2), (16 + 4) / 2),
     ],
 )
 def test_each_process_needs_what_it_holds(tmp_path, monkeypatch, layout, bytes_per_parameter):
@@ -143,7 +143,7 @@ def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choos
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(environment.sys, "platform", "linux")
     for kind, expected in (("cpu", None), ("cuda", "expandable_segments:True")):
-        for name in environment.ALLOCATOR:
+        for name in environment.ALLOCATOR_VARIABLES:
             monkeypatch.delenv(name, raising=False)
         choose(load(f"trainer.accelerator={kind}").root if choose is factory.choose_device else kind)
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected

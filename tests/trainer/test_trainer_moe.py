@@ -20,19 +20,19 @@ from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.moe.find_moe_layers import moe_layers
 from stoker.trainer.callbacks import expert_load
-from stoker.trainer.callbacks.expert_load import ExpertLoad
+from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
 from stoker.trainer.checkpoint.loop_state import LoopState
-from stoker.trainer.checkpoint.reader import weights_of
+from stoker.trainer.checkpoint.reader import model_tensors
 from stoker.trainer.conversion.load_model import restore
-from stoker.trainer.data.batch_sampler import BatchPlan, RampUp, RankBatches
-from stoker.trainer.data.dataloader import BatchFeed
+from stoker.trainer.data.batch_sampler import BatchSchedule, BatchSizeRampUp, RankBatchSampler
+from stoker.trainer.data.dataloader import PrefetchingDataLoader
 from stoker.trainer.data.datasets.samples import Batch, MockSamples
 from stoker.trainer.device.precision import PrecisionPlan
-from stoker.trainer.distributed.process_group import Ranks
-from stoker.trainer.lightning.expert_balance import ExpertBalance
+from stoker.trainer.distributed.process_group import DistributedContext
+from stoker.trainer.lightning.expert_balance import ExpertBalancer
 from stoker.trainer.lightning.lightning_module import LanguageModule
 from stoker.trainer.lightning.lightning_trainer import fit
-from stoker.trainer.loggers.progress_bar import step_line
+from stoker.trainer.loggers.progress_bar import format_step
 from stoker.trainer.loggers.run_logger import StepReport
 from stoker.trainer.optim.sgd import SGD
 from stoker.trainer.train import run_training
@@ -91,7 +91,7 @@ def model_of(micro_batch_size, **changes):
 
 def trained(micro_batch_size, steps=1, *, plan=None, bias_rate: float | None = None, **changes):
     """A module after some steps of gradient descent with a rate of 1: each changes the weights by the gradients."""
-    plan = plan or BatchPlan(12)
+    plan = plan or BatchSchedule(12)
     model = model_of(micro_batch_size, **changes)
     layers = moe_layers(model)
     rates = dict.fromkeys(layers, bias_rate) if bias_rate is not None else {}
@@ -99,14 +99,14 @@ def trained(micro_batch_size, steps=1, *, plan=None, bias_rate: float | None = N
         model,
         SGD(model.named_parameters(), lr=1.0, momentum=0.0, weight_decay=0.0),
         lambda step: 1.0,
-        BatchFeed(UnevenSamples(), RankBatches(plan, micro_batch_size), CPU),
+        PrefetchingDataLoader(UnevenSamples(), RankBatchSampler(plan, micro_batch_size), CPU),
         PrecisionPlan("test", torch.float64),
         seed=1,
-        experts=ExpertBalance(
-            layers, lambda step: plan.size(step) // micro_batch_size, bias_rates=rates, ranks=Ranks()
+        experts=ExpertBalancer(
+            layers, lambda step: plan.size(step) // micro_batch_size, bias_rates=rates, ranks=DistributedContext()
         ),
     )
-    fit(module, Silent(), steps, CPU, Ranks())
+    fit(module, Silent(), steps, CPU, DistributedContext())
     module.feed.close()
     return module
 
@@ -162,7 +162,7 @@ def test_losses_of_the_router_count_once(micro_batch_size, recompute):
     for name, gradient in gradients.items():
         expected = torch.zeros_like(before[name]) if gradient is None else gradient
         torch.testing.assert_close(before[name] - after[name], expected, rtol=1e-9, atol=1e-12, msg=name)
-    read = ExpertLoad(moe_layers(module.model), ranks=Ranks()).take(1, restart=True)()
+    read = ExpertLoadMetrics(moe_layers(module.model), ranks=DistributedContext()).take(1, restart=True)()
     logged = [read[name] for name in ("load_balancing_loss", "z_loss", "router_entropy")]
     assert logged == pytest.approx(figures.tolist(), rel=1e-6)
     shares = [(count / count.sum()).tolist() for count in counts]
@@ -173,17 +173,17 @@ def test_losses_of_the_router_count_once(micro_batch_size, recompute):
 
 
 def test_the_share_follows_a_growing_batch():
-    plan = BatchPlan(12, ramp_up=RampUp(start=4, increment=4, samples=24, final=12))
+    plan = BatchSchedule(12, ramp_up=BatchSizeRampUp(start=4, increment=4, samples=24, final=12))
     assert [plan.size(step) for step in range(6)] == [4, 4, 4, 8, 8, 12]
     seen = []
-    original = ExpertBalance.before_step
+    original = ExpertBalancer.before_step
 
     def spied(self, step):
         original(self, step)
         seen.append([layer.loss_share.item() for layer in self._layers])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertBalance, "before_step", spied)
+        patch.setattr(ExpertBalancer, "before_step", spied)
         trained(2, 6, plan=plan)
     expected = [0.5, 0.5, 0.5, 0.25, 0.25, 1 / 6]
     assert seen == [[pytest.approx(share)] * 2 for share in expected]
@@ -192,7 +192,7 @@ def test_the_share_follows_a_growing_batch():
 def test_validation_does_not_count_and_a_report_begins_anew():
     module = trained(6, steps=2)
     layers = moe_layers(module.model)
-    load = ExpertLoad(layers, ranks=Ranks())
+    load = ExpertLoadMetrics(layers, ranks=DistributedContext())
     statistics = [layer.statistics.clone() for layer in layers.values()]
     assert [layer[:4].sum().item() for layer in statistics] == [2 * 12 * 16 * 2] * 2
     assert [layer[-1].item() for layer in statistics] == [4.0, 4.0], "two steps of two micro batches"
@@ -224,7 +224,7 @@ UNEVEN = (16.0, 0.0, 0.0, 0.0, 8.0, 10.0, 0.5, 4.0, 16.0, 2.0)
 
 def test_figures_of_known_counts():
     layers = counted(EVEN, UNEVEN)
-    load = ExpertLoad(layers, ranks=Ranks(), per_layer=list(layers)[1:])
+    load = ExpertLoadMetrics(layers, ranks=DistributedContext(), per_layer=list(layers)[1:])
     assert load.take(1, restart=True)() == pytest.approx(
         {
             "load_balancing_loss": 2.5,
@@ -248,38 +248,42 @@ def test_figures_of_known_counts():
 
 
 def test_a_mean_goes_on_over_other_reports_and_over_processes():
-    whole = ExpertLoad(counted(EVEN, UNEVEN), ranks=Ranks())
+    whole = ExpertLoadMetrics(counted(EVEN, UNEVEN), ranks=DistributedContext())
     whole.take(1, restart=False)()
     state = LoopState.model_validate_json(json.dumps({"expert_load": whole.sums})).expert_load
     for name, statistics in zip(whole._layers, (UNEVEN, EVEN), strict=True):
         whole._layers[name].statistics.copy_(torch.tensor(statistics))
-    resumed = ExpertLoad(counted(UNEVEN, EVEN), ranks=Ranks(), state=state)
+    resumed = ExpertLoadMetrics(counted(UNEVEN, EVEN), ranks=DistributedContext(), state=state)
     figures = whole.take(2, restart=True)()
     assert figures == resumed.take(2, restart=True)()
     assert figures["load_cv"] == pytest.approx(math.sqrt(3) / 2), "of 20, 4, 4, 4 in both layers"
     assert figures["load_balancing_loss"] == pytest.approx(2.5)
     assert whole.sums == ()
-    other = ExpertLoad(counted(EVEN, UNEVEN), ranks=Ranks(), state=((1.0, 2.0),))  # of another model
+    other = ExpertLoadMetrics(
+        counted(EVEN, UNEVEN), ranks=DistributedContext(), state=((1.0, 2.0),)
+    )  # of another model
     assert other.take(1, restart=True)()["load_balancing_loss"] == pytest.approx(2.5)
 
 
 def test_a_layer_whose_sums_are_not_finite_is_left_out():
     broken = (*EVEN[:5], math.nan, *EVEN[6:])
-    figures = ExpertLoad(counted(broken, UNEVEN), ranks=Ranks()).take(1, restart=True)()
+    figures = ExpertLoadMetrics(counted(broken, UNEVEN), ranks=DistributedContext()).take(1, restart=True)()
     assert (figures["z_loss"], figures["load_cv"]) == (pytest.approx(5.0), pytest.approx(math.sqrt(3)))
 
 
 def test_a_layer_that_saw_padding_alone_has_no_figures():
     nothing = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0)
-    assert ExpertLoad(counted(nothing, nothing), ranks=Ranks()).take(1, restart=True)() == {}
-    assert ExpertLoad(counted(nothing, UNEVEN), ranks=Ranks()).take(1, restart=True)()["z_loss"] == pytest.approx(5.0)
+    assert ExpertLoadMetrics(counted(nothing, nothing), ranks=DistributedContext()).take(1, restart=True)() == {}
+    assert ExpertLoadMetrics(counted(nothing, UNEVEN), ranks=DistributedContext()).take(1, restart=True)()[
+        "z_loss"
+    ] == pytest.approx(5.0)
 
 
 def test_the_step_line_has_one_short_figure_of_experts():
     plain = StepReport(step=3, loss=5.0, grad_norm=1.0, lr=0.1, consumed_samples=8)
-    assert "CV" not in step_line(plain, 10, None)
+    assert "CV" not in format_step(plain, 10, None)
     report = StepReport(step=3, loss=5.0, grad_norm=1.0, lr=0.1, consumed_samples=8, experts={"load_cv": 0.1234})
-    assert "  load CV  0.12" in step_line(report, 10, None)
+    assert "  load CV  0.12" in format_step(report, 10, None)
     assert report.figures()["load_cv"] == 0.1234
 
 
@@ -296,7 +300,7 @@ def of_bias(layer):
 def test_the_bias_goes_up_where_an_expert_had_too_little():
     layers = moe_layers(model_of(12, **BIAS))
     rates = dict(zip(layers, (0.5, 0.25), strict=True))
-    balance = ExpertBalance(layers, lambda step: 1, bias_rates=rates, ranks=Ranks())
+    balance = ExpertBalancer(layers, lambda step: 1, bias_rates=rates, ranks=DistributedContext())
     (first, first_counts), (second, second_counts) = map(of_bias, layers.values())
     first_counts.copy_(torch.tensor([0.0, 2.0, 2.0, 4.0]))
     second_counts.copy_(torch.tensor([9.0, 1.0, 1.0, 1.0]))
@@ -317,7 +321,7 @@ def test_the_bias_counts_the_whole_global_batch_once_and_is_in_the_checkpoint():
         bias, _ = of_bias(layer)
         assert bias.abs().max() == 0.125
         assert torch.equal(bias, of_bias(moe_layers(split.model)[name])[0])
-        assert bias is weights_of(whole.model)[f"{name}.expert_bias"]
+        assert bias is model_tensors(whole.model)[f"{name}.expert_bias"]
 
 
 MOE = {

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from stoker.trainer.callbacks import expert_load
-from stoker.trainer.callbacks.expert_load import ExpertLoad
-from stoker.trainer.loggers.expert_load_map import MOST_ROWS, LoadMap, can_draw, variation
+from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
+from stoker.trainer.loggers.expert_load_map import MAX_ROWS, ExpertLoadHistory, can_draw, coefficient_of_variation
 from stoker.trainer.utils.errors import EXIT_IO, UserError
 
 EXPERTS = {"decoder.layers.0.mlp": 4, "decoder.layers.2.mlp": 2}
@@ -19,7 +19,7 @@ def counts(step):
 
 
 def filled(path, steps, *, first=1, resumed_at=0, irregular=()):
-    found = LoadMap(path, EXPERTS, resumed_at=resumed_at)
+    found = ExpertLoadHistory(path, EXPERTS, resumed_at=resumed_at)
     for step in range(first, steps + 1):
         found.add(step, counts(step), regular=step not in irregular)
     return found
@@ -44,11 +44,11 @@ def test_every_report_is_a_row(tmp_path):
     }
 
 
-@pytest.mark.parametrize("steps", [MOST_ROWS, MOST_ROWS + 1, 1000, 3001])
+@pytest.mark.parametrize("steps", [MAX_ROWS, MAX_ROWS + 1, 1000, 3001])
 def test_rows_double_and_no_token_is_lost(tmp_path, steps):
     document = filled(tmp_path / "x.json", steps).document
-    assert len(document.rows) <= MOST_ROWS
-    assert document.stride == {MOST_ROWS: 1, MOST_ROWS + 1: 2, 1000: 4, 3001: 16}[steps]
+    assert len(document.rows) <= MAX_ROWS
+    assert document.stride == {MAX_ROWS: 1, MAX_ROWS + 1: 2, 1000: 4, 3001: 16}[steps]
     assert [row.first_step for row in document.rows] == [1, *(row.step + 1 for row in document.rows[:-1])]
     assert document.rows[-1].step == steps
     assert all(row.reports == document.stride for row in document.rows[:-1])
@@ -58,7 +58,7 @@ def test_rows_double_and_no_token_is_lost(tmp_path, steps):
 
 
 def test_many_experts_have_fewer_rows(tmp_path):
-    wide = LoadMap(tmp_path / "x.json", dict.fromkeys(map(str, range(48)), 128))
+    wide = ExpertLoadHistory(tmp_path / "x.json", dict.fromkeys(map(str, range(48)), 128))
     for step in range(1, 101):
         wide.add(step, [[3] * 128] * 48, regular=True)
     wide.write()
@@ -117,13 +117,13 @@ def test_a_file_that_is_not_ours_is_begun_anew(tmp_path, text):
 def test_variation_is_the_deviation_over_the_mean():
     import numpy as np
 
-    assert variation(np.array([2.0, 4.0])) == pytest.approx(1 / 3)
-    assert variation(np.zeros(4)) == 0.0
+    assert coefficient_of_variation(np.array([2.0, 4.0])) == pytest.approx(1 / 3)
+    assert coefficient_of_variation(np.zeros(4)) == 0.0
 
 
 @pytest.mark.skipif(not can_draw(), reason="needs matplotlib")
 def test_the_picture(tmp_path):
-    found = LoadMap(tmp_path / "x.json", EXPERTS)
+    found = ExpertLoadHistory(tmp_path / "x.json", EXPERTS)
     found.draw()
     assert not list(tmp_path.iterdir()), "there is nothing to show yet"
     found.add(3, counts(3), regular=True)
@@ -144,25 +144,25 @@ def test_the_picture(tmp_path):
 
 def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(expert_load, "can_draw", lambda: False)
-    load = ExpertLoad({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
-    load.keep(draw=True, last=True)
+    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
+    load.keep(plot=True, last=True)
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_picture_that_fails_is_told_once_and_stops_nothing(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(expert_load, "can_draw", lambda: True)
-    load = ExpertLoad({}, ranks=None, load_map=filled(tmp_path / "x.json", 3), say=said.append)  # type: ignore[arg-type]
-    monkeypatch.setattr(LoadMap, "draw", lambda self: 1 / 0)
-    load.keep(draw=True, last=True)
-    load.keep(draw=True, last=True)
+    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3), say=said.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(ExpertLoadHistory, "draw", lambda self: 1 / 0)
+    load.keep(plot=True, last=True)
+    load.keep(plot=True, last=True)
     assert said == ["warning: the expert load cannot be plotted: ZeroDivisionError: division by zero"]
 
 
 def test_a_full_disk_ends_the_run_with_its_code(tmp_path, monkeypatch):
-    load = ExpertLoad({}, ranks=None, load_map=filled(tmp_path / "gone" / "x.json", 3))  # type: ignore[arg-type]
+    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "gone" / "x.json", 3))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="cannot write the expert load") as error:
-        load.keep(draw=False)
+        load.keep(plot=False)
     assert error.value.exit_code == EXIT_IO
 
 
@@ -175,11 +175,11 @@ def test_pictures_take_a_small_part_of_the_time(tmp_path, monkeypatch):
         drawn.append(now[0])
         now[0] += 1.0
 
-    monkeypatch.setattr(LoadMap, "draw", draw)
-    load = ExpertLoad({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
+    monkeypatch.setattr(ExpertLoadHistory, "draw", draw)
+    load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
     while now[0] < 120:
-        load.keep(draw=True)
+        load.keep(plot=True)
         now[0] += 7.0
     assert len(drawn) == 3
-    load.keep(draw=True, last=True)
+    load.keep(plot=True, last=True)
     assert len(drawn) == 4

@@ -8,7 +8,7 @@ from tiny_run import tiny_config
 from torch import nn
 
 from stoker.trainer.optim.muon import Muon, is_hidden_matrix, orthogonalize
-from stoker.trainer.optim.optimizer_factory import fused_rows
+from stoker.trainer.optim.optimizer_factory import fused_projection_rows
 from stoker.trainer.train import run_training
 
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -63,7 +63,7 @@ GATED = {
 
 def test_gated_experts_are_fused(tmp_path):
     keys = tiny_config(tmp_path, **GATED).root.model
-    assert {name: rows for name, rows in fused_rows(keys).items() if "mlp." in name} == {
+    assert {name: rows for name, rows in fused_projection_rows(keys).items() if "mlp." in name} == {
         "mlp.up.weight": (64, 64),
         "mlp.experts.up": (24, 24),
         "mlp.shared.up.weight": (40, 40),

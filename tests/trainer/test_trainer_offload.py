@@ -13,7 +13,7 @@ from fork_server import ForkServer
 from tiers import extra, full_only
 from tiny_run import final_hashes, tiny_config
 
-from stoker.models.memory.offload_weights import WeightOffload, weight_offloads
+from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
 from stoker.trainer.train import run_training
 
 RUN: dict[str, Any] = {
@@ -38,7 +38,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path, monkeypatch: pytest.
     run_training(tiny_config(tmp_path / "plain", **changes))
     install(monkeypatch)
     ours = run_training(tiny_config(tmp_path / "ours", **changes, **OFFLOADS))
-    assert weight_offloads(ours.model)
+    assert find_weight_offloads(ours.model)
     assert losses(tmp_path / "plain") == losses(tmp_path / "ours")
     assert final_hashes(tmp_path / "plain", 8) == final_hashes(tmp_path / "ours", 8)
     longer = {"trainer__max_steps": 10}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.base_optimizer import clip_coefficient, decays, global_norm
+from stoker.trainer.optim.base_optimizer import clip_coefficient, global_norm, has_weight_decay
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -66,7 +66,7 @@ def test_only_matrices_decay_and_norm_weights_on_demand(norms_decay):
     decaying = {name for group in optimizer.param_groups if group["weight_decay"] for name in group["names"]}
     assert decaying == {"table.weight", "linear.weight"} | ({"norm.weight"} if norms_decay else set())
     others = ("norm.bias", "attention.head_scale", "score_positions.raw_p", "mlp.down.ia3")
-    assert not any(decays(name, torch.zeros(3), norms_decay=True) for name in others)
+    assert not any(has_weight_decay(name, torch.zeros(3), norms_decay=True) for name in others)
 
 
 @pytest.mark.parametrize(("clip", "expected"), [(1.0, 0.2), (10.0, 1.0), (0.0, 1.0), (None, 1.0)])

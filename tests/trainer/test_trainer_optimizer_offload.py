@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import load
-from optimizer_cases import MAKERS, WideNet, backward
+from optimizer_cases import OPTIMIZER_FACTORIES, WideNet, backward
 from stream_copies import StreamCopies
 from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config
@@ -41,7 +41,9 @@ def settings(dtype):
 
 def on_host(kind, model, dtype, **more):
     copies = StreamCopies()
-    return MAKERS[kind](model.named_parameters(), host=copies, bucket_bytes=BUCKET, **settings(dtype), **more), copies
+    return OPTIMIZER_FACTORIES[kind](
+        model.named_parameters(), host=copies, bucket_bytes=BUCKET, **settings(dtype), **more
+    ), copies
 
 
 def host_of(optimizer):
@@ -82,7 +84,7 @@ def train(model, optimizer, steps, *, accumulated=1):
 # ---------------------------------------------------------------- equality
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 @pytest.mark.parametrize(
     ("dtype", "accumulated"),
     [
@@ -93,7 +95,7 @@ def train(model, optimizer, steps, *, accumulated=1):
 )
 def test_five_steps_are_bit_equal_to_those_without(kind, dtype, accumulated):
     plain, model = model_of(dtype), model_of(dtype)
-    expected = MAKERS[kind](plain.named_parameters(), **settings(dtype))
+    expected = OPTIMIZER_FACTORIES[kind](plain.named_parameters(), **settings(dtype))
     optimizer, copies = on_host(kind, model, dtype)
     train(plain, expected, range(5), accumulated=accumulated)
     train(model, optimizer, range(5), accumulated=accumulated)
@@ -129,7 +131,7 @@ def test_without_state_nothing_moves():
     assert not copies.events
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 def test_frozen_parameters_and_gradients_that_are_no_rows_in_memory(kind):
     """A gradient whose memory is ordered by columns, cut into buckets of rows."""
     models = [model_of(torch.float32) for _ in range(2)]
@@ -137,7 +139,7 @@ def test_frozen_parameters_and_gradients_that_are_no_rows_in_memory(kind):
     for number, model in enumerate(models):
         model.norm.weight.requires_grad_(False)
         host = {"host": StreamCopies(), "bucket_bytes": BUCKET} if number else {}
-        optimizers.append(MAKERS[kind](model.named_parameters(), **host))
+        optimizers.append(OPTIMIZER_FACTORIES[kind](model.named_parameters(), **host))
     for step in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             backward(model, step)
@@ -156,7 +158,7 @@ def plan_of(kind, dtype=torch.bfloat16) -> BucketPlan:
     return host_of(optimizer).plan
 
 
-@looped("kind", MAKERS)
+@looped("kind", OPTIMIZER_FACTORIES)
 @looped("dtype", [torch.float32, torch.bfloat16])
 def test_every_byte_of_the_state_moves_once(kind, dtype):
     plan = plan_of(kind, dtype)
@@ -167,35 +169,35 @@ def test_every_byte_of_the_state_moves_once(kind, dtype):
             moved[host : host + size] += 1
             here[device : device + size] += 1
         assert here.max() <= 1
-        for stretch in bucket.stretches:
+        for stretch in bucket.slices:
             for key, place in stretch.state.items():  # the copy brings the very bytes of the stretch
                 assert here[place.start : place.start + place.size].all()
-                home = plan.homes[bucket.group][stretch.index][key]
+                home = plan.host_locations[bucket.group][stretch.index][key]
                 first = home.start + (stretch.cut[0] if stretch.cut else 0) * place.dtype.itemsize
                 copy = next(c for c in bucket.copies if c.device <= place.start < c.device + c.size)
                 assert copy.host + place.start - copy.device == first
     assert moved.max() == 1
-    for homes in plan.homes:
+    for homes in plan.host_locations:
         for home in homes:
             for place in home.values():
                 assert moved[place.start : place.start + place.size].all()
     assert plan.moved_bytes == moved.sum()
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 def test_only_what_must_be_whole_is_larger_than_a_bucket(kind):
     plan = plan_of(kind)
-    cut = [bucket for bucket in plan.buckets if bucket.stretches[0].cut]
+    cut = [bucket for bucket in plan.buckets if bucket.slices[0].cut]
     assert bool(cut) == (kind in ("adamw", "sgd", "muon"))
     for bucket in plan.buckets:
-        assert bucket.size <= BUCKET + 3 * 256 or (len(bucket.stretches) == 1 and not bucket.stretches[0].cut)
+        assert bucket.size <= BUCKET + 3 * 256 or (len(bucket.slices) == 1 and not bucket.slices[0].cut)
     if kind in ("adamw", "sgd"):
         assert max(plan.slots) <= BUCKET + 3 * 256
     for bucket in cut:
-        assert bucket.stretches[0].cut is not None
-        first, last = bucket.stretches[0].cut
+        assert bucket.slices[0].cut is not None
+        first, last = bucket.slices[0].cut
         assert first % 1024 == 0  # vector instructions find the elements they had
-        assert last - first <= BUCKET // sum(place.dtype.itemsize for place in bucket.stretches[0].state.values())
+        assert last - first <= BUCKET // sum(place.dtype.itemsize for place in bucket.slices[0].state.values())
 
 
 def test_neighbours_share_a_bucket_up_to_its_limit():
@@ -204,7 +206,7 @@ def test_neighbours_share_a_bucket_up_to_its_limit():
 
     sizes = [512, 512, 256, 4096, 256, 0, 768]
     plan = plan_buckets([[shape(size) for size in sizes], [shape(256)]], 1024)
-    assert [[s.index for s in bucket.stretches] for bucket in plan.buckets] == [[0, 1], [2], [3], [4, 5, 6], [0]]
+    assert [[s.index for s in bucket.slices] for bucket in plan.buckets] == [[0, 1], [2], [3], [4, 5, 6], [0]]
     assert [bucket.group for bucket in plan.buckets] == [0, 0, 0, 0, 1]
     assert [bucket.size for bucket in plan.buckets] == [1024, 256, 4096, 1024, 256]
     assert [len(bucket.copies) for bucket in plan.buckets] == [1] * 5  # neighbours move together
@@ -216,13 +218,11 @@ def test_ranks_with_fewer_rows_have_the_same_buckets():
     """What they send each other during an update must agree."""
 
     def plan(rows):
-        shapes = [StateShape({"v": ((rows, 8), torch.float32)}, most_bytes=7 * 8 * 4) for _ in range(5)]
+        shapes = [StateShape({"v": ((rows, 8), torch.float32)}, max_shard_bytes=7 * 8 * 4) for _ in range(5)]
         return plan_buckets([shapes], 512)
 
     whole, none = plan(7), plan(0)
-    assert [[s.index for s in b.stretches] for b in whole.buckets] == [
-        [s.index for s in b.stretches] for b in none.buckets
-    ]
+    assert [[s.index for s in b.slices] for b in whole.buckets] == [[s.index for s in b.slices] for b in none.buckets]
     assert none.moved_bytes == 0
 
 
@@ -264,7 +264,7 @@ def test_a_bucket_comes_while_one_is_updated_and_one_leaves():
     assert all(at["update", a] < at["update", b] for a, b in pairwise(range(count)))
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 def test_memory_is_what_the_plan_says(kind):
     dtype = torch.bfloat16
     model = model_of(dtype)
@@ -428,7 +428,7 @@ def test_the_state_counts_on_the_host_before_a_run(tmp_path, monkeypatch, precis
     root = tiny_config(tmp_path, **big, **keys, model__cpu_offloading_optimizer=True).root
     plan = plan_precision(root.trainer, root.model.megatron_amp_O2, cuda)
     count = count_parameters(root.model, 256)
-    host = memory.count_state(root.model, 256) * 2 if host_bytes is None else count * host_bytes
+    host = memory.min_state_elements(root.model, 256) * 2 if host_bytes is None else count * host_bytes
     room = {"card": count * device_bytes + 10**6, "host": host + 10**5}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(room["card"]))
     monkeypatch.setattr(memory, "host_memory", lambda: room["host"])
@@ -457,7 +457,7 @@ def test_the_state_counts_on_the_host_before_a_run(tmp_path, monkeypatch, precis
 
 def test_memory_that_cannot_be_pinned_is_told(monkeypatch):
     monkeypatch.setattr(pinned_memory, "_register", lambda memory, device: 2)
-    copies = object.__new__(pinned_memory.PinnedState)
+    copies = object.__new__(pinned_memory.PinnedStateCopyEngine)
     copies.device = torch.device("cuda", 0)
     with pytest.raises(UserError, match=r"`model\.cpu_offloading_optimizer` \(True\).*CUDA error 2.*=False"):
         copies.host(64)
@@ -470,7 +470,7 @@ def test_memory_is_unpinned_before_it_is_given_back(monkeypatch):
     calls = []
     monkeypatch.setattr(pinned_memory, "_register", lambda memory, device: calls.append(memory.data_ptr()) or 0)
     monkeypatch.setattr(pinned_memory, "_unregister", lambda memory, device: calls.append((memory.data_ptr(), device)))
-    copies = object.__new__(pinned_memory.PinnedState)
+    copies = object.__new__(pinned_memory.PinnedStateCopyEngine)
     copies.device = torch.device("cuda", 0)
     memory = copies.host(4096)
     assert copies.host_bytes == 4096

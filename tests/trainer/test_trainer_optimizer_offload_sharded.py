@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from optimizer_cases import MAKERS, WideNet, backward
+from optimizer_cases import OPTIMIZER_FACTORIES, WideNet, backward
 from stream_copies import StreamCopies
 from tiers import full_only
 from torch import nn
@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
-from stoker.trainer.config.parameter_layout import DataLayout
-from stoker.trainer.distributed.ddp import Replicated
+from stoker.trainer.config.parameter_layout import DataParallelLayout
+from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.utils.local_shard import local_tensor
 
 RANKS = 2
@@ -41,7 +41,9 @@ def check(kind, layout, dtype):
     torch.manual_seed(0)
     models = [CutNet().to(dtype)]
     models.append(copy.deepcopy(models[0]))
-    replicated = Replicated(DataLayout(layout, 1, RANKS, whole_weights=True), torch.device("cpu"), None)
+    replicated = ReplicatedDataParallel(
+        DataParallelLayout(layout, 1, RANKS, replicates_weights=True), torch.device("cpu"), None
+    )
     arguments = replicated.optimizer_arguments
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard"))
@@ -49,7 +51,9 @@ def check(kind, layout, dtype):
             fully_shard(model, mesh=mesh)
         del arguments["piece_of"]
     plain, ours = (
-        MAKERS[kind](model.named_parameters(), clip_norm=0.3, main_weights=dtype != torch.float32, **arguments, **host)
+        OPTIMIZER_FACTORIES[kind](
+            model.named_parameters(), clip_norm=0.3, main_weights=dtype != torch.float32, **arguments, **host
+        )
         for model, host in zip(models, ({}, {"host": StreamCopies(), "bucket_bytes": BUCKET}), strict=True)
     )
     for step in range(3):
@@ -74,11 +78,15 @@ def check(kind, layout, dtype):
 def check_buckets(kind):
     """Rows are shared unevenly, but a bucket has the same parameters on every rank: sums go over ranks there."""
     model = CutNet()
-    arguments = Replicated(DataLayout("zero1", 1, RANKS, True), torch.device("cpu"), None).optimizer_arguments
+    arguments = ReplicatedDataParallel(
+        DataParallelLayout("zero1", 1, RANKS, True), torch.device("cpu"), None
+    ).optimizer_arguments
     for size in range(100, 1500, 100):
-        optimizer = MAKERS[kind](model.named_parameters(), **arguments, host=StreamCopies(), bucket_bytes=size)
+        optimizer = OPTIMIZER_FACTORIES[kind](
+            model.named_parameters(), **arguments, host=StreamCopies(), bucket_bytes=size
+        )
         assert optimizer.host_state is not None
-        mine = [[stretch.index for stretch in bucket.stretches] for bucket in optimizer.host_state.plan.buckets]
+        mine = [[stretch.index for stretch in bucket.slices] for bucket in optimizer.host_state.plan.buckets]
         found: list[object] = [None] * RANKS
         dist.all_gather_object(found, mine)
         assert found == [mine] * RANKS, size
@@ -88,7 +96,7 @@ def worker(rank, folder):
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
-    for kind in MAKERS:
+    for kind in OPTIMIZER_FACTORIES:
         check(kind, "fsdp", torch.bfloat16)
         check(kind, "zero1", torch.bfloat16)
     check("muon", "fsdp", torch.float32)  # no main weights

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from optimizer_cases import MAKERS, backward, net
+from optimizer_cases import OPTIMIZER_FACTORIES, backward, net
 from tiers import extra, looped
 from tiny_run import tiny_config
 from torch import nn
@@ -21,7 +21,7 @@ from stoker.trainer.config.schema.root import ModelBlock, RootBlock
 from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.muon import COEFFICIENTS, Muon, is_hidden_matrix, orthogonalize, rate_factor
-from stoker.trainer.optim.optimizer_factory import build_optimizer, count_state, fused_rows, settings
+from stoker.trainer.optim.optimizer_factory import build_optimizer, fused_projection_rows, min_state_elements, settings
 from stoker.trainer.optim.sgd import SGD
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
@@ -246,7 +246,7 @@ def test_parts_of_a_fused_weight_are_orthogonalised_each():
 # ---------------------------------------------------------------- what all have from the base
 
 
-each = pytest.mark.parametrize("kind", MAKERS)
+each = pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 
 
 def everything(model, optimizer):
@@ -258,7 +258,7 @@ def everything(model, optimizer):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_step_that_is_not_finite_changes_nothing(kind, dtype, bad):
     model = net(dtype)
-    optimizer = MAKERS[kind](model.named_parameters(), clip_norm=1.0, main_weights=dtype == torch.bfloat16)
+    optimizer = OPTIMIZER_FACTORIES[kind](model.named_parameters(), clip_norm=1.0, main_weights=dtype == torch.bfloat16)
     for broken in (True, False, True):  # before there is any state, and after
         before = copy.deepcopy(everything(model, optimizer))
         backward(model, 0)
@@ -275,8 +275,8 @@ def test_a_step_that_is_not_finite_changes_nothing(kind, dtype, bad):
 @each
 def test_bf16_weights_follow_fp32_main_weights(kind):
     model, wide = net(torch.bfloat16), net(torch.bfloat16).float()
-    optimizer = MAKERS[kind](model.named_parameters(), main_weights=True)
-    reference = MAKERS[kind](wide.named_parameters())
+    optimizer = OPTIMIZER_FACTORIES[kind](model.named_parameters(), main_weights=True)
+    reference = OPTIMIZER_FACTORIES[kind](wide.named_parameters())
     for step in range(3):
         backward(model, step)
         for narrow, other in zip(model.parameters(), wide.parameters(), strict=True):
@@ -295,7 +295,7 @@ def test_bf16_weights_follow_fp32_main_weights(kind):
 def test_pure_bf16_has_state_of_its_own_width_and_learns(kind):
     model = net(torch.bfloat16)
     before = copy.deepcopy(model.state_dict())
-    optimizer = MAKERS[kind](model.named_parameters())
+    optimizer = OPTIMIZER_FACTORIES[kind](model.named_parameters())
     backward(model, 0)
     optimizer.step()
     assert not torch.equal(before["up.weight"], model.up.weight)
@@ -305,12 +305,12 @@ def test_pure_bf16_has_state_of_its_own_width_and_learns(kind):
 @each
 def test_state_copied_over_goes_on_bit_for_bit(kind):
     first = net(torch.float32)
-    optimizer = MAKERS[kind](first.named_parameters(), clip_norm=0.3)
+    optimizer = OPTIMIZER_FACTORIES[kind](first.named_parameters(), clip_norm=0.3)
     for step in range(3):
         backward(first, step)
         optimizer.step()
     second = copy.deepcopy(first)
-    resumed = MAKERS[kind](second.named_parameters(), clip_norm=0.3)
+    resumed = OPTIMIZER_FACTORIES[kind](second.named_parameters(), clip_norm=0.3)
     resumed.step_count = optimizer.step_count
     with torch.no_grad():
         for name, piece in resumed.pieces().items():
@@ -327,7 +327,7 @@ def test_state_copied_over_goes_on_bit_for_bit(kind):
 @each
 def test_it_learns(kind):
     model = net(torch.float32)
-    optimizer = MAKERS[kind](model.named_parameters(), clip_norm=1.0)
+    optimizer = OPTIMIZER_FACTORIES[kind](model.named_parameters(), clip_norm=1.0)
     generator = torch.Generator().manual_seed(0)
     rates = {"sgd": 0.3, "adafactor": 0.1, "scaled": 0.1}
     losses = []
@@ -396,8 +396,8 @@ def test_fused_weights_are_cut_where_the_model_cuts_them():
             }
         }
     ).model
-    assert fused_rows(keys) == {"attention.qkv.weight": (32, 16, 16), "mlp.up.weight": (24, 24)}
-    assert list(fused_rows(root().model)) == ["attention.qkv.weight"]
+    assert fused_projection_rows(keys) == {"attention.qkv.weight": (32, 16, 16), "mlp.up.weight": (24, 24)}
+    assert list(fused_projection_rows(root().model)) == ["attention.qkv.weight"]
 
 
 def test_a_checkpoint_records_the_keys_that_act():
@@ -455,7 +455,7 @@ def test_the_memory_of_the_state_is_known(optim):
     keys, model = gpt(optim)
     optimizer = build_optimizer(keys, model.named_parameters())
     kept = sum(piece.local.numel() for piece in optimizer.pieces().values())
-    counted = count_state(keys, 300)
+    counted = min_state_elements(keys, 300)
     small = sum(sum(p.shape) for p in model.parameters())  # vectors: factored moments, norms and biases
     assert counted <= kept <= counted + 2 * small
 

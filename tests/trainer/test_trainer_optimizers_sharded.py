@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from optimizer_cases import MAKERS, WIDTH, Net, backward
+from optimizer_cases import OPTIMIZER_FACTORIES, WIDTH, Net, backward
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -56,8 +56,8 @@ def check(kind):
     whole = CutNet().double()
     cut = copy.deepcopy(whole)
     fully_shard(cut, mesh=init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard")))
-    alone = MAKERS[kind](whole.named_parameters(), clip_norm=0.3)
-    together = MAKERS[kind](
+    alone = OPTIMIZER_FACTORIES[kind](whole.named_parameters(), clip_norm=0.3)
+    together = OPTIMIZER_FACTORIES[kind](
         cut.named_parameters(), clip_norm=0.3, sum_over_shards=sum_over_shards, gather_rows=gather_rows
     )
     for step in range(4):
@@ -79,14 +79,14 @@ def check(kind):
         assert piece.shape == expected[name].shape, name
         rows = expected[name].local[piece.start : piece.start + len(piece.local)]
         torch.testing.assert_close(piece.local, rows, rtol=1e-11, atol=1e-16, msg=lambda m, n=name: f"{n}: {m}")
-        assert piece.copies == (RANKS if together.is_whole(name.rpartition(".")[2], (2, 2)) else 1), name
+        assert piece.copies == (RANKS if together.is_replicated(name.rpartition(".")[2], (2, 2)) else 1), name
 
 
 def worker(rank, folder):
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
-    for kind in MAKERS:
+    for kind in OPTIMIZER_FACTORIES:
         check(kind)
     dist.destroy_process_group()
 

@@ -22,16 +22,16 @@ from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.cli import evaluate
-from stoker.trainer.cli.thread_tuning import measure_pace
+from stoker.trainer.cli.thread_tuning import measure_step_time
 from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.core import factory as parts
-from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
-from stoker.trainer.data.dataloader import BatchFeed
-from stoker.trainer.data.datasets.document_ids import NumberedDocuments, document_numbers
+from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
+from stoker.trainer.data.dataloader import PrefetchingDataLoader
+from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_numbers
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.device.precision import plan_precision
-from stoker.trainer.distributed.fsdp import Sharded
-from stoker.trainer.distributed.process_group import join, leave
+from stoker.trainer.distributed.fsdp import ShardedDataParallel
+from stoker.trainer.distributed.process_group import join, shutdown_distributed
 from stoker.trainer.plan import memory_check
 from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.train import run_training
@@ -162,7 +162,7 @@ def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.Mon
     join(0, 1, 0, store=store, timeout=600)
     try:
         torch.compiler.reset()
-        alone = Sharded(replace(full, shards=1), CPU, None)
+        alone = ShardedDataParallel(replace(full, shards=1), CPU, None)
         for sharding in (None, alone):
             model = build_gpt(
                 keys.model_copy(update={"compile": sharding is not None}),
@@ -179,7 +179,7 @@ def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.Mon
                 model.loss(tokens, tokens, 9.0, numbers).backward()
             found.append([local_tensor(p.grad) for p in model.parameters() if p.grad is not None])
     finally:
-        leave()
+        shutdown_distributed()
         torch.compiler.reset()
     assert len(graphs) == 2, "one for all layers, one for the final norm"
     for ours, expected in zip(*found, strict=True):
@@ -195,7 +195,7 @@ def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytes
         PackedSequences, "of", lambda numbers, **how: seen.append(numbers.shape) or real(numbers, **how)
     )
     root = tiny_config(tmp_path, model__data=data_of(texts, **BOTH)).root
-    measure_pace(root, build_data(root), CPU, 0.01)
+    measure_step_time(root, build_data(root), CPU, 0.01)
     assert set(seen) == {(2, 16)}
 
 
@@ -204,8 +204,8 @@ def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("num_workers", [0, *extra(1)])
 def test_the_feed_carries_documents_with_their_tokens(num_workers: int) -> None:
-    samples = NumberedDocuments(MockSamples(9, 8, seed=3, samples=1000), 1)
-    feed = BatchFeed(samples, RankBatches(BatchPlan(6), 2), CPU, num_workers)
+    samples = DocumentIdSamples(MockSamples(9, 8, seed=3, samples=1000), 1)
+    feed = PrefetchingDataLoader(samples, RankBatchSampler(BatchSchedule(6), 2), CPU, num_workers)
     batch = next(iter(feed))
     feed.close()
     parts = list(batch.micro_batches())
@@ -214,7 +214,7 @@ def test_the_feed_carries_documents_with_their_tokens(num_workers: int) -> None:
         assert part.fields["documents"].dtype == torch.int32
         assert torch.equal(part.fields["documents"], document_numbers(part.fields["tokens"], 1))
     assert len(batch.tensors) == 4
-    feed = BatchFeed(samples.unnumbered, RankBatches(BatchPlan(6), 2), CPU)
+    feed = PrefetchingDataLoader(samples.unnumbered, RankBatchSampler(BatchSchedule(6), 2), CPU)
     batch = next(iter(feed))
     feed.close()
     assert [set(part.fields) for part in batch.micro_batches()] == [{"tokens", "labels"}] * 3

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from tiers import looped
 
-from stoker.trainer.loggers.progress_bar import Panel, duration, step_line, validation_line
+from stoker.trainer.loggers.progress_bar import Panel, duration, format_step, format_validation
 from stoker.trainer.loggers.run_logger import StepReport
 
 REPORT = StepReport(
@@ -16,14 +16,14 @@ REPORT = StepReport(
 
 
 def test_lines_align_and_leave_out_what_was_not_measured():
-    line = step_line(REPORT, 10_000, 2470.0)
+    line = format_step(REPORT, 10_000, 2470.0)
     assert line == (
         "step   120/10000  loss  2.3457  lr 2.00e-04  grad norm  0.500    250.0 ms/step     65,536 tokens/s  "
         "MFU 52.3%  33.10 GiB  41:10 left"
     )
     first = StepReport(step=1, loss=5.0, grad_norm=1.0, lr=0.1, consumed_samples=8)
-    assert step_line(first, 10_000, None) == "step     1/10000  loss  5.0000  lr 1.00e-01  grad norm  1.000"
-    assert validation_line(5, 10, {"val_loss": 1.25, "bits_per_byte": 1.8}) == (
+    assert format_step(first, 10_000, None) == "step     1/10000  loss  5.0000  lr 1.00e-01  grad norm  1.000"
+    assert format_validation(5, 10, {"val_loss": 1.25, "bits_per_byte": 1.8}) == (
         "step  5/10  val loss 1.2500  bits per byte 1.8000"
     )
 

@@ -12,18 +12,18 @@ from tiny_run import tiny_config
 from torch.utils._pytree import tree_leaves
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_model, parameter_count, stacks_of
+from stoker.models.build import build_model, get_stacks, parameter_count
 from stoker.models.config.peft_slice import peft_slice
-from stoker.models.peft.apply import trained_parameters
+from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.config.batch_spec import sample_form
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
 from stoker.trainer.plan.flops import training_flops_per_sample
-from stoker.trainer.plan.hardware import card_named
+from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.memory_check import check_memory
-from stoker.trainer.plan.run_plan import Plan, make_plan, target_elsewhere
-from stoker.trainer.plan.state_memory import update_working
-from stoker.trainer.plan.trainable_count import count_trained
+from stoker.trainer.plan.run_plan import Plan, gpu_target, make_plan
+from stoker.trainer.plan.state_memory import update_working_bytes
+from stoker.trainer.plan.trainable_count import count_trainable
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -38,15 +38,15 @@ MORE = {
 
 def plan_of(*overrides: str) -> Plan:
     root = load("experiment=llama_1b_bench", *overrides).root
-    return make_plan(root, target_elsewhere(root, card_named("h100"), 1))
+    return make_plan(root, gpu_target(root, parse_gpu("h100"), 1))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_counts_are_those_of_the_model(scheme: str, tmp_path: Path) -> None:
     run = run_training(tiny_config(tmp_path, trainer__max_steps=1, model__peft__peft_scheme=scheme, **MORE))
     root = tiny_config(tmp_path, model__peft__peft_scheme=scheme, **MORE).root
-    counts = count_trained(root.model, run.data.vocab_size, sample_form(root))
-    trained = sum(parameter.numel() for parameter in trained_parameters(run.model).values())
+    counts = count_trainable(root.model, run.data.vocab_size, sample_form(root))
+    trained = sum(parameter.numel() for parameter in trainable_parameters(run.model).values())
     assert counts[:2] == (parameter_count(run.model), trained)
     assert sum(numbers for numbers, _ in counts.sizes) == trained
     assert f"{scheme}: {trained:,} parameters are trained" in (run.directory / "run.log").read_text()
@@ -54,7 +54,7 @@ def test_counts_are_those_of_the_model(scheme: str, tmp_path: Path) -> None:
 
 def test_frozen_weights_have_neither_gradients_nor_state() -> None:
     whole, lora = plan_of().memory, plan_of("peft=lora").memory
-    counts = count_trained(
+    counts = count_trainable(
         load("experiment=llama_1b_bench", "peft=lora").root.model,
         32000,
         sample_form(load("experiment=llama_1b_bench").root),
@@ -93,7 +93,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
     start = [] if len(given) == 1 else ["model.restore_from_path=x"]
     root = load("data=mock", "model.override_vocab_size=100", *start, *given).root
     form = sample_form(root)
-    assert count_trained(root.model, 100, form).begins == begins
+    assert count_trainable(root.model, 100, form).begins == begins
     model = build_model(
         root.model,
         vocab_size=100,
@@ -105,7 +105,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
         peft=peft_slice(root.model.peft),
     )
     ran: set[tuple[int, int]] = set()
-    for at, stack in enumerate(stacks_of(model)):
+    for at, stack in enumerate(get_stacks(model)):
         for number, layer in enumerate(stack.layers):
 
             def note(layer: object, given: object, found: Any, place: tuple[int, int] = (at, number)) -> None:
@@ -117,7 +117,7 @@ def test_the_backward_pass_ends_where_nothing_before_is_trained(given: list[str]
     tokens = [torch.randint(100, (1, length)) for length in lengths]
     model.train()
     model.loss(*tokens, tokens[-1], 1.0)  # type: ignore[operator]
-    expected = {(at, n) for at, stack in enumerate(stacks_of(model)) for n in range(begins[at], len(stack.layers))}
+    expected = {(at, n) for at, stack in enumerate(get_stacks(model)) for n in range(begins[at], len(stack.layers))}
     assert ran == expected
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeyp
         for more in ({"model__peft__peft_scheme": "lora"}, lora)
     )
     plan = plan_precision(last.trainer, True, CPU)
-    counts, kept = count_trained(every.model, 259, sample_form(every)), 64 * 64 * gpt(last).hidden_size * 4
+    counts, kept = count_trainable(every.model, 259, sample_form(every)), 64 * 64 * gpt(last).hidden_size * 4
     monkeypatch.setattr(
         memory_check, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + 4 * kept + (1 << 20)
     )
@@ -163,7 +163,7 @@ def test_muon_makes_room_for_the_largest_matrix_that_is_trained() -> None:
     given = ("model.optim.name=muon", "model.cpu_offloading_optimizer=True", SELECTIVE, f"{NAMES}[attention]")
     plan = plan_of("model.restore_from_path=x", *given)
     largest = 2048 * 3072  # queries, keys and values of 16 heads and 4 groups, 128 wide
-    assert update_working(plan.facts) < 3 * 16 * largest + 28 * largest + (200 << 20)
+    assert update_working_bytes(plan.facts) < 3 * 16 * largest + 28 * largest + (200 << 20)
 
 
 def test_frozen_weights_save_a_third_of_the_work() -> None:
@@ -183,7 +183,7 @@ def test_frozen_weights_fit_where_trained_ones_do_not(tmp_path: Path, monkeypatc
     shape = {"model__num_layers": 50, "model__override_vocab_size": 259}
     roots = [tiny_config(tmp_path, **shape, model__peft__peft_scheme=scheme).root for scheme in (None, "lora")]
     plan = plan_precision(roots[0].trainer, True, CPU)
-    counts = count_trained(roots[1].model, 259, sample_form(roots[1]))
+    counts = count_trainable(roots[1].model, 259, sample_form(roots[1]))
     assert counts.trained < counts.all / 2
     monkeypatch.setattr(memory_check, "host_memory", lambda: counts.all * 4 + counts.trained * 12 + (1 << 19))
     check_memory(roots[1], plan, CPU)

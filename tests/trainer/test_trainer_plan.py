@@ -13,21 +13,21 @@ from stoker.trainer import train as running
 from stoker.trainer.cli.main import main
 from stoker.trainer.plan.fit_advice import out_of_memory_lines
 from stoker.trainer.plan.flops import training_flops_per_sample
-from stoker.trainer.plan.hardware import CARD_NAMES, GIB, card_named, card_of
-from stoker.trainer.plan.report import categories, comparison, report, summary
+from stoker.trainer.plan.hardware import GIB, GPU_NAMES, match_gpu, parse_gpu
+from stoker.trainer.plan.report import comparison, memory_categories, report, summary
 from stoker.trainer.plan.roofline import (
-    CARD_SECONDS_OF_LAYER,
-    HOST_SECONDS_OF_LAYER,
-    NARROW,
-    core_forward,
-    projections_forward,
-    recomputed_work,
+    GPU_SECONDS_PER_LAYER,
+    HOST_SECONDS_PER_LAYER,
+    NARROW_HEAD_SPEED,
+    attention_core_work,
+    projection_flops,
+    recompute_work,
 )
-from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
-from stoker.trainer.plan.search import modules_that_save, search, suggestions
+from stoker.trainer.plan.run_plan import gpu_target, make_plan
+from stoker.trainer.plan.search import effective_modules, search, suggestions
 from stoker.trainer.plan.state_memory import slots_of
-from stoker.trainer.plan.timeline import placed_layers
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from stoker.trainer.plan.timeline import layers_in_order
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 # ---------------------------------------------------------------- memory
 
@@ -35,7 +35,7 @@ from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
 def test_the_parts_at_the_peak_are_the_peak():
     for overrides in ((LLAMA,), (LLAMA, *FULL), (LLAMA, *OFFLOAD), ("experiment=t5_bench",), ("experiment=moe_bench",)):
         plan = planned(*overrides)
-        assert sum(size for _, size in categories(plan)) == plan.allocated
+        assert sum(size for _, size in memory_categories(plan)) == plan.allocated
 
 
 def test_the_state_is_that_of_the_optimizer():
@@ -58,11 +58,11 @@ def test_the_moving_average_is_where_it_is_asked_for():
     assert (on_host.memory.held.average, on_host.on_host) == (0, size)
     assert on_device.allocated - plan.allocated == size
     assert on_host.allocated == plan.allocated
-    link = card_named("h200").host_link
+    link = parse_gpu("h200").host_link
     assert on_host.seconds - plan.seconds == pytest.approx(size / link)
     assert seldom.seconds - plan.seconds == pytest.approx(size / link / 10)
     assert plan.seconds < on_device.seconds < on_host.seconds
-    assert on_device.seconds - plan.seconds == pytest.approx(3 * size / (0.86 * card_named("h200").bandwidth))
+    assert on_device.seconds - plan.seconds == pytest.approx(3 * size / (0.86 * parse_gpu("h200").bandwidth))
     beside = planned(LLAMA, average, "exp_manager.ema.cpu_offload=True", "model.cpu_offloading_optimizer=True")
     assert beside.on_host == 4 * size, "with main weights and two moments, from which nothing is copied"
     assert beside.seconds == planned(LLAMA, "model.cpu_offloading_optimizer=True").seconds
@@ -151,15 +151,15 @@ def test_offloaded_layers_are_on_the_host_at_the_loss():
     at_loss = plan.memory.moments[0], offloaded.memory.moments[0]
     gone = at_loss[0].activations - at_loss[1].activations
     assert gone == pytest.approx(12 * layer.kept, rel=0.01)
-    assert at_loss[1].away == 12 * layer.memory.parameters * 2
+    assert at_loss[1].offloaded_weights == 12 * layer.memory.parameters * 2
     kept = offloaded.memory.layers[0].kept  # norms and activations are made again, and moved nowhere
     assert kept == planned(LLAMA, "model.activations_checkpoint_modules=[norm,mlp_activation]").memory.layers[0].kept
     assert kept < 0.75 * layer.kept
-    sent = 12 * kept + at_loss[1].away
+    sent = 12 * kept + at_loss[1].offloaded_weights
     assert sent <= offloaded.on_host <= sent + GIB
     assert offloaded.on_host % GIB == 0  # it is pinned in slabs
     kept_weights = planned(LLAMA, *OFFLOAD, "model.cpu_offloading_weights=False")
-    assert kept_weights.memory.moments[0].away == 0
+    assert kept_weights.memory.moments[0].offloaded_weights == 0
 
 
 def test_the_optimizers_state_can_be_on_the_host():
@@ -177,12 +177,12 @@ def test_products_and_attention_are_the_model_flops(overrides):
     plan = planned(*overrides)
     facts = plan.facts
     forward = 0.0
-    for layer in placed_layers(facts):
+    for layer in layers_in_order(facts):
         moe = layer.stack.stack.moe
-        forward += projections_forward(layer.stack, experts=bool(moe and moe.layers[layer.number]))[0]
-        forward += core_forward(layer.stack).attention
+        forward += projection_flops(layer.stack, experts=bool(moe and moe.layers[layer.number]))[0]
+        forward += attention_core_work(layer.stack).attention
     hidden = facts.stacks[-1].stack.hidden_size
-    forward += 2 * facts.out_tokens * hidden * facts.family.padded_vocab_size
+    forward += 2 * facts.output_tokens * hidden * facts.family.padded_vocab_size
     samples = facts.keys.micro_batch_size
     expected = samples * training_flops_per_sample(facts.keys, facts.family.padded_vocab_size, facts.form)
     assert 3 * forward == pytest.approx(expected, rel=2e-3)
@@ -224,9 +224,9 @@ def test_a_small_model_takes_the_time_of_its_kernels():
     small = ["model=gpt_tiny", "data=mock"]
     recorded, plain = planned(*small), planned(*small, "model.enable_cuda_graph=False")
     assert recorded.time is not None
-    assert recorded.seconds >= 4 * CARD_SECONDS_OF_LAYER
+    assert recorded.seconds >= 4 * GPU_SECONDS_PER_LAYER
     assert recorded.time.parts["waiting for the host"] == 0
-    assert plain.seconds >= 4 * HOST_SECONDS_OF_LAYER
+    assert plain.seconds >= 4 * HOST_SECONDS_PER_LAYER
     assert [", as CUDA graphs" in "\n".join(report(plan, [])) for plan in (recorded, plain)] == [True, False]
 
 
@@ -234,18 +234,18 @@ def test_narrow_heads_are_slower_than_their_flops():
     wide, narrow = (planned(LLAMA, f"model.num_attention_heads={heads}").time for heads in (16, 32))
     assert wide is not None
     assert narrow is not None
-    assert narrow.parts["attention"] == pytest.approx(wide.parts["attention"] / NARROW)
+    assert narrow.parts["attention"] == pytest.approx(wide.parts["attention"] / NARROW_HEAD_SPEED)
 
 
 def test_full_recompute_is_a_forward_pass_without_the_last_product():
     plan = planned(LLAMA, *FULL)
     layer = plan.memory.layers[0]
-    matmul, last = projections_forward(layer.stack, experts=False)
-    assert recomputed_work(layer).matmul == matmul - last
+    matmul, last = projection_flops(layer.stack, experts=False)
+    assert recompute_work(layer).matmul == matmul - last
     assert plan.time is not None
     assert 1.15 < plan.time.seconds / planned(LLAMA).seconds < 1.30
     in_chunks = planned(LLAMA, *FULL[:2], "model.activations_checkpoint_num_layers=4").memory.layers[0]
-    assert recomputed_work(in_chunks).matmul == matmul
+    assert recompute_work(in_chunks).matmul == matmul
 
 
 def test_copies_cost_what_does_not_fit_beside_the_computation():
@@ -262,32 +262,32 @@ def test_copies_cost_what_does_not_fit_beside_the_computation():
 
 
 def test_cards_are_named_sized_or_both():
-    assert card_named("h200").memory > card_named("H100").memory
-    assert card_named("80GiB").memory == 80 * GIB
-    assert card_named("a100:40GB").memory == 40 * 10**9
-    assert card_named("a100:40GB").capability == (8, 0)
-    for name in CARD_NAMES:
-        assert card_named(name).peak, name
+    assert parse_gpu("h200").memory > parse_gpu("H100").memory
+    assert parse_gpu("80GiB").memory == 80 * GIB
+    assert parse_gpu("a100:40GB").memory == 40 * 10**9
+    assert parse_gpu("a100:40GB").capability == (8, 0)
+    for name in GPU_NAMES:
+        assert parse_gpu(name).peak, name
     for wrong in ("h300", "h300:80GiB", "0GiB", "80", ""):
         with pytest.raises(ValueError, match="`--device`"):
-            card_named(wrong)
+            parse_gpu(wrong)
 
 
 def test_a_card_here_has_the_speeds_of_its_kind():
-    card = card_of("NVIDIA H100 80GB HBM3", 123, (9, 0))
-    assert (card.memory, card.measured, card.bandwidth) == (123, True, card_named("h100").bandwidth)
-    unknown = card_of("NVIDIA Something", 456, (9, 0))
+    card = match_gpu("NVIDIA H100 80GB HBM3", 123, (9, 0))
+    assert (card.memory, card.measured, card.bandwidth) == (123, True, parse_gpu("h100").bandwidth)
+    unknown = match_gpu("NVIDIA Something", 456, (9, 0))
     assert (unknown.name, unknown.memory, unknown.measured, unknown.peak) == ("NVIDIA Something", 456, False, None)
     assert planned(LLAMA).time is not None
     root = load(LLAMA).root
-    assert make_plan(root, replace(target_elsewhere(root, card_named("h200")), card=unknown)).time is None
+    assert make_plan(root, replace(gpu_target(root, parse_gpu("h200")), gpu=unknown)).time is None
 
 
 # ---------------------------------------------------------------- the verb
 
 
 def test_the_verb_tells_what_a_run_takes(capsys):
-    assert main(["plan", LLAMA, "--device", "h200"]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--device", "h200"]) == EXIT_OK
     out = capsys.readouterr().out
     assert "1,213,302,784 parameters" in out
     assert "the peak: the loss" in out
@@ -296,7 +296,7 @@ def test_the_verb_tells_what_a_run_takes(capsys):
 
 
 def test_the_verb_gives_json(capsys):
-    assert main(["plan", LLAMA, "--device", "24GiB", "--json"]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--device", "24GiB", "--json"]) == EXIT_OK
     told = json.loads(capsys.readouterr().out)
     assert told["fits"] is False
     assert told["memory"]["allocated"] == sum(told["memory"]["at_peak"].values())
@@ -305,11 +305,11 @@ def test_the_verb_gives_json(capsys):
 
 
 def test_fit_prints_overrides_or_the_nearest_miss(capsys):
-    assert main(["plan", LLAMA, *ONE, "--device", "h200:20GiB", "--fit"]) == EXIT_DONE
+    assert main(["plan", LLAMA, *ONE, "--device", "h200:20GiB", "--fit"]) == EXIT_OK
     assert "model.activations_checkpoint" in capsys.readouterr().out
     assert main(["plan", LLAMA, "--device", "h200:3GiB", "--fit"]) == EXIT_BAD_INPUT
     assert "nothing fits; nearest" in capsys.readouterr().out
-    assert main(["plan", LLAMA, "--device", "h200", "--fit"]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--device", "h200", "--fit"]) == EXIT_OK
     assert "as it is" in capsys.readouterr().out
 
 
@@ -325,7 +325,7 @@ def test_an_unknown_card_is_refused_in_one_line(capsys):
 
 def test_a_failed_allocation_names_the_keys_that_help():
     root = load(LLAMA, *ONE).root
-    target = target_elsewhere(root, card_named("h200:20GiB"))
+    target = gpu_target(root, parse_gpu("h200:20GiB"))
     plan = make_plan(root, target)
     with pytest.raises(UserError) as error, running._report_out_of_memory(root, torch.device("cuda"), plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -364,31 +364,31 @@ def test_the_summary_and_what_was_measured():
 def test_the_verb_tells_warnings_and_what_does_nothing(capsys):
     selective = "model.activations_checkpoint_granularity=selective"
     unheard = "model.activations_checkpoint_method=uniform"
-    assert main(["plan", LLAMA, "--device", "h200", selective, unheard]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--device", "h200", selective, unheard]) == EXIT_OK
     out = capsys.readouterr().out
     assert "`activations_checkpoint_method` (uniform) has no effect" in out
     assert "recomputing core attention has no effect" in out
     assert "recomputes nothing" in out
-    assert main(["plan", LLAMA, "--device", "h200", "--json", selective, unheard]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--device", "h200", "--json", selective, unheard]) == EXIT_OK
     told = json.loads(capsys.readouterr().out)
     assert told["findings"]
     assert "core attention" in told["notes"][0]
 
 
 def test_a_run_on_the_host_is_not_planned_for_a_card_in_silence(capsys):
-    assert main(["plan", LLAMA, "--json"]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--json"]) == EXIT_OK
     here = "no CUDA device is available; this plan is for an NVIDIA H100 80GB HBM3; choose another with --device"
     assert json.loads(capsys.readouterr().out)["notes"] == ([] if torch.cuda.is_available() else [here])
-    assert main(["plan", LLAMA, "trainer.accelerator=cpu", "--json"]) == EXIT_DONE
+    assert main(["plan", LLAMA, "trainer.accelerator=cpu", "--json"]) == EXIT_OK
     assert "`trainer.accelerator` (cpu)" in json.loads(capsys.readouterr().out)["notes"][0]
 
 
 def test_auto_is_every_gpu_of_the_machine(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert main(["plan", LLAMA, "model.global_batch_size=16", "--device", "h200", "--json"]) == EXIT_DONE
+    assert main(["plan", LLAMA, "model.global_batch_size=16", "--device", "h200", "--json"]) == EXIT_OK
     one = json.loads(capsys.readouterr().out)["processes"]
     many = [LLAMA, "model.global_batch_size=16", "trainer.devices=auto"]
-    assert main(["plan", *many, "--device", "h200", "--json"]) == EXIT_DONE
+    assert main(["plan", *many, "--device", "h200", "--json"]) == EXIT_OK
     assert (one, json.loads(capsys.readouterr().out)["processes"]) == (1, 4)
 
 
@@ -428,16 +428,16 @@ def test_selective_takes_the_time_of_what_it_makes_again():
 def test_a_card_is_the_one_whose_name_says_most(name, memory, like, teraflops, measured):
     capability = {"A100": (8, 0), "A40": (8, 6), "L40": (8, 9)}
     known = next((value for key, value in capability.items() if key in name), (9, 0))
-    card, table = card_of(name, memory * GIB, known), card_named(like)
+    card, table = match_gpu(name, memory * GIB, known), parse_gpu(like)
     assert (card.bandwidth, card.host_link) == (table.bandwidth, table.host_link)
     assert card.peak == pytest.approx(teraflops * 1e12)
     assert card.measured is measured
 
 
 def test_sizes_of_cards():
-    assert card_named("1TiB").memory == 2**40
+    assert parse_gpu("1TiB").memory == 2**40
     with pytest.raises(ValueError, match="`--device`"):
-        card_named("h100:")
+        parse_gpu("h100:")
 
 
 def test_weights_of_chunks_come_back_with_the_chunk_after_them():
@@ -449,7 +449,7 @@ def test_weights_of_chunks_come_back_with_the_chunk_after_them():
             *("model.cpu_offloading=True", f"model.cpu_offloading_num_layers={offloaded}"),
         )
         each = plan.memory.layers[0].memory.parameters * 2
-        at = {moment.where: moment.away // each for moment in plan.memory.moments}
+        at = {moment.where: moment.offloaded_weights // each for moment in plan.memory.moments}
         return [at["the loss"], *(at[f"layer {number}, backward"] for number in reversed(range(layers)))]
 
     assert away(9, 3, 5) == [5, 3, 3, 3, 0, 0, 0, 0, 0, 0]
@@ -487,27 +487,27 @@ def test_combinations_are_searched():
     root = load(*long).root
     by_hand = [*FULL, *OFFLOAD[:1], "model.cpu_offloading_weights=False", "model.cpu_offloading_num_layers=20"]
     with_both = planned(*long, *by_hand, "model.cpu_offloading_optimizer=true")
-    target = target_elsewhere(root, card_named(f"h200:{with_both.needed // 2**20 + 1}MiB"))
+    target = gpu_target(root, parse_gpu(f"h200:{with_both.needed // 2**20 + 1}MiB"))
     best, _ = search(root, target, make_plan(root, target))
     assert best is not None
     assert best.plan.fits
     ranks = ["model=llama_1b", "model.global_batch_size=64", "trainer.devices=4", "model.micro_batch_size=1"]
     root = load(*ranks).root
-    plan = make_plan(root, target_elsewhere(root, card_named("h200"), 4))
-    _, least = search(root, target_elsewhere(root, card_named("3GiB"), 4), plan)
+    plan = make_plan(root, gpu_target(root, parse_gpu("h200"), 4))
+    _, least = search(root, gpu_target(root, parse_gpu("3GiB"), 4), plan)
     assert {"fsdp", "cpu_offloading_optimizer"} <= set(least.values)
 
 
 def test_nothing_is_suggested_that_does_nothing_here():
     sparse = planned("model=mixtral_tiny")
-    assert modules_that_save(sparse) == ["norm", "moe"]
-    assert modules_that_save(planned(LLAMA)) == ["norm", "mlp_activation"]
-    assert modules_that_save(planned(LLAMA, "model.attention_backend=unfused"))[0] == "core_attention"
+    assert effective_modules(sparse) == ["norm", "moe"]
+    assert effective_modules(planned(LLAMA)) == ["norm", "mlp_activation"]
+    assert effective_modules(planned(LLAMA, "model.attention_backend=unfused"))[0] == "core_attention"
 
 
 def test_suggestions_say_where_to_look_when_none_is_enough():
     root = load(LLAMA).root
-    target = target_elsewhere(root, card_named("h200:7GiB"))
+    target = gpu_target(root, parse_gpu("h200:7GiB"))
     plan = make_plan(root, target)
     changes = suggestions(root, target, plan)
     assert not any(change.plan.fits for change in changes)
@@ -520,12 +520,12 @@ def test_suggestions_say_where_to_look_when_none_is_enough():
 
 def test_what_the_host_has_not_does_not_fit():
     root = load(LLAMA, *OFFLOAD).root
-    target = target_elsewhere(root, card_named("h200"))
+    target = gpu_target(root, parse_gpu("h200"))
     plan = make_plan(root, target)
     assert plan.fits
     short = make_plan(root, replace(target, host_memory=plan.on_host - GIB))
     assert short.fits is False
-    assert short.short_of_host == GIB
+    assert short.missing_host_memory == GIB
     assert any("1.0 GiB more host memory" in line for line in report(short, []))
     assert any("1.0 GiB more host memory" in line for line in summary(short))
     best, _ = search(root, short.facts.target, short)

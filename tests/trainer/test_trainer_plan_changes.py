@@ -7,15 +7,15 @@ from config_helpers import load, write
 from plan_helpers import FULL, LLAMA, ONE, planned
 
 from stoker.trainer.cli.main import main
-from stoker.trainer.plan.hardware import card_named
-from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
+from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.run_plan import gpu_target, make_plan
 from stoker.trainer.plan.search import search, suggestions
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_DONE
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 
 
 def test_suggestions_fit_and_the_fastest_is_first():
     root = load(LLAMA).root
-    target = target_elsewhere(root, card_named("24GiB"))
+    target = gpu_target(root, parse_gpu("24GiB"))
     plan = make_plan(root, target)
     assert plan.fits is False
     found = suggestions(root, target, plan)
@@ -31,14 +31,14 @@ def test_suggestions_fit_and_the_fastest_is_first():
 
 def test_the_search_finds_the_cheapest_that_fits():
     root = load(LLAMA).root
-    whole = target_elsewhere(root, card_named("h200"))
+    whole = gpu_target(root, parse_gpu("h200"))
     plan = make_plan(root, whole)
     best, _ = search(root, whole, plan)
     assert best is not None
     assert best.values == {}
     costs = []
     for size in ("32GiB", "22GiB", "13GiB"):
-        target = target_elsewhere(root, card_named(f"h200:{size}"))
+        target = gpu_target(root, parse_gpu(f"h200:{size}"))
         best, _ = search(root, target, make_plan(root, target))
         assert best is not None, size
         assert best.plan.fits
@@ -52,7 +52,7 @@ def test_the_search_takes_the_largest_micro_batch_that_fits():
     found = {}
     for size in (512, 8):
         root = load("model=gpt_125m", "data=mock", "model.global_batch_size=512", f"model.micro_batch_size={size}").root
-        target = target_elsewhere(root, card_named("5GiB"))
+        target = gpu_target(root, parse_gpu("5GiB"))
         best, _ = search(root, target, make_plan(root, target))
         assert best is not None
         found[size] = best.values
@@ -64,7 +64,7 @@ def test_the_search_takes_the_largest_micro_batch_that_fits():
 @pytest.mark.parametrize("mode", [["model.cpu_offloading=True", "model.cpu_offloading_num_layers=22"], FULL])
 def test_the_search_switches_off_what_costs_time(mode):
     root = load(LLAMA, *mode).root
-    target = target_elsewhere(root, card_named("h200"))
+    target = gpu_target(root, parse_gpu("h200"))
     best, _ = search(root, target, make_plan(root, target))
     assert best is not None
     assert best.plan.seconds == pytest.approx(planned(LLAMA).seconds)
@@ -79,7 +79,7 @@ def mode_without(words, overrides):
 
 def test_without_times_the_search_changes_what_costs_least_to_change():
     root = load("model=gpt_125m", "data=mock", "trainer.precision=32").root
-    target = target_elsewhere(root, card_named("11GiB"))
+    target = gpu_target(root, parse_gpu("11GiB"))
     plan = make_plan(root, target)
     best, _ = search(root, target, plan)
     assert plan.time is None
@@ -100,16 +100,16 @@ def test_recomputation_without_effect_does_not_end_recordings(model, key):
     if model == "t5_base":
         given = given[:2]  # it has dropout
     plain, idle = planned(*given), planned(*given, f"model.activations_checkpoint_{key}")
-    assert plain.facts.is_recorded
-    assert idle.facts.is_recorded
+    assert plain.facts.uses_cuda_graph
+    assert idle.facts.uses_cuda_graph
     assert (idle.allocated, idle.seconds) == (plain.allocated, plain.seconds)
     kept = planned(*given, f"model.activations_checkpoint_{key}", "model.attention_backend=sdpa_math")
-    assert not kept.facts.is_recorded
+    assert not kept.facts.uses_cuda_graph
 
 
 def test_header_and_note_agree_on_what_lora_keeps(capsys):
     given = ["model=llama_1b", "data=mock", "peft=lora", "model.activations_checkpoint_modules=[norm]"]
-    assert main(["plan", "--device", "h100", *given]) == EXIT_DONE
+    assert main(["plan", "--device", "h100", *given]) == EXIT_OK
     out = capsys.readouterr().out
     assert "recomputes nothing" in out
     assert "recomputing norm has no effect" in out
@@ -121,13 +121,13 @@ def test_stacks_of_a_t5_are_changed_where_they_are_given(tmp_path, capsys):
     write(tmp_path, "mine", f"defaults: [train, _self_]\nmodel:\n{whole}")
     given = ["plan", "model=t5_base", "data=mock", "--config-dir", str(tmp_path), "--config-name", "mine"]
     words = ["model.micro_batch_size=8", "model.encoder.hidden_dropout=0.0"]
-    assert main([*given, *words, "--device", "h100:3.5GiB", "--fit", "--json"]) == EXIT_DONE
+    assert main([*given, *words, "--device", "h100:3.5GiB", "--fit", "--json"]) == EXIT_OK
     best = json.loads(capsys.readouterr().out)["best"]
     assert "model.activations_checkpoint_granularity=null" in best["overrides"]
     assert not any("coder.activations_checkpoint_granularity" in override for override in best["overrides"])
     assert best["instead_of"] == ["model.micro_batch_size=8"]
     again = [*given, *mode_without(words, best["overrides"]), "--device", "h100:3.5GiB", "--json"]
-    assert main(again) == EXIT_DONE
+    assert main(again) == EXIT_OK
     told = json.loads(capsys.readouterr().out)
     assert told["fits"]
     assert (told["memory"]["needed"], told["time"]["seconds"]) == (best["needed"], best["seconds"])
@@ -135,24 +135,24 @@ def test_stacks_of_a_t5_are_changed_where_they_are_given(tmp_path, capsys):
 
 def test_changes_say_what_is_needed_and_what_they_replace(capsys):
     batch = "model.micro_batch_size=8"
-    assert main(["plan", "model=llama_1b", "data=mock", "--device", "24GiB", batch]) == EXIT_DONE
+    assert main(["plan", "model=llama_1b", "data=mock", "--device", "24GiB", batch]) == EXIT_OK
     lines = [line for line in capsys.readouterr().out.splitlines() if " GiB (-" in line]
     for line in lines:
         needed = float(line.split()[0])
         assert (needed > 24) == ("does not fit yet" in line), line
         assert (batch in line) == ("model.micro_batch_size=" in line.split(")")[1]), line
     assert any("(instead of model.micro_batch_size=8)" in line for line in lines)
-    assert main(["plan", LLAMA, *FULL, "--device", "h100", "--fit"]) == EXIT_DONE
+    assert main(["plan", LLAMA, *FULL, "--device", "h100", "--fit"]) == EXIT_OK
     assert "(+" in capsys.readouterr().out, "more memory for less time"
 
 
 def test_what_is_taken_for_granted_is_told(capsys):
-    assert main(["plan", LLAMA, "--device", "24GiB", "--json"]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--device", "24GiB", "--json"]) == EXIT_OK
     told = json.loads(capsys.readouterr().out)
     assert not told["device"]["measured"]
     assert "a memory size alone: this plan is for an NVIDIA H100 80GB HBM3" in told["notes"][0]
     nodes = ["model.fsdp=True", "trainer.devices=8", "trainer.num_nodes=4", "model.global_batch_size=128"]
-    assert main(["plan", LLAMA, "--device", "h100", *nodes]) == EXIT_DONE
+    assert main(["plan", LLAMA, "--device", "h100", *nodes]) == EXIT_OK
     assert "communication between 4 nodes" in capsys.readouterr().out
     assert main(["plan", LLAMA, "--device", ""]) == EXIT_BAD_INPUT
 
@@ -160,7 +160,7 @@ def test_what_is_taken_for_granted_is_told(capsys):
 def test_stacks_of_a_t5_are_changed_alike():
     t5 = ("experiment=t5_bench", *ONE, "model.seq_length=8192", "model.data.seq_length_dec=2048")
     root = load(*t5).root
-    target = target_elsewhere(root, card_named("h200:7GiB"))
+    target = gpu_target(root, parse_gpu("h200:7GiB"))
     assert make_plan(root, target).fits is False
     best, _ = search(root, target, make_plan(root, target))
     assert best is not None

@@ -14,20 +14,22 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model
-from stoker.models.config.batch_shape import SampleForm
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.memory.offload_weights import WeightOffload
-from stoker.trainer.plan.hardware import card_named
-from stoker.trainer.plan.run_plan import make_plan, target_elsewhere
+from stoker.trainer.plan.hardware import parse_gpu
+from stoker.trainer.plan.run_plan import gpu_target, make_plan
 from stoker.trainer.plan.search import suggestions
-from stoker.trainer.plan.transfers import Run, waited
+from stoker.trainer.plan.transfers import LayerChunk, waited
 
 
-def layers(count: int, offloaded: int, *, copy: float) -> list[Run]:
+def layers(count: int, offloaded: int, *, copy: float) -> list[LayerChunk]:
     """So many equal layers, of which the first send something; a forward takes 1, a backward 2."""
     return [
-        Run(numbers=range(number, number + 1), forward=1.0, backward=2.0, activations=copy * (number < offloaded))
+        LayerChunk(
+            numbers=range(number, number + 1), forward=1.0, backward=2.0, activations=copy * (number < offloaded)
+        )
         for number in range(count)
     ]
 
@@ -95,7 +97,7 @@ class ClockedCopies:
         self.sent[self.layer] += memory.numel()
         return self._copied("send", memory.numel())
 
-    def fetch(self, host: Tensor, memory: Tensor) -> float:
+    def copy_to_device(self, host: Tensor, memory: Tensor) -> float:
         memory.copy_(host)
         return self._copied("fetch", memory.numel())
 
@@ -112,7 +114,7 @@ class ClockedCopies:
 FORWARD, BACKWARD = 1.0, 2.0
 
 
-def play(count: int, chunk: int, offloaded: int, speed: float, kinds: str) -> tuple[float, list[Run]]:
+def play(count: int, chunk: int, offloaded: int, speed: float, kinds: str) -> tuple[float, list[LayerChunk]]:
     """Seconds that the engines wait in a step of a small model, and what the plan takes its layers for."""
     whole = {"granularity": "full", "method": "uniform", "num_layers": chunk} if chunk else {}
     keys: dict[str, Any] = {
@@ -121,7 +123,7 @@ def play(count: int, chunk: int, offloaded: int, speed: float, kinds: str) -> tu
         "position_embedding_type": "rope", **{f"activations_checkpoint_{name}": value for name, value in whole.items()},
     }  # fmt: skip
     facts: Any = {"vocab_size": 50, "device": "cpu", "dtype": torch.float32, "flags": AttentionFlags()}
-    model: Any = build_model(GPTKeys.model_validate(keys), micro_batch_size=2, form=SampleForm(length=16), **facts)
+    model: Any = build_model(GPTKeys.model_validate(keys), micro_batch_size=2, form=BatchSpec(length=16), **facts)
     clock, stack, going_back = Clock(), model.decoder, []
     copies = {kind: ClockedCopies(clock, speed) for kind in ("activations", "weights")}
     if "activations" in kinds:
@@ -149,14 +151,14 @@ def play(count: int, chunk: int, offloaded: int, speed: float, kinds: str) -> tu
     loss = model.loss(tokens, tokens, 32.0)
     going_back.append(True)
     loss.backward()
-    runs: list[Run] = []
+    runs: list[LayerChunk] = []
     each = sum(copies["weights"].sent.values()) / offloaded / speed
     for first in range(0, count, chunk or 1):
         numbers = range(first, min(first + (chunk or 1), count))
         activations = sum(copies["activations"].sent[number] for number in numbers) / speed
         weights = tuple(each * (number < offloaded) for number in numbers)
         times = {"forward": FORWARD * len(numbers), "backward": BACKWARD * len(numbers)}
-        runs.append(Run(numbers=numbers, **times, activations=activations, weights=weights))
+        runs.append(LayerChunk(numbers=numbers, **times, activations=activations, weights=weights))
     return clock.lost, runs
 
 
@@ -181,7 +183,7 @@ def test_the_engines_wait_as_long(count: int, chunk: int, offloaded: int, second
 def test_as_many_layers_as_copies_hide_are_proposed():
     """The next one more would be waited for."""
     root = load("experiment=llama_1b_bench").root
-    target = target_elsewhere(root, card_named("h100"))
+    target = gpu_target(root, parse_gpu("h100"))
     plan = make_plan(root, target)
 
     def time_with(layers: int) -> float:

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from deferred_copies import DeferredCopies
-from saved_activations import facts_for, model_of, peak_of_backward, peak_of_loss, saved_as_written, saved_compiled
+from saved_activations import backward_peak_bytes, loss_peak_bytes, model_of, plan_inputs, saved_compiled, saved_eager
 from tiers import extra
 
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.recompute import policies
 from stoker.trainer.plan import timeline
 from stoker.trainer.plan.embeddings_and_loss import loss_memory
-from stoker.trainer.plan.timeline import memory_plan, placed_layers
+from stoker.trainer.plan.timeline import layers_in_order, memory_plan
 from stoker.trainer.plan.transfers import sent_by
 
 SMALL = [
@@ -174,11 +174,11 @@ QUICK = {
     ],
 )
 def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
-    facts = facts_for(CASES[name], compiled=False)
+    facts = plan_inputs(CASES[name], compiled=False)
     plan = memory_plan(facts)
     casts = sum(each.size for layer in plan.layers for each in layer.memory.kept if each.part == "weights")
     planned = plan.moments[0].activations - casts
-    assert planned == pytest.approx(saved_as_written(facts, monkeypatch), rel=0.03)
+    assert planned == pytest.approx(saved_eager(facts, monkeypatch), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -189,31 +189,31 @@ def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
     ],
 )
 def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
-    facts = facts_for(CASES[name], compiled=True)
+    facts = plan_inputs(CASES[name], compiled=True)
     for number, stack in enumerate(facts.stacks):
-        last = [layer for layer in placed_layers(facts) if layer.stack is stack][-1]
+        last = [layer for layer in layers_in_order(facts) if layer.stack is stack][-1]
         assert last.kept == pytest.approx(saved_compiled(facts, monkeypatch, stack=number), rel=0.03), stack.name
 
 
 @pytest.mark.parametrize(("name", "times"), [("scores again", 2), ("scores again, dropout", 0)])
 def test_scores_come_again_from_log_sum_exps_where_the_plan_counts_these(name, times, monkeypatch):
-    taken, function = [], policies.attention_with_scores_again
+    taken, function = [], policies.attention_recompute_scores
     monkeypatch.setattr(
-        policies, "attention_with_scores_again", lambda *given, **more: taken.append(1) or function(*given, **more)
+        policies, "attention_recompute_scores", lambda *given, **more: taken.append(1) or function(*given, **more)
     )
-    facts = facts_for(CASES[name], compiled=False)
-    saved_as_written(facts, monkeypatch)
+    facts = plan_inputs(CASES[name], compiled=False)
+    saved_eager(facts, monkeypatch)
     assert len(taken) == times  # in each layer, or in none
     stack = facts.stacks[0]
     scores = 2 * stack.batch * 8 * stack.length**2
     log_sum_exps = 4 * stack.tokens * 8
-    for layer in placed_layers(facts):
-        assert layer.memory.beside_scores == (log_sum_exps if times else 0)
-        spared = layer.memory.attention_working - layer.memory.attention_again
+    for layer in layers_in_order(facts):
+        assert layer.memory.scores_recompute_bytes == (log_sum_exps if times else 0)
+        spared = layer.memory.attention_working - layer.memory.attention_working_recomputed
         assert spared == (scores if times else 0)  # the gradient of the weights
-        again, working = layer.memory.in_backward(frozenset({"core_attention"}))
+        again, working = layer.memory.backward_peak(frozenset({"core_attention"}))
         assert again >= scores
-        assert working + (scores if times else 0) == layer.memory.in_backward(frozenset())[1]
+        assert working + (scores if times else 0) == layer.memory.backward_peak(frozenset())[1]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 6])
@@ -223,13 +223,13 @@ def test_the_loss_takes_what_its_operation_makes(micro_batch, precision, monkeyp
     sizes = [f"model.micro_batch_size={micro_batch}", f"model.global_batch_size={micro_batch}"]
     overrides = ["model=llama_1b", "data=mock", *sizes, f"trainer.precision={precision}"]
     length = 4096 if micro_batch != 2 else 3072
-    facts = facts_for(
+    facts = plan_inputs(
         [*overrides, "model.override_vocab_size=50304", f"model.encoder_seq_length={length}"], compiled=True
     )
     dtype = facts.precision.weights
-    tokens, hidden = facts.out_tokens, facts.stacks[0].stack.hidden_size
+    tokens, hidden = facts.output_tokens, facts.stacks[0].stack.hidden_size
     beside = loss_memory(facts).forward - tokens * hidden * dtype.itemsize
-    assert beside == pytest.approx(peak_of_loss(tokens, 50304, hidden, dtype, monkeypatch), rel=0.001)
+    assert beside == pytest.approx(loss_peak_bytes(tokens, 50304, hidden, dtype, monkeypatch), rel=0.001)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "32"])
@@ -239,10 +239,10 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
     vocab, hidden = 128_256, 6144
     wide = [f"model.hidden_size={hidden}", "model.num_attention_heads=48", f"model.override_vocab_size={vocab}"]
     sizes = ["model.micro_batch_size=1", "model.global_batch_size=1", f"model.encoder_seq_length={chunks * 2048}"]
-    facts = facts_for(["model=llama_1b", "data=mock", *wide, *sizes, f"trainer.precision={precision}"], compiled=True)
-    dtype, tokens = facts.precision.weights, facts.out_tokens
+    facts = plan_inputs(["model=llama_1b", "data=mock", *wide, *sizes, f"trainer.precision={precision}"], compiled=True)
+    dtype, tokens = facts.precision.weights, facts.output_tokens
     beside = loss_memory(facts).forward - tokens * hidden * dtype.itemsize
-    assert beside == pytest.approx(peak_of_loss(tokens, vocab, hidden, dtype, monkeypatch), rel=0.001)
+    assert beside == pytest.approx(loss_peak_bytes(tokens, vocab, hidden, dtype, monkeypatch), rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,15 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
     ],
 )
 def test_the_backward_pass_as_written_needs_what_is_planned(name, monkeypatch):
-    facts = facts_for([*CASES[name], "model.num_layers=4"], compiled=False)
+    facts = plan_inputs([*CASES[name], "model.num_layers=4"], compiled=False)
     planned = max(moment.total for moment in memory_plan(facts).moments if "backward" in moment.where)
-    assert planned == pytest.approx(peak_of_backward(facts, monkeypatch), rel=0.06)
+    assert planned == pytest.approx(backward_peak_bytes(facts, monkeypatch), rel=0.06)
 
 
 def test_what_is_offloaded_is_where_the_engine_has_it(monkeypatch):
     """On the CPU, with plain operations, which a GPU has in the same form for this model."""
     keys = ["cpu_offloading=True", "cpu_offloading_num_layers=4", "cpu_offloading_weights=False", "num_layers=6"]
-    facts = facts_for([*GPT3, *(f"model.{key}" for key in keys)], compiled=False)
+    facts = plan_inputs([*GPT3, *(f"model.{key}" for key in keys)], compiled=False)
     model, tokens = model_of(facts), torch.zeros(3, 136, dtype=torch.int64)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -10,7 +10,13 @@ import torch
 from tiny_run import tiny_config, tiny_document
 
 from stoker.trainer.callbacks import profiler as profiling
-from stoker.trainer.callbacks.profiler import MemoryRecorder, Observers, PhaseTimes, TraceProfiler, operations_table
+from stoker.trainer.callbacks.profiler import (
+    MemorySnapshotRecorder,
+    PhaseTimer,
+    ProfilerList,
+    TraceProfiler,
+    operations_table,
+)
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.train import run_training
 from stoker.trainer.utils import async_host_copy
@@ -82,7 +88,7 @@ def test_the_table_ranks_by_own_time():
 def test_times_of_phases_add_up(tmp_path):
     now = iter([0.0, 1.0, 1.5, 4.0, 4.5, 5.5, 8.0])  # step 0-1, validation 1.5-4, step 4.5-5.5, closed at 8
     said = []
-    times = PhaseTimes(tmp_path / "profile", said.append, clock=lambda: next(now))
+    times = PhaseTimer(tmp_path / "profile", said.append, clock=lambda: next(now))
     times.before(1)
     times.after(1)
     with times.phase("validation"):
@@ -99,7 +105,7 @@ def test_times_of_phases_add_up(tmp_path):
 
 
 def test_a_run_without_steps_has_no_times(tmp_path):
-    PhaseTimes(tmp_path / "profile", print).close()
+    PhaseTimer(tmp_path / "profile", print).close()
     assert not (tmp_path / "profile").exists()
 
 
@@ -110,7 +116,7 @@ def test_the_memory_of_some_steps_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     said = []
     device = torch.device("cuda", 0)
-    recorder = MemoryRecorder(tmp_path, 2, 3, device, said.append, rank=1)
+    recorder = MemorySnapshotRecorder(tmp_path, 2, 3, device, said.append, rank=1)
     run_steps(recorder, 5, calls.append)
     assert calls == [1, "on", 2, 3, f"{tmp_path}/memory-rank-1-steps-2-3.pickle", None, 4, 5]
     assert said == [f"memory record {tmp_path}/memory-rank-1-steps-2-3.pickle, for https://pytorch.org/memory_viz"]
@@ -119,8 +125,8 @@ def test_the_memory_of_some_steps_is_recorded(tmp_path, monkeypatch):
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     said = []
-    observers = Observers(
-        [TraceProfiler(tmp_path / "file", 1, 1, CPU, print), PhaseTimes(tmp_path, print)], said.append
+    observers = ProfilerList(
+        [TraceProfiler(tmp_path / "file", 1, 1, CPU, print), PhaseTimer(tmp_path, print)], said.append
     )
     run_steps(observers, 2, mark)
     assert len(said) == 1
@@ -149,7 +155,7 @@ def test_writing_a_profile_is_no_part_of_a_step(tmp_path, monkeypatch):
 def test_an_observer_that_is_dropped_still_took_its_time(tmp_path):
     (tmp_path / "file").write_text("")
     profiler = TraceProfiler(tmp_path / "file", 1, 1, CPU, print)
-    observers = Observers([profiler], lambda line: None)
+    observers = ProfilerList([profiler], lambda line: None)
     run_steps(observers, 2, mark)
     assert observers.aside == profiler.aside > 0
 
@@ -159,18 +165,18 @@ def root(tmp_path, **changes):
 
 
 def kinds(tmp_path, rank=0, **changes):
-    observers = profiling.build_observers(root(tmp_path, **changes), tmp_path, CPU, print, rank)
+    observers = profiling.build_profilers(root(tmp_path, **changes), tmp_path, CPU, print, rank)
     return [type(observer).__name__ for observer in observers._observers]
 
 
 def test_the_keys_choose_and_one_rank_profiles(tmp_path):
     assert kinds(tmp_path) == []
     assert kinds(tmp_path, trainer__profiler="pytorch") == ["TraceProfiler"]
-    assert kinds(tmp_path, trainer__profiler="simple") == ["PhaseTimes"]
+    assert kinds(tmp_path, trainer__profiler="simple") == ["PhaseTimer"]
     assert kinds(tmp_path, rank=1, trainer__profiler="simple") == []
     memory = {"enabled": True, "rank": 1}
     assert kinds(tmp_path, model__memory_profile=memory) == []
-    assert kinds(tmp_path, rank=1, model__memory_profile=memory) == ["MemoryRecorder"]
+    assert kinds(tmp_path, rank=1, model__memory_profile=memory) == ["MemorySnapshotRecorder"]
 
 
 def test_memory_is_recorded_on_cuda_only(tmp_path):

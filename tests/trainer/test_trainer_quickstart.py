@@ -8,7 +8,7 @@ from config_helpers import gpt
 from tiers import looped
 
 from stoker.trainer.cli import quickstart, thread_tuning
-from stoker.trainer.cli.thread_tuning import Pace, best_threads, time_of
+from stoker.trainer.cli.thread_tuning import StepTiming, median_step_time, tune_num_threads
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import EvaluationWindows
@@ -49,14 +49,14 @@ def test_threads_are_taken_where_they_pay(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], best: int
 ) -> None:
     clock = _Clock(monkeypatch, seconds)
-    found = best_threads(clock.step, 1.0)
+    found = tune_num_threads(clock.step, 1.0)
     assert found.threads == clock.threads == best
     assert found.step_seconds == pytest.approx(seconds[best])
 
 
 def test_threads_that_stall_each_other_are_left_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock(monkeypatch, {1: 0.1, 2: 4.0, 4: 8.0, 8: 16.0})
-    assert best_threads(clock.step, 1.0).threads == 1
+    assert tune_num_threads(clock.step, 1.0).threads == 1
     assert clock.steps.count(2) == 1
     assert 4 not in clock.steps
 
@@ -68,12 +68,12 @@ def test_a_hiccup_does_not_change_the_pace(monkeypatch: pytest.MonkeyPatch) -> N
     def step() -> None:
         clock.now += next(durations)
 
-    assert time_of(step, 4.0) == pytest.approx(0.1)
+    assert median_step_time(step, 4.0) == pytest.approx(0.1)
 
 
 def test_length_fills_the_budget() -> None:
     config = load_run_config(overrides=["experiment=quickstart", "trainer.limit_val_batches=15"])
-    overrides = quickstart._length_overrides(config, Pace(0.05, 1, {}), 100.0)
+    overrides = quickstart._length_overrides(config, StepTiming(0.05, 1, {}), 100.0)
     steps = round(0.95 * 100 / 0.05 - 4 * 15 / 3)
     assert overrides == [
         f"trainer.max_steps={steps}",
@@ -82,13 +82,13 @@ def test_length_fills_the_budget() -> None:
         "trainer.max_time='00:00:03:50'",
     ]
     changed = load_run_config(overrides=["experiment=quickstart", "trainer.max_steps=7", "~trainer.max_time"])
-    kept = quickstart._length_overrides(changed, Pace(0.05, 1, {}), 100.0)
+    kept = quickstart._length_overrides(changed, StepTiming(0.05, 1, {}), 100.0)
     assert [word.partition("=")[0] for word in kept] == [
         "trainer.val_check_interval",
         "trainer.log_every_n_steps",
         "trainer.max_time",
     ]
-    slow = quickstart._length_overrides(config, Pace(60.0, 1, {}), 10.0)
+    slow = quickstart._length_overrides(config, StepTiming(60.0, 1, {}), 10.0)
     assert slow[:2] == ["trainer.max_steps=4", "trainer.val_check_interval=1"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from tiny_run import tiny_config
 
 from stoker.trainer.checkpoint.reader import Checkpoint, RunState
-from stoker.trainer.core.resume import check_resumed
+from stoker.trainer.core.resume import check_resume_compatibility
 from stoker.trainer.train import TrainingResult, run_training
 from stoker.trainer.utils.errors import UserError
 
@@ -50,9 +50,9 @@ def test_another_python_is_named_where_its_library_is_the_data(tmp_path: Path) -
     )  # fmt: skip
     then = now.model_copy(update={"data_fingerprint": "old", "versions": {"python": "3.11.7"}})
     with pytest.raises(UserError, match=r"standard library of the running Python: 3\.11\.7 then, 3\.11\.8 now"):
-        check_resumed(Checkpoint(tmp_path, then, ()), now, {}, config.root)
+        check_resume_compatibility(Checkpoint(tmp_path, then, ()), now, {}, config.root)
     with pytest.raises(UserError, match=rf"new run from these weights: model\.peft\.restore_from_path={tmp_path},"):
-        check_resumed(Checkpoint(tmp_path, then, ("adapter.safetensors",)), now, {}, config.root)
+        check_resume_compatibility(Checkpoint(tmp_path, then, ("adapter.safetensors",)), now, {}, config.root)
 
 
 def test_keys_of_the_model_that_no_shape_tells_of_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

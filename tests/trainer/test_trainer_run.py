@@ -10,7 +10,7 @@ from tiny_run import final_hashes, tiny_config
 
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.train import run_training
-from stoker.trainer.utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_IO, EXIT_TERMINATED, UserError
+from stoker.trainer.utils.errors import EXIT_INTERRUPTED, EXIT_IO, EXIT_OK, EXIT_TERMINATED, UserError
 
 
 def lines(directory):
@@ -50,7 +50,7 @@ def test_dropout_makes_steps_differ_from_evaluation(tmp_path):
 def test_a_finished_run_does_nothing_more(tmp_path):
     run_training(tiny_config(tmp_path))
     again = run_training(tiny_config(tmp_path))
-    assert (again.step, again.exit_code) == (8, EXIT_DONE)
+    assert (again.step, again.exit_code) == (8, EXIT_OK)
     assert again.checkpoint == tmp_path / "checkpoints" / "step-8"
 
 
@@ -150,7 +150,7 @@ def test_a_signal_saves_the_step_and_exits_with_its_code(two_kills, name, code):
 
 def test_max_time_saves_and_ends_well(tmp_path):
     result = run_training(tiny_config(tmp_path, trainer__max_time="00:00:00:01", trainer__max_steps=100_000))
-    assert result.exit_code == EXIT_DONE
+    assert result.exit_code == EXIT_OK
     assert result.stopped_by == "trainer.max_time=00:00:00:01"
     assert result.checkpoint == tmp_path / "checkpoints" / f"step-{result.step}"
     line = (tmp_path / "run.log").read_text().splitlines()[-1]

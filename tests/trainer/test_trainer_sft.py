@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from config_helpers import last_of_each
+from config_helpers import keep_last_overrides
 from tiers import extra, full_only
 from torch import Tensor
 
@@ -17,8 +17,8 @@ from stoker.trainer.cli import main
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.factory import build_model
 from stoker.trainer.data.build_datasets import Data, build_data
-from stoker.trainer.data.datasets.samples import IGNORED_LABEL
-from stoker.trainer.data.datasets.sft_examples import Example, Examples, fitted
+from stoker.trainer.data.datasets.samples import IGNORE_INDEX
+from stoker.trainer.data.datasets.sft_examples import Example, Examples, truncate_examples
 from stoker.trainer.data.datasets.sft_samples import ExampleSamples
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.device.precision import PrecisionPlan
@@ -101,7 +101,7 @@ def test_labels_are_the_answers_and_their_ends(tmp_path: Path) -> None:
     for packs in (False, True):
         data = build_data(root(tmp_path, {"packed_sequence": packs, "splits_string": "1"}))
         batch: Any = data.train.batch(0, data.train.samples)
-        counted = batch["labels"] != IGNORED_LABEL
+        counted = batch["labels"] != IGNORE_INDEX
         said = tokenizer.decode(batch["labels"][counted].masked_fill(batch["labels"][counted] == 1, ord("|") + 3))
         assert sorted(said.removesuffix("|").replace(" answer", "|answer").split("|")[1:]) != []
         assert sorted(f" {one}" for one in whole) == sorted(said.removesuffix("|").split("|"))
@@ -119,14 +119,14 @@ def example(*tokens: int, counted: int) -> Example:
 
 def test_examples_are_cut_to_a_row_and_left_out_with_nothing_to_learn() -> None:
     long, lost, short = example(*range(1, 9), counted=5), example(*range(1, 9), counted=2), example(1, 2, counted=1)
-    found = fitted([long, lost, short, example(5, counted=1)], 4)
+    found = truncate_examples([long, lost, short, example(5, counted=1)], 4)
     assert (len(found), found.cut, found.left_out) == (2, 2, 2)
     assert found.examples[0].tokens.tolist() == [1, 2, 3, 4, 5]
     rows = ExampleSamples(found, 4, 0, None, packs=False).batch(0, 3)
     expected = {(1, 2, 3, 4): (-100, -100, 4, 5), (1, 0, 0, 0): (2, -100, -100, -100), (0,) * 4: (-100,) * 4}
     seen = zip(rows["tokens"].tolist(), rows["labels"].tolist(), strict=True)
     assert {tuple(read): tuple(said) for read, said in seen} == expected
-    packed = ExampleSamples(fitted([short, short, short], 4), 4, 9, 3, packs=True).batch(0, 1)
+    packed = ExampleSamples(truncate_examples([short, short, short], 4), 4, 9, 3, packs=True).batch(0, 1)
     assert packed["tokens"].tolist() == [[1, 1, 1, 9]]
     assert packed["documents"].tolist() == [[0, 1, 2, 3]]
     assert packed["labels"].tolist() == [[2, 2, 2, -100]]
@@ -193,7 +193,7 @@ def test_docstrings_are_for_a_gpt_too(tmp_path: Path, capsys: pytest.CaptureFixt
     """The shipped experiment trains and is scored beside the copied name."""
     run = tmp_path / "run"
     small = ["model.encoder_seq_length=256", "trainer.max_steps=2", "trainer.limit_val_batches=1"]
-    changes = last_of_each([*RUN, *small, f"exp_manager.explicit_log_dir={run}"])
+    changes = keep_last_overrides([*RUN, *small, f"exp_manager.explicit_log_dir={run}"])
     assert main.main(["train", "experiment=docstring_gpt", *changes]) == 0
     assert "packed sequences of 256" in capsys.readouterr().out
     found = evaluated(run, capsys, "--split", "test", "--limit-batches", "1", "--batch-size", "2")
@@ -260,7 +260,11 @@ def test_where_a_conversation_stands_is_no_part_of_the_data(tmp_path: Path) -> N
 def test_a_changed_template_is_told_on_resuming_and_moves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = ["data=sft", f"model.data.path={pairs(tmp_path)}", *last_of_each([*RUN, "trainer.limit_val_batches=1"])]
+    source = [
+        "data=sft",
+        f"model.data.path={pairs(tmp_path)}",
+        *keep_last_overrides([*RUN, "trainer.limit_val_batches=1"]),
+    ]
     kept = [f"exp_manager.explicit_log_dir={tmp_path / 'run'}", "trainer.val_check_interval=100"]
     assert main.main(["train", *source, *kept, "trainer.max_steps=1"]) == 0
     again = ["trainer.max_steps=2", "exp_manager.resume_if_exists=true"]
@@ -282,7 +286,7 @@ def test_splits_string_beside_splits_of_their_own_is_told(
     if own:
         pairs(folder, 10).rename(folder / "validation.jsonl")
     source = ["data=sft", f"model.data.path={folder}", "model.data.splits_string='50,50,0'"]
-    run = last_of_each([*RUN, "trainer.limit_val_batches=1", "trainer.max_steps=1"])
+    run = keep_last_overrides([*RUN, "trainer.limit_val_batches=1", "trainer.max_steps=1"])
     assert main.main(["train", *source, *run, f"exp_manager.explicit_log_dir={tmp_path / 'run'}"]) == 0
     line = f"warning: `model.data.splits_string` (50,50,0) has no effect: {folder} has its own splits; leave it out"
     assert (line in capsys.readouterr().out) == own
@@ -317,7 +321,7 @@ def test_packed_answers_are_learnt_on_a_gpu(experts: bool, tmp_path: Path, capsy
     steps = ["trainer.max_steps=150", "trainer.val_check_interval=150", "model.optim.lr=5e-3"]
     steps += [f"exp_manager.explicit_log_dir={run}"]
     fast = ["trainer=gpu", "model.compile=null", "model.enable_cuda_graph=null"]
-    on_gpu = last_of_each([*RUN, *fast, *size, *more, *steps])
+    on_gpu = keep_last_overrides([*RUN, *fast, *size, *more, *steps])
     assert main.main(["train", "data=chat", f"model.data.path={path}", *on_gpu]) == 0
     assert "micro batches run as a CUDA graph" in capsys.readouterr().out
     assert main.main(["evaluate", "--checkpoint", str(run), "--json"]) == 0

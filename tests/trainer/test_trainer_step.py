@@ -10,11 +10,11 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
-from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
-from stoker.trainer.data.dataloader import BatchFeed, GlobalBatch
+from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
+from stoker.trainer.data.dataloader import GlobalBatch, PrefetchingDataLoader
 from stoker.trainer.data.datasets.samples import Batch, MockSamples
 from stoker.trainer.device.precision import PrecisionPlan, plan_precision
-from stoker.trainer.distributed.process_group import Ranks
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.lightning.lightning_module import LanguageModule, micro_batch_seed
 from stoker.trainer.lightning.lightning_trainer import fit
 from stoker.trainer.optim.adamw import AdamW
@@ -56,7 +56,9 @@ def module_of(micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=
         model,
         AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, clip_norm=0.1, main_weights=precision.main_weights),
         lambda step: 1e-2 / (step + 1),
-        BatchFeed(samples or UnevenSamples(), RankBatches(BatchPlan(global_batch), micro_batch_size), CPU),
+        PrefetchingDataLoader(
+            samples or UnevenSamples(), RankBatchSampler(BatchSchedule(global_batch), micro_batch_size), CPU
+        ),
         precision,
         seed=1,
     )
@@ -64,7 +66,7 @@ def module_of(micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=
 
 def trained(micro_batch_size, steps=3, **options):
     module = module_of(micro_batch_size, **options)
-    fit(module, Silent(), steps, CPU, Ranks())
+    fit(module, Silent(), steps, CPU, DistributedContext())
     module.feed.close()
     return module
 
@@ -83,7 +85,7 @@ def test_accumulation_with_uneven_targets_equals_one_big_batch(micro_batch_size,
     module = trained(micro_batch_size)
     for ours, expected in zip(module.model.parameters(), one_big_batch.model.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
-    for (loss, norm), (big_loss, big_norm) in zip(module.unread, one_big_batch.unread, strict=True):
+    for (loss, norm), (big_loss, big_norm) in zip(module.pending_metrics, one_big_batch.pending_metrics, strict=True):
         torch.testing.assert_close(loss, big_loss, rtol=1e-12, atol=0)
         torch.testing.assert_close(norm, big_norm, rtol=1e-12, atol=0)
 
@@ -96,7 +98,7 @@ def test_the_loss_is_the_mean_over_the_targets_of_the_global_batch():
         logits = module.model(batch.fields["tokens"])[..., :100]
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
     trainee = trained(4, steps=1)
-    assert trainee.read_unread()[0][0] == pytest.approx(expected.item(), rel=1e-6)
+    assert trainee.read_metrics()[0][0] == pytest.approx(expected.item(), rel=1e-6)
     assert batch.targets == sum(i % 16 + 1 for i in range(12))
 
 
@@ -153,8 +155,8 @@ def test_null_is_bf16_on_a_gpu_that_has_it(monkeypatch, capability, weights):
     ids=["main weights", "pure", "autocast"],
 )
 def test_bf16_trains_close_to_fp32(plan):
-    losses = [loss for loss, _ in trained(4, steps=6, dtype=torch.float32).read_unread()]
-    ours = [loss for loss, _ in trained(4, steps=6, **plan).read_unread()]
+    losses = [loss for loss, _ in trained(4, steps=6, dtype=torch.float32).read_metrics()]
+    ours = [loss for loss, _ in trained(4, steps=6, **plan).read_metrics()]
     assert ours == pytest.approx(losses, rel=5e-3)
     assert ours != losses
 
@@ -162,7 +164,9 @@ def test_bf16_trains_close_to_fp32(plan):
 @pytest.mark.parametrize("num_workers", [0, *extra(2)])
 def test_batches_depend_on_the_position_alone(num_workers):
     samples = MockSamples(100, 8, seed=3, samples=1000)
-    feed = BatchFeed(samples, RankBatches(BatchPlan(4, first_step=5, consumed=20), 2), CPU, num_workers)
+    feed = PrefetchingDataLoader(
+        samples, RankBatchSampler(BatchSchedule(4, first_step=5, consumed=20), 2), CPU, num_workers
+    )
     batches = iter(feed)
     for first in (20, 24, 28, 32):
         batch = next(batches)
@@ -192,7 +196,7 @@ def test_an_error_in_the_data_reaches_the_step():
         def batch(self, first, count):
             raise RuntimeError("no such sample")
 
-    feed = BatchFeed(Broken(), RankBatches(BatchPlan(4), 4), CPU)
+    feed = PrefetchingDataLoader(Broken(), RankBatchSampler(BatchSchedule(4), 4), CPU)
     with pytest.raises(RuntimeError, match="no such sample"):
         next(iter(feed))
     feed.close()

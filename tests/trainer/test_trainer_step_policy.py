@@ -17,24 +17,24 @@ from tiny_run import final_hashes, tiny_config, tiny_document
 from torch._utils import ExceptionWrapper
 
 from stoker.models.gpt import GPT
-from stoker.trainer.callbacks.divergence import DivergedError, StepPolicy
-from stoker.trainer.callbacks.early_stopping import EarlyStopping, ways_on
-from stoker.trainer.callbacks.loss_spike import FEWEST, RECENT, REFERENCE, deviations_above
-from stoker.trainer.checkpoint.loop_state import LoopState, Patience
+from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
+from stoker.trainer.callbacks.early_stopping import EarlyStopping, continue_hint
+from stoker.trainer.callbacks.loss_spike import MIN_REFERENCE_LOSSES, NUM_RECENT_LOSSES, REFERENCE, loss_deviation
+from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.debug_runs import FirstSamples, overfitted, trial_of
+from stoker.trainer.core.debug_runs import RepeatedSubset, overfitted, trial_of
 from stoker.trainer.data import dataloader
-from stoker.trainer.data.batch_sampler import BatchPlan, RankBatches
+from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.data.validation_subset import validated_samples
 from stoker.trainer.train import run_training
-from stoker.trainer.utils.errors import EXIT_DONE, UserError
+from stoker.trainer.utils.errors import EXIT_OK, UserError
 
 NAN = float("nan")
 FRESH = LoopState.model_validate({})
@@ -72,7 +72,7 @@ def rows(directory, name="loss"):
 
 
 def test_bad_steps_are_counted_told_and_left_out_of_the_mean():
-    policy = StepPolicy(2, None, FRESH)
+    policy = LossMonitor(2, None, FRESH)
     assert policy.read(1, [(3.0, 1.0), (NAN, 1.0), (5.0, 1.0)]) == ["step 2 was skipped: loss nan, gradient norm 1.0"]
     assert (policy.skipped_steps, policy.skipped_in_a_row) == (1, 0)
     assert policy.read(4, [(1.0, math.inf), (NAN, NAN)]) == [
@@ -86,12 +86,12 @@ def test_bad_steps_are_counted_told_and_left_out_of_the_mean():
 
 def test_too_many_bad_steps_in_a_row_are_divergence():
     bad, good = (NAN, 1.0), (1.0, 1.0)
-    policy = StepPolicy(2, None, FRESH)
+    policy = LossMonitor(2, None, FRESH)
     policy.read(1, [bad, bad, good, bad, bad, good])
     with pytest.raises(DivergedError, match=r"at step 9: loss nan, gradient norm 1\.0, number 3 in a row"):
         policy.read(7, [bad, bad, bad])
     with pytest.raises(DivergedError, match=r"at step 1: loss nan, gradient norm 1\.0$"):
-        StepPolicy(0, None, FRESH).read(1, [bad])
+        LossMonitor(0, None, FRESH).read(1, [bad])
 
 
 def figures(count, seed=0, at=math.inf, by=0.0):
@@ -103,20 +103,20 @@ def test_every_cut_into_processes_gives_the_same_decisions():
     """The state is all there is to know: a policy that is made anew after any step says and counts the same."""
     steps = figures(200, at=120, by=2.0)
     steps[30:33] = [(NAN, 1.0)] * 3
-    whole = StepPolicy(5, 4.0, FRESH)
+    whole = LossMonitor(5, 4.0, FRESH)
     said = [whole.read(step, [figure]) for step, figure in enumerate(steps, 1)]
     assert sum(map(len, said)) == 4
-    broken = StepPolicy(5, 4.0, FRESH)
+    broken = LossMonitor(5, 4.0, FRESH)
     for step, figure in enumerate(steps, 1):
         assert broken.read(step, [figure]) == said[step - 1]
         state = LoopState.model_validate_json(broken.state().model_dump_json())
         assert state == broken.state()
-        broken = StepPolicy(5, 4.0, state)
+        broken = LossMonitor(5, 4.0, state)
     assert broken.state() == whole.state()
 
 
 def test_a_jump_of_the_loss_is_told_once_until_it_is_over():
-    policy = StepPolicy(0, 4.0, FRESH)
+    policy = LossMonitor(0, 4.0, FRESH)
     calm = figures(120)
     jump = [(loss + 3.0, 1.0) for loss, _ in figures(40, seed=1)]
     assert policy.read(1, calm) == []
@@ -125,25 +125,25 @@ def test_a_jump_of_the_loss_is_told_once_until_it_is_over():
     assert warning.endswith("deviations above 2.9884 before")
     assert policy.read(161, figures(60, seed=2)) == []
     assert len(policy.read(221, jump)) == 1
-    silent = StepPolicy(0, None, FRESH)
+    silent = LossMonitor(0, None, FRESH)
     assert silent.read(1, calm + jump) == []
 
 
 def test_noise_single_bad_batches_and_falling_losses_are_no_spikes():
     for seed in range(20):
-        assert StepPolicy(0, 4.0, FRESH).read(1, figures(400, seed)) == []
+        assert LossMonitor(0, 4.0, FRESH).read(1, figures(400, seed)) == []
     with_outliers = [(99.0, 1.0) if step % 20 == 7 else figure for step, figure in enumerate(figures(400))]
-    assert StepPolicy(0, 4.0, FRESH).read(1, with_outliers) == []
+    assert LossMonitor(0, 4.0, FRESH).read(1, with_outliers) == []
     falling = [(10 / (1 + step / 20) + figure[0], 1.0) for step, figure in enumerate(figures(400))]
-    assert StepPolicy(0, 4.0, FRESH).read(1, falling) == []
+    assert LossMonitor(0, 4.0, FRESH).read(1, falling) == []
     floor = [(0.001 * (1 + step % 2), 1.0) for step in range(200)] + [(0.008, 1.0)] * 20
-    assert StepPolicy(0, 4.0, FRESH).read(1, floor) == []
+    assert LossMonitor(0, 4.0, FRESH).read(1, floor) == []
 
 
 def test_deviations_are_medians_against_medians():
-    assert deviations_above([1.0] * (FEWEST + RECENT - 1)) is None
-    losses = [1.0, 3.0] * (REFERENCE // 2) + [8.0] * RECENT
-    found = deviations_above([100.0] * 50 + losses)  # what is older does not count
+    assert loss_deviation([1.0] * (MIN_REFERENCE_LOSSES + NUM_RECENT_LOSSES - 1)) is None
+    losses = [1.0, 3.0] * (REFERENCE // 2) + [8.0] * NUM_RECENT_LOSSES
+    found = loss_deviation([100.0] * 50 + losses)  # what is older does not count
     assert found is not None
     deviations, now, usual = found
     assert (now, usual) == (8.0, 2.0)
@@ -155,7 +155,7 @@ def test_deviations_are_medians_against_medians():
 
 def checks(values, state=None, **params):
     """After which value it stops and why; (None, "") where it does not."""
-    stopping = EarlyStopping(EarlyStoppingParams.model_validate(params), state or Patience.model_validate({}))
+    stopping = EarlyStopping(EarlyStoppingParams.model_validate(params), state or EarlyStoppingState.model_validate({}))
     for number, value in enumerate(values, 1):
         reason, _ = stopping.check(value)
         if reason is not None:
@@ -190,11 +190,11 @@ def test_when_a_metric_ends_a_run(values, params, stops_at, because):
 
 def test_patience_is_remembered():
     params = EarlyStoppingParams.model_validate({"patience": 3})
-    first = EarlyStopping(params, Patience.model_validate({}))
+    first = EarlyStopping(params, EarlyStoppingState.model_validate({}))
     for value in (5.0, 4.0, 4.5, 4.5):
         assert first.check(value)[0] is None
-    state = Patience.model_validate_json(first.state.model_dump_json())
-    assert state == Patience(best=4.0, last=4.5, waited=2)
+    state = EarlyStoppingState.model_validate_json(first.state.model_dump_json())
+    assert state == EarlyStoppingState(best=4.0, last=4.5, waited=2)
     second = EarlyStopping(params, state)
     assert second.reason is None
     assert second.check(4.2)[0] is not None
@@ -208,7 +208,7 @@ def test_patience_is_remembered():
 def test_a_bad_step_changes_nothing_and_is_counted(tmp_path, poison, factor):
     poison({5}, factor)  # the second micro batch of step 3
     result = run_training(tiny_config(tmp_path, exp_manager__checkpoint_callback_params=EVERY_STEP, **PLAIN))
-    assert (result.step, result.exit_code) == (8, EXIT_DONE)
+    assert (result.step, result.exit_code) == (8, EXIT_OK)
     hashes = [final_hashes(tmp_path, step) for step in range(1, 9)]
     assert hashes[2] == hashes[1]
     assert len({json.dumps(found) for found in hashes}) == 7
@@ -280,7 +280,7 @@ def test_early_stopping_ends_a_run_well_and_for_good(tmp_path):
     }
     for _ in range(2):  # started again it ends at once
         result = run_training(tiny_config(tmp_path, **settings))
-        assert (result.step, result.exit_code) == (2, EXIT_DONE)
+        assert (result.step, result.exit_code) == (2, EXIT_OK)
         assert "early stopping (val_loss was no better" in (result.stopped_by or "")
         assert find_checkpoint(tmp_path)[0].state.step == 2
         last = (tmp_path / "run.log").read_text().splitlines()[-1]
@@ -292,7 +292,7 @@ def test_early_stopping_ends_a_run_well_and_for_good(tmp_path):
 
 
 def test_what_goes_on_after_early_stopping_names_the_thresholds_that_are_set():
-    assert ways_on(EarlyStoppingParams.model_validate({"patience": 3, "divergence_threshold": 2.0})) == (
+    assert continue_hint(EarlyStoppingParams.model_validate({"patience": 3, "divergence_threshold": 2.0})) == (
         "exp_manager.create_early_stopping_callback=False, "
         "exp_manager.early_stopping_callback_params.patience above 3 or "
         "exp_manager.early_stopping_callback_params.divergence_threshold=null"
@@ -403,7 +403,7 @@ def test_a_few_batches_are_learned_by_heart(tmp_path):
 
 
 def test_the_first_samples_come_again_and_again():
-    few = FirstSamples(MockSamples(100, 8, seed=1, samples=1000), 3)
+    few = RepeatedSubset(MockSamples(100, 8, seed=1, samples=1000), 3)
     first = few.batch(0, 3).tokens
     assert few.samples == 3
     assert few.batch(2, 5).tokens.tolist() == first[[2, 0, 1, 2, 0]].tolist()
@@ -424,7 +424,7 @@ def test_more_batches_by_heart_than_there_are_is_one_line(tmp_path):
 def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
     root = RootBlock.model_validate(tiny_document(Path("."), trainer__overfit_batches=1.0))
     data = build_data(root)
-    few = replace(data, train=FirstSamples(data.train, samples))
+    few = replace(data, train=RepeatedSubset(data.train, samples))
     if samples < 4:
         with pytest.raises(UserError, match="have 3; use a smaller `model"):
             overfitted(few, root)
@@ -493,8 +493,8 @@ def test_what_a_loader_worker_finds_is_told_without_its_traceback(monkeypatch):
 
     monkeypatch.setattr(dataloader, "DataLoader", InThisProcess)
     for workers in (0, 1):
-        batches = dataloader.BatchFeed(
-            Damaged(), RankBatches(BatchPlan(4), 2), torch.device("cpu"), num_workers=workers
+        batches = dataloader.PrefetchingDataLoader(
+            Damaged(), RankBatchSampler(BatchSchedule(4), 2), torch.device("cpu"), num_workers=workers
         )
         with closing(batches):
             items = iter(batches)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiers import looped
 
 from stoker.trainer.evaluation.baselines import copied_name
-from stoker.trainer.evaluation.text_scores import rouge_l, score_texts, words_of
+from stoker.trainer.evaluation.text_scores import rouge_l, score_predictions, words_of
 
 REFERENCE = [
     # target, written, fmeasure of rouge_score 0.1.2 (rougeL, no stemming)
@@ -63,12 +63,12 @@ def test_rouge_l_is_what_its_definition_says(target: str, written: str) -> None:
 
 
 def test_scores_are_means() -> None:
-    scores = score_texts(["Open a file.", "Close."], [" Open a file.\n", "Open."])
+    scores = score_predictions(["Open a file.", "Close."], [" Open a file.\n", "Open."])
     assert (scores.exact_match, scores.rouge_l, scores.texts) == (0.5, 0.5, 2)
     with pytest.raises(ValueError, match=r"`written` \(1\)"):
-        score_texts(["a", "b"], ["a"])
+        score_predictions(["a", "b"], ["a"])
     with pytest.raises(ValueError, match="not empty"):
-        score_texts([], [])
+        score_predictions([], [])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import math
 from collections import deque
 
 from ..checkpoint.loop_state import LoopState
-from .loss_spike import RECENT, REFERENCE, deviations_above
+from .loss_spike import NUM_RECENT_LOSSES, REFERENCE, loss_deviation
 
 _SPIKE_INTERVAL = 5
 """Steps between two spike tests, each a few medians."""
@@ -20,7 +20,7 @@ class DivergedError(Exception):
     """Raised when training has diverged; the message has the step and the reason."""
 
 
-class StepPolicy:
+class LossMonitor:
     """Monitor the metrics of every step.
 
     Args:
@@ -38,7 +38,7 @@ class StepPolicy:
         self._spike_threshold = spike_threshold
         self._loss_sum = state.loss_sum
         self._loss_steps = state.loss_steps
-        self._recent_losses = deque(state.recent_losses, maxlen=REFERENCE + RECENT)
+        self._recent_losses = deque(state.recent_losses, maxlen=REFERENCE + NUM_RECENT_LOSSES)
         self._in_spike = state.in_spike
         self.skipped_steps = state.skipped_steps
         self.skipped_in_a_row = state.skipped_in_a_row
@@ -91,7 +91,7 @@ class StepPolicy:
         return mean
 
     def state(self) -> LoopState:
-        """Return the loop state for a checkpoint; `RunLoop` adds the state of early stopping."""
+        """Return the loop state for a checkpoint; `TrainLoopCallback` adds the state of early stopping."""
         return LoopState(
             loss_sum=self._loss_sum,
             loss_steps=self._loss_steps,
@@ -108,7 +108,7 @@ class StepPolicy:
     def _check_spike(self, step: int) -> str | None:
         if self._spike_threshold is None:
             return None
-        found = deviations_above(tuple(self._recent_losses))
+        found = loss_deviation(tuple(self._recent_losses))
         if found is None:
             return None
         deviations, current, baseline = found
@@ -117,7 +117,8 @@ class StepPolicy:
         elif deviations > self._spike_threshold:
             self._in_spike = True
             return (
-                f"loss spike before step {step}: {current:.4f} (median of {RECENT} steps), {deviations:.0f} standard "
+                f"loss spike before step {step}: {current:.4f} (median of {NUM_RECENT_LOSSES} steps), "
+                f"{deviations:.0f} standard "
                 f"deviations above {baseline:.4f} before"
             )
         return None

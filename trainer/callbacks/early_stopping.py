@@ -1,20 +1,20 @@
 """Early stopping with the rules of Lightning's `EarlyStopping`.
 
-Its state is saved in every checkpoint (`loop_state.Patience`), so a resumed run stops at the same step.
+Its state is saved in every checkpoint (`loop_state.EarlyStoppingState`), so a resumed run stops at the same step.
 """
 
 from __future__ import annotations
 
 import math
 
-from ..checkpoint.loop_state import Patience
-from ..config.schema.exp_manager import EarlyStoppingParams, logged_name
+from ..checkpoint.loop_state import EarlyStoppingState
+from ..config.schema.exp_manager import EarlyStoppingParams, canonical_metric_name
 
-EARLY_STOPPING = "early stopping"
+STOP_REASON_PREFIX = "early stopping"
 """Prefix of the stop reason of a run that was stopped early."""
 
 
-def ways_on(params: EarlyStoppingParams) -> str:
+def continue_hint(params: EarlyStoppingParams) -> str:
     """Return a phrase listing the overrides that let an early-stopped run continue."""
     block = "exp_manager.early_stopping_callback_params"
     ways = [
@@ -41,9 +41,9 @@ class EarlyStopping:
         state: current state, saved in checkpoints.
     """
 
-    def __init__(self, params: EarlyStoppingParams, state: Patience) -> None:
+    def __init__(self, params: EarlyStoppingParams, state: EarlyStoppingState) -> None:
         self._params = params
-        self.metric = logged_name(params.monitor)
+        self.metric = canonical_metric_name(params.monitor)
         self.state = state
 
     def check(self, value: float) -> tuple[str | None, str]:
@@ -54,15 +54,15 @@ class EarlyStopping:
         """
         best, waited = self.state.best, self.state.waited
         if not math.isfinite(value):
-            self.state = Patience(best=best, last=None, waited=waited + 1)
+            self.state = EarlyStoppingState(best=best, last=None, waited=waited + 1)
             if self._params.check_finite:
                 return f"{self.metric} is {value}", f"{self.metric} is {value}"
             return self.reason, f"{self.metric} is {value}: {self._waiting()}"
         if best is None or self._improves(value, best):
-            self.state = Patience(best=value, last=value, waited=0)
+            self.state = EarlyStoppingState(best=value, last=value, waited=0)
             better = "" if best is None else f", {abs(value - best):.4g} better than before"
             return self.reason, f"{self.metric} {value:.4f} is the best so far{better}"
-        self.state = Patience(best=best, last=value, waited=waited + 1)
+        self.state = EarlyStoppingState(best=best, last=value, waited=waited + 1)
         return self.reason, f"{self.metric} {value:.4f} is no better than {best:.4f}: {self._waiting()}"
 
     @property

@@ -18,12 +18,12 @@ from torch import Tensor
 from ...models.build import LanguageModel
 from ...models.moe.find_moe_layers import moe_layers
 from ...models.moe.moe_layer import MoE
-from ...models.moe.router import SUMS
+from ...models.moe.router import STATISTIC_NAMES
 from ..config.schema.root import RootBlock
-from ..distributed.process_group import Ranks
+from ..distributed.process_group import DistributedContext
 from ..lightning.expert_balance import stack_keys_of
-from ..loggers.expert_load_map import LoadMap, can_draw, variation
-from ..utils.async_host_copy import LateValues
+from ..loggers.expert_load_map import ExpertLoadHistory, can_draw, coefficient_of_variation
+from ..utils.async_host_copy import AsyncHostCopy
 from ..utils.errors import EXIT_IO, UserError
 
 _MAX_PLOT_FRACTION = 0.02
@@ -34,7 +34,7 @@ Sums = tuple[tuple[float, ...], ...]
 """`MoE.statistics` of each layer, summed over reports and ranks."""
 
 
-class ExpertLoad:
+class ExpertLoadMetrics:
     """Collect the statistics of all MoE layers for the reports of a run.
 
     Args:
@@ -54,9 +54,9 @@ class ExpertLoad:
         self,
         layers: Mapping[str, MoE],
         *,
-        ranks: Ranks,
+        ranks: DistributedContext,
         per_layer: Collection[str] = (),
-        load_map: LoadMap | None = None,
+        load_map: ExpertLoadHistory | None = None,
         state: Sums = (),
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -68,7 +68,7 @@ class ExpertLoad:
         self._can_plot = load_map is not None and can_draw()
         self._next_plot = 0.0
         self._logged = {index: _label(name, layers) for index, name in enumerate(layers) if name in per_layer}
-        sizes = [experts + len(SUMS) for experts in self._experts]
+        sizes = [experts + len(STATISTIC_NAMES) for experts in self._experts]
         self.sums: Sums = state if [len(sums) for sums in state] == sizes else ()
 
     def take(self, step: int, *, restart: bool) -> Callable[[], dict[str, float]]:
@@ -85,11 +85,11 @@ class ExpertLoad:
         counted = self._send()
         return lambda: self._add(counted.get(), step, restart=restart)
 
-    def keep(self, *, draw: bool, last: bool = False) -> None:
+    def keep(self, *, plot: bool, last: bool = False) -> None:
         """Write the load history file and plot.
 
         Args:
-            draw: update the plot too, if matplotlib is installed, within the time limit `_MAX_PLOT_FRACTION`.
+            plot: update the plot too, if matplotlib is installed, within the time limit `_MAX_PLOT_FRACTION`.
             last: final call: plot regardless of the time limit.
 
         Raises:
@@ -100,7 +100,7 @@ class ExpertLoad:
         try:
             self._load_map.write()
             begin = time.monotonic()
-            if draw and self._can_plot and (last or begin >= self._next_plot):
+            if plot and self._can_plot and (last or begin >= self._next_plot):
                 self._load_map.draw()
                 self._next_plot = begin + (time.monotonic() - begin) / _MAX_PLOT_FRACTION
         except OSError as error:
@@ -111,13 +111,13 @@ class ExpertLoad:
             self._say(f"warning: the expert load cannot be plotted: {type(error).__name__}: {error}")
 
     @torch.no_grad()
-    def _send(self) -> LateValues:
+    def _send(self) -> AsyncHostCopy:
         """Start copying the concatenated statistics of all layers, summed over ranks; one all-reduce and one copy."""
         statistics = [layer.statistics for layer in self._layers.values()]
         merged = torch.cat(statistics)
         if merged.device.type != "mps":
             merged = merged.double()  # counts summed over ranks may exceed the exact integers of fp32
-        counted = LateValues(self._ranks.sum_(merged))
+        counted = AsyncHostCopy(self._ranks.all_reduce_(merged))
         torch._foreach_zero_(statistics)  # pyright: ignore[reportPrivateImportUsage]
         return counted
 
@@ -126,7 +126,7 @@ class ExpertLoad:
 
         Non-finite statistics of a layer, from a step that was skipped because of them, are dropped.
         """
-        values = counted.split([experts + len(SUMS) for experts in self._experts])
+        values = counted.split([experts + len(STATISTIC_NAMES) for experts in self._experts])
         fresh = tuple(tuple(layer.tolist()) if layer.isfinite().all() else (0.0,) * len(layer) for layer in values)
         if self._load_map is not None:
             tokens = [sums[:experts] for sums, experts in zip(fresh, self._experts, strict=True)]
@@ -138,7 +138,7 @@ class ExpertLoad:
 
     def _figures(self, total: Sums) -> dict[str, float]:
         layers = {
-            index: _figures_of(np.array(sums[:experts]), dict(zip(SUMS, sums[experts:], strict=True)))
+            index: _figures_of(np.array(sums[:experts]), dict(zip(STATISTIC_NAMES, sums[experts:], strict=True)))
             for index, (sums, experts) in enumerate(zip(total, self._experts, strict=True))
             if any(sums[:experts])  # otherwise the layer saw only padding, or nothing
         }
@@ -172,7 +172,7 @@ def _figures_of(tokens: np.ndarray, sums: Mapping[str, float]) -> dict[str, floa
     return {
         "load_balancing_loss": sums["load_balancing_loss"] / calls,
         "z_loss": sums["z_loss"] / calls,
-        "load_cv": variation(tokens),
+        "load_cv": coefficient_of_variation(tokens),
         "expert_share_min": float(shares.min()),
         "expert_share_max": float(shares.max()),
         "expert_share_mean": float(shares.mean()),
@@ -189,17 +189,17 @@ def _label(name: str, layers: Collection[str]) -> str:
     return f"_{match['stack']}_layer_{match['number']}" if several else f"_layer_{match['number']}"
 
 
-def build_expert_load(
+def build_expert_load_metrics(
     root: RootBlock,
     model: LanguageModel,
     directory: Path,
-    ranks: Ranks,
+    ranks: DistributedContext,
     *,
     resumed_at: int,
     state: Sums,
     say: Callable[[str], None],
-) -> ExpertLoad | None:
-    """Build the `ExpertLoad` of a model, or None without MoE layers.
+) -> ExpertLoadMetrics | None:
+    """Build the `ExpertLoadMetrics` of a model, or None without MoE layers.
 
     Args:
         root: the configuration.
@@ -207,17 +207,17 @@ def build_expert_load(
         directory: run directory.
         ranks: ranks of the run.
         resumed_at: step the run resumes from.
-        state: `ExpertLoad.sums` at that step.
+        state: `ExpertLoadMetrics.sums` at that step.
         say: prints a message.
     """
     layers = moe_layers(model)
     if not layers:
         return None
     load_map = None
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         experts = {name: len(layer.router.weight) for name, layer in layers.items()}
-        load_map = LoadMap(directory / "expert_load.json", experts, resumed_at=resumed_at)
+        load_map = ExpertLoadHistory(directory / "expert_load.json", experts, resumed_at=resumed_at)
         if not can_draw():
             say("expert_load.json will hold the expert load; to plot it, pip install 'stoker[plots]'")
     per_layer = {name for name in layers if stack_keys_of(root.model, name).moe_per_layer_logging}
-    return ExpertLoad(layers, ranks=ranks, per_layer=per_layer, load_map=load_map, state=state, say=say)
+    return ExpertLoadMetrics(layers, ranks=ranks, per_layer=per_layer, load_map=load_map, state=state, say=say)

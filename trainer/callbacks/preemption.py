@@ -16,17 +16,17 @@ from enum import IntFlag
 from types import FrameType
 from typing import Any
 
-from ..utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED
+from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
 
 _ECHO_SECONDS = 2.0
 """Deduplicate SIGTERM received from both scheduler and launcher within this time."""
 _EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
 
-Agree = Callable[[int], int]
+AllReduceFlags = Callable[[int], int]
 """All-reduce (bitwise or) the flags of all ranks; a collective, called by all ranks at the same points."""
 
 
-class Flag(IntFlag):
+class StopFlag(IntFlag):
     """Stop and save conditions of a rank after a step."""
 
     TERMINATED = 1
@@ -37,10 +37,10 @@ class Flag(IntFlag):
     """`train_time_interval` has passed."""
 
 
-SIGNALS = Flag.TERMINATED | Flag.INTERRUPTED
+SIGNAL_FLAGS = StopFlag.TERMINATED | StopFlag.INTERRUPTED
 """Flags that interrupt a validation."""
-_SIGNALS = {Flag.TERMINATED: signal.SIGTERM, Flag.INTERRUPTED: signal.SIGINT}
-_LIMITS = {Flag.MAX_TIME: "trainer.max_time", Flag.MAX_TIME_PER_RUN: "exp_manager.max_time_per_run"}
+_SIGNALS = {StopFlag.TERMINATED: signal.SIGTERM, StopFlag.INTERRUPTED: signal.SIGINT}
+_LIMITS = {StopFlag.MAX_TIME: "trainer.max_time", StopFlag.MAX_TIME_PER_RUN: "exp_manager.max_time_per_run"}
 
 
 def alone(flags: int) -> int:
@@ -48,7 +48,7 @@ def alone(flags: int) -> int:
     return flags
 
 
-class StopRequest:
+class StopHandler:
     """Context manager in which SIGINT and SIGTERM stop the run after its step; a second signal kills it at once.
 
     Args:
@@ -60,14 +60,14 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self._limits = {
             flag: text
-            for flag, text in ((Flag.MAX_TIME, max_time), (Flag.MAX_TIME_PER_RUN, max_time_per_run))
+            for flag, text in ((StopFlag.MAX_TIME, max_time), (StopFlag.MAX_TIME_PER_RUN, max_time_per_run))
             if text is not None
         }
         self._start = time.monotonic()
         self._signal_at = self._start
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> StopHandler:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.getsignal(number) for number in _EXIT_CODES}
         self.install()
@@ -84,19 +84,19 @@ class StopRequest:
             signal.signal(number, self._handle)
 
     @property
-    def flags(self) -> Flag:
+    def flags(self) -> StopFlag:
         """The flags of this process."""
-        flags = Flag(0)
+        flags = StopFlag(0)
         for flag, number in _SIGNALS.items():
             if self.signal is number:
                 flags |= flag
         elapsed = time.monotonic() - self._start
         for flag, text in self._limits.items():
-            if elapsed >= seconds_of(text):
+            if elapsed >= parse_duration(text):
                 flags |= flag
         return flags
 
-    def adopt(self, flags: int) -> str | None:
+    def apply_flags(self, flags: int) -> str | None:
         """Apply all-reduced flags: a signal received by another rank counts as our own.
 
         Returns:
@@ -115,12 +115,12 @@ class StopRequest:
     @property
     def reason(self) -> str | None:
         """The reason to stop now by the flags of this process alone, or None to continue."""
-        return self.adopt(self.flags)
+        return self.apply_flags(self.flags)
 
     @property
     def exit_code(self) -> int:
         """130 after SIGINT, 143 after SIGTERM, 0 otherwise."""
-        return EXIT_DONE if self.signal is None else _EXIT_CODES[self.signal]
+        return EXIT_OK if self.signal is None else _EXIT_CODES[self.signal]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -133,7 +133,7 @@ class StopRequest:
         self._signal_at = now
 
 
-def seconds_of(duration: str) -> int:
+def parse_duration(duration: str) -> int:
     """Convert `DD:HH:MM:SS` to seconds."""
     days, hours, minutes, seconds = (int(part) for part in duration.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

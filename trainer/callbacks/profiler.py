@@ -23,10 +23,10 @@ _TOP_OPERATIONS = 10
 _NAME_WIDTH = 48
 _MAX_ALLOCATIONS = 1_000_000
 
-Say = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
-class StepObserver(Protocol):
+class Profiler(Protocol):
     """Interface of a profiler.
 
     Attributes:
@@ -53,7 +53,7 @@ class StepObserver(Protocol):
         ...
 
 
-class Observers:
+class ProfilerList:
     """A list of profilers; one that cannot write its files is dropped with a warning, and the run continues.
 
     Args:
@@ -61,7 +61,7 @@ class Observers:
         say: logs a line.
     """
 
-    def __init__(self, observers: Sequence[StepObserver], say: Say) -> None:
+    def __init__(self, observers: Sequence[Profiler], say: LogFunction) -> None:
         self._observers = list(observers)
         self._say = say
         self._aside = 0.0
@@ -93,7 +93,7 @@ class Observers:
         self._aside = self.aside
         self._observers = []
 
-    def _each(self, call: Callable[[StepObserver], None]) -> None:
+    def _each(self, call: Callable[[Profiler], None]) -> None:
         for observer in list(self._observers):
             try:
                 call(observer)
@@ -116,9 +116,9 @@ def check_profiling(root: RootBlock, device: torch.device) -> None:
         )
 
 
-def build_observers(
-    root: RootBlock, directory: Path, device: torch.device, say: Say, rank: int = 0, steps_before: int = 0
-) -> Observers:
+def build_profilers(
+    root: RootBlock, directory: Path, device: torch.device, say: LogFunction, rank: int = 0, steps_before: int = 0
+) -> ProfilerList:
     """Build the enabled profilers of one process.
 
     Args:
@@ -129,18 +129,20 @@ def build_observers(
         rank: rank of this process. Times and traces are those of rank 0.
         steps_before: completed steps of the run when this process starts, for file names.
     """
-    observers: list[StepObserver] = []
+    observers: list[Profiler] = []
     profile, memory = directory / "profile", root.model.memory_profile
     if root.trainer.profiler == "pytorch" and rank == 0:
         first, last = root.trainer.profile_steps
         observers.append(TraceProfiler(profile, first, last, device, say, steps_before))
     elif root.trainer.profiler == "simple" and rank == 0:
-        observers.append(PhaseTimes(profile, say))
+        observers.append(PhaseTimer(profile, say))
     if memory.enabled and memory.rank == rank:
         key = "model.memory_profile.output_path"
         place = user_path(memory.output_path, key).absolute() if memory.output_path else profile
-        observers.append(MemoryRecorder(place, memory.start_step, memory.end_step, device, say, rank, steps_before))
-    return Observers(observers, say)
+        observers.append(
+            MemorySnapshotRecorder(place, memory.start_step, memory.end_step, device, say, rank, steps_before)
+        )
+    return ProfilerList(observers, say)
 
 
 class _StepRange:
@@ -210,7 +212,7 @@ class TraceProfiler(_StepRange):
     """
 
     def __init__(
-        self, directory: Path, first: int, last: int, device: torch.device, say: Say, steps_before: int = 0
+        self, directory: Path, first: int, last: int, device: torch.device, say: LogFunction, steps_before: int = 0
     ) -> None:
         super().__init__(first, last, steps_before, device)
         self._directory = directory
@@ -262,7 +264,7 @@ def operations_table(operations: Sequence[Any], *, on_device: bool, top: int = _
     return lines
 
 
-class PhaseTimes:
+class PhaseTimer:
     """Host time per phase, from the first step to the end of the run.
 
     GPU work counts in the phase in which the host synchronizes, mostly the reports.
@@ -273,7 +275,7 @@ class PhaseTimes:
         clock: returns the time in seconds.
     """
 
-    def __init__(self, directory: Path, say: Say, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, directory: Path, say: LogFunction, clock: Callable[[], float] = time.perf_counter) -> None:
         self.aside = 0.0
         self._directory = directory
         self._say = say
@@ -327,7 +329,7 @@ class PhaseTimes:
         self._counts[name] = self._counts.get(name, 0) + 1
 
 
-class MemoryRecorder(_StepRange):
+class MemorySnapshotRecorder(_StepRange):
     """CUDA memory snapshot of all allocations during some steps (NeMo's `model.memory_profile`).
 
     Args:
@@ -346,7 +348,7 @@ class MemoryRecorder(_StepRange):
         first: int,
         last: int,
         device: torch.device,
-        say: Say,
+        say: LogFunction,
         rank: int = 0,
         steps_before: int = 0,
     ) -> None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from ..lightning.lightning_module import LanguageModule
 from ..loggers.run_logger import Journal, StepReport, peak_memory_gib
-from ..utils.async_host_copy import Instant
-from .divergence import StepPolicy
-from .expert_load import ExpertLoad
-from .profiler import Observers
+from ..utils.async_host_copy import DeviceTimestamp
+from .divergence import LossMonitor
+from .expert_load import ExpertLoadMetrics
+from .profiler import ProfilerList
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class ThroughputFactors:
     """Constants for computing throughput and MFU from step times.
 
     Attributes:
@@ -43,7 +43,7 @@ class _PendingReport:
     memory_gib: float | None
     values: Callable[[], list[tuple[float, float]]]
     experts: Callable[[], Mapping[str, float]]
-    timestamp: Instant
+    timestamp: DeviceTimestamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class _Window:
     """Start of the timed window: step and timestamp, after anything that is not a training step."""
 
     step: int
-    start: Instant
+    start: DeviceTimestamp
 
 
-class StepReports:
+class StepReporter:
     """Report training steps, synchronously or deferred by one step.
 
     Args:
@@ -69,11 +69,11 @@ class StepReports:
     def __init__(
         self,
         journal: Journal,
-        policy: StepPolicy,
-        rates: Rates,
+        policy: LossMonitor,
+        rates: ThroughputFactors,
         consumed_samples: Callable[[int], int],
-        observers: Observers,
-        expert_load: ExpertLoad | None,
+        observers: ProfilerList,
+        expert_load: ExpertLoadMetrics | None,
     ) -> None:
         self._journal = journal
         self._policy = policy
@@ -85,7 +85,7 @@ class StepReports:
         self._pending: _PendingReport | None = None
 
     @property
-    def has_window(self) -> bool:
+    def has_started(self) -> bool:
         """True if a timed window has started, i.e. this process has reported already."""
         return self._window is not None
 
@@ -126,7 +126,7 @@ class StepReports:
 
     def restart_clock(self, module: LanguageModule) -> None:
         """Restart the timed window, after work that is not part of a step."""
-        self._window = _Window(module.step, Instant(module.device, self._observers.aside))
+        self._window = _Window(module.step, DeviceTimestamp(module.device, self._observers.aside))
 
     def _begin(self, module: LanguageModule, *, restart: bool) -> _PendingReport:
         return _PendingReport(
@@ -136,7 +136,7 @@ class StepReports:
             memory_gib=peak_memory_gib(module.device),
             values=module.take_unread(),
             experts=self._expert_load.take(module.step, restart=restart) if self._expert_load is not None else dict,
-            timestamp=Instant(module.device, self._observers.aside),
+            timestamp=DeviceTimestamp(module.device, self._observers.aside),
         )
 
     def _finish(self, pending: _PendingReport) -> dict[str, float]:

@@ -30,21 +30,21 @@ from ..utils.async_host_copy import runs_behind
 from ..utils.errors import UserError
 from ..utils.local_shard import local_tensor
 from ..utils.text import counted
-from .divergence import DivergedError, StepPolicy
-from .early_stopping import EARLY_STOPPING, EarlyStopping
-from .expert_load import ExpertLoad
-from .preemption import SIGNALS, Agree, Flag, StopRequest, alone, seconds_of
-from .profiler import Observers
-from .reporting import Rates, StepReports
+from .divergence import DivergedError, LossMonitor
+from .early_stopping import STOP_REASON_PREFIX, EarlyStopping
+from .expert_load import ExpertLoadMetrics
+from .preemption import SIGNAL_FLAGS, AllReduceFlags, StopFlag, StopHandler, alone, parse_duration
+from .profiler import ProfilerList
+from .reporting import StepReporter, ThroughputFactors
 
-Validate = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
+ValidateFunction = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
 """Run a validation of a number of global batches (None: as configured); the second argument is polled between batches,
 and `evaluation.StoppedError` is raised when it returns True."""
-Save = Callable[[int, Mapping[str, float], LoopState], Path]
+SaveFunction = Callable[[int, Mapping[str, float], LoopState], Path]
 """Save a checkpoint of a step, with the finite metrics of that step and the loop state; return its path."""
 
 
-class RunLoop(pl.Callback):
+class TrainLoopCallback(pl.Callback):
     """Log, validate, save checkpoints and stop training after the steps at which each is due.
 
     Args:
@@ -66,7 +66,7 @@ class RunLoop(pl.Callback):
 
     Attributes:
         validation: the last validation result.
-        owes_validation: the validation of the last step was interrupted and is still to be run.
+        validation_pending: the validation of the last step was interrupted and is still to be run.
         checkpoint: the last checkpoint written.
         stopped_by: why training stopped before `max_steps`, or None. Set at construction if the resumed run had already
             been ended by early stopping.
@@ -76,20 +76,20 @@ class RunLoop(pl.Callback):
         self,
         root: RootBlock,
         journal: Journal,
-        stop: StopRequest,
-        rates: Rates,
+        stop: StopHandler,
+        rates: ThroughputFactors,
         *,
-        validate: Validate | None,
-        save: Save | None,
+        validate: ValidateFunction | None,
+        save: SaveFunction | None,
         checkpoints: Path,
         consumed_samples: Callable[[int], int],
         state: LoopState | None = None,
         metrics: Mapping[str, float] | None = None,
-        agree: Agree = alone,
+        agree: AllReduceFlags = alone,
         answers_late: bool = False,
         average: EMA | None = None,
-        observers: Observers | None = None,
-        expert_load: ExpertLoad | None = None,
+        observers: ProfilerList | None = None,
+        expert_load: ExpertLoadMetrics | None = None,
     ) -> None:
         keys, manager = root.trainer, root.exp_manager
         state = state or LoopState.model_validate({})
@@ -105,10 +105,10 @@ class RunLoop(pl.Callback):
         self._answers_late = answers_late
         self._average = average
         self._validates_average = average is not None and not manager.ema.validate_original_weights
-        self._observers = observers or Observers([], journal.say)
+        self._observers = observers or ProfilerList([], journal.say)
         self._expert_load = expert_load
-        self._policy = StepPolicy(keys.max_skipped_steps, keys.loss_spike_threshold, state)
-        self._reports = StepReports(journal, self._policy, rates, consumed_samples, self._observers, expert_load)
+        self._policy = LossMonitor(keys.max_skipped_steps, keys.loss_spike_threshold, state)
+        self._reports = StepReporter(journal, self._policy, rates, consumed_samples, self._observers, expert_load)
         self._early: EarlyStopping | None = None
         if manager.create_early_stopping_callback:
             self._early = EarlyStopping(manager.early_stopping_callback_params, state.patience)
@@ -119,27 +119,27 @@ class RunLoop(pl.Callback):
         self._first_step = 0
         self._resumed_metrics = metrics or {}
         self._pending_signals = 0
-        self.owes_validation = state.validation_due and validate is not None
+        self.validation_pending = state.validation_due and validate is not None
         self.validation: EvaluationResult | None = None
         self.checkpoint: Path | None = None
         self.stopped_by: str | None = None
         if self._early is not None and self._early.reason is not None:
-            self.stopped_by = f"{EARLY_STOPPING} ({self._early.reason})"
+            self.stopped_by = f"{STOP_REASON_PREFIX} ({self._early.reason})"
 
-    def catch_up(self, module: LanguageModule) -> None:
+    def run_pending_validation(self, module: LanguageModule) -> None:
         """Run the validation that was interrupted when the run was stopped, before training resumes."""
         step = module.step
         self._journal.say(f"running the interrupted validation of step {step:,}")
         validation = self._run_validation(step, 0)
         if validation is None:
-            self.stopped_by = self._stop.adopt(self._pending_signals)
+            self.stopped_by = self._stop.apply_flags(self._pending_signals)
             return
-        self.owes_validation = False
+        self.validation_pending = False
         metrics = dict(self._resumed_metrics) | validation
         if self._early is not None and step % self._keys.val_check_interval == 0:
             stopping = self._check_progress(self._early, step, metrics)
             if stopping is not None and step < self._keys.max_steps:
-                self.stopped_by = f"{EARLY_STOPPING} ({stopping})"
+                self.stopped_by = f"{STOP_REASON_PREFIX} ({stopping})"
         if self._save is not None:  # replace the checkpoint of this step by one with its validation metrics
             self._write(module, metrics)
 
@@ -172,20 +172,23 @@ class RunLoop(pl.Callback):
         self._observers.after(step - self._first_step)
         self._finish_report()  # deferred from the previous step, so that the device already has this one to run
         if self._average is not None:
-            assert pl_module.optimizer_state.grad_norm is not None
-            self._average.update(step, pl_module.optimizer_state.grad_norm)
+            assert pl_module.unwrapped_optimizer.grad_norm is not None
+            self._average.update(step, pl_module.unwrapped_optimizer.grad_norm)
         last = step == self._keys.max_steps
         flags = self._reduce_flags()
-        reason = None if last else self._stop.adopt(flags)
+        reason = None if last else self._stop.apply_flags(flags)
         checks = step % self._keys.val_check_interval == 0
         validates = self._validate is not None and (last or checks)
         saves = self._save is not None and (
-            reason is not None or bool(flags & Flag.SAVE) or self._is_save_due(step) or (last and self._saves_last())
+            reason is not None
+            or bool(flags & StopFlag.SAVE)
+            or self._is_save_due(step)
+            or (last and self._saves_last())
         )
         # Log steps that depend on the step alone, so that an interrupted and an uninterrupted run have the same ones:
         # clocks, signals and the end of this process do not count.
         regular = step % self._keys.log_every_n_steps == 0 or checks or self._is_save_due(step)
-        first = not self._reports.has_window
+        first = not self._reports.has_started
         needs_metrics = validates or saves or last or reason is not None or (checks and self._early is not None)
         if regular and not (first or needs_metrics) and runs_behind(pl_module.device):
             self._reports.begin(pl_module, restart=True)  # only logged, so the read is deferred to avoid a sync
@@ -193,15 +196,15 @@ class RunLoop(pl.Callback):
             metrics = self._report(pl_module, restart=regular)
             if validates:
                 validation = self._run_validation(step, flags)
-                self.owes_validation = validation is None
+                self.validation_pending = validation is None
                 if validation is None:
-                    reason, saves = self._stop.adopt(self._pending_signals), self._save is not None
+                    reason, saves = self._stop.apply_flags(self._pending_signals), self._save is not None
                 else:
                     metrics |= validation
-            if checks and self._early is not None and not self.owes_validation:
+            if checks and self._early is not None and not self.validation_pending:
                 stopping = self._check_progress(self._early, step, metrics)
                 if stopping is not None and not last:
-                    reason = reason or f"{EARLY_STOPPING} ({stopping})"
+                    reason = reason or f"{STOP_REASON_PREFIX} ({stopping})"
                     saves = saves or (self._save is not None and self._saves_last())
             if saves:
                 self._write(pl_module, metrics)
@@ -232,11 +235,11 @@ class RunLoop(pl.Callback):
     def _reduce_flags(self) -> int:
         """All-reduce the flags of all ranks; those of other ranks may arrive a step late."""
         flags = self._stop.flags
-        if self._interval is not None and time.monotonic() - self._saved_at >= seconds_of(self._interval):
-            flags |= Flag.SAVE
+        if self._interval is not None and time.monotonic() - self._saved_at >= parse_duration(self._interval):
+            flags |= StopFlag.SAVE
         reduced = self._agree(flags)
         if self._saved_just_now and self._answers_late:  # this result is of flags from before that save
-            reduced &= ~Flag.SAVE
+            reduced &= ~StopFlag.SAVE
         self._saved_just_now = False
         return reduced
 
@@ -270,7 +273,7 @@ class RunLoop(pl.Callback):
         A time limit does not interrupt it, or a run whose validation takes longer than its limit would never get past
         it.
         """
-        self._pending_signals = flags & SIGNALS
+        self._pending_signals = flags & SIGNAL_FLAGS
         if self._pending_signals:
             return None
         try:
@@ -281,13 +284,13 @@ class RunLoop(pl.Callback):
         if not math.isfinite(val_loss):
             raise self._diverged(f"training diverged at step {step}: validation loss {val_loss}")
         metrics = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
-        self._journal.report_validation(step, metrics)
+        self._journal.log_validation(step, metrics)
         self._write_load(draw=True)
         return metrics
 
     def _should_stop_validation(self) -> bool:
         """Poll for signals between two validation batches; those of other ranks may arrive a batch late."""
-        self._pending_signals = self._agree(self._stop.flags) & SIGNALS
+        self._pending_signals = self._agree(self._stop.flags) & SIGNAL_FLAGS
         return bool(self._pending_signals)
 
     def _evaluate(self, batches: int | None, should_stop: Callable[[], bool] | None = None) -> EvaluationResult:
@@ -307,14 +310,14 @@ class RunLoop(pl.Callback):
             return None
         reason, line = early.check(value)
         if self._is_verbose:
-            self._journal.say(f"{EARLY_STOPPING}: {line}")
+            self._journal.say(f"{STOP_REASON_PREFIX}: {line}")
         return reason
 
     def _write(self, module: LanguageModule, metrics: Mapping[str, float]) -> None:
         assert self._save is not None
         if self._policy.skipped_in_a_row and not _is_finite(module):
             raise self._diverged(f"training diverged at step {module.step}: some weights are not finite")
-        state = self._policy.state().model_copy(update={"validation_due": self.owes_validation})
+        state = self._policy.state().model_copy(update={"validation_due": self.validation_pending})
         if self._early is not None:
             state = state.model_copy(update={"patience": self._early.state})
         if self._expert_load is not None:
@@ -328,7 +331,7 @@ class RunLoop(pl.Callback):
 
     def _write_load(self, *, draw: bool, last: bool = False) -> None:
         if self._expert_load is not None:
-            self._expert_load.keep(draw=draw, last=last)
+            self._expert_load.keep(plot=draw, last=last)
 
     def _diverged(self, what: str) -> UserError:
         saved = checkpoint_paths(self._checkpoints)
@@ -346,4 +349,4 @@ def _is_finite(module: LanguageModule) -> bool:
     """Return True if all weights on all ranks are finite; a collective."""
     parameters = [local_tensor(parameter) for parameter in module.model.parameters()]
     bad = torch.stack([~torch.isfinite(parameter).all() for parameter in parameters]).any()
-    return not module.ranks.sum_(bad.float()).item()
+    return not module.ranks.all_reduce_(bad.float()).item()

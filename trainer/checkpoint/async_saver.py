@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ..distributed.process_group import Ranks
+from ..distributed.process_group import DistributedContext
 from ..utils.errors import EXIT_IO, UserError
 from .sharded_safetensors import on_host
-from .writer import Content, write_checkpoint
+from .writer import CheckpointContent, write_checkpoint
 
 
-class Saver:
+class CheckpointSaver:
     """Save checkpoints one at a time.
 
     Args:
@@ -25,7 +25,9 @@ class Saver:
         UserError: (from `save` and `finish`) the disk is full, read-only or not writable.
     """
 
-    def __init__(self, directory: Path, ranks: Ranks, clean: Callable[[], None], *, beside: bool = False) -> None:
+    def __init__(
+        self, directory: Path, ranks: DistributedContext, clean: Callable[[], None], *, beside: bool = False
+    ) -> None:
         self._directory = directory
         self._ranks = ranks.apart() if beside else ranks
         self._clean = clean
@@ -33,14 +35,14 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, content: Content) -> Path:
+    def save(self, content: CheckpointContent) -> Path:
         """Save a checkpoint and return its path; an asynchronous save waits only for the copy to host memory."""
         self.finish()
         if not self._beside:
             self._write(content)
         else:
             tensors = {kind: on_host(shards) for kind, shards in content.tensors.items()}
-            copied = Content(content.state, tensors, content.config_document, content.tokenizer_document)
+            copied = CheckpointContent(content.state, tensors, content.config_document, content.tokenizer_document)
             self._thread = threading.Thread(target=self._write_in_thread, args=(copied,), name="checkpoint")
             self._thread.start()
         return self._directory / f"step-{content.state.step}"
@@ -54,16 +56,16 @@ class Saver:
         if error is not None:
             raise error
 
-    def _write_in_thread(self, content: Content) -> None:
+    def _write_in_thread(self, content: CheckpointContent) -> None:
         try:
             self._write(content)
         except BaseException as error:  # re-raised by `finish`
             self._error = error
 
-    def _write(self, content: Content) -> None:
+    def _write(self, content: CheckpointContent) -> None:
         write_checkpoint(self._directory, content, self._ranks)
         problem = None
-        if self._ranks.is_first:
+        if self._ranks.is_rank_zero:
             try:
                 self._clean()
             except OSError as error:

@@ -15,7 +15,7 @@ from ...models.config.key_block import Block
 MAX_RECENT_LOSSES = 1024
 
 
-class Patience(Block):
+class EarlyStoppingState(Block):
     """State of early stopping."""
 
     best: float | None = None
@@ -27,7 +27,7 @@ class Patience(Block):
 
 
 class LoopState(Block):
-    """State of `RunLoop` after a step."""
+    """State of `TrainLoopCallback` after a step."""
 
     loss_sum: float = 0.0
     """Sum of the finite training losses since the last regular report, nats per token."""
@@ -45,5 +45,5 @@ class LoopState(Block):
     """True if a signal interrupted the validation of this step; a resumed run starts with it."""
     expert_load: Annotated[tuple[Annotated[tuple[float, ...], Field(strict=False)], ...], Field(strict=False)] = ()
     """Sums of each MoE layer since the last regular report; empty right after one."""
-    patience: Patience = Patience.model_validate({})
+    patience: EarlyStoppingState = EarlyStoppingState.model_validate({})
     """State of early stopping."""

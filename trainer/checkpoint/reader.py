@@ -36,16 +36,16 @@ from torch import Tensor, nn
 from ...models.config.key_block import Block
 from ...models.moe.find_moe_layers import moe_layers
 from ...models.peft.added_parameters import added_parameters
-from ...models.peft.apply import trained_parameters
+from ...models.peft.apply import trainable_parameters
 from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
-from ..utils.local_shard import Piece, piece_of
-from ..utils.safetensors_io import DamagedFileError, FileRecord, check_file, read_json
+from ..utils.local_shard import LocalShard, piece_of
+from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, verify_file
 from .loop_state import LoopState
-from .sharded_safetensors import Overlaid, WholeTensors, files_of, open_whole, read_pieces
+from .sharded_safetensors import FullTensors, OverlaidTensors, open_full_tensors, read_shards, shard_files
 
 FORMAT = 1
-WEIGHTS, ADAPTER, OPTIMIZER, AVERAGE = "model", "adapter", "optimizer", "ema"
+WEIGHTS, ADAPTER, OPTIMIZER, EMA_WEIGHTS = "model", "adapter", "optimizer", "ema"
 """Kinds of tensor files."""
 STATE, CONFIG, TOKENIZER, MANIFEST = "state.json", "config.json", "tokenizer.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{1,15})")
@@ -57,7 +57,7 @@ class BaseRecord(Block):
     path: Annotated[str, Field(min_length=1)]
     """Path at training time: a checkpoint or a Hugging Face model folder."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Digest of the names and hashes of the weight files; see `base_weights.digest_of`."""
+    """Digest of the names and hashes of the weight files; see `base_weights.weights_digest`."""
 
 
 class RunState(Block):
@@ -99,7 +99,7 @@ class RunState(Block):
     """Versions of stoker, torch and Python."""
 
 
-class MisfitError(UserError):
+class CheckpointMismatchError(UserError):
     """Checkpoint tensors do not match the model or optimizer; the lines list the differences."""
 
 
@@ -111,13 +111,13 @@ class Checkpoint:
         path: checkpoint directory.
         state: content of `state.json`.
         files: names of the files listed in the manifest.
-        is_averaged: load the moving average of the weights instead of the weights, see `averaged`.
+        uses_ema: load the moving average of the weights instead of the weights, see `averaged`.
     """
 
     path: Path
     state: RunState
     files: tuple[str, ...]
-    is_averaged: bool = False
+    uses_ema: bool = False
 
     @property
     def config_document(self) -> dict[str, Any]:
@@ -127,80 +127,84 @@ class Checkpoint:
     @property
     def tokenizer_document(self) -> dict[str, Any]:
         """Tokenizer document without the chat template: equal documents encode text identically."""
-        return {name: value for name, value in self.saved_tokenizer.items() if name != "chat"}
+        return {name: value for name, value in self.tokenizer_document_with_chat.items() if name != "chat"}
 
     @property
-    def saved_tokenizer(self) -> dict[str, Any]:
+    def tokenizer_document_with_chat(self) -> dict[str, Any]:
         """Tokenizer document, including the chat template."""
         return _object(self.path / TOKENIZER)
 
     @property
-    def has_average(self) -> bool:
+    def has_ema(self) -> bool:
         """True if the checkpoint holds a moving average of the weights."""
-        return bool(files_of(AVERAGE, self.files))
+        return bool(shard_files(EMA_WEIGHTS, self.files))
 
     @property
     def _average_files(self) -> list[Path]:
-        return [self.path / name for name in files_of(AVERAGE, self.files)]
+        return [self.path / name for name in shard_files(EMA_WEIGHTS, self.files)]
 
     @property
     def weight_files(self) -> list[Path]:
         """Model weight files, by rank."""
-        return [self.path / name for name in files_of(WEIGHTS, self.files)]
+        return [self.path / name for name in shard_files(WEIGHTS, self.files)]
 
     @property
     def adapter_files(self) -> list[Path]:
         """Adapter files, by rank."""
-        return [self.path / name for name in files_of(ADAPTER, self.files)]
+        return [self.path / name for name in shard_files(ADAPTER, self.files)]
 
     @property
     def is_adapter(self) -> bool:
         """True if the checkpoint holds an adapter without its base weights."""
-        return bool(files_of(ADAPTER, self.files))
+        return bool(shard_files(ADAPTER, self.files))
 
-    def averaged(self) -> Checkpoint:
+    def with_ema(self) -> Checkpoint:
         """Return this checkpoint with the weights replaced by their moving average; untrained weights are unchanged.
 
         Raises:
             UserError: the checkpoint has no moving average.
         """
-        if not self.has_average:
+        if not self.has_ema:
             raise UserError(
                 f"--ema: checkpoint {self.path} holds no moving average of its weights; "
                 "train with exp_manager.ema.enable=True to save one"
             )
-        return replace(self, is_averaged=True)
+        return replace(self, uses_ema=True)
 
     @contextmanager
-    def open_weights(self) -> Iterator[WholeTensors | Overlaid]:
+    def open_weights(self) -> Iterator[FullTensors | OverlaidTensors]:
         """Open the weights (for PEFT, the adapter) to read unsharded tensors one at a time.
 
         Raises:
             DamagedFileError: not safetensors files, or an unsupported dtype.
         """
         with ExitStack() as stack:
-            weights = stack.enter_context(open_whole(self.adapter_files if self.is_adapter else self.weight_files))
-            if not self.is_averaged:
+            weights = stack.enter_context(
+                open_full_tensors(self.adapter_files if self.is_adapter else self.weight_files)
+            )
+            if not self.uses_ema:
                 yield weights
             else:
-                yield Overlaid(weights, stack.enter_context(open_whole(self._average_files)))
+                yield OverlaidTensors(weights, stack.enter_context(open_full_tensors(self._average_files)))
 
     def load_weights(self, model: nn.Module, *, cast: bool = False) -> None:
         """Load the weights into a model of the same geometry, in place.
 
         Args:
-            model: its `base_of` (for an adapter, `trained_of`) tensors are filled; DTensors are supported.
+            model: its `base_tensors` (for an adapter, `trained_of`) tensors are filled; DTensors are supported.
             cast: convert dtypes that differ from the model's instead of raising.
 
         Raises:
-            MisfitError: the weights do not fit the model.
+            CheckpointMismatchError: the weights do not fit the model.
             UserError: they cannot be read.
         """
-        tensors = trained_of(model) if self.is_adapter else base_of(model)
+        tensors = trained_of(model) if self.is_adapter else base_tensors(model)
         pieces = {name: piece_of(tensor) for name, tensor in tensors.items()}
         self._fill(ADAPTER if self.is_adapter else WEIGHTS, pieces, cast=cast)
-        if self.is_averaged:
-            self._fill(AVERAGE, {name: pieces[name] for name in self._averaged_names() if name in pieces}, cast=cast)
+        if self.uses_ema:
+            self._fill(
+                EMA_WEIGHTS, {name: pieces[name] for name in self._averaged_names() if name in pieces}, cast=cast
+            )
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
         """Load main weights and state into an optimizer of a model with the same parameters.
@@ -211,30 +215,30 @@ class Checkpoint:
         self._fill(OPTIMIZER, optimizer.pieces())
         optimizer.step_count = self.state.step if self.state.updates is None else self.state.updates
 
-    def load_average(self, average: Mapping[str, Piece]) -> None:
+    def load_ema(self, average: Mapping[str, LocalShard]) -> None:
         """Load the moving average of the weights.
 
         Raises:
             UserError: the tensors do not match; lists the differences.
         """
-        self._fill(AVERAGE, average)
+        self._fill(EMA_WEIGHTS, average)
 
     def _averaged_names(self) -> list[str]:
         try:
-            with open_whole(self._average_files) as average:
+            with open_full_tensors(self._average_files) as average:
                 return list(average.facts)
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
 
-    def _fill(self, kind: str, destination: Mapping[str, Piece], *, cast: bool = False) -> None:
-        paths = [self.path / name for name in files_of(kind, self.files)]
+    def _fill(self, kind: str, destination: Mapping[str, LocalShard], *, cast: bool = False) -> None:
+        paths = [self.path / name for name in shard_files(kind, self.files)]
         try:
             with torch.no_grad():
-                read_pieces(paths, destination, any_dtype=cast)
+                read_shards(paths, destination, any_dtype=cast)
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
         except ValueError as error:
-            raise MisfitError(
+            raise CheckpointMismatchError(
                 [
                     f"checkpoint {self.path} does not fit the model of this configuration:",
                     *(f"  {line}" for line in str(error).splitlines()),
@@ -243,7 +247,7 @@ class Checkpoint:
             ) from None
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model that a checkpoint stores, by name: parameters and expert biases.
 
     An expert bias has no gradient (`expert_balance`), so it is a buffer and not a parameter of the optimizer.
@@ -252,22 +256,26 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
-def base_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return `weights_of` without the parameters that PEFT added."""
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return `model_tensors` without the parameters that PEFT added."""
     added = set(added_parameters(model))
-    return {name: tensor for name, tensor in weights_of(model).items() if name not in added}
+    return {name: tensor for name, tensor in model_tensors(model).items() if name not in added}
 
 
 def trained_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable part of `weights_of`: trainable parameters and the expert biases that are updated."""
-    biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in moe_layers(model).items() if layer.moves_bias}
-    return dict(trained_parameters(model)) | {name: bias for name, bias in biases.items() if bias is not None}
+    """Return the trainable part of `model_tensors`: trainable parameters and the expert biases that are updated."""
+    biases = {
+        f"{name}.expert_bias": layer.expert_bias
+        for name, layer in moe_layers(model).items()
+        if layer.updates_expert_bias
+    }
+    return dict(trainable_parameters(model)) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
-def saved_of(model: nn.Module) -> tuple[str, dict[str, Tensor]]:
+def tensors_to_save(model: nn.Module) -> tuple[str, dict[str, Tensor]]:
     """Return (file kind, tensors by name) to save for a model; for PEFT only the trainable parameters."""
     if all(parameter.requires_grad for parameter in model.parameters()):
-        return WEIGHTS, weights_of(model)
+        return WEIGHTS, model_tensors(model)
     return ADAPTER, trained_of(model)
 
 
@@ -285,12 +293,12 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
     if not path.is_dir():
         raise DamagedFileError(f"{path} is not a directory")
     records = read_manifest(path)
-    if with_optimizer and not files_of(OPTIMIZER, records):
+    if with_optimizer and not shard_files(OPTIMIZER, records):
         raise DamagedFileError("it holds a converted model without optimizer state; use model.restore_from_path")
-    skipped = () if with_optimizer else files_of(OPTIMIZER, records)
+    skipped = () if with_optimizer else shard_files(OPTIMIZER, records)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         checks = [
-            pool.submit(check_file, path / name, record)
+            pool.submit(verify_file, path / name, record)
             for name, record in records.items()
             if verify and name not in skipped
         ]
@@ -350,7 +358,7 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
 def _hint(path: Path) -> str:
     """Return the hint to show for a path that holds no checkpoint."""
     from ..conversion.from_peft import is_peft_folder
-    from ..conversion.pretrained import is_foreign  # both import this module
+    from ..conversion.pretrained import is_hf_folder  # both import this module
 
     if not path.exists():
         return "there is no such folder"
@@ -359,7 +367,7 @@ def _hint(path: Path) -> str:
             "it is an adapter in peft format; set model.peft.restore_from_path to it, or convert it to a checkpoint: "
             f"stoker convert {path} FOLDER"
         )
-    if is_foreign(path):
+    if is_hf_folder(path):
         return f"it is a Hugging Face model; convert it to a checkpoint: stoker convert {path} FOLDER"
     return "give a run directory or a `step-N` directory"
 
@@ -380,14 +388,14 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
     Raises:
         DamagedFileError: the manifest is malformed.
     """
-    document = read_json(checkpoint / MANIFEST, as_written=True)
+    document = read_json(checkpoint / MANIFEST, byte_exact=True)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise DamagedFileError(f"{MANIFEST} is not of format {FORMAT}")
     files = document.get("files")
     if not isinstance(files, dict):
         raise DamagedFileError(f"{MANIFEST} lists no files")
-    tensors = [name for kind in (WEIGHTS, ADAPTER, OPTIMIZER, AVERAGE) for name in files_of(kind, files)]
-    weight_kinds = [kind for kind in (WEIGHTS, ADAPTER) if files_of(kind, files)]
+    tensors = [name for kind in (WEIGHTS, ADAPTER, OPTIMIZER, EMA_WEIGHTS) for name in shard_files(kind, files)]
+    weight_kinds = [kind for kind in (WEIGHTS, ADAPTER) if shard_files(kind, files)]
     if set(files) != {*tensors, STATE, CONFIG, TOKENIZER} or len(weight_kinds) != 1:
         raise DamagedFileError(f"{MANIFEST} does not list the files of a checkpoint")
     records: dict[str, FileRecord] = {}

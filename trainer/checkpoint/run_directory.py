@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from ..config.run_config import RunConfig
-from ..config.run_paths import absolute_path, checkpoint_place, create_place, make_directory, remove_places
+from ..config.run_paths import (
+    absolute_path,
+    checkpoint_directory,
+    create_directory,
+    create_run_directory,
+    remove_directories,
+)
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import EXIT_IO, UserError
@@ -37,7 +43,7 @@ class RunDirectory:
         checkpoints: directory of the `step-N` checkpoints.
         locks: file descriptors that lock the run directory, and a `checkpoints` directory elsewhere, while open; None
             if files cannot be locked.
-        made: directories created for this run, removed on exit if the run fails before `record_start`.
+        made: directories created for this run, removed on exit if the run fails before `save_run_record`.
     """
 
     path: Path
@@ -50,7 +56,7 @@ class RunDirectory:
 
     def __exit__(self, *exception: object) -> None:
         """Release the locks, and remove the directories of a run that failed to start."""
-        remove_places(self.made, (self.path, self.checkpoints))
+        remove_directories(self.made, (self.path, self.checkpoints))
         _unlock(self.locks)
 
 
@@ -68,11 +74,11 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
         locks: list[int | None] = []
         held: list[Path] = []  # directories locked by this process: others may be in use by another process by now
         cleanup.callback(_unlock, locks)
-        cleanup.callback(remove_places, made, held)
+        cleanup.callback(remove_directories, made, held)
         _check_paths(keys, made)
         try:
-            path = create_place(config.root, made)
-            checkpoints = checkpoint_place(config.root, path)
+            path = create_run_directory(config.root, made)
+            checkpoints = checkpoint_directory(config.root, path)
             locks.append(_lock(path, "trains", _directory_key(keys)))
             held.append(path)
             if dirpath and keys.create_checkpoint_callback:
@@ -92,7 +98,7 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
     return RunDirectory(path, checkpoints, tuple(locks), made)
 
 
-def record_start(
+def save_run_record(
     config: RunConfig, directory: RunDirectory, device: torch.device, processes: list[dict[str, Any]]
 ) -> None:
     """Write configuration and environment once the run can start; from here on, the directory is kept.
@@ -163,7 +169,7 @@ def _check_paths(keys: ExpManagerBlock, made: list[Path]) -> None:
         return
     path = absolute_path(dirpath, "checkpoint_callback_params.dirpath")
     try:
-        make_directory(path, made)
+        create_directory(path, made)
     except OSError as error:
         raise UserError(
             f"`exp_manager.checkpoint_callback_params.dirpath` ({path}): {error.strerror}; "

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..utils.redaction import REDACTED, is_secret, without_secrets, words_without_secrets
+from ..utils.redaction import REDACTED, is_secret, redact, redact_arguments
 
 _PACKAGES = (
     "torch",
@@ -60,10 +60,10 @@ def describe_environment(device: torch.device, variables: Mapping[str, str] | No
         "device": device_name(device),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "command": words_without_secrets(sys.argv),
+        "command": redact_arguments(sys.argv),
         "project": describe_project(Path.cwd()),
         "variables": {
-            name: REDACTED if is_secret(name) else without_secrets(value)
+            name: REDACTED if is_secret(name) else redact(value)
             for name, value in sorted((variables or {}).items())
             if _VARIABLES.fullmatch(name)
         },

@@ -17,38 +17,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..utils.local_shard import Piece
+from ..utils.local_shard import LocalShard
 from ..utils.safetensors_io import (
     TENSOR_DTYPES,
     DamagedFileError,
     FileRecord,
-    TensorFacts,
-    open_tensors,
+    TensorSpec,
+    open_safetensors,
     tensor_dtype_name,
-    write_tensors,
+    write_safetensors,
 )
 
 _FILE_NAME = re.compile(r"(?P<kind>[a-z]+)(-(?P<rank>\d{5})-of-(?P<ranks>\d{5}))?\.safetensors")
 
 
-def file_name(kind: str, rank: int, world_size: int) -> str:
+def shard_file_name(kind: str, rank: int, world_size: int) -> str:
     """Return the file name of a rank's shard; `kind` is model, optimizer or ema."""
     return f"{kind}.safetensors" if world_size == 1 else f"{kind}-{rank:05}-of-{world_size:05}.safetensors"
 
 
-def files_of(kind: str, names: Iterable[str]) -> list[str]:
+def shard_files(kind: str, names: Iterable[str]) -> list[str]:
     """Return the files of a kind among names, by rank; empty if there are none or the set is incomplete."""
     found = [match for name in sorted(names) if (match := _FILE_NAME.fullmatch(name)) and match["kind"] == kind]
     if not found:
         return []
     ranks = int(found[0]["ranks"] or 1)
-    expected = [file_name(kind, rank, ranks) for rank in range(ranks)]
+    expected = [shard_file_name(kind, rank, ranks) for rank in range(ranks)]
     return expected if [match[0] for match in found] == expected else []
 
 
-def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> FileRecord:
+def write_shards(path: Path, pieces: Mapping[str, LocalShard]) -> FileRecord:
     """Write this rank's share of the rows of every tensor, see `Piece.share`."""
-    shares = {name: piece.share() for name, piece in pieces.items()}
+    shares = {name: piece.part_to_save() for name, piece in pieces.items()}
     written = {name: share for name, share in shares.items() if share.rows}
     rows = {
         name: [share.start, share.rows]
@@ -56,7 +56,7 @@ def write_pieces(path: Path, pieces: Mapping[str, Piece]) -> FileRecord:
         if share.local.ndim and share.local.shape[0] != share.rows
     }
     metadata = {"rows": json.dumps(rows, separators=(",", ":"))} if rows else None
-    return write_tensors(path, {name: share.local for name, share in written.items()}, metadata)
+    return write_safetensors(path, {name: share.local for name, share in written.items()}, metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _RowRange:
     count: int
 
 
-def read_pieces(paths: Collection[Path], wanted: Mapping[str, Piece], *, any_dtype: bool = False) -> None:
+def read_shards(paths: Collection[Path], wanted: Mapping[str, LocalShard], *, any_dtype: bool = False) -> None:
     """Load every local shard in place from the files that hold its rows.
 
     Args:
@@ -90,14 +90,14 @@ def read_pieces(paths: Collection[Path], wanted: Mapping[str, Piece], *, any_dty
             _load_shard(name, piece, found[name])
 
 
-class WholeTensors:
+class FullTensors:
     """Read access to the full tensors of sharded files, one at a time.
 
     Attributes:
         facts: dtype and shape by name.
     """
 
-    def __init__(self, found: Mapping[str, list[_RowRange]], facts: Mapping[str, TensorFacts]) -> None:
+    def __init__(self, found: Mapping[str, list[_RowRange]], facts: Mapping[str, TensorSpec]) -> None:
         self._found = found
         self.facts = facts
 
@@ -116,24 +116,24 @@ class WholeTensors:
         return torch.cat([part.file.get_tensor(name) for part in sorted(parts, key=lambda part: part.start)])
 
 
-class Overlaid:
+class OverlaidTensors:
     """The tensors of `below`, overridden by those of `above`.
 
     Attributes:
         facts: dtype and shape by name, of the tensor that is read.
     """
 
-    def __init__(self, below: WholeTensors, above: WholeTensors) -> None:
+    def __init__(self, below: FullTensors, above: FullTensors) -> None:
         self._below, self._above = below, above
         self.facts = {**below.facts, **above.facts}
 
     def read(self, name: str) -> Tensor:
-        """Read a full tensor into host memory; errors as in `WholeTensors.read`."""
+        """Read a full tensor into host memory; errors as in `FullTensors.read`."""
         return (self._above if name in self._above.facts else self._below).read(name)
 
 
 @contextmanager
-def open_whole(paths: Collection[Path]) -> Iterator[WholeTensors]:
+def open_full_tensors(paths: Collection[Path]) -> Iterator[FullTensors]:
     """Open all files of a kind for reading full tensors; only the headers are read at first.
 
     Raises:
@@ -141,12 +141,12 @@ def open_whole(paths: Collection[Path]) -> Iterator[WholeTensors]:
     """
     with ExitStack() as stack:
         found, described = _read_headers(paths, stack)
-        facts: dict[str, TensorFacts] = {}
+        facts: dict[str, TensorSpec] = {}
         for name, (shape, dtype) in described.items():
             if dtype not in TENSOR_DTYPES:
                 raise DamagedFileError(f"{name} is of dtype {dtype}")
-            facts[name] = TensorFacts(TENSOR_DTYPES[dtype], shape)
-        yield WholeTensors(found, facts)
+            facts[name] = TensorSpec(TENSOR_DTYPES[dtype], shape)
+        yield FullTensors(found, facts)
 
 
 def _read_headers(
@@ -156,7 +156,7 @@ def _read_headers(
     found: dict[str, list[_RowRange]] = {}
     described: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in paths:
-        file = stack.enter_context(open_tensors(path))
+        file = stack.enter_context(open_safetensors(path))
         rows = _read_row_metadata(path, file)
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
@@ -169,7 +169,7 @@ def _read_headers(
     return found, described
 
 
-def _load_shard(name: str, piece: Piece, parts: list[_RowRange]) -> None:
+def _load_shard(name: str, piece: LocalShard, parts: list[_RowRange]) -> None:
     if not piece.local.ndim:
         piece.local.copy_(parts[0].file.get_tensor(name))
         return
@@ -200,7 +200,7 @@ def _read_row_metadata(path: Path, file: Any) -> dict[str, tuple[int, int]]:
 
 
 def _differences(
-    found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, Piece], any_dtype: bool
+    found: Mapping[str, tuple[tuple[int, ...], str]], wanted: Mapping[str, LocalShard], any_dtype: bool
 ) -> list[str]:
     lines = [f"{name} is missing" for name in wanted if name not in found]
     lines += [f"{name} does not exist in this model" for name in found if name not in wanted]
@@ -217,10 +217,10 @@ def _describe(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype.lower()} {list(shape)}"
 
 
-def on_host(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+def on_host(pieces: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
     """Copy this rank's shares to host memory, for writing while training continues."""
-    shares = {name: piece.share() for name, piece in pieces.items()}
-    copies: dict[str, Piece] = {}
+    shares = {name: piece.part_to_save() for name, piece in pieces.items()}
+    copies: dict[str, LocalShard] = {}
     for name, share in shares.items():
         if share.rows:
             host = torch.empty_like(share.local, device="cpu", pin_memory=share.local.is_cuda)

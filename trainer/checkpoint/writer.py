@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ..distributed.process_group import Ranks
+from ..distributed.process_group import DistributedContext
 from ..utils.errors import EXIT_IO, UserError
-from ..utils.local_shard import Piece
+from ..utils.local_shard import LocalShard
 from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, sync_directory, write_json
 from .reader import CONFIG, FORMAT, MANIFEST, STATE, TOKENIZER, RunState, checkpoint_paths
-from .sharded_safetensors import file_name, write_pieces
+from .sharded_safetensors import shard_file_name, write_shards
 
 T = TypeVar("T")
 _TEMPORARY = re.compile(r"step-\d{1,15}\.tmp-.*")
@@ -31,7 +31,7 @@ _DELETED, _REPLACED = "old", "replaced"
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """Content of a checkpoint.
 
     Attributes:
@@ -42,12 +42,12 @@ class Content:
     """
 
     state: RunState
-    tensors: Mapping[str, Mapping[str, Piece]]
+    tensors: Mapping[str, Mapping[str, LocalShard]]
     config_document: Mapping[str, Any]
     tokenizer_document: Mapping[str, Any]
 
 
-def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = None) -> Path:
+def write_checkpoint(directory: Path, content: CheckpointContent, ranks: DistributedContext | None = None) -> Path:
     """Write `directory/step-N` atomically.
 
     Each rank writes its own tensor file; rank 0 writes the other files and renames the directory.
@@ -58,9 +58,9 @@ def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = No
     Raises:
         UserError: disk full, read-only or no permission (exit code 74), on any rank; older checkpoints are untouched.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or DistributedContext()
     final = directory / f"step-{content.state.step}"
-    temporary = directory / f"{final.name}.tmp-{ranks.from_first(str(os.getpid()))}"
+    temporary = directory / f"{final.name}.tmp-{ranks.broadcast_text(str(os.getpid()))}"
 
     def on_all_ranks(act: Callable[[], T]) -> T | None:
         result, problem = None, None
@@ -78,29 +78,29 @@ def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = No
         try:
             ranks.raise_together(problem)
         except UserError:
-            if ranks.is_first:
+            if ranks.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         return result
 
     def prepare() -> None:
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             directory.mkdir(parents=True, exist_ok=True)
             _remove(temporary)
             temporary.mkdir()
 
     def write_own() -> dict[str, FileRecord]:
         return {
-            name: write_pieces(temporary / name, pieces)
+            name: write_shards(temporary / name, pieces)
             for kind, pieces in content.tensors.items()
-            if (name := file_name(kind, ranks.rank, ranks.world_size))
+            if (name := shard_file_name(kind, ranks.rank, ranks.world_size))
         }
 
     def complete() -> None:
-        if not ranks.is_first:
+        if not ranks.is_rank_zero:
             return
         files = {name: FileRecord(**entry) for part in manifests for name, entry in json.loads(part).items()}
-        seal(temporary, files, content.state, content.config_document, content.tokenizer_document)
+        write_metadata(temporary, files, content.state, content.config_document, content.tokenizer_document)
         # An existing step-N is damaged or identical: a run would have resumed from a valid one.
         replaced = _set_aside(final, _REPLACED)
         temporary.rename(final)
@@ -114,7 +114,7 @@ def write_checkpoint(directory: Path, content: Content, ranks: Ranks | None = No
     return final
 
 
-def seal(
+def write_metadata(
     directory: Path,
     files: Mapping[str, FileRecord],
     state: RunState,
@@ -126,9 +126,9 @@ def seal(
     Args:
         directory: checkpoint directory, before it is renamed.
         files: tensor files already written to it.
-        state: as in `Content`.
-        config_document: as in `Content`.
-        tokenizer_document: as in `Content`.
+        state: as in `CheckpointContent`.
+        config_document: as in `CheckpointContent`.
+        tokenizer_document: as in `CheckpointContent`.
     """
     records = {name: asdict(record) for name, record in files.items()}
     for name, document in (
@@ -141,7 +141,7 @@ def seal(
     sync_directory(directory)
 
 
-def remove_leftovers(directory: Path) -> list[Path]:
+def remove_temporaries(directory: Path) -> list[Path]:
     """Remove temporary directories of interrupted saves; no other process may be writing there.
 
     A checkpoint whose replacement was interrupted gets its name back.
@@ -160,7 +160,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
     return removed
 
 
-def is_kept(
+def should_keep(
     candidate: RunState,
     others: list[RunState],
     *,
@@ -190,7 +190,7 @@ def is_kept(
 def apply_retention(
     directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
 ) -> list[Path]:
-    """Delete the checkpoints that `is_kept` rejects; those whose state cannot be read are skipped.
+    """Delete the checkpoints that `should_keep` rejects; those whose state cannot be read are skipped.
 
     Returns:
         The deleted paths.
@@ -204,7 +204,7 @@ def apply_retention(
     expired = [
         path
         for path, state in states.items()
-        if not is_kept(
+        if not should_keep(
             state,
             [other for other in states.values() if other is not state],
             save_top_k=save_top_k,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..utils.errors import UserError
-from ..utils.redaction import words_without_secrets
+from ..utils.redaction import redact_arguments
 
 _REQUIRED_PREFIX = "the following arguments are required: "
 _UNKNOWN_PREFIX = "unrecognized arguments: "
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
             fix = f"write {self.prog} {self._required()}"
         elif message.startswith(_UNKNOWN_PREFIX):
             unknown = self._split(message.removeprefix(_UNKNOWN_PREFIX))
-            message = f"unknown: {' '.join(words_without_secrets(unknown))}"
+            message = f"unknown: {' '.join(redact_arguments(unknown))}"
             fix = self._suggest(*unknown[:1]) or fix
         raise UserError([f"{self.prog}: {message}", f"    fix: {fix}"])
 
@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
     def _suggest(self, word: str = "") -> str:
         """Suggest the closest option, or the override for a key written as an option; empty if nothing is close."""
         from ..config.nemo.key_states import is_known, suggestions
-        from ..config.override_typos import corrected
+        from ..config.override_typos import quoted_override
         from ..config.suggest import closest
 
         name, _, value = word.partition("=")
@@ -86,5 +86,5 @@ class Parser(argparse.ArgumentParser):
             return ""
         keys = [key] if is_known(key) else suggestions(key)
         return " or ".join(
-            f"{'' if at else 'write '}{corrected(key, value or next_value)}" for at, key in enumerate(keys)
+            f"{'' if at else 'write '}{quoted_override(key, value or next_value)}" for at, key in enumerate(keys)
         )

@@ -9,7 +9,7 @@ from ..utils.errors import UserError
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments common to all verbs that load a checkpoint; see `checkpoint_of`."""
+    """Add the arguments common to all verbs that load a checkpoint; see `model_path`."""
     parser.add_argument(
         "folder",
         metavar="DIR",
@@ -28,7 +28,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (exp_manager.ema)")
 
 
-def checkpoint_of(args: argparse.Namespace) -> Path:
+def model_path(args: argparse.Namespace) -> Path:
     """Return the model path, given as the positional argument or with --checkpoint.
 
     Raises:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..utils import environment
-from ..utils.errors import EXIT_DONE, UserError
+from ..utils.errors import EXIT_OK, UserError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,100})?")
 _DTYPES = ("fp64", "fp32", "bf16", "fp16")
@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
     """
     environment.prepare_process()
     from ..conversion.casting import DTYPES
-    from ..conversion.output_folder import check_new
+    from ..conversion.output_folder import check_target_is_free
 
-    check_new(args.target)
+    check_target_is_free(args.target)
     source = Path(args.source)
     if source.is_dir() and (lines := _convert_if_adapter(source, args)) is not None:
         print("\n".join(lines))
-        return EXIT_DONE
+        return EXIT_OK
     adapter_options = {"--merge": args.merge, f"--base {args.base}": args.base}
     if options := [name for name, value in adapter_options.items() if value]:
         if not source.exists():
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
         lines = convert_to_stoker(source, args.target, dtype=dtype, tokenizer=args.tokenizer, ignored=args.ignore_field)
     print("\n".join(lines))
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def _convert_if_adapter(source: Path, args: argparse.Namespace) -> list[str] | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..utils import environment
-from ..utils.errors import EXIT_BUG, EXIT_DONE
+from ..utils.errors import EXIT_FAILURE, EXIT_OK
 
 Level = Literal["ok", "note", "warning", "error"]
 _LABEL_WIDTH = 14
@@ -48,17 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if training cannot work here, else 0."""
-    findings = examine()
+    findings = run_checks()
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
             mark = "" if finding.level in ("ok", "note") else f"{finding.level}: "
             print(f"{finding.what:<{_LABEL_WIDTH}} {mark}{finding.says}")
-    return EXIT_BUG if any(finding.level == "error" for finding in findings) else EXIT_DONE
+    return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else EXIT_OK
 
 
-def examine() -> list[Finding]:
+def run_checks() -> list[Finding]:
     """Run all checks and return their findings."""
     findings: list[Finding] = []
     for check in CHECKS:

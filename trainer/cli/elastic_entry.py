@@ -6,7 +6,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ..config.run_config import RunConfig
 from ..distributed.placement import Placement
-from ..distributed.process_group import join, leave
+from ..distributed.process_group import join, shutdown_distributed
 from ..train import run_training
 from ..utils.environment import has_rendezvous
 
@@ -22,5 +22,5 @@ def train(config: RunConfig, placement: Placement) -> int:
     ranks = join(placement.rank or 0, placement.world_size, placement.local_rank, store=store, timeout=timeout)
     result = run_training(config, ranks)
     ranks.barrier()
-    leave()
+    shutdown_distributed()
     return result.exit_code

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..utils import environment
-from ..utils.errors import EXIT_DONE, UserError
+from ..utils.errors import EXIT_OK, UserError
 from . import evaluate_tasks as tasks
-from .checkpoint_arguments import add_checkpoint_arguments, checkpoint_of
+from .checkpoint_arguments import add_checkpoint_arguments, model_path
 from .generate import positive_int
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ..conversion.load_model import Restored
+    from ..conversion.load_model import LoadedModel
     from ..data.build_datasets import Data
     from ..data.datasets.seq2seq import AnySamples
     from ..data.datasets.sft_examples import Example
@@ -52,17 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the metrics."""
     environment.prepare_process()
-    path = checkpoint_of(args)
-    if tasks.is_asked(args):
+    path = model_path(args)
+    if tasks.has_tasks(args):
         return tasks.run(args, path)
     from ..conversion.load_model import restore
-    from ..evaluation.held_out_loss import evaluate, summed_loss
+    from ..evaluation.held_out_loss import evaluate, loss_function
 
     restored = restore(path, args.device, args.base, average=args.ema)
     held_out = _held_out(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
     result = evaluate(
-        summed_loss(restored.model, restored.precision, restored.device),
+        loss_function(restored.model, restored.precision, restored.device),
         held_out.samples,
         token_bytes=held_out.token_bytes,
         batch_size=batch_size,
@@ -72,17 +72,17 @@ def run(args: argparse.Namespace) -> int:
     scores = None
     limit = None if args.limit_batches is None else args.limit_batches * batch_size
     if held_out.pairs is not None:
-        from ..evaluation.answer_scores import score_answers
+        from ..evaluation.answer_scores import score_pairs
 
-        scores = score_answers(restored, held_out.pairs, batch_size, limit)
+        scores = score_pairs(restored, held_out.pairs, batch_size, limit)
     elif held_out.examples is not None:
         from ..evaluation.answer_scores import score_examples
 
         scores = score_examples(restored, held_out.examples, batch_size, limit)
     if args.json:
         document = {"checkpoint": str(restored.path), "step": restored.state.step, "data": name}
-        print(json.dumps(document | result.to_document() | (scores.to_document() if scores else {})))
-        return EXIT_DONE
+        print(json.dumps(document | result.to_dict() | (scores.to_dict() if scores else {})))
+        return EXIT_OK
     print(f"checkpoint     {restored.path} (step {restored.state.step:,})")
     print(f"data           {name}")
     print(f"loss           {result.loss:.4f} nats/token over {result.tokens:,} tokens")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"bits per byte  {result.bits_per_byte:.4f} over {result.bytes:,} bytes")
     for line in scores.lines() if scores else ():
         print(line)
-    return EXIT_DONE
+    return EXIT_OK
 
 
 class _HeldOut(NamedTuple):
@@ -112,10 +112,10 @@ class _HeldOut(NamedTuple):
     examples: Sequence[Example] | None = None
 
 
-def _held_out(restored: Restored, split: Literal["validation", "test"], path: Path | None) -> _HeldOut:
+def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path: Path | None) -> _HeldOut:
     from ..config.data_task import task_name
     from ..data.build_datasets import build_data
-    from ..data.datasets.sft_examples import all_of
+    from ..data.datasets.sft_examples import flatten_examples
     from ..data.evaluation_data import evaluation_data, evaluation_examples, evaluation_pairs
 
     task = task_name(restored.config.root.model)
@@ -138,12 +138,12 @@ def _held_out(restored: Restored, split: Literal["validation", "test"], path: Pa
     if samples is None:
         raise UserError(f"--split {split} is empty: {_why_empty(restored, data, split)}")
     pairs = None if data.pairs is None else data.pairs.pairs[split]
-    examples = None if data.examples is None else all_of(data.examples[split])
+    examples = None if data.examples is None else flatten_examples(data.examples[split])
     name = f"{split} split of {data.description.partition(':')[0]}"
     return _HeldOut(name, samples, data.token_bytes, pairs, examples)
 
 
-def _why_empty(restored: Restored, data: Data, split: str) -> str:
+def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:
     """Return the reason why a split is empty, and the remedy."""
     keys = restored.config.root.model.data
     why = f"`model.data.splits_string={keys.splits_string}` of the run assigns it no data"
@@ -154,7 +154,7 @@ def _why_empty(restored: Restored, data: Data, split: str) -> str:
     return f"{why}; choose the other split, or give other text with --data-path"
 
 
-def _other_data(restored: Restored, found: str, trained_on: str) -> list[str]:
+def _other_data(restored: LoadedModel, found: str, trained_on: str) -> list[str]:
     data = restored.config.root.model.data
     if data.data_impl in ("pystd", "pystd_docstring"):
         trained = restored.state.versions.get("python", "another version")

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..utils.errors import EXIT_DONE, UserError
+from ..utils.errors import EXIT_OK, UserError
 from .generate import positive_int
 
 TASKS = Path(__file__).parents[1] / "evaluation/harness/tasks"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit-docs", metavar="N", type=positive_int, help="only the first N questions of each task")
 
 
-def is_asked(args: argparse.Namespace) -> bool:
+def has_tasks(args: argparse.Namespace) -> bool:
     """Return True if --tasks is given.
 
     Raises:
@@ -83,12 +83,12 @@ def run(args: argparse.Namespace, checkpoint: Path) -> int:
     if args.json:
         info = model.get_model_info()
         print(json.dumps({"checkpoint": info["model_checkpoint"], "step": info["model_step"], "tasks": rows}))
-        return EXIT_DONE
+        return EXIT_OK
     for task, figures in rows.items():
         print(task)
         for name, value in figures.items():
             print(f"  {name:<28} {value:.4f}")
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def _task_manager(names: list[str], folder: Path | None) -> Any:

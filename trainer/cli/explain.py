@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils import environment
-from ..utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from ..utils.text import counted
 
 if TYPE_CHECKING:
-    from ...kernels.attention.call_spec import AttentionCall, Installed
-    from ...kernels.attention.dispatch import Decision, Row
+    from ...kernels.attention.call_spec import AttentionCall, InstalledSoftware
+    from ...kernels.attention.dispatch import BackendSelection, Row
     from ...kernels.attention.flags import AttentionFlags
     from ..config.schema.root import RootBlock
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.topic is None and args.arch is None:
         for name, topic in TOPICS.items():
             print(f"stoker explain {name:<11} {topic.about}")
-        return EXIT_DONE
+        return EXIT_OK
     if args.topic is None or "=" in args.topic:
         args.overrides = [*([args.topic] if args.topic else []), *args.overrides]
         args.topic = "attention"
@@ -117,14 +117,14 @@ def explain_attention(args: argparse.Namespace) -> int:
         print(f"attention of {_layers(root)} {where}")
         for text in (*flags.notes(), *(_format_answer(answer) for answer in answers)):
             print(text)
-    return EXIT_DONE if all(answer.backend for answer in answers) else EXIT_BAD_INPUT
+    return EXIT_OK if all(answer.backend for answer in answers) else EXIT_BAD_INPUT
 
 
 def _layers(root: RootBlock) -> str:
     """Return a phrase with the number of layers of each stack."""
-    from ...models.config.family_rules import stacks_of_keys
+    from ...models.config.family_rules import keys_by_stack
 
-    stacks = {name.rstrip("."): stack.num_layers for name, stack in stacks_of_keys(root.model).items()}
+    stacks = {name.rstrip("."): stack.num_layers for name, stack in keys_by_stack(root.model).items()}
     if len(stacks) == 1:
         return counted(next(iter(stacks.values())), "layer")
     return " and ".join(counted(layers, f"{name} layer") for name, layers in stacks.items())
@@ -134,14 +134,14 @@ def run_flags(root: RootBlock) -> AttentionFlags:
     """Return the NVTE_* flags as the run sees them: the environment updated with `env_vars`."""
     from ..device.determinism import attention_flags
 
-    own = {name: environment.environment_text(value) for name, value in root.env_vars.items()}
+    own = {name: environment.format_variable(value) for name, value in root.env_vars.items()}
     try:
         return attention_flags(root, {**environment.snapshot(), **own})
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Installed, str]:
+def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
     """Return device type, compute capability, installed software and a description of it."""
     import torch
 
@@ -157,15 +157,15 @@ def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Install
     return device.type, capability, software, f"on this machine, with {_describe_software(software)}"
 
 
-def assumed_software(root: RootBlock, device: str) -> Installed:
+def assumed_software(root: RootBlock, device: str) -> InstalledSoftware:
     """Return the software of this machine, as assumed on another device.
 
     A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
     """
     from ...kernels.attention.backends.registry import installed
-    from ...models.config.family_rules import stacks_of_keys
+    from ...models.config.family_rules import keys_by_stack
 
-    local, stacks = installed(), stacks_of_keys(root.model).values()
+    local, stacks = installed(), keys_by_stack(root.model).values()
     if device == "cpu":
         return local
     needs_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)
@@ -180,7 +180,7 @@ def assumed_software(root: RootBlock, device: str) -> Installed:
     )
 
 
-def _describe_software(software: Installed) -> str:
+def _describe_software(software: InstalledSoftware) -> str:
     from ...kernels.attention.backend_support import dotted
 
     parts = [f"PyTorch {dotted(software.torch)}"]
@@ -201,17 +201,17 @@ def _describe_software(software: Installed) -> str:
 
 
 def _answers(
-    root: RootBlock, flags: AttentionFlags, software: Installed, device: str, capability: tuple[int, int] | None
+    root: RootBlock, flags: AttentionFlags, software: InstalledSoftware, device: str, capability: tuple[int, int] | None
 ) -> list[Answer]:
     from ...kernels.attention.dispatch import NoBackendError
     from ...models.build import DTYPE_NAMES
     from ...models.config.families import family_slice
-    from ...models.dispatch.attention_calls import decide
-    from ...models.dispatch.attention_choices import CallFacts, planned_attentions
+    from ...models.dispatch.attention_calls import choose_backends
+    from ...models.dispatch.attention_choices import CallContext, plan_attentions
     from ..config.batch_spec import sample_form
 
     form = sample_form(root)
-    facts: CallFacts = {
+    facts: CallContext = {
         "device": device,
         "capability": capability,
         "dtype": DTYPE_NAMES[_dtype(root, device, capability)],
@@ -219,15 +219,15 @@ def _answers(
         "deterministic": not flags.allow_nondeterministic,
     }
     answers: list[Answer] = []
-    for planned in planned_attentions(family_slice(root.model, vocab_size=1, form=form), form, facts):
+    for planned in plan_attentions(family_slice(root.model, vocab_size=1, form=form), form, facts):
         for kind, call in planned.calls.items():
             label, description = planned.label(kind), str(call)
             try:
-                decision: Decision = decide(planned.attention, {kind: call}, flags, software)[kind]
+                decision: BackendSelection = choose_backends(planned.attention, {kind: call}, flags, software)[kind]
             except NoBackendError as error:
                 answers.append(Answer(label, description, None, error.rows, (), tuple(str(error).splitlines())))
             else:
-                steps = (_generation_note(call),) if kind == "generation" and planned.grows else ()
+                steps = (_generation_note(call),) if kind == "generation" and planned.uses_kv_cache else ()
                 answers.append(
                     Answer(label, description, decision.backend, decision.rows, (*decision.notes, *steps), ())
                 )
@@ -255,12 +255,12 @@ def _dtype(root: RootBlock, device: str, capability: tuple[int, int] | None) -> 
 
 
 def _format_answer(answer: Answer) -> str:
-    from ...kernels.attention.dispatch import table_lines
+    from ...kernels.attention.dispatch import format_candidates
 
     if answer.problem:
         return "\n".join(["", f"{answer.kind}: {answer.problem[0]}", *answer.problem[1:]])
     head = f"{answer.kind}: {answer.backend}  ({answer.call})"
-    return "\n".join(["", head, *table_lines(answer.rows), *(f"  note: {note}" for note in answer.notes)])
+    return "\n".join(["", head, *format_candidates(answer.rows), *(f"  note: {note}" for note in answer.notes)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..utils import environment
-from ..utils.errors import EXIT_DONE, UserError
-from .checkpoint_arguments import add_checkpoint_arguments, checkpoint_of
+from ..utils.errors import EXIT_OK, UserError
+from .checkpoint_arguments import add_checkpoint_arguments, model_path
 
 if TYPE_CHECKING:
-    from ..conversion.load_model import Restored
-    from ..generation.beam_search import BeamSearch
+    from ..conversion.load_model import LoadedModel
+    from ..generation.beam_search import BeamSearchConfig
     from ..generation.text_generator import Generator
 
 _MAX_PROBLEMS = 10
@@ -119,16 +119,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: conflicting options, invalid prompts, or a model that cannot generate.
     """
-    path = checkpoint_of(args)
+    path = model_path(args)
     prompts = _prompts(args)
     _check_options(args)
     environment.prepare_process()
     from ...models.t5 import T5
     from ..conversion.load_model import restore
-    from ..data.tasks.chats import end_of_answer
+    from ..data.tasks.chats import end_of_turn
     from ..data.tasks.sentinels import sentinel_ids, sentinel_name
-    from ..generation.sampling import Sampling
-    from ..generation.text_generator import Generator, Limits
+    from ..generation.sampling import SamplingParams
+    from ..generation.text_generator import Generator, StoppingCriteria
 
     restored = restore(path, args.device, args.base, average=args.ema)
     is_t5 = isinstance(restored.model, T5)
@@ -141,10 +141,10 @@ def run(args: argparse.Namespace) -> int:
     if args.compile:
         generator.compile()
     stop = list(args.stop)
-    if args.chat and (end := end_of_answer(restored.tokenizer)):
+    if args.chat and (end := end_of_turn(restored.tokenizer)):
         stop.append(end)
-    limits = Limits(args.max_new_tokens, stop)
-    sampling = Sampling(
+    limits = StoppingCriteria(args.max_new_tokens, stop)
+    sampling = SamplingParams(
         0.8 if args.temperature is None else args.temperature, args.top_k, args.top_p, args.repetition_penalty or 1.0
     )
     seed = args.seed or 0
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
         for _, piece in generator.stream(read, limits, sampling, [seed]):
             _print(piece)
         _print("\n")
-        return EXIT_DONE
+        return EXIT_OK
     search = _beam_search(args)
     group_size = args.batch_size * _BATCHES_PER_GROUP
     for first in range(0, len(prompts), group_size):
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         texts = [output.text for output in outputs]
         for number, (prompt, text) in enumerate(zip(prompts[part], texts, strict=True), first + 1):
             _print(_format_output(prompt, text, args, number, len(prompts), with_prompt=not (is_t5 or args.chat)))
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def _format_output(
@@ -236,14 +236,14 @@ def _prompt_of(line: str, *, chat: bool) -> _Prompt:
     raise ValueError(f"must be a JSON object with {wanted}")
 
 
-def _tokens(restored: Restored, prompts: Sequence[_Prompt], *, chat: bool) -> list[list[int]]:
+def _tokens(restored: LoadedModel, prompts: Sequence[_Prompt], *, chat: bool) -> list[list[int]]:
     """Encode the prompts.
 
     Raises:
         UserError: text that the tokenizer cannot encode, no text for a T5, or messages that the template rejects.
     """
     from ...models.t5 import T5
-    from ..data.tasks.sentinels import encode_spelled
+    from ..data.tasks.sentinels import encode_with_sentinels
 
     tokenizer = restored.tokenizer
     if isinstance(restored.model, T5):
@@ -252,13 +252,13 @@ def _tokens(restored: Restored, prompts: Sequence[_Prompt], *, chat: bool) -> li
         if not all(prompt.text for prompt in prompts):
             raise UserError("stoker generate: a T5 needs an input text; give one with --prompt or --prompt-file")
         ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-        return [[*encode_spelled(tokenizer, prompt.text or ""), *ends] for prompt in prompts]
+        return [[*encode_with_sentinels(tokenizer, prompt.text or ""), *ends] for prompt in prompts]
     if chat:
         return list(_conversations(restored, prompts))
-    return [begun_text(restored, prompt.text or "") for prompt in prompts]
+    return [encode_prompt(restored, prompt.text or "") for prompt in prompts]
 
 
-def begun_text(restored: Restored, text: str) -> list[int]:
+def encode_prompt(restored: LoadedModel, text: str) -> list[int]:
     """Encode a text for a GPT to continue; for empty text return the tokens that start a document."""
     tokenizer = restored.tokenizer
     tokens = [*restored.text_start, *(tokenizer.encode(text).tolist() if text else [])]
@@ -269,14 +269,14 @@ def begun_text(restored: Restored, text: str) -> list[int]:
     return tokenizer.encode("\n").tolist() if "\n" in tokenizer.decode(range(tokenizer.vocab_size)) else [0]
 
 
-def _conversations(restored: Restored, prompts: Sequence[_Prompt]) -> Iterator[list[int]]:
+def _conversations(restored: LoadedModel, prompts: Sequence[_Prompt]) -> Iterator[list[int]]:
     """Encode conversations up to the start of the assistant's answer."""
-    from ..data.tasks.chat_files import chat_of
+    from ..data.tasks.chat_files import get_chat_template
     from ..data.tasks.chats import prompt_ids
 
     if restored.tokenizer.chat is None and not restored.config.root.model.data.chat:
         print("note: the model has no chat template; using ChatML", file=sys.stderr)
-    with chat_of(restored.tokenizer).renderer() as renderer:
+    with get_chat_template(restored.tokenizer).start_renderer() as renderer:
         for prompt in prompts:
             messages = prompt.messages
             if messages is None:
@@ -354,16 +354,16 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UserError(problems)
 
 
-def _beam_search(args: argparse.Namespace) -> BeamSearch | None:
-    from ..generation.beam_search import BeamSearch
+def _beam_search(args: argparse.Namespace) -> BeamSearchConfig | None:
+    from ..generation.beam_search import BeamSearchConfig
 
     if args.num_beams == 1:
         return None
     penalty = 1.0 if args.length_penalty is None else args.length_penalty
-    return BeamSearch(args.num_beams, penalty, args.early_stopping)
+    return BeamSearchConfig(args.num_beams, penalty, args.early_stopping)
 
 
-def printable(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Replace control characters, which could affect the terminal, by U+FFFD; tabs and line breaks are kept."""
     return "".join(c if c in "\n\t" or not _is_control(c) else "\ufffd" for c in text)
 
@@ -374,7 +374,7 @@ def _is_control(character: str) -> bool:
 
 def _print(text: str) -> None:
     if sys.stdout.isatty():
-        text = printable(text)
+        text = replace_control_characters(text)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 from ..utils import environment
 from ..utils.errors import (
     EXIT_BAD_INPUT,
-    EXIT_BUG,
-    EXIT_DONE,
+    EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_IO,
+    EXIT_OK,
     EXIT_TERMINATED,
     UserError,
-    keep_trace,
+    save_traceback,
 )
-from ..utils.redaction import words_without_secrets
+from ..utils.redaction import redact_arguments
 from .argument_parser import Parser
 
 if TYPE_CHECKING:
@@ -46,22 +46,22 @@ class Verb:
     Attributes:
         about: one-line description for the overview.
         composes: takes configuration overrides only: `train`, `finetune`, `config`.
-        takes_code: accept `--import`.
+        accepts_imports: accept `--import`.
     """
 
     about: str
     composes: bool = False
-    takes_code: bool = False
+    accepts_imports: bool = False
 
 
 VERBS = {
-    "train": Verb("train a model", composes=True, takes_code=True),
-    "finetune": Verb("fine-tune a pretrained model, all parameters or an adapter", composes=True, takes_code=True),
-    "config": Verb("show every effective value and where it comes from", composes=True, takes_code=True),
-    "explain": Verb("show which attention backend a run uses, and why not the others", takes_code=True),
-    "plan": Verb("estimate memory and time of a run, and suggest settings that fit", takes_code=True),
+    "train": Verb("train a model", composes=True, accepts_imports=True),
+    "finetune": Verb("fine-tune a pretrained model, all parameters or an adapter", composes=True, accepts_imports=True),
+    "config": Verb("show every effective value and where it comes from", composes=True, accepts_imports=True),
+    "explain": Verb("show which attention backend a run uses, and why not the others", accepts_imports=True),
+    "plan": Verb("estimate memory and time of a run, and suggest settings that fit", accepts_imports=True),
     "generate": Verb("continue a text with a trained model"),
-    "evaluate": Verb("loss, perplexity and bits per byte of a trained model", takes_code=True),
+    "evaluate": Verb("loss, perplexity and bits per byte of a trained model", accepts_imports=True),
     "convert": Verb("convert a Hugging Face model to a checkpoint, or a checkpoint to a Hugging Face model"),
     "preprocess": Verb("tokenize text, JSON lines or tables"),
     "quickstart": Verb("train a small GPT on this machine in about a minute"),
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of the output (head, less) has exited; closing stdout would raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_DONE
+        return EXIT_OK
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL:
             _print_error(f"{error.filename or 'the disk'}: {error.strerror}")
@@ -107,13 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_OVERVIEW.format(verbs="\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())))
-        return EXIT_DONE if arguments else EXIT_BAD_INPUT
+        return EXIT_OK if arguments else EXIT_BAD_INPUT
     name = arguments[0]
     if name == "--version":
         from importlib.metadata import version
 
         print(f"stoker {version('stoker')}")
-        return EXIT_DONE
+        return EXIT_OK
     if name not in VERBS:
         raise UserError(_unknown_verb(name))
     verb = VERBS[name]
@@ -127,7 +127,7 @@ def _dispatch(arguments: list[str]) -> int:
     )
     add_arguments, run = _parts(name, verb)
     add_arguments(parser)
-    if verb.takes_code:
+    if verb.accepts_imports:
         parser.add_argument(
             "--import",
             dest="imports",
@@ -137,7 +137,7 @@ def _dispatch(arguments: list[str]) -> int:
             help="import a user module first, for example to register a dataset; may be repeated",
         )
     args = parser.parse_intermixed_args(arguments[1:])
-    if verb.takes_code and args.imports:
+    if verb.accepts_imports and args.imports:
         from ..plugins.import_modules import import_modules
 
         import_modules(args.imports)
@@ -276,7 +276,7 @@ def _warn_late_env_vars(imports: Sequence[str], config: RunConfig) -> None:
     """Warn about `env_vars` that are set only after `--import` modules, in a process started by torchrun or srun."""
     environ = environment.snapshot()
     late = [
-        name for name, value in config.root.env_vars.items() if environ.get(name) != environment.environment_text(value)
+        name for name, value in config.root.env_vars.items() if environ.get(name) != environment.format_variable(value)
     ]
     if imports and late:
         _print_error(
@@ -288,9 +288,9 @@ def _warn_late_env_vars(imports: Sequence[str], config: RunConfig) -> None:
 def _start(args: argparse.Namespace, config: RunConfig, placement: Placement) -> int:
     """Train in worker processes."""
     if args.restart:
-        from ..distributed.supervisor import supervise
+        from ..distributed.supervisor import run_with_restarts
 
-        return supervise(config, placement, args.restart, _print_error, args.imports)
+        return run_with_restarts(config, placement, args.restart, _print_error, args.imports)
     from ..distributed.launcher import launch
 
     return launch(config, placement, args.imports)
@@ -302,24 +302,26 @@ def _config(args: argparse.Namespace) -> int:
 
     if args.docs:
         print(render.as_docs_page().rstrip("\n"))
-        return EXIT_DONE
+        return EXIT_OK
     if args.schema or args.all:
         family = _load(args).root.model.family
         print((render.as_json_schema(family) if args.schema else render.as_key_list(family)).rstrip("\n"))
-        return EXIT_DONE
+        return EXIT_OK
     try:
         config = _load(args)
     except ConfigError as error:  # on a terminal the error alone: it would be lost among three hundred rows
         if args.json:
-            print(render.as_json(error.account, error.findings, None, error), flush=True)
+            print(render.as_json(error.key_reports, error.findings, None, error), flush=True)
         raise
     print(
-        render.as_json(config.account, config.findings, config, None) if args.json else render.as_yaml(config.account)
+        render.as_json(config.key_reports, config.findings, config, None)
+        if args.json
+        else render.as_yaml(config.key_reports)
     )
     sys.stdout.flush()
     if not args.json:
         _print_findings(config.findings)
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def _print_findings(findings: Sequence[Any]) -> None:
@@ -340,10 +342,10 @@ def _crash(error: Exception, arguments: list[str]) -> int:
 
     trace = "".join(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    path = keep_trace(f"stoker {' '.join(words_without_secrets(arguments))}\nPython {sys.version}\n\n{trace}")
+    path = save_traceback(f"stoker {' '.join(redact_arguments(arguments))}\nPython {sys.version}\n\n{trace}")
     if path is None:
         _print_error(trace)
         _print_error(f"internal error in stoker: {summary}")
     else:
         _print_error(f"internal error in stoker: {summary}; the traceback is in {path}")
-    return EXIT_BUG
+    return EXIT_FAILURE

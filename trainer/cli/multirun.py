@@ -21,24 +21,24 @@ from typing import Any
 from ..config.load import config_from_document, load_run_config
 from ..config.problems import ConfigError
 from ..config.run_config import RunConfig
-from ..config.run_paths import create_place
+from ..config.run_paths import create_run_directory
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
-from ..config.sweep_overrides import Job, jobs_of
+from ..config.sweep_overrides import Job, expand_jobs
 from ..conversion.finetune_defaults import load_finetune_config
 from ..distributed.placement import Placement, place
 from ..utils import environment
-from ..utils.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from ..utils.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
 from ..utils.text import counted
 from .sweep_record import (
-    RECORD,
-    SweptRun,
-    cannot_write,
-    figures_of,
+    RECORD_FILE,
+    SweepRun,
+    job_label,
+    mark_finished,
+    read_metrics,
     read_record,
-    shown_job,
     table_of,
-    taken_over,
+    unwritable_error,
     write_record,
 )
 
@@ -52,7 +52,7 @@ _PER_JOB_KEYS = (
     "model.memory_profile.output_path",
 )
 
-Start = Callable[[RunConfig, Placement], int]
+RunJob = Callable[[RunConfig, Placement], int]
 """Run a job in separate processes and return its exit code; raises UserError if it failed."""
 Load = Callable[[Sequence[str]], RunConfig]
 """Compose and validate the configuration of a list of overrides; raises UserError."""
@@ -85,7 +85,7 @@ def sweep(
     config_name: str | None,
     config_dir: Path | None,
     overrides: Sequence[str],
-    start: Start,
+    start: RunJob,
     say: Callable[[str], None],
     *,
     finetune: bool = False,
@@ -110,7 +110,7 @@ def sweep(
 
     hydra_keys = _parse_hydra_keys(overrides)
     composer = Composer(config_dir, environment.config_folders(environment.snapshot()))
-    jobs = jobs_of(hydra_keys.overrides, lambda group: composer.options(group) if composer.is_group(group) else ())
+    jobs = expand_jobs(hydra_keys.overrides, lambda group: composer.options(group) if composer.is_group(group) else ())
     load = load_finetune_config if finetune else load_run_config
     configs, placements = _load_jobs(jobs, lambda texts: load(config_name, config_dir, texts))
     _check_unique_directories([config.root for config in configs])
@@ -122,10 +122,10 @@ def sweep(
     resumes = all(config.root.exp_manager.resume_if_exists for config in configs)
     previous = read_record(directory, jobs, resumes, elsewhere)
     runs = [
-        SweptRun(job, _with_directory(config, directory / name), placement, directory / name)
+        SweepRun(job, _with_directory(config, directory / name), placement, directory / name)
         for job, config, placement, name in zip(jobs, configs, placements, names, strict=True)
     ]
-    runs = [taken_over(run, known) for run, known in zip(runs, previous, strict=True)]
+    runs = [mark_finished(run, known) for run, known in zip(runs, previous, strict=True)]
     write_record(directory, runs, key)
     stopped = _run_all(runs, partial(write_record, directory, runs, key), start, say)
     write_record(directory, runs, key)
@@ -133,7 +133,7 @@ def sweep(
         "\n".join(["", *table_of(runs, directory), f"{counted(len(runs), 'job')} in {directory}"]),
         flush=True,
     )
-    return stopped or next((run.exit_code for run in runs if run.exit_code), EXIT_DONE)
+    return stopped or next((run.exit_code for run in runs if run.exit_code), EXIT_OK)
 
 
 def _parse_hydra_keys(overrides: Sequence[str]) -> _HydraKeys:
@@ -202,7 +202,7 @@ def _placement(config: RunConfig, environ: Any) -> Placement:
 
 def _job_labels(jobs: Sequence[Job]) -> str:
     if len(jobs) == 1:
-        return f"job {jobs[0].number} ({shown_job(jobs[0])})"
+        return f"job {jobs[0].number} ({job_label(jobs[0])})"
     numbers = [str(job.number) for job in jobs]
     return f"jobs {', '.join(numbers[:12])}{', ...' * (len(numbers) > 12)}"
 
@@ -260,10 +260,10 @@ def _create_directory(hydra_keys: _HydraKeys, roots: Sequence[RootBlock]) -> Pat
             )
         update["explicit_log_dir"] = hydra_keys.directory
     try:
-        return create_place(root.model_copy(update={"exp_manager": manager.model_copy(update=update)}))
+        return create_run_directory(root.model_copy(update={"exp_manager": manager.model_copy(update=update)}))
     except OSError as error:
         where = error.filename or manager.explicit_log_dir or manager.exp_dir or "runs"
-        raise cannot_write(where, error, hydra_keys.directory_keys(manager)[0]) from error
+        raise unwritable_error(where, error, hydra_keys.directory_keys(manager)[0]) from error
 
 
 def _job_directories(subdir: str, jobs: Sequence[Job]) -> list[str]:
@@ -277,7 +277,7 @@ def _job_directories(subdir: str, jobs: Sequence[Job]) -> list[str]:
         overrides = ",".join(sorted(text.lstrip("+").replace("/", "_") for text in job.swept))
         name = subdir.replace("${hydra.job.num}", str(job.number)).replace("${hydra.job.override_dirname}", overrides)
         path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or {"..", RECORD}.intersection(path.parts) or "${" in name:
+        if not path.parts or path.is_absolute() or {"..", RECORD_FILE}.intersection(path.parts) or "${" in name:
             raise UserError(
                 f"hydra.sweep.subdir ({subdir}) must name a directory below that of the sweep, with "
                 "${hydra.job.num} or ${hydra.job.override_dirname}"
@@ -303,12 +303,12 @@ class _Terminated(BaseException):
     """SIGTERM received between two jobs."""
 
 
-def _run_all(runs: list[SweptRun], record: Callable[[], None], start: Start, say: Callable[[str], None]) -> int:
+def _run_all(runs: list[SweepRun], record: Callable[[], None], start: RunJob, say: Callable[[str], None]) -> int:
     """Run the unfinished jobs, update `runs` and write it with `record`; return the exit code of a signal, or 0."""
     with _sigterm_raised():
         try:
             for index, run in enumerate(runs):
-                head = f"job {run.job.number} ({index + 1} of {len(runs)}): {shown_job(run.job)}"
+                head = f"job {run.job.number} ({index + 1} of {len(runs)}): {job_label(run.job)}"
                 if run.exit_code is not None:
                     print(f"{head}: already finished", flush=True)
                     continue
@@ -316,22 +316,22 @@ def _run_all(runs: list[SweptRun], record: Callable[[], None], start: Start, say
                 runs[index] = _run_one(run, start, say)
                 record()
                 if runs[index].exit_code in _SIGNAL_EXIT_CODES:
-                    return runs[index].exit_code or EXIT_DONE
+                    return runs[index].exit_code or EXIT_OK
         except KeyboardInterrupt:
             return EXIT_INTERRUPTED
         except _Terminated:
             return EXIT_TERMINATED
-    return EXIT_DONE
+    return EXIT_OK
 
 
-def _run_one(run: SweptRun, start: Start, say: Callable[[str], None]) -> SweptRun:
+def _run_one(run: SweepRun, start: RunJob, say: Callable[[str], None]) -> SweepRun:
     code, problem = EXIT_BAD_INPUT, ""
     try:
         code = start(run.config, run.placement)
     except UserError as error:
         code, problem = error.exit_code, error.lines[0]
         say("\n".join(error.lines))
-    return replace(run, exit_code=code, problem=problem, figures=figures_of(run))
+    return replace(run, exit_code=code, problem=problem, figures=read_metrics(run))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..utils.errors import EXIT_BAD_INPUT, EXIT_DONE, UserError
+from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 
 if TYPE_CHECKING:
     from ...models.config.key_block import Finding
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..config.schema.root import RootBlock
     from ..plan.inputs import Target
     from ..plan.run_plan import Plan
-    from ..plan.search import Change, Given
+    from ..plan.search import Change, CurrentOverrides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     load = load_finetune_config if args.finetune else load_run_config
     config = load(args.config_name, args.config_dir, args.overrides)
     # these import torch, which takes seconds: only after the configuration has been validated
-    from ..plan.report import as_document, report
-    from ..plan.run_plan import idle_modules, make_plan
+    from ..plan.report import plan_document, report
+    from ..plan.run_plan import make_plan, useless_recompute_notes
     from ..plan.search import search, suggestions
 
     root, given = config.root, _given(config, args.overrides)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(root, target, vocab_size=vocab_size)
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
-    notes = [*_notes(root, args.device, target), *idle_modules(plan), *filter(None, [unknown])]
+    notes = [*_notes(root, args.device, target), *useless_recompute_notes(plan), *filter(None, [unknown])]
     if args.fit:
         if plan.time is None:
             notes.append(
@@ -77,20 +77,20 @@ def run(args: argparse.Namespace) -> int:
         return _print_fit(args, given, plan, best, least, config.findings, notes)
     changes = [] if plan.fits else suggestions(root, target, plan)
     if args.json:
-        print(json.dumps(as_document(plan, changes, given) | _notes_document(config.findings, notes), indent=2))
-        return EXIT_DONE
+        print(json.dumps(plan_document(plan, changes, given) | _notes_document(config.findings, notes), indent=2))
+        return EXIT_OK
     for line in report(plan, changes, given):
         print(line)
     _print_notes(config.findings, notes)
-    return EXIT_DONE
+    return EXIT_OK
 
 
-def _given(config: RunConfig, overrides: Sequence[str]) -> Given:
+def _given(config: RunConfig, overrides: Sequence[str]) -> CurrentOverrides:
     """Return the keys set by files and the command line."""
-    from ..plan.search import Given
+    from ..plan.search import CurrentOverrides
 
     typed = {override.lstrip("+").partition("=")[0]: override for override in overrides}
-    return Given(frozenset(key for key, origin in config.origins.items() if origin.kind != "default"), typed)
+    return CurrentOverrides(frozenset(key for key, origin in config.origins.items() if origin.kind != "default"), typed)
 
 
 def _notes(root: RootBlock, device: str | None, target: Target) -> Iterator[str]:
@@ -98,9 +98,9 @@ def _notes(root: RootBlock, device: str | None, target: Target) -> Iterator[str]
     import torch
 
     accelerator, nodes = root.trainer.accelerator, root.trainer.num_nodes
-    if target.card is None:
+    if target.gpu is None:
         return
-    name = f"an {target.card.name}"
+    name = f"an {target.gpu.name}"
     if accelerator in ("cpu", "mps"):
         yield f"`trainer.accelerator` ({accelerator}) trains on the host; this plan is for {name} instead"
     elif device is None and not torch.cuda.is_available():
@@ -129,30 +129,30 @@ def _target(root: RootBlock, device: str | None) -> Target:
     """Return the GPU of `--device`, or this machine's, or the default one."""
     import torch
 
-    from ..distributed.placement import devices_here
-    from ..plan.hardware import DEFAULT_CARD, card_named
-    from ..plan.run_plan import target_elsewhere, target_here
+    from ..distributed.placement import num_local_devices
+    from ..plan.hardware import DEFAULT_GPU, parse_gpu
+    from ..plan.run_plan import gpu_target, local_target
 
     trainer = root.trainer
-    processes = devices_here(trainer) * trainer.num_nodes
+    processes = num_local_devices(trainer) * trainer.num_nodes
     if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
-        return target_here(root, torch.device("cuda", 0), processes)
+        return local_target(root, torch.device("cuda", 0), processes)
     try:
-        gpu = card_named(DEFAULT_CARD if device is None else device)
+        gpu = parse_gpu(DEFAULT_GPU if device is None else device)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return target_elsewhere(root, gpu, processes)
+    return gpu_target(root, gpu, processes)
 
 
 def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
     """Return the vocabulary size and an empty note; None and a note if it is only known from the data."""
     from ..data.tokenizers.tokenizer import ByteTokenizer
-    from ..data.tokenizers.vocabulary import named_tokenizer
+    from ..data.tokenizers.vocabulary import configured_tokenizer
 
     if root.model.override_vocab_size is not None:
         return root.model.override_vocab_size, ""
     with suppress(UserError):
-        tokenizer = named_tokenizer(root) or ByteTokenizer()
+        tokenizer = configured_tokenizer(root) or ByteTokenizer()
         return tokenizer.vocab_size, ""
     return None, (
         "the vocabulary size depends on the data, so embedding and head are left out; "
@@ -162,7 +162,7 @@ def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
 
 def _print_fit(
     args: argparse.Namespace,
-    given: Given,
+    given: CurrentOverrides,
     plan: Plan,
     best: Change | None,
     least: Change,
@@ -175,16 +175,16 @@ def _print_fit(
         found = {"fits": best is not None, "best": best and change_document(best, given)}
         found["least"] = change_document(least, given)
         print(json.dumps(found | _notes_document(findings, notes), indent=2))
-        return EXIT_DONE if best else EXIT_BAD_INPUT
+        return EXIT_OK if best else EXIT_BAD_INPUT
     if best is not None:
         if not best.values:
             print(f"it fits as it is: {gib(plan.needed)} of {gib(plan.available or 0)}")
         for line in change_lines(plan, [best] if best.values else [], given):
             print(line.lstrip())
         _print_notes(findings, notes)
-        return EXIT_DONE
+        return EXIT_OK
     missing = least.plan.needed - (plan.available or 0)
-    print(f"nothing fits; nearest, {gib(missing if missing > 0 else least.plan.short_of_host)} too much:")
+    print(f"nothing fits; nearest, {gib(missing if missing > 0 else least.plan.missing_host_memory)} too much:")
     for line in change_lines(plan, [least], given):
         print(line)
     _print_notes(findings, notes)

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from ..data.preprocess.job import Job, Outcome, Progress, preprocess, tokenizer_file
+from ..data.preprocess.job import Job, PreprocessResult, Progress, preprocess, tokenizer_path
 from ..data.preprocess.journal import parts_folder
-from ..data.preprocess.read_documents import Reading
-from ..data.preprocess.train_tokenizer import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
-from ..data.tokenizers.tokenizer_files import SpecialTokens, open_tokenizer
+from ..data.preprocess.read_documents import ReadOptions
+from ..data.preprocess.train_tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
+from ..data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 from ..utils.environment import available_cores, user_path
-from ..utils.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
 from ..utils.text import counted
 
 _LINE_SECONDS = 30.0
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return EXIT_TERMINATED if stopped_by else EXIT_INTERRUPTED
     line.end()
     _report(job, outcome, time.monotonic() - started)
-    return EXIT_DONE
+    return EXIT_OK
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -91,8 +91,8 @@ def _job(args: argparse.Namespace) -> Job:
     if not 1 <= workers <= _MAX_WORKERS:
         raise UserError(f"--workers ({workers}) must be 1 to {_MAX_WORKERS}")
     size = args.train_tokenizer
-    if size is not None and not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
-        raise UserError(f"--train-tokenizer ({size}) must be {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY:,} tokens")
+    if size is not None and not MIN_VOCAB_SIZE <= size <= MAX_VOCAB_SIZE:
+        raise UserError(f"--train-tokenizer ({size}) must be {MIN_VOCAB_SIZE} to {MAX_VOCAB_SIZE:,} tokens")
     if size is not None and args.eod_token is not None:
         raise UserError("--eod-token names a token of --tokenizer; one that is trained has <|endoftext|>")
     if args.eod_token is not None and not args.append_eod:
@@ -105,9 +105,9 @@ def _job(args: argparse.Namespace) -> Job:
         prefix=prefix,
         tokenizer=None
         if size is not None
-        else open_tokenizer(args.tokenizer or "byte-level", "--tokenizer", SpecialTokens(eos=args.eod_token)),
+        else load_tokenizer(args.tokenizer or "byte-level", "--tokenizer", SpecialTokens(eos=args.eod_token)),
         vocab_size=size or 0,
-        reading=Reading(args.json_key, args.text_lines),
+        reading=ReadOptions(args.json_key, args.text_lines),
         append_eod=args.append_eod,
         workers=workers,
         stop=args.on_error == "stop",
@@ -115,14 +115,14 @@ def _job(args: argparse.Namespace) -> Job:
     )
 
 
-def _report(job: Job, outcome: Outcome, seconds: float) -> None:
+def _report(job: Job, outcome: PreprocessResult, seconds: float) -> None:
     summary = outcome.summary
-    if outcome.did_nothing:
+    if outcome.already_done:
         print(f"{job.prefix}: nothing to do, this command is already finished")
     size = summary["bytes"]
     speed = (
         ""
-        if outcome.did_nothing or outcome.resumed_parts
+        if outcome.already_done or outcome.resumed_parts
         else f" in {seconds:,.1f} s ({size / seconds / 1e6:.1f} MB/s)"
     )
     print(
@@ -131,10 +131,10 @@ def _report(job: Job, outcome: Outcome, seconds: float) -> None:
     )
     if summary["skipped"]:
         print(f"skipped {sum(summary['skipped'].values()):,}")
-        for line in outcome.rejects or [f"{kind}: {count:,}" for kind, count in summary["skipped"].items()]:
+        for line in outcome.rejection_summary or [f"{kind}: {count:,}" for kind, count in summary["skipped"].items()]:
             print(f"  {line}")
     if job.vocab_size:
-        print(f"tokenizer: {tokenizer_file(job.prefix)}")
+        print(f"tokenizer: {tokenizer_path(job.prefix)}")
 
 
 class _ProgressLine:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils import environment
-from ..utils.errors import EXIT_DONE
+from ..utils.errors import EXIT_OK
 from ..utils.text import counted
-from .generate import printable
+from .generate import replace_control_characters
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..config.run_config import RunConfig
     from ..config.schema.root import RootBlock
     from ..train import TrainingResult
-    from .thread_tuning import Pace
+    from .thread_tuning import StepTiming
 
 _NUM_VALIDATIONS = 4
 _MEASURING_FRACTION = 0.05
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from ..core.factory import choose_device
     from ..data.build_datasets import build_data
     from ..train import run_training
-    from .thread_tuning import measure_pace
+    from .thread_tuning import measure_step_time
 
     if torch.cuda.is_available() and config.origins["trainer.accelerator"].kind != "override":
         experiment = "quickstart_gpu"
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         f"stoker quickstart: train a small GPT for about {args.seconds:g} s on "
         f"{_describe_data(config)}, then compare it with two baselines. Nothing is downloaded."
     )
-    pace, model = measure_pace(config.root, build_data(config.root), device, args.seconds * _MEASURING_FRACTION)
+    pace, model = measure_step_time(config.root, build_data(config.root), device, args.seconds * _MEASURING_FRACTION)
     print("attention backends for training, in order of preference:")
     print(model.attention_decisions["training"].table())
     del model
@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"speed {_describe_pace(pace)}: {counted(config.root.trainer.max_steps, 'step')} in that time\n")
 
     result = run_training(config)
-    if result.exit_code != EXIT_DONE:
+    if result.exit_code != EXIT_OK:
         return result.exit_code
     comparison = _compare(config.root, result, device)
     _write(result, pace, comparison)
     print(_report(config.root, result, comparison, _sample(config.root, result, device)))
-    return EXIT_DONE
+    return EXIT_OK
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> C
     from ..data.datasets.samples import EvaluationWindows
     from ..device.precision import plan_precision
     from ..evaluation.baselines import unigram_bits_per_byte, xz_bits_per_byte
-    from ..evaluation.held_out_loss import evaluate, summed_loss
+    from ..evaluation.held_out_loss import evaluate, loss_function
 
     data = result.data
     samples = data.validation
@@ -114,7 +114,7 @@ def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> C
         batches = min(batches, -(-_HELD_OUT_BYTES // (samples.sequence_length * size)))
     result.model.eval()
     evaluation = evaluate(
-        summed_loss(result.model, plan_precision(root.trainer, root.model.megatron_amp_O2, device), device),
+        loss_function(result.model, plan_precision(root.trainer, root.model.megatron_amp_O2, device), device),
         samples,
         token_bytes=data.token_bytes,
         batch_size=size,
@@ -135,16 +135,16 @@ def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> C
 def _sample(root: RootBlock, result: TrainingResult, device: torch.device) -> str:
     from ..data.build_datasets import sequence_length
     from ..device.precision import plan_precision
-    from ..generation.sampling import Sampling
-    from ..generation.text_generator import Generator, Limits
+    from ..generation.sampling import SamplingParams
+    from ..generation.text_generator import Generator, StoppingCriteria
 
     tokenizer = result.data.tokenizer
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     generator = Generator(result.model.eval(), tokenizer, precision, device, sequence_length(root))
     start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     prompt = [*start, *tokenizer.encode(_PROMPT).tolist()]
-    stream = generator.stream([prompt], Limits(300), Sampling(temperature=0.7), [root.model.seed])
-    return printable(_PROMPT + "".join(text for _, text in stream))
+    stream = generator.stream([prompt], StoppingCriteria(300), SamplingParams(temperature=0.7), [root.model.seed])
+    return replace_control_characters(_PROMPT + "".join(text for _, text in stream))
 
 
 def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | None, sample: str) -> str:
@@ -175,7 +175,7 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
     return "\n".join(lines)
 
 
-def _write(result: TrainingResult, pace: Pace, comparison: Comparison | None) -> None:
+def _write(result: TrainingResult, pace: StepTiming, comparison: Comparison | None) -> None:
     document = {
         "steps": result.step,
         "stopped_by": result.stopped_by,
@@ -202,7 +202,7 @@ def _directory_overrides(path: str | None) -> list[str]:
     return [f"exp_manager.explicit_log_dir='{quoted}'"]
 
 
-def _length_overrides(config: RunConfig, pace: Pace, seconds: float) -> list[str]:
+def _length_overrides(config: RunConfig, pace: StepTiming, seconds: float) -> list[str]:
     """Return overrides with which the run ends within `seconds`, measuring and validation included.
 
     A validation step counts as a third of a training step (forward only). Overrides of the user are kept.
@@ -222,11 +222,11 @@ def _length_overrides(config: RunConfig, pace: Pace, seconds: float) -> list[str
     return [f"{path}={value}" for path, value in values.items() if path not in typed]
 
 
-def _describe_pace(pace: Pace) -> str:
+def _describe_pace(pace: StepTiming) -> str:
     text = f"{pace.step_seconds * 1e3:.1f} ms per step"
-    if not pace.tried:
+    if not pace.seconds_by_threads:
         return text
-    others = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in pace.tried.items() if n != pace.threads)
+    others = ", ".join(f"{n}: {s * 1e3:.1f} ms" for n, s in pace.seconds_by_threads.items() if n != pace.threads)
     return f"{text} with {counted(pace.threads, 'thread')}" + (f" ({others})" if others else "")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..config.load import config_from_document
 from ..plugins.import_modules import import_modules
 from ..utils.environment import prepare_process
-from ..utils.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, UserError
+from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _CONNECTION_ERRORS = (
@@ -38,7 +38,7 @@ def main() -> None:
     task: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     _die_with_launcher()
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()
-    code, kind, lines = EXIT_DONE, "", []
+    code, kind, lines = EXIT_OK, "", []
     try:
         code = _train(task)
     except UserError as error:
@@ -48,9 +48,9 @@ def main() -> None:
     except BaseException as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if any(fragment in text for fragment in _CONNECTION_ERRORS):
-            code, kind, lines = EXIT_BUG, "lost", [f"lost another rank: {text}"]
+            code, kind, lines = EXIT_FAILURE, "lost", [f"lost another rank: {text}"]
         else:
-            code, kind, lines = EXIT_BUG, "crash", [text, *traceback.format_exc().splitlines()]
+            code, kind, lines = EXIT_FAILURE, "crash", [text, *traceback.format_exc().splitlines()]
     with suppress(OSError):
         os.write(task["outcome"], json.dumps({"code": code, "kind": kind, "lines": lines}).encode())
     for stream in (sys.stdout, sys.stderr):
@@ -69,7 +69,7 @@ def _train(task: dict[str, Any]) -> int:
     prepare_process(config.root.env_vars)
     from torch._C._distributed_c10d import TCPStore
 
-    from ..distributed.process_group import join, leave
+    from ..distributed.process_group import join, shutdown_distributed
     from ..train import run_training
 
     if task["world_size"] == 1:
@@ -81,7 +81,7 @@ def _train(task: dict[str, Any]) -> int:
     ranks = join(task["rank"], task["world_size"], task["local_rank"], store=store, timeout=timeout)
     result = run_training(config, ranks)
     ranks.barrier()
-    leave()
+    shutdown_distributed()
     return result.exit_code
 
 
@@ -93,7 +93,7 @@ def _die_with_launcher() -> None:
 
 def _end_with_launcher() -> None:
     sys.stdin.buffer.read()
-    os._exit(EXIT_BUG)
+    os._exit(EXIT_FAILURE)
 
 
 if __name__ == "__main__":

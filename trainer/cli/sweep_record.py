@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ..config.run_config import RunConfig
-from ..config.schema.exp_manager import logged_name
+from ..config.schema.exp_manager import canonical_metric_name
 from ..config.sweep_overrides import Job
 from ..distributed.placement import Placement
-from ..utils.durable_files import replace_file
-from ..utils.errors import EXIT_DONE, EXIT_IO, UserError
-from ..utils.redaction import without_secrets
+from ..utils.durable_files import atomic_write
+from ..utils.errors import EXIT_IO, EXIT_OK, UserError
+from ..utils.redaction import redact
 
-RECORD = "multirun.json"
+RECORD_FILE = "multirun.json"
 """File in the sweep directory with jobs, overrides, directories and exit codes."""
 _MAX_RECORD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SweptRun:
+class SweepRun:
     """A job of a sweep and its state.
 
     Attributes:
@@ -45,12 +45,12 @@ class SweptRun:
     figures: dict[str, Any] | None = None
 
 
-def shown_job(job: Job) -> str:
+def job_label(job: Job) -> str:
     """Return the swept overrides of a job, secrets redacted."""
-    return " ".join(map(without_secrets, job.swept)) or "nothing varies"
+    return " ".join(map(redact, job.swept)) or "nothing varies"
 
 
-def cannot_write(where: object, error: OSError, key: str) -> UserError:
+def unwritable_error(where: object, error: OSError, key: str) -> UserError:
     """Return the error for a sweep directory, set by `key`, that cannot be written."""
     return UserError(
         f"cannot write the directory of the sweep {where}: {error.strerror or error}; set {key} to a "
@@ -71,7 +71,7 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: 
     Raises:
         UserError: the directory holds another sweep, or one that may not be resumed.
     """
-    path = directory / RECORD
+    path = directory / RECORD_FILE
     if not path.exists():
         return [{} for _ in jobs]
     if not resumes:
@@ -86,7 +86,7 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: 
         swept = [row["swept"] for row in known]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); move it away to start a new sweep") from None
-    if swept != [list(map(without_secrets, job.swept)) for job in jobs]:
+    if swept != [list(map(redact, job.swept)) for job in jobs]:
         raise UserError(
             f"{directory} holds a sweep of other jobs; repeat its overrides to resume it, or write elsewhere with "
             f"another {elsewhere}"
@@ -94,14 +94,14 @@ def read_record(directory: Path, jobs: Sequence[Job], resumes: bool, elsewhere: 
     return known
 
 
-def taken_over(run: SweptRun, known: dict[str, Any]) -> SweptRun:
+def mark_finished(run: SweepRun, known: dict[str, Any]) -> SweepRun:
     """Mark a job as done if it was already finished with the same configuration."""
-    if known.get("exit_code") == EXIT_DONE and known.get("configuration") == run.config.digest:
-        return replace(run, exit_code=EXIT_DONE, figures=figures_of(run))
+    if known.get("exit_code") == EXIT_OK and known.get("configuration") == run.config.digest:
+        return replace(run, exit_code=EXIT_OK, figures=read_metrics(run))
     return run
 
 
-def write_record(directory: Path, runs: Sequence[SweptRun], key: str) -> None:
+def write_record(directory: Path, runs: Sequence[SweepRun], key: str) -> None:
     """Write the state of each job; `key` sets the directory.
 
     Raises:
@@ -111,8 +111,8 @@ def write_record(directory: Path, runs: Sequence[SweptRun], key: str) -> None:
         "jobs": [
             {
                 "number": run.job.number,
-                "swept": list(map(without_secrets, run.job.swept)),
-                "overrides": list(map(without_secrets, run.job.overrides)),
+                "swept": list(map(redact, run.job.swept)),
+                "overrides": list(map(redact, run.job.overrides)),
                 "directory": str(run.directory),
                 "configuration": run.config.digest,
                 "exit_code": run.exit_code,
@@ -123,17 +123,17 @@ def write_record(directory: Path, runs: Sequence[SweptRun], key: str) -> None:
         ]
     }
     try:
-        replace_file(directory / RECORD, (json.dumps(document, indent=2) + "\n").encode())
+        atomic_write(directory / RECORD_FILE, (json.dumps(document, indent=2) + "\n").encode())
     except OSError as error:
-        raise cannot_write(directory, error, key) from error
+        raise unwritable_error(directory, error, key) from error
 
 
-def _monitor(run: SweptRun) -> str:
+def _monitor(run: SweepRun) -> str:
     """Return the logged name of the metric that ranks the checkpoints of a job."""
-    return logged_name(run.config.root.exp_manager.checkpoint_callback_params.monitor)
+    return canonical_metric_name(run.config.root.exp_manager.checkpoint_callback_params.monitor)
 
 
-def figures_of(run: SweptRun) -> dict[str, Any] | None:
+def read_metrics(run: SweepRun) -> dict[str, Any] | None:
     """Read metrics.jsonl: the last step, and the last and best value of the metric that ranks checkpoints."""
     monitor = _monitor(run)
     rows: list[dict[str, Any]] = []
@@ -161,7 +161,7 @@ def figures_of(run: SweptRun) -> dict[str, Any] | None:
     }
 
 
-def table_of(runs: Sequence[SweptRun], directory: Path) -> list[str]:
+def table_of(runs: Sequence[SweepRun], directory: Path) -> list[str]:
     """Format a table with a line per job.
 
     Only comparable values are shown: if a job has its monitored metric, the training loss that replaces it in a job
@@ -183,7 +183,7 @@ def table_of(runs: Sequence[SweptRun], directory: Path) -> list[str]:
                 str(figures.get("step", "-")),
                 *("-" if number is None else f"{number:.4f}" for number in numbers),
                 os.path.relpath(run.directory, directory),
-                shown_job(run.job),
+                job_label(run.job),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -13,7 +13,7 @@ from ...models.build import LanguageModel
 from ..config.schema.root import RootBlock
 from ..core.factory import build_model, build_optimizer
 from ..data.build_datasets import Data
-from ..data.dataloader import GlobalBatch, fields_of
+from ..data.dataloader import GlobalBatch, batch_tensors
 from ..device.precision import plan_precision
 
 _WARM_UP_STEPS = 3
@@ -24,21 +24,24 @@ _TOO_SLOW = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTiming:
     """Measured step time and number of threads.
 
     Attributes:
         step_seconds: step time with `threads`.
         threads: the number of CPU threads to train with.
-        tried: seconds per step by number of threads, of all that were tried; empty on other devices than a CPU.
+        seconds_by_threads: seconds per step by number of threads, of all that were tried; empty on other devices than
+            a CPU.
     """
 
     step_seconds: float
     threads: int
-    tried: dict[int, float]
+    seconds_by_threads: dict[int, float]
 
 
-def measure_pace(root: RootBlock, data: Data, device: torch.device, seconds: float) -> tuple[Pace, LanguageModel]:
+def measure_step_time(
+    root: RootBlock, data: Data, device: torch.device, seconds: float
+) -> tuple[StepTiming, LanguageModel]:
     """Train a throw-away model for about `seconds`, not counting compilation.
 
     On a CPU this sets the number of threads of the process to the fastest.
@@ -48,13 +51,13 @@ def measure_pace(root: RootBlock, data: Data, device: torch.device, seconds: flo
     """
     model, step = _build_step(root, data, device)
     if device.type == "cpu":
-        return best_threads(step, seconds), model
+        return tune_num_threads(step, seconds), model
     for _ in range(_WARM_UP_STEPS):
         step()
-    return Pace(time_of(step, seconds), torch.get_num_threads(), {}), model
+    return StepTiming(median_step_time(step, seconds), torch.get_num_threads(), {}), model
 
 
-def best_threads(step: Callable[[], None], seconds: float) -> Pace:
+def tune_num_threads(step: Callable[[], None], seconds: float) -> StepTiming:
     """Find and set the fastest number of CPU threads, from one up to torch's default.
 
     A small model trains faster with few threads on a busy machine or one with many cores. The number is doubled as long
@@ -67,21 +70,21 @@ def best_threads(step: Callable[[], None], seconds: float) -> Pace:
     tried: dict[int, float] = {}
     for threads in candidates:
         torch.set_num_threads(threads)
-        warm = min(time_of(step, 0.0, fewest=1) for _ in range(_WARM_UP_STEPS if threads == 1 else 1))
+        warm = min(median_step_time(step, 0.0, min_steps=1) for _ in range(_WARM_UP_STEPS if threads == 1 else 1))
         too_slow = threads > 1 and warm > _TOO_SLOW * tried[best]
-        tried[threads] = warm if too_slow else time_of(step, seconds / len(candidates))
+        tried[threads] = warm if too_slow else median_step_time(step, seconds / len(candidates))
         if threads > 1 and tried[threads] > _MAX_TIME_RATIO * tried[best]:
             break
         best = threads
     torch.set_num_threads(best)
-    return Pace(tried[best], best, tried)
+    return StepTiming(tried[best], best, tried)
 
 
-def time_of(step: Callable[[], None], seconds: float, fewest: int = _MIN_STEPS) -> float:
+def median_step_time(step: Callable[[], None], seconds: float, min_steps: int = _MIN_STEPS) -> float:
     """Return the median step time in seconds, over at least `fewest` steps and `seconds`."""
     times: list[float] = []
     start = last = time.perf_counter()
-    while len(times) < fewest or last - start < seconds:
+    while len(times) < min_steps or last - start < seconds:
         step()
         now = time.perf_counter()
         times.append(now - last)
@@ -98,7 +101,7 @@ def _build_step(root: RootBlock, data: Data, device: torch.device) -> tuple[Lang
     model.train()
 
     def step() -> None:
-        fields = fields_of(data.train.batch(0, keys.global_batch_size))
+        fields = batch_tensors(data.train.batch(0, keys.global_batch_size))
         numbers = tuple(range(keys.global_batch_size // keys.micro_batch_size))
         batch = GlobalBatch.of(numbers, fields).to(device)
         for _, fields in batch.micro_batches():

@@ -32,7 +32,7 @@ from .dotted_paths import Tree, get, join, merged, put
 from .suggest import closest
 from .yaml_reader import YamlError, YamlFile
 
-PACKAGED = Path(__file__).resolve().parents[2] / "conf"
+PACKAGED_CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Composer:
     def __init__(self, config_dir: Path | None, extra: Sequence[Path] = ()) -> None:
         if config_dir is not None and not config_dir.is_dir():
             raise UserError(f"--config-dir {config_dir}: there is no such folder")
-        candidates = [*([config_dir] if config_dir else []), Path("conf"), *extra, PACKAGED]
+        candidates = [*([config_dir] if config_dir else []), Path("conf"), *extra, PACKAGED_CONF]
         directories: list[Path] = []
         for candidate in candidates:
             if candidate.is_dir() and not any(candidate.samefile(known) for known in directories):
@@ -193,9 +193,10 @@ class Composer:
         local_file = Path(f"{config_name}.yaml")
         if local_file.is_file():
             lines.append(
-                f"    {display(local_file)} exists: --config-dir {local_file.parent} --config-name {local_file.stem}"
+                f"    {display_path(local_file)} exists: --config-dir {local_file.parent} --config-name "
+                f"{local_file.stem}"
             )
-        lines.append("    searched: " + ", ".join(map(display, self.directories)))
+        lines.append("    searched: " + ", ".join(map(display_path, self.directories)))
         lines.append("    found: " + (", ".join(names) or "nothing"))
         raise UserError(lines)
 
@@ -275,20 +276,20 @@ class Composer:
             for stale in [known for known in composition.origins if known.startswith(full + ".")]:
                 if not isinstance(get(tree, path), dict):  # a value replaced a block
                     del composition.origins[stale]
-            composition.origins[full] = f"{display(file.path)}:{line}"
-            if source.directory == PACKAGED:
+            composition.origins[full] = f"{display_path(file.path)}:{line}"
+            if source.directory == PACKAGED_CONF:
                 composition.packaged.add(full)
             else:
                 composition.packaged.discard(full)
         composition.tree = merged(composition.tree, placed)
 
 
-def display(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Return a path for messages: relative to the working directory or the package, if it is below one of them."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     with contextlib.suppress(ValueError):
-        return str(Path("stoker/conf") / path.relative_to(PACKAGED))
+        return str(Path("stoker/conf") / path.relative_to(PACKAGED_CONF))
     return str(path)
 
 
@@ -325,7 +326,7 @@ def _check_deletion(choice: Override, group: str, known: Mapping[str, object]) -
 
 
 def _error_text(path: Path, error: YamlError) -> str:
-    where = f"{display(path)}:{error.line}" if error.line else display(path)
+    where = f"{display_path(path)}:{error.line}" if error.line else display_path(path)
     return f"{where}: {error.message}"
 
 
@@ -334,13 +335,14 @@ def _check_launcher(file: YamlFile) -> None:
     text = repr(file.tree)
     if isinstance(file.tree.get("training"), dict) or "${training." in text:
         raise UserError(
-            f"{display(file.path)}: NeMo-Framework-Launcher files are not supported (keys below `training:`, values "
+            f"{display_path(file.path)}: NeMo-Framework-Launcher files are not supported (keys below "
+            "`training:`, values "
             "such as `${training.run.name}`); use NeMo's layout: `trainer:`, `exp_manager:`, `model:` at the root"
         )
 
 
 def _hydra_note(file: YamlFile) -> Finding:
-    where = f"{display(file.path)}:{file.lines.get('hydra', 1)}"
+    where = f"{display_path(file.path)}:{file.lines.get('hydra', 1)}"
     return Finding(
         "info",
         ("hydra",),

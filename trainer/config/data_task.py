@@ -12,7 +12,7 @@ from .span_lengths import Corruption, corrupted_lengths, noise_counts, window_le
 TaskName = Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"]
 DEFAULT_DECODER_LENGTH = 128
 """NeMo's default `seq_length_dec`, used for pairs."""
-MEAN_SPAN, MEAN_NGRAM = 3.0, 5.0
+DEFAULT_MEAN_SPAN, DEFAULT_MEAN_NGRAM = 3.0, 5.0
 """Defaults of T5, and of SpanBERT (1 / 0.2) and NeMo."""
 
 
@@ -40,7 +40,7 @@ class Task:
     padded: bool
 
     @property
-    def has_two_sides(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         """True if batches are for an encoder-decoder model."""
         return self.name in ("t5", "t5_prefix_lm", "seq2seq")
 
@@ -52,7 +52,7 @@ def task_name(model: AnyModelBlock) -> TaskName:
     return model.data.dataset_type or default
 
 
-def task_of(root: RootBlock) -> Task:
+def task_from_config(root: RootBlock) -> Task:
     """Return the task of a configuration.
 
     Raises:
@@ -62,7 +62,9 @@ def task_of(root: RootBlock) -> Task:
     name, length = task_name(model), sequence_length(model)
     mock = data.data_impl == "mock"
     ngrams = data.geometric_dist is not None and not (mock and name == "t5")
-    corruption = Corruption(data.masked_lm_prob, data.mean_ngram_size or (MEAN_NGRAM if ngrams else MEAN_SPAN))
+    corruption = Corruption(
+        data.masked_lm_prob, data.mean_ngram_size or (DEFAULT_MEAN_NGRAM if ngrams else DEFAULT_MEAN_SPAN)
+    )
     match name:
         case "t5":
             by_document = data.respect_document_boundaries and not mock

@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from ...models.config.key_block import Finding
 from ...models.config.model_keys import Family
-from ..utils.redaction import shown_value, without_secrets
+from ..utils.redaction import redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
-from .interpolation import InterpolationError, Resolver, holds_interpolation
+from .interpolation import InterpolationError, Resolver, has_interpolation
 from .nemo import nemo_spellings
-from .nemo.key_row import State
+from .nemo.key_row import KeyState
 from .nemo.key_states import KeyStates, Verdict
 from .nemo.key_table import row_of
-from .override_typos import corrected
-from .problems import ConfigError, KeyAccount, Problem
+from .override_typos import quoted_override
+from .problems import ConfigError, KeyReport, Problem
 from .rules import all_rules
-from .rules.process_rules import PARALLEL_SIZES
-from .rules.rule_context import Facts
-from .run_config import DEFAULT, Origin, RunConfig
-from .schema.key_index import defaults_tree, key_of_any_family, schema_blocks, schema_keys, show_value
+from .rules.process_rules import PARALLEL_SIZE_KEYS
+from .rules.rule_context import RuleContext
+from .run_config import DEFAULT_ORIGIN, Origin, RunConfig
+from .schema.key_index import defaults_tree, find_key, format_value, schema_blocks, schema_keys
 from .schema.root import RootBlock, family_of
 
 if TYPE_CHECKING:
-    from .overrides import Edit
+    from .overrides import ValueOverride
 
 _NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
 _SCHED = "model.optim.sched"
@@ -69,11 +69,11 @@ class Draft:
         self._family: Family = "gpt"
         self._family_hint = infer_family.told_family(tree)  # before overrides reset the keys it is inferred from
 
-    def apply(self, edit: Edit) -> None:
+    def apply(self, edit: ValueOverride) -> None:
         """Apply one value override. An unknown key stays in the tree, to be reported with all others."""
         origin = Origin("override", edit.typed)
         if edit.is_reset:
-            if edit.names_value and _is_known(edit.path) and not self._matches_reset_value(edit):
+            if edit.has_value and _is_known(edit.path) and not self._matches_reset_value(edit):
                 return
             for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
                 del self.origins[path]
@@ -92,21 +92,24 @@ class Draft:
             del self.origins[path]
         dotted_paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
         self.origins[edit.path] = origin
-        if edit.value is not None and self.origins.get(_STEPS_OR_RATIO.get(edit.path, ""), DEFAULT).kind == "file":
+        if (
+            edit.value is not None
+            and self.origins.get(_STEPS_OR_RATIO.get(edit.path, ""), DEFAULT_ORIGIN).kind == "file"
+        ):
             self._replace_other_form(edit.path)
 
-    def _matches_reset_value(self, edit: Edit) -> bool:
+    def _matches_reset_value(self, edit: ValueOverride) -> bool:
         """Return True if the value matches that of `~key=VALUE`; otherwise report a problem."""
-        key = key_of_any_family(edit.path)
+        key = find_key(edit.path)
         current = dotted_paths.get(self.tree, edit.path, key.default if key else None)
         if current == edit.value and isinstance(current, bool) == isinstance(edit.value, bool):
             return True
-        expected = show_value(edit.value)
+        expected = format_value(edit.value)
         origin = self.origin_text(edit.path)
-        rule = f"is reset only if it is {shown_value(edit.path, expected)}; its value is from {origin}"
-        fix = f"~{edit.path}, or {corrected(edit.path, expected)}"
-        typed = f"{without_secrets(edit.typed)} (command line)"
-        self.problems.append(Problem(edit.path, show_value(current), typed, rule, fix))
+        rule = f"is reset only if it is {redact_value(edit.path, expected)}; its value is from {origin}"
+        fix = f"~{edit.path}, or {quoted_override(edit.path, expected)}"
+        typed = f"{redact(edit.typed)} (command line)"
+        self.problems.append(Problem(edit.path, format_value(current), typed, rule, fix))
         return False
 
     def prefer_users_form(self) -> None:
@@ -120,7 +123,7 @@ class Draft:
         value = dotted_paths.get(self.tree, other)
         if value is None:
             return
-        rule = f"it replaces `{other}={show_value(value)}` of {self.origins.get(other, DEFAULT)}"
+        rule = f"it replaces `{other}={format_value(value)}` of {self.origins.get(other, DEFAULT_ORIGIN)}"
         self.findings.append(Finding("info", (path,), rule))
         dotted_paths.remove(self.tree, other)
         del self.origins[other]
@@ -134,20 +137,20 @@ class Draft:
         self._infer_family()
         self._resolve()
         self._family = family_of(self._resolved.get("model"))
-        for finding in expand_t5.spread_over_stacks(self._resolved, self.kind_of, self._moved):
+        for finding in expand_t5.expand_stack_keys(self._resolved, self.kind_of, self._moved):
             self._add_finding(finding)
-        for finding in nemo_spellings.respelled(self._resolved, self._moved):
+        for finding in nemo_spellings.apply_nemo_aliases(self._resolved, self._moved):
             self._add_finding(finding)
         states = KeyStates(self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override")
         acting: Tree = {}
-        account: list[KeyAccount] = []
+        account: list[KeyReport] = []
         historical: list[str] = []
         for verdict in states.verdicts():
-            if verdict.state is State.ACTS:
+            if verdict.state is KeyState.ACTS:
                 dotted_paths.put(acting, verdict.path, verdict.value)
                 continue
             account.append(self._key_account(verdict))
-            if verdict.state is State.HISTORICAL:
+            if verdict.state is KeyState.HISTORICAL:
                 historical.append(verdict.path)
         self.problems.extend(states.problems())
         self.findings.extend(states.findings())
@@ -156,9 +159,9 @@ class Draft:
         root, wrong_types, wrong = validate.typed(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
-        facts = Facts(root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment))
+        facts = RuleContext(root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment))
         # With an invalid parallel size the data-parallel size is unknown.
-        unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZES else set())
+        unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZE_KEYS else set())
         for finding in all_rules.run_rules(facts):
             if not unknown.intersection(finding.keys):
                 self._add_finding(finding)
@@ -168,44 +171,44 @@ class Draft:
         if self.problems:
             raise ConfigError(_without_duplicates(self.problems), [*effective, *account], findings)
         document = self._document(root)
-        origins = {key: self.origins.get(key, DEFAULT) for key in _leaf_paths(document)} | self.origins
+        origins = {key: self.origins.get(key, DEFAULT_ORIGIN) for key in _leaf_paths(document)} | self.origins
         return RunConfig(
             root=root,
             origins=origins,
             document=document,
             findings=findings,
-            historical=tuple(historical),
-            account=(*effective, *account),
+            historical_keys=tuple(historical),
+            key_reports=(*effective, *account),
             files=files,
         )
 
     def origin_text(self, path: str) -> str:
         """Return the origin of the value at `path` as text."""
         origin = self._origin_at(path)
-        return f"{without_secrets(origin.text)} (command line)" if origin.kind == "override" else origin.text
+        return f"{redact(origin.text)} (command line)" if origin.kind == "override" else origin.text
 
     def _origin_at(self, path: str) -> Origin:
         old = self._moved.get(path)
         if old is None and path in self._moved.values() and dotted_paths.get(self._resolved, path, MISSING) == MISSING:
-            return DEFAULT  # the value given here was moved to another key
+            return DEFAULT_ORIGIN  # the value given here was moved to another key
         path = old or path
         while path:
             if path in self.origins:
                 return self.origins[path]
             path = dotted_paths.parent_of(path)
-        return DEFAULT
+        return DEFAULT_ORIGIN
 
     def kind_of(self, path: str) -> str:
         """Return the kind of origin: `file`, `override`, `document` or `default`."""
-        return self.origins.get(path, DEFAULT).kind
+        return self.origins.get(path, DEFAULT_ORIGIN).kind
 
     def _infer_family(self) -> None:
         """Infer `model.family` of a NeMo file from its keys, and reject files of unsupported models."""
-        other = infer_family.other_model(self.tree)
+        other = infer_family.unsupported_model(self.tree)
         if other is not None:  # further problems would be misleading
             path, model_name = other
             rule = f"a configuration of NeMo's {model_name}; stoker supports GPT, T5 and BERT"
-            value = show_value(dotted_paths.get(self.tree, path))
+            value = format_value(dotted_paths.get(self.tree, path))
             raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
         path = "model.family"
         inferred = infer_family.told_family(self.tree) or self._family_hint
@@ -219,7 +222,7 @@ class Draft:
     def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
         """Return the paths set by an override, a document or a user's file."""
         return frozenset(
-            path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT).kind != "file"
+            path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT_ORIGIN).kind != "file"
         )
 
     def _resolve(self) -> None:
@@ -227,7 +230,7 @@ class Draft:
         whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
         resolver = Resolver(whole, self.variables, nemo_default, takes_only_text)
         for path, raw in list(dotted_paths.leaves(self.tree)):
-            if self.literal or not holds_interpolation(raw):
+            if self.literal or not has_interpolation(raw):
                 dotted_paths.put(self._resolved, path, raw)
                 continue
             try:
@@ -235,13 +238,13 @@ class Draft:
             except InterpolationError as error:
                 row = row_of(path, self._family)
                 acts = path in schema_keys(self._family)
-                if row is not None and not acts and (row.state is State.HISTORICAL or row.switch):
+                if row is not None and not acts and (row.state is KeyState.HISTORICAL or row.switch):
                     dotted_paths.put(self._resolved, path, raw)
                 else:
                     self.problems.append(
                         Problem(
                             path,
-                            show_value(raw),
+                            format_value(raw),
                             self.origin_text(path),
                             f"it {error}",
                             self._reference_suggestion(error),
@@ -249,15 +252,15 @@ class Draft:
                     )
                 continue
             dotted_paths.put(self._resolved, path, found.value)
-            if found.from_environment or holds_interpolation(found.value):
+            if found.from_environment or has_interpolation(found.value):
                 self._from_environment.add(path)
                 dotted_paths.put(self._raw, path, raw)
 
     def _reference_suggestion(self, error: InterpolationError) -> str:
-        from .interpolation import AbsentError
+        from .interpolation import MissingKeyError
         from .nemo.key_states import suggestions
 
-        if not isinstance(error, AbsentError):
+        if not isinstance(error, MissingKeyError):
             return ""
         blocks = schema_blocks(self._family)
         near = [path for path in suggestions(error.target, self._family) if path not in blocks]
@@ -297,17 +300,17 @@ class Draft:
         if value is None:
             key = schema_keys(self._family).get(path)
             value = dotted_paths.get(self._resolved, path, key.default if key else None)
-        return shown_value(path, show_value(value))
+        return redact_value(path, format_value(value))
 
-    def _key_account(self, verdict: Verdict) -> KeyAccount:
+    def _key_account(self, verdict: Verdict) -> KeyReport:
         raw = dotted_paths.get(self._raw, verdict.path, verdict.value)
-        return KeyAccount(verdict.path, show_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
+        return KeyReport(verdict.path, format_value(raw), verdict.state, self.origin_text(verdict.path), verdict.note)
 
-    def _effective_accounts(self, root: RootBlock, wrong: set[str]) -> list[KeyAccount]:
+    def _effective_accounts(self, root: RootBlock, wrong: set[str]) -> list[KeyReport]:
         rows = []
         for path, value in dotted_paths.leaves(self._document(root)):
-            shown = self._shown(path) if path in wrong else show_value(value)
-            rows.append(KeyAccount(path, shown, State.ACTS, self.origin_text(path), "error" if path in wrong else ""))
+            shown = self._shown(path) if path in wrong else format_value(value)
+            rows.append(KeyReport(path, shown, KeyState.ACTS, self.origin_text(path), "error" if path in wrong else ""))
         return rows
 
     def _document(self, root: RootBlock) -> Tree:
@@ -337,7 +340,7 @@ def nemo_default(path: str) -> Any:
 
 def takes_only_text(path: str) -> bool:
     """Return True if a key takes text only, or is unknown."""
-    key = key_of_any_family(path)
+    key = find_key(path)
     return key is None or key.is_text
 
 
@@ -352,7 +355,7 @@ def _is_known(path: str) -> bool:
 
 
 def _is_open(path: str) -> bool:
-    key = key_of_any_family(path)
+    key = find_key(path)
     return key is not None and key.is_open
 
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
 
-from ..utils.redaction import without_secrets
+from ..utils.redaction import redact
 from . import dotted_paths
 from .problems import Problem
-from .schema.key_index import key_of_any_family, show_value
+from .schema.key_index import find_key, format_value
 
 if TYPE_CHECKING:
-    from .overrides import Edit
+    from .overrides import ValueOverride
 
 _RESET = "~"
 
 
-def keys_given_twice(edits: Iterable[Edit]) -> Iterator[Problem]:
+def duplicate_keys(edits: Iterable[ValueOverride]) -> Iterator[Problem]:
     """Yield a problem for each key with contradicting value overrides."""
     seen = _SeenOverrides()
     for edit in edits:
@@ -30,19 +30,19 @@ def keys_given_twice(edits: Iterable[Edit]) -> Iterator[Problem]:
     yield from seen.problems()
 
 
-def choices_given_twice(choices: Iterable[Override]) -> Iterator[Problem]:
+def duplicate_choices(choices: Iterable[Override]) -> Iterator[Problem]:
     """Yield a problem for each group with contradicting choices."""
     seen = _SeenOverrides()
     for choice in choices:
         group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
-        value = _RESET if choice.is_delete() else show_value(choice.value())
+        value = _RESET if choice.is_delete() else format_value(choice.value())
         seen.add(group, value, choice.input_line or group)
     yield from seen.problems()
 
 
-def given_twice(key: str, words: Sequence[str]) -> Problem:
+def duplicate_problem(key: str, words: Sequence[str]) -> Problem:
     """Return the problem for a key or group set by several overrides (`words`)."""
-    *others, last = map(without_secrets, words)
+    *others, last = map(redact, words)
     rule = f"is given more than once: {', '.join(others)} and {last}"
     return Problem(key, None, "command line", rule, "keep one of them")
 
@@ -76,22 +76,22 @@ class _SeenOverrides:
     def problems(self) -> Iterator[Problem]:
         """Yield one problem per contradicted path."""
         for path, words in self._contradictions.items():
-            yield given_twice(path, words)
+            yield duplicate_problem(path, words)
 
     def _contradict(self, path: str, word: str, typed: str) -> None:
         words = self._contradictions.setdefault(path, [word])
         words.append(typed)
 
 
-def _assigned_values(edit: Edit) -> Iterator[tuple[str, str]]:
+def _assigned_values(edit: ValueOverride) -> Iterator[tuple[str, str]]:
     """Yield each path that an override sets, with its value as text."""
     if edit.is_reset:
         yield edit.path, _RESET
         return
     value: Any = edit.value
-    key = key_of_any_family(edit.path)
+    key = find_key(edit.path)
     if isinstance(value, dict) and value and not (key is not None and key.is_open):
         for path, leaf in dotted_paths.leaves(value, edit.path):
-            yield path, show_value(leaf)
+            yield path, format_value(leaf)
     else:
-        yield edit.path, show_value(value)
+        yield edit.path, format_value(value)

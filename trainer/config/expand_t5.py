@@ -8,11 +8,11 @@ from ...models.config.key_block import Finding
 from ...models.config.t5 import DecoderKeys
 from . import dotted_paths
 from .dotted_paths import Tree
-from .schema.key_index import STACKS, schema_keys, show_value
+from .schema.key_index import STACKS, format_value, schema_keys
 from .schema.root import family_of
 
 
-def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[str, str]) -> Iterator[Finding]:
+def expand_stack_keys(tree: Tree, kind_of: Callable[[str], str], moved: dict[str, str]) -> Iterator[Finding]:
     """Move stack keys of a T5 from `model` to its stacks, rewriting `tree` in place.
 
     A key that only the decoder has goes to the decoder, every other one to both stacks. An override replaces a stack's
@@ -44,10 +44,11 @@ def spread_over_stacks(tree: Tree, kind_of: Callable[[str], str], moved: dict[st
             yield Finding(
                 "error",
                 (target,),
-                f"`{path}` ({show_value(value)}) is for {readers} and contradicts `{target}` ({show_value(current)})",
+                f"`{path}` ({format_value(value)}) is for {readers} and contradicts `{target}` "
+                f"({format_value(current)})",
                 f"~{path}, or set {' and '.join(targets)}",
             )
-        shown = show_value(value)
+        shown = format_value(value)
         yield Finding(
             "warning",
             tuple(targets),

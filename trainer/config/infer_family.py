@@ -51,7 +51,7 @@ def told_family(tree: Tree) -> tuple[Family, str] | None:
     return None
 
 
-def other_model(tree: Tree) -> tuple[str, str] | None:
+def unsupported_model(tree: Tree) -> tuple[str, str] | None:
     """Return the key that identifies an unsupported NeMo model, and the model's name; None if there is none."""
     if _names_family(tree):
         return None

@@ -28,7 +28,7 @@ class InterpolationError(ValueError):
     """Interpolation that cannot be resolved; the message does not name the key that holds it."""
 
 
-class AbsentError(InterpolationError):
+class MissingKeyError(InterpolationError):
     """Reference to a key that does not exist.
 
     Attributes:
@@ -40,13 +40,13 @@ class AbsentError(InterpolationError):
         self.target = target
 
 
-def holds_interpolation(value: Any) -> bool:
+def has_interpolation(value: Any) -> bool:
     """Return True if a value, or any element of a list or block, contains `${`."""
     if isinstance(value, str):
         return "${" in value
     if isinstance(value, list):
-        return any(map(holds_interpolation, value))
-    return isinstance(value, dict) and any(map(holds_interpolation, value.values()))
+        return any(map(has_interpolation, value))
+    return isinstance(value, dict) and any(map(has_interpolation, value.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class Resolver:
                 try:
                     return self._fallback(path)
                 except KeyError:
-                    raise AbsentError(path) from None
+                    raise MissingKeyError(path) from None
             else:
-                raise AbsentError(path)
+                raise MissingKeyError(path)
             walked = join(walked, name)
         return node
 
@@ -171,7 +171,7 @@ class Resolver:
         default = arguments[1] if len(arguments) == 2 else None
         try:
             found = self.value(_absolute(arguments[0], path))
-        except AbsentError:
+        except MissingKeyError:
             return Resolved(default, False)
         return Resolved(default, False) if found.value == MISSING else found
 

@@ -59,7 +59,7 @@ def load_run_config(
     draft.prefer_users_form()
     draft.problems.extend(parsed.problems)
     draft.findings.extend(composition.notes)
-    for edit in parsed.edits:
+    for edit in parsed.value_overrides:
         draft.apply(edit)
     if fill_defaults is not None:
         fill_defaults(draft)

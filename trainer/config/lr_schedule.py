@@ -76,7 +76,7 @@ class WarmupPolicy:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if step > self.max_steps or self.max_steps <= self.start:
             return self.min_lr
-        return self.lr if step < self.start else self.decayed(step)
+        return self.lr if step < self.start else self.decayed_lr(step)
 
     @property
     def start(self) -> int:
@@ -88,7 +88,7 @@ class WarmupPolicy:
         """Steps from `start` to `max_steps`."""
         return self.max_steps - self.start
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate between `start` and `max_steps`."""
         return self.lr
 
@@ -97,7 +97,7 @@ class WarmupPolicy:
 class WarmupAnnealing(WarmupPolicy):
     """Linear decay from `lr` to `min_lr` at `max_steps`."""
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         return self.min_lr + (1 - (step - self.start) / self.decay_steps) * (self.lr - self.min_lr)
 
@@ -106,7 +106,7 @@ class WarmupAnnealing(WarmupPolicy):
 class InverseSquareRootAnnealing(WarmupPolicy):
     """lr / sqrt((step + 1) / (warmup + 1)), with no floor before `max_steps`."""
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         return self.lr / math.sqrt((step + 1) / (self.warmup_steps + 1))
 
@@ -115,7 +115,7 @@ class InverseSquareRootAnnealing(WarmupPolicy):
 class SquareAnnealing(WarmupPolicy):
     """lr times the square of the remaining fraction of the decay; at least `min_lr`."""
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         return max(self.lr * ((self.max_steps - step) / self.decay_steps) ** 2, self.min_lr)
 
@@ -124,7 +124,7 @@ class SquareAnnealing(WarmupPolicy):
 class SquareRootAnnealing(WarmupPolicy):
     """lr times the square root of the remaining fraction of all steps, warm-up included; at least `min_lr`."""
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         return max(self.lr * math.sqrt((self.max_steps - step) / self.max_steps), self.min_lr)
 
@@ -135,7 +135,7 @@ class PolynomialDecayAnnealing(WarmupPolicy):
 
     power: float = 1.0
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         remaining = (self.max_steps - step) / self.decay_steps
         return self.min_lr + (self.lr - self.min_lr) * remaining**self.power
@@ -163,7 +163,7 @@ class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
 
     power: float = 1.0
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         remaining = (self.max_steps - step) / self.decay_steps
         return self.min_lr + (self.lr - self.min_lr) * remaining**self.power
@@ -173,7 +173,7 @@ class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
 class WarmupHoldAnnealLinear(WarmupHoldPolicy):
     """Warmup-stable-decay (WSD, arXiv 2404.06395) with linear decay from `lr` to `min_lr`."""
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         return self.lr - (self.lr - self.min_lr) * (step - self.start) / self.decay_steps
 
@@ -182,7 +182,7 @@ class WarmupHoldAnnealLinear(WarmupHoldPolicy):
 class WarmupHoldAnnealOneMinusSquareRoot(WarmupHoldPolicy):
     """Warmup-stable-decay (WSD) with decay 1 - sqrt(elapsed fraction) (arXiv 2408.11029); at least `min_lr`."""
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         return max(self.lr * (1 - math.sqrt((step - self.start) / self.decay_steps)), self.min_lr)
 
@@ -193,7 +193,7 @@ class NoamHoldAnnealing(WarmupHoldPolicy):
 
     decay_rate: float = 0.5
 
-    def decayed(self, step: int) -> float:
+    def decayed_lr(self, step: int) -> float:
         """Return the learning rate; see the class."""
         peak = max(1.0, self.warmup_steps**self.decay_rate)
         return max(self.lr * peak / max(1.0, (step - self.hold_steps) ** self.decay_rate), self.min_lr)
@@ -292,9 +292,9 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
         "lr": optim.lr,
         "min_lr": sched.min_lr,
         "max_steps": length,
-        "warmup_steps": steps_of(sched.warmup_steps, sched.warmup_ratio, length),
-        "constant_steps": steps_of(sched.constant_steps, sched.constant_ratio, length),
-        "hold_steps": steps_of(sched.hold_steps, sched.hold_ratio, length),
+        "warmup_steps": resolve_steps(sched.warmup_steps, sched.warmup_ratio, length),
+        "constant_steps": resolve_steps(sched.constant_steps, sched.constant_ratio, length),
+        "hold_steps": resolve_steps(sched.hold_steps, sched.hold_ratio, length),
         "power": sched.power,
         "decay_rate": sched.decay_rate,
         "d_model": sched.d_model,
@@ -303,7 +303,7 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
-def steps_of(steps: int | None, ratio: float | None, length: int) -> int:
+def resolve_steps(steps: int | None, ratio: float | None, length: int) -> int:
     """Resolve a number of steps given as such, as a fraction of `length`, or not at all (0)."""
     if steps is not None:
         return steps

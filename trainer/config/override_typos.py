@@ -6,9 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 
-from ..utils.redaction import REDACTED, is_secret, without_secrets
+from ..utils.redaction import REDACTED, is_secret, redact
 from .problems import Problem
-from .schema.key_index import key_of_any_family
+from .schema.key_index import find_key
 
 _KEY = r"\+{0,2}[A-Za-z_][\w./@-]*"
 _NAME = re.compile(_KEY)
@@ -17,7 +17,7 @@ _SPACED = re.compile(rf"({_KEY})\s+=\s*(.*)", re.DOTALL)
 _RULE = "is not an override, which is key=value in one word"
 
 
-def told_apart(words: Sequence[str]) -> Iterator[str | Problem]:
+def detect_override_typos(words: Sequence[str]) -> Iterator[str | Problem]:
     """Yield the words as typed, with one problem in place of words that together form a mistyped override."""
     index = 0
     while index < len(words):
@@ -26,7 +26,7 @@ def told_apart(words: Sequence[str]) -> Iterator[str | Problem]:
         index += count
 
 
-def corrected(key: str, value: str) -> str:
+def quoted_override(key: str, value: str) -> str:
     """Return `key=value` quoted for a shell, with a secret value redacted."""
     return shlex.quote(f"{key}={REDACTED if is_secret(key) else value}")
 
@@ -47,7 +47,7 @@ def _match(words: Sequence[str]) -> tuple[int, tuple[str, str] | None]:
         return 3, (name, third)
     if second.startswith("=") and second != "=":
         return 2, (name, second[1:])
-    is_key = key_of_any_family(name.lstrip("+")) is not None
+    is_key = find_key(name.lstrip("+")) is not None
     return (2, (name, second)) if is_key and _is_value(second) else (1, None)
 
 
@@ -56,5 +56,5 @@ def _is_value(word: str) -> bool:
 
 
 def _problem(words: Sequence[str], key: str, value: str) -> Problem:
-    typed = f"{key} {REDACTED}" if is_secret(key) else " ".join(map(without_secrets, words))
-    return Problem(typed, None, "command line", _RULE, f"write {corrected(key, value)}")
+    typed = f"{key} {REDACTED}" if is_secret(key) else " ".join(map(redact, words))
+    return Problem(typed, None, "command line", _RULE, f"write {quoted_override(key, value)}")

@@ -1,7 +1,7 @@
 """Parse command-line overrides: group choices (`model=gpt_125m`) and values (`trainer.max_steps=100`).
 
 `k=v`, `+k=v` and `++k=v` all set the key; `~k` resets it to its default. Values follow Hydra's grammar. Duplicate
-overrides must agree (`given_twice.py`).
+overrides must agree (`duplicate_problem.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
 from ..utils.redaction import is_secret
-from .duplicate_overrides import choices_given_twice, keys_given_twice
-from .override_typos import corrected, told_apart
+from .duplicate_overrides import duplicate_choices, duplicate_keys
+from .override_typos import detect_override_typos, quoted_override
 from .problems import Problem
-from .schema.key_index import key_of_any_family, show_value
+from .schema.key_index import find_key, format_value
 
 MAX_LENGTH = 64 * 1024
 _MAX_SHOWN = 200
@@ -27,7 +27,7 @@ _MISSING_NAME_FIX = "write {}, with the name of a key for NAME"
 
 
 @dataclass(frozen=True, slots=True)
-class Edit:
+class ValueOverride:
     """One value override.
 
     Attributes:
@@ -43,7 +43,7 @@ class Edit:
     typed: str
 
     @property
-    def names_value(self) -> bool:
+    def has_value(self) -> bool:
         """True if the override as typed contains `=`."""
         return "=" in self.typed
 
@@ -54,12 +54,12 @@ class ParsedOverrides:
 
     Attributes:
         choices: group choices, for Hydra.
-        edits: value overrides, in the order given.
+        value_overrides: value overrides, in the order given.
         problems: overrides that could not be parsed or contradict each other.
     """
 
     choices: tuple[Override, ...]
-    edits: tuple[Edit, ...]
+    value_overrides: tuple[ValueOverride, ...]
     problems: tuple[Problem, ...]
 
 
@@ -67,25 +67,25 @@ def parse(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOv
     """Parse `overrides`; `is_group` distinguishes a group (`model`) from a key (`name`)."""
     parser = OverridesParser.create()
     choices: list[Override] = []
-    edits: list[Edit] = []
+    edits: list[ValueOverride] = []
     problems: list[Problem] = []
-    for typed in told_apart(overrides):
+    for typed in detect_override_typos(overrides):
         if isinstance(typed, Problem):
             problems.append(typed)
             continue
         try:
-            override = parse_one(parser, typed)
+            override = parse_override(parser, typed)
             if is_group(override.key_or_group) and not isinstance(override.value(), dict):
                 choices.append(_check_choice(override))
             else:
                 edits.append(_edit(override, typed))
-        except UnreadableError as error:
+        except OverrideError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
-    problems += [*choices_given_twice(choices), *keys_given_twice(edits)]
+    problems += [*duplicate_choices(choices), *duplicate_keys(edits)]
     return ParsedOverrides(tuple(choices), tuple(edits), tuple(problems))
 
 
-class UnreadableError(Exception):
+class OverrideError(Exception):
     """Invalid override.
 
     Attributes:
@@ -99,22 +99,26 @@ class UnreadableError(Exception):
         self.fix = fix
 
 
-def parse_one(parser: OverridesParser, typed: str) -> Override:
+def parse_override(parser: OverridesParser, typed: str) -> Override:
     """Parse one override.
 
     Raises:
-        UnreadableError: the override is not valid.
+        OverrideError: the override is not valid.
     """
     if len(typed) > MAX_LENGTH:
-        raise UnreadableError(f"is longer than {MAX_LENGTH // 1024} KiB", "write it into a YAML file")
+        raise OverrideError(f"is longer than {MAX_LENGTH // 1024} KiB", "write it into a YAML file")
     if "=" not in typed and not typed.startswith("~"):
-        raise UnreadableError("is not an override", _missing_value_fix(typed))
+        raise OverrideError("is not an override", _missing_value_fix(typed))
     key, _, value = typed.partition("=")
     name = key.lstrip("+~")
     if not all(name.split(".")):
         whole = ".".join(part for part in name.split(".") if part)
-        fix = f"write {corrected(whole, value)}" if whole else _MISSING_NAME_FIX.format(corrected("NAME", value))
-        raise UnreadableError("cannot be read: a name is missing before `=`", fix)
+        fix = (
+            f"write {quoted_override(whole, value)}"
+            if whole
+            else _MISSING_NAME_FIX.format(quoted_override("NAME", value))
+        )
+        raise OverrideError("cannot be read: a name is missing before `=`", fix)
     try:
         return parser.parse_override(typed)
     except (HydraException, RecursionError, ValueError) as error:
@@ -122,30 +126,30 @@ def parse_one(parser: OverridesParser, typed: str) -> Override:
         if text is not None:
             return text
         reason = "its value" if is_secret(key) else " ".join(str(error).split())[:200]
-        raise UnreadableError(f"cannot be read: {reason}", _unreadable_fix(key, value)) from None
+        raise OverrideError(f"cannot be read: {reason}", _unreadable_fix(key, value)) from None
 
 
 def _missing_value_fix(word: str) -> str:
     """Return the fix for a word without `=`: a key without its value, or a value without its key."""
-    known = key_of_any_family(word.lstrip("+"))
+    known = find_key(word.lstrip("+"))
     if known is not None:
         return f"write {word}=VALUE; it takes {known.kind}"
     if re.fullmatch(r"\+{0,2}[A-Za-z_][\w./]*", word):
         return f"write {word}=VALUE, with a value in its place"
-    return _MISSING_NAME_FIX.format(corrected("NAME", word))
+    return _MISSING_NAME_FIX.format(quoted_override("NAME", word))
 
 
 def _unreadable_fix(key: str, value: str) -> str:
     """Return the fix for a value that Hydra's grammar does not accept."""
-    known = key_of_any_family(key.lstrip("+~"))
+    known = find_key(key.lstrip("+~"))
     if len(value) > _MAX_SHOWN:
         value = "VALUE"
     if known is None or known.is_text:
         quoted = '"' + value.replace('"', '\\"') + '"'
-        return f"if it is text, quote it: {corrected(key, quoted)}"
+        return f"if it is text, quote it: {quoted_override(key, quoted)}"
     if known.kind.startswith("a list") and (match := re.fullmatch(r"[(\[{]?(.*?)[)\]}]?", value)):
-        return f"it takes {known.kind}; write {corrected(key, f'[{match[1]}]')}"
-    example = "" if known.default is None else f", such as {corrected(key, show_value(known.default))}"
+        return f"it takes {known.kind}; write {quoted_override(key, f'[{match[1]}]')}"
+    example = "" if known.default is None else f", such as {quoted_override(key, format_value(known.default))}"
     return f"it takes {known.kind}{example}"
 
 
@@ -156,7 +160,7 @@ def _as_text(typed: str) -> Override | None:
     """
     key, _, value = typed.partition("=")
     path = key.lstrip("+")
-    known = key_of_any_family(path)
+    known = find_key(path)
     is_text = known is not None and known.is_text and "${" not in value
     is_nested_call = value.startswith("${") and re.fullmatch(r"[A-Za-z_][\w.]*", path) is not None
     if not (is_text or is_nested_call):
@@ -167,30 +171,30 @@ def _as_text(typed: str) -> Override | None:
 def _check_choice(override: Override) -> Override:
     value = override.value()
     if override.is_sweep_override():
-        raise UnreadableError("names several choices", "choose one, or train with each: stoker train -m")
+        raise OverrideError("names several choices", "choose one, or train with each: stoker train -m")
     if not override.is_delete() and not isinstance(value, (str, list, type(None))):
-        raise UnreadableError("must name a file of the group", "such as model=gpt_125m")
+        raise OverrideError("must name a file of the group", "such as model=gpt_125m")
     return override
 
 
-def _edit(override: Override, typed: str) -> Edit:
+def _edit(override: Override, typed: str) -> ValueOverride:
     path = override.key_or_group
     if override.package is not None or "/" in path:
         group = path.partition("@")[0]
-        raise UnreadableError(
+        raise OverrideError(
             f"there is no group `{group}`", "groups are model, data, tokenizer, optim, peft, trainer, experiment"
         )
     if path == "hydra" or path.startswith("hydra."):
-        raise UnreadableError(
+        raise OverrideError(
             "stoker uses Hydra for composition only",
             "set the run directory with exp_manager.exp_dir, configuration folders with --config-dir",
         )
     if override.is_sweep_override():
-        known = key_of_any_family(path)
+        known = find_key(path)
         raw = typed.partition("=")[2]
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and known is not None and known.is_text:
-            return Edit(path, raw, False, typed)
-        raise UnreadableError(
+            return ValueOverride(path, raw, False, typed)
+        raise OverrideError(
             "holds several values", f"write a list as {path}=[{raw}], quote text, or train with each: stoker train -m"
         )
-    return Edit(path, override.value(), override.is_delete(), typed)
+    return ValueOverride(path, override.value(), override.is_delete(), typed)

@@ -22,21 +22,21 @@ DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 
 
 @dataclass(frozen=True, slots=True)
-class DataLayout:
+class DataParallelLayout:
     """Distribution of parameters and optimizer state over the ranks.
 
     Attributes:
         name: name for the log.
         replicas: number of replicas of each shard.
         shards: number of shards.
-        whole_weights: weights are replicated; otherwise each rank holds its shard outside of forward and backward.
+        replicates_weights: weights are replicated; otherwise each rank holds its shard outside of forward and backward.
         reshard_after_forward: free the gathered weights of a layer after its forward and all-gather them for backward.
     """
 
     name: str
     replicas: int
     shards: int
-    whole_weights: bool = False
+    replicates_weights: bool = False
     reshard_after_forward: bool = False
 
     @property
@@ -45,14 +45,14 @@ class DataLayout:
         if self.shards == 1:
             return "each with all weights and all optimizer state"
         part = f"1/{self.shards} of the optimizer state"
-        weights = "all weights and" if self.whole_weights else f"1/{self.shards} of the weights and"
+        weights = "all weights and" if self.replicates_weights else f"1/{self.shards} of the weights and"
         copies = f"; {self.replicas} copies" if self.replicas > 1 else ""
         return f"each with {weights} {part}{copies}"
 
 
 def plan_layout(
     world_size: int, *, optimizer: str, fsdp: bool, strategy: str, shard_size: int | None
-) -> DataLayout | None:
+) -> DataParallelLayout | None:
     """Return the layout of a run, or None for a single process.
 
     Args:
@@ -65,10 +65,10 @@ def plan_layout(
     if world_size == 1:
         return None
     if fsdp and strategy == "grad":
-        return DataLayout("fsdp grad", 1, world_size)
+        return DataParallelLayout("fsdp grad", 1, world_size)
     if fsdp:
         shards = world_size if strategy == "full" or shard_size is None else shard_size
-        return DataLayout(f"fsdp {strategy}", world_size // shards, shards, reshard_after_forward=True)
+        return DataParallelLayout(f"fsdp {strategy}", world_size // shards, shards, reshard_after_forward=True)
     if optimizer in DISTRIBUTED_OPTIMIZERS:
-        return DataLayout("distributed optimizer", 1, world_size, whole_weights=True)
-    return DataLayout("data parallel", world_size, 1, whole_weights=True)
+        return DataParallelLayout("distributed optimizer", 1, world_size, replicates_weights=True)
+    return DataParallelLayout("data parallel", world_size, 1, replicates_weights=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from ...models.config.key_block import Finding
 from ..utils.errors import UserError
-from ..utils.redaction import shown_value, without_secrets
+from ..utils.redaction import redact, redact_value
 from ..utils.text import counted
-from .nemo.key_row import State
+from .nemo.key_row import KeyState
 
 
 @dataclass(frozen=True, slots=True)
-class KeyAccount:
+class KeyReport:
     """One row of `stoker config`: an effective key, or a given key that does not act.
 
     Attributes:
@@ -26,13 +26,13 @@ class KeyAccount:
 
     path: str
     value: str
-    state: State | None
+    state: KeyState | None
     origin: str
     note: str = ""
 
     def __post_init__(self) -> None:
         """Redact a secret value."""
-        object.__setattr__(self, "value", shown_value(self.path, self.value))
+        object.__setattr__(self, "value", redact_value(self.path, self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Problem:
     def __post_init__(self) -> None:
         """Redact secrets."""
         if self.value is not None:
-            object.__setattr__(self, "value", shown_value(self.key, self.value))
-        object.__setattr__(self, "key", without_secrets(self.key))
+            object.__setattr__(self, "value", redact_value(self.key, self.value))
+        object.__setattr__(self, "key", redact(self.key))
 
     def lines(self) -> list[str]:
         """Return the lines for a terminal: origin and key, rule, other keys, fix."""
@@ -83,18 +83,18 @@ class ConfigError(UserError):
 
     Attributes:
         problems: every error found.
-        account: the keys as far as they could be resolved.
+        key_reports: the keys as far as they could be resolved.
         findings: warnings and notes.
     """
 
     def __init__(
         self,
         problems: Sequence[Problem],
-        account: Sequence[KeyAccount] = (),
+        account: Sequence[KeyReport] = (),
         findings: Sequence[Finding] = (),
     ) -> None:
         self.problems = tuple(problems)
-        self.account = tuple(account)
+        self.key_reports = tuple(account)
         self.findings = tuple(findings)
         lines = [line for problem in problems for line in problem.lines()]
         lines.append(f"{counted(len(self.problems), 'error')} in the configuration; nothing was started")

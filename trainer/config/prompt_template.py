@@ -66,7 +66,7 @@ class PromptTemplate:
             yield self._end, None
 
 
-def template_of(data: DataBlock) -> PromptTemplate:
+def prompt_template_from_config(data: DataBlock) -> PromptTemplate:
     """Return the prompt template of a run.
 
     Raises:

@@ -10,26 +10,26 @@ from typing import Any
 from ...models.config.key_block import Finding
 from ...models.config.model_keys import FAMILIES, Family
 from . import dotted_paths
-from .nemo.key_row import State
+from .nemo.key_row import KeyState
 from .nemo.key_states import state_of
 from .nemo.key_table import KEY_TABLE
 from .nemo.unsupported_values import VALUES
-from .problems import ConfigError, KeyAccount, placed
+from .problems import ConfigError, KeyReport, placed
 from .run_config import RunConfig
-from .schema.key_index import Key, key_of_any_family, schema_blocks, schema_keys, show_value
+from .schema.key_index import SchemaKey, find_key, format_value, schema_blocks, schema_keys
 from .schema.root import MODEL_BLOCKS, RootBlock
 
 _MAX_COMMENT_COLUMN = 48
 
 
-def as_yaml(account: Sequence[KeyAccount]) -> str:
+def as_yaml(key_reports: Sequence[KeyReport]) -> str:
     """Return the keys that act as valid YAML with origins as comments, followed by those that do not act."""
-    acting = [row for row in account if row.state is State.ACTS]
-    lines = [*_yaml_lines(acting), *_inactive_lines([row for row in account if row.state is not State.ACTS])]
+    acting = [row for row in key_reports if row.state is KeyState.ACTS]
+    lines = [*_yaml_lines(acting), *_inactive_lines([row for row in key_reports if row.state is not KeyState.ACTS])]
     return "\n".join(lines)
 
 
-def _yaml_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
+def _yaml_lines(rows: Sequence[KeyReport]) -> Iterator[str]:
     written: list[tuple[str, str]] = []
     open_blocks: list[str] = []
     for row in rows:
@@ -41,7 +41,7 @@ def _yaml_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
             written.append(("  " * depth + f"{blocks[depth]}:", ""))
         open_blocks = blocks
         marks = [row.origin]
-        key = key_of_any_family(row.path)
+        key = find_key(row.path)
         if key is not None and key.own:
             marks.append("own key")
         if row.note:
@@ -52,7 +52,7 @@ def _yaml_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
         yield f"{text:<{width}}  # {mark}" if mark else text
 
 
-def _inactive_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
+def _inactive_lines(rows: Sequence[KeyReport]) -> Iterator[str]:
     if not rows:
         return
     yield ""
@@ -65,14 +65,14 @@ def _inactive_lines(rows: Sequence[KeyAccount]) -> Iterator[str]:
 
 
 def as_json(
-    account: Sequence[KeyAccount], findings: Iterable[Finding], config: RunConfig | None, error: ConfigError | None
+    key_reports: Sequence[KeyReport], findings: Iterable[Finding], config: RunConfig | None, error: ConfigError | None
 ) -> str:
     """Return keys, findings and problems as one JSON object."""
     keys: dict[str, Any] = {}
-    for row in account:
-        key = key_of_any_family(row.path)
+    for row in key_reports:
+        key = find_key(row.path)
         value: Any = row.value
-        if config is not None and row.state is State.ACTS:
+        if config is not None and row.state is KeyState.ACTS:
             value = dotted_paths.get(config.document, row.path)
         keys[row.path] = {
             "value": value,
@@ -100,9 +100,9 @@ def as_json(
 def as_key_list(family: Family = "gpt") -> str:
     """Return a table of all keys known to a family, with state, default and meaning."""
     acting = schema_keys(family)
-    rows = [(key.path, State.ACTS.value, show_value(key.default), key.meaning) for key in acting.values()]
+    rows = [(key.path, KeyState.ACTS.value, format_value(key.default), key.meaning) for key in acting.values()]
     rows += [
-        (row.pattern, row.state.value, show_value(row.default), row.note)
+        (row.pattern, row.state.value, format_value(row.default), row.note)
         for row in KEY_TABLE
         if row.pattern not in acting
     ]
@@ -195,21 +195,21 @@ def _docs_lines() -> Iterator[str]:
             )
         yield from _tables(_family_specific_keys(family), schema_blocks(family))
     titles = {
-        State.NOT_YET: "Not yet",
-        State.REFUSED: "Refused",
-        State.HISTORICAL: "Historical",
+        KeyState.NOT_YET: "Not yet",
+        KeyState.REFUSED: "Refused",
+        KeyState.HISTORICAL: "Historical",
     }
     for state, title in titles.items():
         yield ""
         yield f"## {title}"
         yield ""
-        accepted = "" if state is State.HISTORICAL else " accepted value |"
-        yield f"| key |{accepted} {'reason' if state is not State.NOT_YET else 'description'} |"
+        accepted = "" if state is KeyState.HISTORICAL else " accepted value |"
+        yield f"| key |{accepted} {'reason' if state is not KeyState.NOT_YET else 'description'} |"
         yield "|---|---|" + ("---|" if accepted else "")
         for row in KEY_TABLE:
             if row.state is not state:
                 continue
-            value = ", ".join(f"`{_cell(show_value(off))}`" for off in row.off) or "`null`"
+            value = ", ".join(f"`{_cell(format_value(off))}`" for off in row.off) or "`null`"
             if row.switch:
                 value = f"any while `{row.switch}` is off"
             elif row.same_as:
@@ -218,18 +218,18 @@ def _docs_lines() -> Iterator[str]:
         yield from _unsupported_value_rows(state)
 
 
-def _unsupported_value_rows(state: State) -> Iterator[str]:
+def _unsupported_value_rows(state: KeyState) -> Iterator[str]:
     """Yield table rows for unsupported values of keys that act."""
     for path, reasons in VALUES.items():
         key = schema_keys()[path]
-        accepted = ", ".join(f"`{_cell(show_value(choice))}`" for choice in key.choices) or _cell(key.kind)
+        accepted = ", ".join(f"`{_cell(format_value(choice))}`" for choice in key.choices) or _cell(key.kind)
         for reason in dict.fromkeys(reasons.values()):
             if reason.state is state:
-                values = ", ".join(f"`{_cell(show_value(value))}`" for value in reasons if reasons[value] == reason)
+                values = ", ".join(f"`{_cell(format_value(value))}`" for value in reasons if reasons[value] == reason)
                 yield f"| `{path}` set to {values} | {accepted} | {_cell(reason.note)} |"
 
 
-def _family_specific_keys(family: Family) -> Iterator[Key]:
+def _family_specific_keys(family: Family) -> Iterator[SchemaKey]:
     """Yield the keys of a family that differ from GPT's; keys that both stacks of a T5 share only once."""
     known = schema_keys()
     own = schema_keys(family)
@@ -239,7 +239,7 @@ def _family_specific_keys(family: Family) -> Iterator[Key]:
             yield key
 
 
-def _tables(keys: Iterable[Key], blocks: Mapping[str, str]) -> Iterator[str]:
+def _tables(keys: Iterable[SchemaKey], blocks: Mapping[str, str]) -> Iterator[str]:
     """Yield a Markdown table for each block."""
     parent = None
     for key in keys:
@@ -255,7 +255,7 @@ def _tables(keys: Iterable[Key], blocks: Mapping[str, str]) -> Iterator[str]:
             yield "| key | takes | default | meaning |"
             yield "|---|---|---|---|"
         name = key.path.rpartition(".")[2] + ("` *own*" if key.own else "`")
-        yield f"| `{name} | {_cell(key.kind)} | `{_cell(show_value(key.default))}` | {_cell(key.meaning)} |"
+        yield f"| `{name} | {_cell(key.kind)} | `{_cell(format_value(key.default))}` | {_cell(key.meaning)} |"
 
 
 def _cell(text: str) -> str:
@@ -267,7 +267,7 @@ def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
     for finding in findings:
         fix = f" ({finding.fix})" if finding.fix else ""
         first = next(iter(finding.keys), "")
-        acts = any(state_of(first, family) is State.ACTS for family in FAMILIES)
+        acts = any(state_of(first, family) is KeyState.ACTS for family in FAMILIES)
         one_key = len(finding.keys) <= 3 and acts
         where = f"{placed(first, first, finding.origin)}: " if one_key else ""
         yield f"{'warning' if finding.level == 'warning' else 'note'}: {where}{finding.message}{fix}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.config.key_block import Finding
-from .problems import KeyAccount
+from .problems import KeyReport
 from .schema.root import RootBlock
 
 
@@ -29,7 +29,7 @@ class Origin:
         return self.text
 
 
-DEFAULT = Origin("default", "default")
+DEFAULT_ORIGIN = Origin("default", "default")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RunConfig:
         origins: origin by dotted path, for every leaf of `root` and every key of the user's files.
         document: the configuration as saved, in plain containers; environment values unresolved (`${oc.env:NAME}`).
         findings: warnings and notes to print once.
-        historical: paths of accepted keys that have no effect here.
+        historical_keys: paths of accepted keys that have no effect here.
         account: every effective key and every given key that does not act, for `stoker config`.
         files: the YAML files that were merged.
     """
@@ -50,8 +50,8 @@ class RunConfig:
     origins: dict[str, Origin] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
-    historical: tuple[str, ...] = ()
-    account: tuple[KeyAccount, ...] = ()
+    historical_keys: tuple[str, ...] = ()
+    key_reports: tuple[KeyReport, ...] = ()
     files: tuple[Path, ...] = ()
 
     @property

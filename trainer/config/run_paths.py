@@ -13,22 +13,22 @@ from ..utils.environment import user_path
 from .schema.root import RootBlock
 
 
-def create_place(root: RootBlock, made: list[Path] | None = None) -> Path:
+def create_run_directory(root: RootBlock, created: list[Path] | None = None) -> Path:
     """Choose and create the run directory.
 
     Args:
         root: the configuration.
-        made: list to which the directories created are appended, in order of creation.
+        created: list to which the directories created are appended, in order of creation.
 
     Raises:
         OSError: it cannot be created.
         UserError: the path is invalid.
     """
     keys = root.exp_manager
-    made = [] if made is None else made
-    if (path := named_place(root)) is not None:
-        return make_directory(path, made)
-    parent = make_directory(_experiment_directory(root), made)
+    created = [] if created is None else created
+    if (path := configured_run_directory(root)) is not None:
+        return create_directory(path, created)
+    parent = create_directory(_experiment_directory(root), created)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     number = 0 if keys.use_datetime_version else _next_version(parent)
     while True:
@@ -42,11 +42,11 @@ def create_place(root: RootBlock, made: list[Path] | None = None) -> Path:
         except FileExistsError:
             number += 1
         else:
-            made.append(path)
+            created.append(path)
             return path
 
 
-def named_place(root: RootBlock) -> Path | None:
+def configured_run_directory(root: RootBlock) -> Path | None:
     """Return the run directory if the keys determine it; None if it gets the next version number or a timestamp.
 
     Raises:
@@ -68,7 +68,7 @@ def _experiment_directory(root: RootBlock) -> Path:
     return absolute_path(keys.exp_dir or "runs", "exp_dir") / (keys.name or root.name)
 
 
-def make_directory(path: Path, made: list[Path]) -> Path:
+def create_directory(path: Path, created: list[Path]) -> Path:
     """Create a directory and its missing parents; append those created to `made`.
 
     Raises:
@@ -76,25 +76,25 @@ def make_directory(path: Path, made: list[Path]) -> Path:
     """
     missing = [above for above in (path, *path.parents) if not above.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    made.extend(reversed(missing))
+    created.extend(reversed(missing))
     return path
 
 
-def remove_places(made: Sequence[Path], holding: Collection[Path]) -> None:
+def remove_directories(created: Sequence[Path], recursive: Collection[Path]) -> None:
     """Remove the directories created for a run that fails to start.
 
     Args:
-        made: the directories, in order of creation.
-        holding: those to remove with their contents; others are removed only if empty.
+        created: the directories, in order of creation.
+        recursive: those to remove with their contents; others are removed only if empty.
     """
-    for path in reversed(made):
-        if path in holding:
+    for path in reversed(created):
+        if path in recursive:
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
-def checkpoint_place(root: RootBlock, run: Path) -> Path:
+def checkpoint_directory(root: RootBlock, run: Path) -> Path:
     """Return the checkpoint directory of a run.
 
     Args:

@@ -9,15 +9,15 @@ class Corruption(NamedTuple):
     """Amount of span corruption.
 
     Attributes:
-        density: fraction of the tokens that are noise, `model.data.masked_lm_prob`.
-        mean_span: mean tokens per span, `model.data.mean_ngram_size`; for NeMo's spans the mean before clipping.
+        noise_density: fraction of the tokens that are noise, `model.data.masked_lm_prob`.
+        mean_span_length: mean tokens per span, `model.data.mean_ngram_size`; for NeMo's spans the mean before clipping.
     """
 
-    density: float
-    mean_span: float
+    noise_density: float
+    mean_span_length: float
 
 
-def cut_mean(mean: float, longest: int) -> float:
+def clipped_geometric_mean(mean: float, longest: int) -> float:
     """Return the mean of a geometric distribution with `mean` after clipping to `longest`."""
     return mean * (1 - (1 - 1 / mean) ** longest)
 
@@ -36,8 +36,8 @@ def noise_counts(length: int, corruption: Corruption) -> tuple[int, int]:
     """
     if length < 2:
         raise ValueError(f"`length` ({length}) must be at least 2: there is nothing to corrupt")
-    noise = min(max(round(length * corruption.density), 1), length - 1)
-    spans = max(round(noise / corruption.mean_span), 1)
+    noise = min(max(round(length * corruption.noise_density), 1), length - 1)
+    spans = max(round(noise / corruption.mean_span_length), 1)
     return noise, min(spans, noise, length - noise)
 
 

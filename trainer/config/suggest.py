@@ -61,7 +61,7 @@ def _normalized(word: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def keys_like(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) -> tuple[str, ...]:
+def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) -> tuple[str, ...]:
     """Return the known keys that `path` may have meant, best first.
 
     Args:

@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
 from ..utils.errors import UserError
-from .duplicate_overrides import given_twice
-from .overrides import UnreadableError, parse_one
+from .duplicate_overrides import duplicate_problem
+from .overrides import OverrideError, parse_override
 from .problems import ConfigError, Problem
 
 MAX_JOBS = 10_000
@@ -40,7 +40,7 @@ class Job:
     swept: tuple[str, ...]
 
 
-def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
+def expand_jobs(overrides: Sequence[str], options: Options) -> list[Job]:
     """Return the jobs of a sweep; a single one if no override has several values.
 
     Raises:
@@ -55,8 +55,8 @@ def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
     problems: list[Problem] = []
     for typed in overrides:
         try:
-            override = parse_one(parser, typed)
-        except UnreadableError:
+            override = parse_override(parser, typed)
+        except OverrideError:
             override = None  # reported with the other problems of the configuration
         is_swept = override is not None and override.is_sweep_override()
         if override is not None:
@@ -66,9 +66,9 @@ def jobs_of(overrides: Sequence[str], options: Options) -> list[Job]:
         try:
             alternatives.append(_option_overrides(override, options) if override is not None and is_swept else [typed])
             swept.append(is_swept)
-        except UnreadableError as error:
+        except OverrideError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
-    problems += [given_twice(key, words) for key, words in words_of.items() if key in varying and len(words) > 1]
+    problems += [duplicate_problem(key, words) for key, words in words_of.items() if key in varying and len(words) > 1]
     if problems:
         raise ConfigError(problems)
     count = math.prod(map(len, alternatives))
@@ -86,13 +86,13 @@ def _option_overrides(override: Override, options: Options) -> list[str]:
     if isinstance(values, Glob):
         names = values.filter(list(options(override.key_or_group)))
         if not names:
-            raise UnreadableError("matches no file", "glob() is for groups of configuration files, such as model")
+            raise OverrideError("matches no file", "glob() is for groups of configuration files, such as model")
         return [f"{key}={name}" for name in names]
     if not override.is_discrete_sweep():
-        raise UnreadableError(
+        raise OverrideError(
             "is an interval, which a grid sweep does not support", f"write {key}=range(...), or values with commas"
         )
     found = list(itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1))
     if not found:
-        raise UnreadableError("has no values", "range(start,stop,step) excludes stop")
+        raise OverrideError("has no values", "range(start,stop,step) excludes stop")
     return [f"{key}={value}" for value in found]

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from ...models.config.model_keys import FAMILIES, Family
 from . import dotted_paths
 from .dotted_paths import Tree
-from .nemo.other_frameworks import own_values
+from .nemo.other_frameworks import translate_values
 from .problems import Problem
-from .schema.key_index import Key, open_block_of, plain_path, schema_blocks, schema_keys, show_value
+from .schema.key_index import SchemaKey, enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from .schema.root import RootBlock, family_of
 from .suggest import closest
 
@@ -72,7 +72,7 @@ def _errors_by_path(error: ValidationError, given: Tree) -> Mapping[str, str]:
             longer = dotted_paths.join(path, str(step))
             # A step may also be a member of a union (`model.data.data_prefix`), which is not in the tree.
             in_open_block = (
-                open_block_of(longer) is not None
+                enclosing_open_block(longer) is not None
                 and dotted_paths.get(given, longer, dotted_paths.MISSING) != dotted_paths.MISSING
             )
             if longer not in keys and longer not in blocks and not in_open_block:
@@ -84,27 +84,27 @@ def _errors_by_path(error: ValidationError, given: Tree) -> Mapping[str, str]:
 
 def _problem(path: str, value: Any, origin_of: Origins, family: Family, detail: str = "") -> Problem:
     key = schema_keys(family).get(path)
-    if key is None and open_block_of(path) is not None:
-        return Problem(path, show_value(value), origin_of(path), "must be text, a number, true or false")
+    if key is None and enclosing_open_block(path) is not None:
+        return Problem(path, format_value(value), origin_of(path), "must be text, a number, true or false")
     if key is None:
         meaning = schema_blocks(family).get(path, "")
         return Problem(
             path,
-            show_value(value),
+            format_value(value),
             origin_of(path),
             f"must be a block of keys: {meaning}",
             f"write its keys below `{path}:`",
         )
     return Problem(
         path,
-        show_value(value),
+        format_value(value),
         origin_of(path),
         f"must be {key.kind}{_kind_note(value, key)}",
         _fix(key, value, detail),
     )
 
 
-def _kind_note(value: Any, key: Key) -> str:
+def _kind_note(value: Any, key: SchemaKey) -> str:
     """Return the type of the value in words, if it is not evident from the shown value."""
     if isinstance(value, str) and value and (key.choices or key.is_text):
         return ""
@@ -129,8 +129,8 @@ def _kind_note(value: Any, key: Key) -> str:
             return ""
 
 
-def _fix(key: Key, value: Any, detail: str) -> str:
-    if foreign := own_values(plain_path(key.path), value):
+def _fix(key: SchemaKey, value: Any, detail: str) -> str:
+    if foreign := translate_values(without_stack(key.path), value):
         part = "part of " if key.path.endswith(".target_modules") else ""
         mapped = [f"{name} is {part}{ours.replace(',', ' and ')}" for name, ours in foreign]
         ours = dict.fromkeys(own for _, names in foreign for own in names.split(","))
@@ -146,7 +146,7 @@ def _fix(key: Key, value: Any, detail: str) -> str:
         return "environment variables are not resolved here; set the key"
     if value is None:
         return (
-            f"leave it out, or write {key.path}={show_value(key.default)}"
+            f"leave it out, or write {key.path}={format_value(key.default)}"
             if key.default is not None
             else "leave it out"
         )
@@ -163,12 +163,12 @@ def _fix(key: Key, value: Any, detail: str) -> str:
     return ""
 
 
-def _fix_for_text(key: Key, value: str) -> str:
+def _fix_for_text(key: SchemaKey, value: str) -> str:
     from .yaml_reader import scalar
 
     plain = scalar(value)
     if not isinstance(plain, str) and plain is not None:
-        return f"write {show_value(plain)} without quotes"
+        return f"write {format_value(plain)} without quotes"
     if "integer" in key.kind and (match := _COUNT.fullmatch(value)):
         return f"write {key.path}={int(re.sub('[,_ ]', '', match[1])) * _SUFFIXES[match[2].lower()]}"
-    return f"such as {key.path}={show_value(key.default)}" if key.default is not None else ""
+    return f"such as {key.path}={format_value(key.default)}" if key.default is not None else ""

@@ -17,17 +17,17 @@ from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import piece_of
-from .from_peft import PeftFolder, is_peft_folder, read_peft_folder, trained_tensors
-from .merge_adapter import first_difference
-from .pretrained import BaseWeights, check_base, digest_of, find_base
+from .from_peft import PeftFolder, convert_adapter_tensors, is_peft_folder, read_peft_folder
+from .merge_adapter import first_different_parameter
+from .pretrained import PretrainedWeights, check_same_base, find_pretrained, weights_digest
 
 KEY = "model.peft.restore_from_path"
 _HF_PEFT_SCHEMES = ("lora", "ia3")
 """PEFT schemes with an equivalent in the format of Hugging Face PEFT, which identifies the base model by name only."""
 
 
-def load_initial_adapter(
-    root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: BaseWeights | None
+def load_pretrained_adapter(
+    root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: PretrainedWeights | None
 ) -> Iterator[str]:
     """Load the adapter of `model.peft.restore_from_path`, if it is set.
 
@@ -63,7 +63,7 @@ def load_initial_adapter(
     yield f"trained parameters from {checkpoint.path}, trained for {checkpoint.state.step:,} steps"
 
 
-def _check_trained_on(checkpoint: Checkpoint, base: BaseWeights) -> Iterator[str]:
+def _check_trained_on(checkpoint: Checkpoint, base: PretrainedWeights) -> Iterator[str]:
     """Check that an adapter was trained on these base weights; yield a warning if that cannot be determined.
 
     The checkpoint records a hash of the weight files, but the same weights may be stored in other files (converted,
@@ -73,14 +73,14 @@ def _check_trained_on(checkpoint: Checkpoint, base: BaseWeights) -> Iterator[str
         UserError: it was trained on other weights.
     """
     recorded = checkpoint.state.base
-    if recorded is None or digest_of(base) == recorded.sha256:
+    if recorded is None or weights_digest(base) == recorded.sha256:
         return
     both = f"{checkpoint.path} was trained on {recorded.path}, but this run starts from {base.path}"
     original = _unchanged_base(recorded)
     if original is None:
         yield f"warning: {both}: the files differ and the original ones are gone, so the weights cannot be compared"
         return
-    different = first_difference(original, base)
+    different = first_different_parameter(original, base)
     if different is None:
         return
     scheme = config_from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
@@ -94,16 +94,16 @@ def _check_trained_on(checkpoint: Checkpoint, base: BaseWeights) -> Iterator[str
     )
 
 
-def _unchanged_base(record: BaseRecord) -> BaseWeights | None:
+def _unchanged_base(record: BaseRecord) -> PretrainedWeights | None:
     """Return the recorded base weights if they still exist at their path, unchanged; else None."""
     try:
-        base = find_base(Path(record.path))
-        return base if digest_of(base) == record.sha256 else None
+        base = find_pretrained(Path(record.path))
+        return base if weights_digest(base) == record.sha256 else None
     except (UserError, OSError):
         return None
 
 
-def _check_base_name(folder: PeftFolder, base: BaseWeights | None) -> Iterator[str]:
+def _check_base_name(folder: PeftFolder, base: PretrainedWeights | None) -> Iterator[str]:
     """Yield a warning if an adapter in Hugging Face PEFT format names another base model; a name proves nothing."""
     named = folder.config.get("base_model_name_or_path")
     if base is None or not isinstance(named, str) or not named.strip("/"):
@@ -119,14 +119,14 @@ def _check_base_name(folder: PeftFolder, base: BaseWeights | None) -> Iterator[s
 def _load_peft_folder(folder: PeftFolder, root: RootBlock, model: nn.Module, tokenizer: Tokenizer) -> None:
     trainable = trained_of(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
-    found = trained_tensors(folder, root, tokenizer, shapes)
+    found = convert_adapter_tensors(folder, root, tokenizer, shapes)
     with torch.no_grad():
         for name, parameter in trainable.items():
             shard = piece_of(parameter)
             shard.local.copy_(found[name][shard.start : shard.start + len(shard.local)])
 
 
-def base_of_adapter(checkpoint: Checkpoint, named: Path | None = None) -> BaseWeights | None:
+def find_base_of_adapter(checkpoint: Checkpoint, named: Path | None = None) -> PretrainedWeights | None:
     """Find the base weights of a checkpoint; None for a full model, or if they were randomly initialized.
 
     Args:
@@ -141,10 +141,10 @@ def base_of_adapter(checkpoint: Checkpoint, named: Path | None = None) -> BaseWe
             content = "an adapter of randomly initialized weights" if checkpoint.is_adapter else "a whole model"
             raise UserError(f"--base {named}: {checkpoint.path} holds {content}; leave --base out")
         return None
-    return find_named_base(checkpoint) if named is None else find_base(named, "--base")
+    return find_recorded_base(checkpoint) if named is None else find_pretrained(named, "--base")
 
 
-def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, *, cast: bool) -> None:
+def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: PretrainedWeights | None, *, cast: bool) -> None:
     """Load the weights of a checkpoint into a model: for an adapter, its base weights first.
 
     Args:
@@ -158,13 +158,13 @@ def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights |
     """
     recorded = checkpoint.state.base
     if checkpoint.is_adapter and recorded is not None:
-        base = find_named_base(checkpoint) if base is None else base
-        check_base(base, recorded, checkpoint.path)
+        base = find_recorded_base(checkpoint) if base is None else base
+        check_same_base(base, recorded, checkpoint.path)
         base.load(model)
     checkpoint.load_weights(model, cast=cast)
 
 
-def find_named_base(checkpoint: Checkpoint) -> BaseWeights:
+def find_recorded_base(checkpoint: Checkpoint) -> PretrainedWeights:
     """Find the base weights at the path recorded in an adapter checkpoint.
 
     Raises:
@@ -177,4 +177,4 @@ def find_named_base(checkpoint: Checkpoint) -> BaseWeights:
             f"checkpoint {checkpoint.path} holds an adapter of {path}, which does not exist; give its current path "
             "with --base FOLDER"
         )
-    return find_base(path, f"the base of {checkpoint.path}")
+    return find_pretrained(path, f"the base of {checkpoint.path}")

@@ -11,22 +11,22 @@ import torch
 from ...models.config.peft_slice import peft_slice
 from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trained_of
 from ..checkpoint.run_environment import stoker_version
-from ..checkpoint.sharded_safetensors import file_name
-from ..checkpoint.writer import seal
+from ..checkpoint.sharded_safetensors import shard_file_name
+from ..checkpoint.writer import write_metadata
 from ..config import dotted_paths
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, from_document
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, TensorFacts, write_tensor_stream, write_tensors
-from .adapter_weights import find_named_base
+from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_safetensors, write_safetensors_stream
+from .adapter_weights import find_recorded_base
 from .casting import cast
-from .from_hf import open_source, run_of, shapes_only, state_of
-from .from_peft import is_peft_folder, peft_keys, read_peft_folder, trained_tensors
+from .from_hf import build_meta_model, open_source, run_config_of, state_of
+from .from_peft import convert_adapter_tensors, is_peft_folder, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
-from .output_folder import new_folder
-from .pretrained import BaseWeights, checked, find_base
+from .output_folder import atomic_folder
+from .pretrained import PretrainedWeights, checked, find_pretrained
 from .to_hf import convert_to_hf
 from .to_peft import convert_to_peft
 
@@ -84,7 +84,7 @@ def convert_adapter(
             raise UserError(f"--ema: {source} is in peft format, which has no moving average")
         return from_peft(source, target, base, dtype)
     checkpoint, complaints = find_checkpoint(source)
-    checkpoint = checkpoint.averaged() if average else checkpoint
+    checkpoint = checkpoint.with_ema() if average else checkpoint
     root = config_from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     ).root
@@ -110,30 +110,32 @@ def convert_adapter(
     )
 
 
-def _base_of(checkpoint: Checkpoint, named: Path | None) -> BaseWeights:
+def _base_of(checkpoint: Checkpoint, named: Path | None) -> PretrainedWeights:
     if checkpoint.state.base is None:
         raise UserError(
             f"checkpoint {checkpoint.path}: its adapter was trained on random weights, which were not saved"
         )
-    return find_named_base(checkpoint) if named is None else find_base(named, "--base")
+    return find_recorded_base(checkpoint) if named is None else find_pretrained(named, "--base")
 
 
 def _merge_to_stoker(
-    checkpoint: Checkpoint, root: RootBlock, base: BaseWeights, target: Path, dtype: torch.dtype | None
+    checkpoint: Checkpoint, root: RootBlock, base: PretrainedWeights, target: Path, dtype: torch.dtype | None
 ) -> list[str]:
-    tokenizer = from_document(checkpoint.saved_tokenizer)
+    tokenizer = from_document(checkpoint.tokenizer_document_with_chat)
     try:
-        with open_merged(checkpoint, root, tokenizer, base) as tensors, new_folder(target) as folder:
-            facts = {name: TensorFacts(dtype or fact.dtype, fact.shape) for name, fact in tensors.facts.items()}
+        with open_merged(checkpoint, root, tokenizer, base) as tensors, atomic_folder(target) as folder:
+            facts = {name: TensorSpec(dtype or fact.dtype, fact.shape) for name, fact in tensors.facts.items()}
             step = folder / "checkpoints" / "step-0"
             step.mkdir(parents=True)
-            name = file_name(WEIGHTS, 0, 1)
-            record = write_tensor_stream(
+            name = shard_file_name(WEIGHTS, 0, 1)
+            record = write_safetensors_stream(
                 step / name, facts, lambda each: cast(tensors.read(each), facts[each].dtype, each)
             )
             document = dict(checkpoint.config_document)
             document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
-            seal(step, {name: record}, _fresh(checkpoint.state), document, checkpoint.saved_tokenizer)
+            write_metadata(
+                step, {name: record}, _fresh(checkpoint.state), document, checkpoint.tokenizer_document_with_chat
+            )
     except DamagedFileError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
     return [f"{target}: {checkpoint.path} merged into {base.path}"]
@@ -164,48 +166,48 @@ def from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype 
     named = folder.config.get("base_model_name_or_path")
     if base is None and not (isinstance(named, str) and named and Path(named).is_dir()):
         raise UserError(f"{source}: its base ({str(named)[:80]}) is not a local folder; give it with --base FOLDER")
-    weights = find_base(base or Path(str(named)), "--base")
-    config, tokenizer = base_config(weights)
-    keys = peft_keys(folder, config.root, tokenizer)
+    weights = find_pretrained(base or Path(str(named)), "--base")
+    config, tokenizer = load_base_config(weights)
+    keys = peft_config_keys(folder, config.root, tokenizer)
     document = dict(config.document)
     for name, value in keys.items():
         dotted_paths.put(document, f"model.peft.{name}", value)
     dotted_paths.put(document, "model.restore_from_path", str(weights.path.absolute()))
     whole = config_from_document(document, trusted=False, origin=str(source))
-    model = shapes_only(whole.root, tokenizer, peft_slice(whole.root.model.peft))
+    model = build_meta_model(whole.root, tokenizer, peft_slice(whole.root.model.peft))
     shapes = {name: tuple(tensor.shape) for name, tensor in trained_of(model).items()}
-    tensors = trained_tensors(folder, whole.root, tokenizer, shapes)
+    tensors = convert_adapter_tensors(folder, whole.root, tokenizer, shapes)
     written = {name: cast(tensor, dtype or tensor.dtype, name) for name, tensor in tensors.items()}
     state = _state(whole.root, weights)
-    with new_folder(target) as place:
+    with atomic_folder(target) as place:
         step = place / "checkpoints" / "step-0"
         step.mkdir(parents=True)
-        name = file_name(ADAPTER, 0, 1)
-        record = write_tensors(step / name, written)
-        seal(step, {name: record}, state, whole.document, tokenizer.to_document())
+        name = shard_file_name(ADAPTER, 0, 1)
+        record = write_safetensors(step / name, written)
+        write_metadata(step, {name: record}, state, whole.document, tokenizer.to_dict())
     numbers = sum(tensor.numel() for tensor in written.values())
     return [f"{target}: {folder.kind} with {numbers:,} parameters, of {weights.path}"]
 
 
-def base_config(base: BaseWeights) -> tuple[RunConfig, Tokenizer]:
+def load_base_config(base: PretrainedWeights) -> tuple[RunConfig, Tokenizer]:
     """Return the configuration of a base model, and its tokenizer."""
     if base.checkpoint is not None:
         origin = str(base.path / "config.json")
         config = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin)
-        return config, from_document(base.checkpoint.saved_tokenizer)
+        return config, from_document(base.checkpoint.tokenizer_document_with_chat)
     with open_source(base.path) as source:
-        return run_of(source, checked(source))
+        return run_config_of(source, checked(source))
 
 
-def _state(root: RootBlock, base: BaseWeights) -> RunState:
+def _state(root: RootBlock, base: PretrainedWeights) -> RunState:
     return state_of(root).model_copy(update={"base": base.record()})
 
 
-def keys_of_adapter(path: Path, base: BaseWeights) -> dict[str, Any]:
+def adapter_config_keys(path: Path, base: PretrainedWeights) -> dict[str, Any]:
     """Return the `model.peft` keys of an adapter, dotted, as needed to initialize from it."""
     if is_peft_folder(path):
-        config, tokenizer = base_config(base)
-        return peft_keys(read_peft_folder(path), config.root, tokenizer)
+        config, tokenizer = load_base_config(base)
+        return peft_config_keys(read_peft_folder(path), config.root, tokenizer)
     checkpoint, _ = find_checkpoint(path, verify=False)
     model = checkpoint.config_document.get("model")
     peft = model.get("peft") if isinstance(model, dict) else None

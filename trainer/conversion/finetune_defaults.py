@@ -11,12 +11,12 @@ from ...models.config.model_keys import Family
 from ..config import dotted_paths
 from ..config.dotted_paths import MISSING
 from ..config.draft import Draft, nemo_default, takes_only_text
-from ..config.interpolation import InterpolationError, Resolver, holds_interpolation
+from ..config.interpolation import InterpolationError, Resolver, has_interpolation
 from ..config.load import load_run_config
-from ..config.nemo.nemo_spellings import names_files_of_prompts
+from ..config.nemo.nemo_spellings import has_nemo_file_names
 from ..config.problems import Problem
-from ..config.run_config import DEFAULT, Origin, RunConfig
-from ..config.schema.key_index import schema_keys, show_value
+from ..config.run_config import DEFAULT_ORIGIN, Origin, RunConfig
+from ..config.schema.key_index import format_value, schema_keys
 from ..utils import environment
 from . import pretrained_config
 from .pretrained_config import StartingPoint
@@ -50,10 +50,10 @@ def fill_pretrained_keys(draft: Draft) -> None:
     location = _resolved_text(draft, key)
     if not isinstance(location, str) or not location or location == MISSING:
         rule = "must be the pretrained model: a stoker run or checkpoint, or a Hugging Face folder"
-        draft.problems.append(Problem(key, show_value(location), draft.origin_text(key), rule, f"{key}=FOLDER"))
+        draft.problems.append(Problem(key, format_value(location), draft.origin_text(key), rule, f"{key}=FOLDER"))
         return
     source = "model.data.data_impl"
-    if dotted_paths.get(draft.tree, source) is None and not names_files_of_prompts(draft.tree):
+    if dotted_paths.get(draft.tree, source) is None and not has_nemo_file_names(draft.tree):
         rule = "must be set: the fine-tuning data"
         fix = "data=sft, data=chat or data=text (a T5: data=jsonl), each with model.data.path=FILE"
         draft.problems.append(Problem(source, None, draft.origin_text(source), rule, fix))
@@ -71,7 +71,7 @@ def fill_pretrained_keys(draft: Draft) -> None:
         at, given = (f"model.{name}", shared) if given is draft.tree else (path, given)
         if given is draft.tree:
             _fill(draft, path, value, pretrained.origin, pretrained.family)
-        elif name in pretrained_config.SHAPES and not holds_interpolation(given) and given != value:
+        elif name in pretrained_config.SHAPES and not has_interpolation(given) and given != value:
             conflicts[at] = (given, value)
     _report_conflicts(draft, conflicts, pretrained)
     if not dotted_paths.get(draft.tree, "model.tokenizer") and not pretrained.tokenizer:
@@ -96,14 +96,14 @@ def fill_pretrained_keys(draft: Draft) -> None:
                 draft.problems.append(_conflict(draft, path, given, value, adapter, preset))
             elif given is draft.tree or from_preset:
                 _fill(draft, path, value, adapter, pretrained.family)
-            elif path in pretrained_config.ADAPTER_SHAPES and not holds_interpolation(given) and given != value:
+            elif path in pretrained_config.ADAPTER_SHAPES and not has_interpolation(given) and given != value:
                 draft.problems.append(_conflict(draft, path, given, value, adapter))
 
 
 def _resolved_text(draft: Draft, key: str) -> Any:
     """Return the value of `key`, with interpolations resolved if they can be at this stage."""
     value = dotted_paths.get(draft.tree, key)
-    if isinstance(value, str) and holds_interpolation(value):
+    if isinstance(value, str) and has_interpolation(value):
         resolver = Resolver(draft.tree, draft.variables, nemo_default, takes_only_text)
         with contextlib.suppress(InterpolationError):  # reported with all the others
             value = resolver.value(key).value
@@ -128,7 +128,7 @@ def _report_conflicts(draft: Draft, conflicts: Mapping[str, tuple[Any, Any]], pr
     """
     presets: dict[Path, list[str]] = {}
     for path, (given, value) in conflicts.items():
-        file = Path(draft.origins.get(path, DEFAULT).text.rpartition(":")[0])
+        file = Path(draft.origins.get(path, DEFAULT_ORIGIN).text.rpartition(":")[0])
         if draft.kind_of(path) == "file" and file.parent.name == "model":
             presets.setdefault(file, []).append(path)
         else:
@@ -144,5 +144,5 @@ def _report_conflicts(draft: Draft, conflicts: Mapping[str, tuple[Any, Any]], pr
 
 
 def _conflict(draft: Draft, path: str, given: Any, value: Any, origin: str, fix: str = "") -> Problem:
-    rule = f"must be {show_value(value)}, as in {origin}: its weights have that shape"
-    return Problem(path, show_value(given), draft.origin_text(path), rule, fix or f"~{path}")
+    rule = f"must be {format_value(value)}, as in {origin}: its weights have that shape"
+    return Problem(path, format_value(given), draft.origin_text(path), rule, fix or f"~{path}")

@@ -25,40 +25,46 @@ from torch import Tensor
 
 from ...kernels.attention.flags import AttentionFlags
 from ...models.build import LanguageModel, build_model
-from ...models.config.families import sample_length_of
+from ...models.config.families import sequence_length_of
 from ...models.config.peft_slice import PeftSlice
 from ...models.config.t5 import T5Keys
 from ...models.hf.architecture import Architecture, described, geometry_of, nested
 from ...models.hf.architectures import MODEL_TYPES, architecture_of
-from ...models.hf.config_fields import Theirs, shown
+from ...models.hf.config_fields import HFConfig, shown
 from ...models.hf.llama import LLAMA
-from ...models.hf.weight_layout import Geometry, Shape, size_of
-from ...models.hf.weight_map import Placed
-from ..checkpoint.reader import WEIGHTS, RunState, weights_of
+from ...models.hf.weight_layout import Geometry, Shape, num_elements
+from ...models.hf.weight_map import ParameterMapping
+from ..checkpoint.reader import WEIGHTS, RunState, model_tensors
 from ..checkpoint.run_environment import stoker_version
-from ..checkpoint.sharded_safetensors import file_name
-from ..checkpoint.writer import seal
+from ..checkpoint.sharded_safetensors import shard_file_name
+from ..checkpoint.writer import write_metadata
 from ..config.batch_spec import sample_form
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
-from ..data.tokenizers.tokenizer import Tokenizer, saved_document
-from ..data.tokenizers.vocabulary import model_vocabulary
+from ..data.tokenizers.tokenizer import Tokenizer, tokenizer_state
+from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
-from ..utils.safetensors_io import TensorFacts, write_tensor_stream
+from ..utils.safetensors_io import TensorSpec, write_safetensors_stream
 from ..utils.text import counted
 from .casting import cast
 from .hf_folder import CONFIG, FolderTensors, open_folder_tensors, read_object
-from .output_folder import new_folder
-from .tokenizer_copy import FOLDER, TokenizerFolder, find_tokenizer, fitting_tokenizer, tokenizer_named
+from .output_folder import atomic_folder
+from .tokenizer_copy import (
+    TOKENIZER_FOLDER,
+    TokenizerFolder,
+    find_tokenizer,
+    tokenizer_for_vocabulary,
+    tokenizer_from_option,
+)
 
-NAME = "converted"
+CONVERTED = "converted"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class MappedModel:
     """A Hugging Face model mapped to a stoker model.
 
     Attributes:
@@ -75,7 +81,7 @@ class Incoming:
     keys: dict[str, Any]
     tokenizer_folder: TokenizerFolder
     tokenizer: Tokenizer
-    placed: Sequence[Placed]
+    placed: Sequence[ParameterMapping]
     geometry: Geometry
     left_out: Sequence[str]
 
@@ -106,16 +112,16 @@ def convert_to_stoker(
     with open_source(source) as found:
         incoming = check(found, tokenizer, ignored)
         facts = _facts_of(incoming.placed, found.tensors, dtype)
-        with new_folder(target) as folder:
+        with atomic_folder(target) as folder:
             _write(folder, target.absolute(), source, incoming, facts, found.tensors)
-    numbers = sum(size_of(shape) for entry in incoming.placed for _, shape in entry.theirs)
+    numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.theirs)
     kinds = ", ".join(sorted({_word(fact) for fact in facts.values()}))
     lines = [f"{target}: {incoming.architecture.name} with {numbers:,} parameters in {kinds}"]
     if incoming.left_out:
         lines.append(f"skipped weights that stoker does not support: {_listed(incoming.left_out)}")
     return [
         *lines,
-        f"train on: stoker train --config-dir {target}/conf model={NAME} tokenizer={NAME} "
+        f"train on: stoker train --config-dir {target}/conf model={CONVERTED} tokenizer={CONVERTED} "
         f"model.restore_from_path={target}",
     ]
 
@@ -149,9 +155,9 @@ def open_source(path: Path) -> Iterator[Source]:
         UserError: it is neither, or the architecture is not supported.
     """
     if path.suffix == ".gguf" and path.is_file():
-        from .gguf_file import GgufModel
+        from .gguf_file import GGUFModel
 
-        model = GgufModel(path)
+        model = GGUFModel(path)
         with TemporaryDirectory() as folder:
             written = Path(folder)
             yield Source(
@@ -175,7 +181,7 @@ def open_source(path: Path) -> Iterator[Source]:
         )
 
 
-def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> Incoming:
+def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> MappedModel:
     """Map a model to a stoker model from its config and file headers, before any weights are allocated.
 
     Args:
@@ -188,14 +194,14 @@ def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> In
     """
     architecture, tensors = source.architecture, source.tensors
     own_head = _has_own_head(architecture, tensors)
-    keys, problems = architecture.read(Theirs(source.config, own_head), ignored)
+    keys, problems = architecture.read(HFConfig(source.config, own_head), ignored)
     problems = [f"{source.fields}: {problem}" for problem in problems]
     found: TokenizerFolder | None = None
     try:
         if tokenizer is None:
             found = source.find_tokenizer(keys.get("override_vocab_size"))
         else:
-            found = tokenizer_named(tokenizer, architecture.family)
+            found = tokenizer_from_option(tokenizer, architecture.family)
     except UserError as error:
         problems += error.lines
     problems += [f"{source.fields}: {problem}" for problem in _excessive_counts(keys, tensors)]
@@ -207,7 +213,7 @@ def check(source: Source, tokenizer: str | None, ignored: Collection[str]) -> In
     if problems:
         title = f"{source.path}: the weights do not fit {source.fields}:"
         raise UserError([title, *(f"  {problem}" for problem in problems)])
-    return Incoming(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
+    return MappedModel(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
 
 
 # ---------------------------------------------------------------- configuration
@@ -226,7 +232,7 @@ def _model_keys(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str
 
 def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
     """Yield counts that exceed the number of tensors, before a model of absurd size is built from them."""
-    num_tensors = len(tensors.facts) + len(tensors.unreadable)
+    num_tensors = len(tensors.facts) + len(tensors.unsupported_dtypes)
     layers = sum(keys.get(f"{stack}num_layers", 0) for stack in ("", "encoder.", "decoder."))
     if layers > num_tensors:
         yield f"there are {layers:,} layers, but only {counted(num_tensors, 'tensor')}"
@@ -240,27 +246,29 @@ def _run_of(source: Source, keys: Mapping[str, Any], found: TokenizerFolder) -> 
     Raises:
         UserError: invalid configuration, or the tokenizer cannot be loaded or has more tokens than the model.
     """
-    model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_in(found.folder or source.path)}
-    document = {"name": NAME, "model": model}
+    model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_for(found.folder or source.path)}
+    document = {"name": CONVERTED, "model": model}
     root = config_from_document(document, trusted=False, origin=f"{source.path} ({source.fields})").root
     try:
-        return root, fitting_tokenizer(root, keys["override_vocab_size"])
+        return root, tokenizer_for_vocabulary(root, keys["override_vocab_size"])
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from None
 
 
-def run_of(source: Source, incoming: Incoming) -> tuple[RunConfig, Tokenizer]:
+def run_config_of(source: Source, incoming: MappedModel) -> tuple[RunConfig, Tokenizer]:
     """Return a run configuration of the unmodified model, and its tokenizer."""
-    keys = incoming.tokenizer_folder.keys_in(incoming.tokenizer_folder.folder or source.path)
-    document = {"name": NAME, "model": {**incoming.keys, "tokenizer": keys}}
+    keys = incoming.tokenizer_folder.keys_for(incoming.tokenizer_folder.folder or source.path)
+    document = {"name": CONVERTED, "model": {**incoming.keys, "tokenizer": keys}}
     config = config_from_document(document, trusted=False, origin=f"{source.path} ({source.fields})")
     return config, incoming.tokenizer
 
 
-def _placed(architecture: Architecture, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[Placed], Geometry]:
+def _placed(
+    architecture: Architecture, root: RootBlock, tokenizer: Tokenizer
+) -> tuple[list[ParameterMapping], Geometry]:
     """Return the mapping of each parameter to the source tensors, and the attention geometry."""
     shapes = parameter_shapes(root, tokenizer)
-    vocab_size = model_vocabulary(root, tokenizer)
+    vocab_size = model_vocab_size(root, tokenizer)
     geometry = geometry_of(described(root.model, vocab_size, sample_form(root)))
     placed, unmapped = architecture.weights.place(shapes, geometry)
     assert not unmapped, unmapped  # every parameter of the described model is in its weights
@@ -269,10 +277,10 @@ def _placed(architecture: Architecture, root: RootBlock, tokenizer: Tokenizer) -
 
 def parameter_shapes(root: RootBlock, tokenizer: Tokenizer) -> dict[str, Shape]:
     """Return names and shapes of the checkpoint tensors of a configuration, from a meta-device model."""
-    return {name: tuple(tensor.shape) for name, tensor in weights_of(shapes_only(root, tokenizer)).items()}
+    return {name: tuple(tensor.shape) for name, tensor in model_tensors(build_meta_model(root, tokenizer)).items()}
 
 
-def shapes_only(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
+def build_meta_model(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
     """Build the model of a configuration on the meta device.
 
     Args:
@@ -282,7 +290,7 @@ def shapes_only(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = 
     """
     return build_model(
         root.model,
-        vocab_size=model_vocabulary(root, tokenizer),
+        vocab_size=model_vocab_size(root, tokenizer),
         device="meta",
         dtype=torch.float32,
         flags=AttentionFlags(),
@@ -296,20 +304,20 @@ def shapes_only(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = 
 
 
 def _compare(
-    architecture: Architecture, placed: Iterable[Placed], tensors: FolderTensors
+    architecture: Architecture, placed: Iterable[ParameterMapping], tensors: FolderTensors
 ) -> tuple[list[str], list[str]]:
     """Return the problems of the tensors, and the names of those that are skipped."""
     wanted = {name: shape for entry in placed for name, shape in entry.theirs}
     weights = architecture.weights
-    missing = [name for name in wanted if name not in tensors.facts and name not in tensors.unreadable]
+    missing = [name for name in wanted if name not in tensors.facts and name not in tensors.unsupported_dtypes]
     others: list[str] = []
     unknown: list[str] = []
     left_out: list[str] = []
-    for name in sorted({*tensors.facts, *tensors.unreadable} - set(wanted)):
-        original = weights.original_of(name, tied=weights.head not in wanted)
+    for name in sorted({*tensors.facts, *tensors.unsupported_dtypes} - set(wanted)):
+        original = weights.original_name(name, tied=weights.head not in wanted)
         if weights.is_buffer(name):
             continue
-        if weights.is_left_out(name):
+        if weights.is_ignored(name):
             left_out.append(name)
         elif original is None:
             unknown.append(name)
@@ -318,8 +326,8 @@ def _compare(
         elif name not in tensors.facts or not tensors.are_equal(name, original):
             others.append(f"{name} must equal {original}, which it duplicates")
     for name, shape in wanted.items():
-        if name in tensors.unreadable:
-            others.append(f"{name} is of dtype {tensors.unreadable[name]}, which is not supported")
+        if name in tensors.unsupported_dtypes:
+            others.append(f"{name} is of dtype {tensors.unsupported_dtypes[name]}, which is not supported")
         elif name in tensors.facts:
             fact = tensors.facts[name]
             if fact.dtype not in _FLOATS:
@@ -335,16 +343,18 @@ def _compare(
     return problems, left_out
 
 
-def _facts_of(placed: Iterable[Placed], tensors: FolderTensors, dtype: torch.dtype | None) -> dict[str, TensorFacts]:
+def _facts_of(
+    placed: Iterable[ParameterMapping], tensors: FolderTensors, dtype: torch.dtype | None
+) -> dict[str, TensorSpec]:
     """Return dtype and shape of each stoker parameter: `dtype`, or the promoted dtype of its source tensors."""
-    facts: dict[str, TensorFacts] = {}
+    facts: dict[str, TensorSpec] = {}
     for entry in placed:
         kind = dtype
         if kind is None:
             kind = tensors.facts[entry.theirs[0][0]].dtype
             for name, _ in entry.theirs:
                 kind = torch.promote_types(kind, tensors.facts[name].dtype)
-        facts[entry.ours] = TensorFacts(kind, entry.shape)
+        facts[entry.ours] = TensorSpec(kind, entry.shape)
     return facts
 
 
@@ -352,8 +362,8 @@ def _write(
     folder: Path,
     target: Path,
     source: Path,
-    incoming: Incoming,
-    facts: Mapping[str, TensorFacts],
+    incoming: MappedModel,
+    facts: Mapping[str, TensorSpec],
     tensors: FolderTensors,
 ) -> None:
     by_name = {entry.ours: entry for entry in incoming.placed}
@@ -364,15 +374,15 @@ def _write(
 
     step = folder / "checkpoints" / "step-0"
     step.mkdir(parents=True)
-    weights = file_name(WEIGHTS, 0, 1)
-    record = write_tensor_stream(step / weights, facts, tensor_of)
-    keys = incoming.tokenizer_folder.keys_in(target / FOLDER)
+    weights = shard_file_name(WEIGHTS, 0, 1)
+    record = write_safetensors_stream(step / weights, facts, tensor_of)
+    keys = incoming.tokenizer_folder.keys_for(target / TOKENIZER_FOLDER)
     model = {**incoming.keys, "tokenizer": keys}
-    config = config_from_document({"name": NAME, "model": model}, trusted=False, origin=str(source / CONFIG))
-    seal(step, {weights: record}, state_of(config.root), config.document, saved_document(incoming.tokenizer))
-    incoming.tokenizer_folder.copy(folder / FOLDER)
+    config = config_from_document({"name": CONVERTED, "model": model}, trusted=False, origin=str(source / CONFIG))
+    write_metadata(step, {weights: record}, state_of(config.root), config.document, tokenizer_state(incoming.tokenizer))
+    incoming.tokenizer_folder.copy(folder / TOKENIZER_FOLDER)
     for group, block in (("model", incoming.keys), ("tokenizer", keys)):
-        path = folder / "conf" / group / f"{NAME}.yaml"
+        path = folder / "conf" / group / f"{CONVERTED}.yaml"
         path.parent.mkdir(parents=True)
         about = "# @package model.tokenizer\n" if group == "tokenizer" else ""
         about += f"# {incoming.architecture.name}, converted from {_one_line(source)}\n"
@@ -388,7 +398,7 @@ def state_of(root: RootBlock) -> RunState:
         seed=root.model.seed,
         global_batch_size=root.model.global_batch_size,
         micro_batch_size=root.model.micro_batch_size,
-        sequence_length=sample_length_of(root.model),
+        sequence_length=sequence_length_of(root.model),
         decoder_length=form.decoder_length if isinstance(root.model, T5Keys) else 0,
         precision="as converted",
         optimizer={},
@@ -416,7 +426,7 @@ def _one_line(path: Path) -> str:
     return re.sub(r"[^\x20-\x7e]", "?", str(path))
 
 
-def _word(fact: TensorFacts) -> str:
+def _word(fact: TensorSpec) -> str:
     return str(fact.dtype).removeprefix("torch.")
 
 

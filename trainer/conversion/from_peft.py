@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.config.batch_shape import SampleForm
-from ...models.config.families import sample_length_of
+from ...models.config.batch_shape import BatchSpec
+from ...models.config.families import sequence_length_of
 from ...models.config.peft_slice import IA3Slice, LoRASlice, peft_slice
 from ...models.hf.architecture import described, geometry_of
 from ...models.hf.architectures import ARCHITECTURES
@@ -20,13 +20,13 @@ from ...models.hf.config_fields import shown
 from ...models.hf.weight_layout import Geometry
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.vocabulary import model_vocabulary
+from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, open_tensors
+from ..utils.safetensors_io import DamagedFileError, open_safetensors
 from .from_hf import parameter_shapes
-from .hf_folder import contained, read_object
-from .peft_factors import names_of_factors
-from .peft_map import PREFIX, Target, from_pairs, targets_of
+from .hf_folder import read_object, resolve_in_folder
+from .peft_factors import ia3_parameter_name
+from .peft_map import PREFIX, Target, from_peft_pairs, lora_targets
 from .to_peft import ADAPTER_CONFIG, ADAPTER_TENSORS
 
 _SHOWN = 10
@@ -103,14 +103,14 @@ def read_peft_folder(path: Path) -> PeftFolder:
             problems.append(f"{ADAPTER_CONFIG}: `{name}` ({shown(config[name])}) has an invalid type")
     if config.get("peft_type") not in ("LORA", "IA3"):
         problems.append(f"{ADAPTER_CONFIG}: `peft_type` ({shown(config.get('peft_type'))}) must be LORA or IA3")
-    file = contained(path, ADAPTER_TENSORS)
+    file = resolve_in_folder(path, ADAPTER_TENSORS)
     if file is None:
         problems.append(f"it holds no {ADAPTER_TENSORS}")
     if problems or file is None:
         raise UserError([f"{path} cannot be read as an adapter:", *(f"  {problem}" for problem in problems)])
     modules: dict[str, dict[str, Tensor]] = {}
     try:
-        with open_tensors(file) as tensors:
+        with open_safetensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 module, kind = _parsed(name)
                 modules.setdefault(module, {})[kind] = tensors.get_tensor(name)
@@ -135,7 +135,7 @@ def read_peft_folder(path: Path) -> PeftFolder:
     return PeftFolder(path, config, modules)
 
 
-def peft_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict[str, Any]:
+def peft_config_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the dotted `model.peft` keys that match an adapter.
 
     Args:
@@ -154,7 +154,9 @@ def peft_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict
     if folder.kind == "IA3":
         return {"peft_scheme": "ia3", "ia3_tuning.layer_selection": selection}
     rank = max(len(kinds["lora_A.weight"]) for kinds in folder.tensors.values())
-    fused = any(target.placed.ours.endswith("attention.qkv.weight") and target.per_expert == 1 for target in targets)
+    fused = any(
+        target.placed.ours.endswith("attention.qkv.weight") and target.modules_per_expert == 1 for target in targets
+    )
     return {
         "peft_scheme": "lora",
         "lora_tuning.target_modules": sorted({_PROJECTIONS[_place(target)[1]] for target in touched}),
@@ -166,7 +168,7 @@ def peft_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict
     }
 
 
-def trained_tensors(
+def convert_adapter_tensors(
     folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer, wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Convert an adapter to the trainable parameters of a model.
@@ -213,7 +215,7 @@ def _lora(
         parts = shape[-2] // lora.rank
         problems += list(_misfits(target, pairs, parts, lora.rank))
         if not problems and present:
-            found |= zip(target.ours, from_pairs(target, pairs, parts, lora.rank, geometry), strict=True)
+            found |= zip(target.ours, from_peft_pairs(target, pairs, parts, lora.rank, geometry), strict=True)
     _raise_misfit(folder, problems)
     kind = next(iter(pairs.values()))[0].dtype
     return {name: found[name] if name in found else torch.zeros(shape, dtype=kind) for name, shape in wanted.items()}
@@ -224,13 +226,16 @@ def _misfits(target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], 
         if module not in pairs:
             continue
         down, up, _ = pairs[module]
-        rows, columns = target.outputs_of(number), target.columns
+        rows, columns = target.output_width(number), target.columns
         if down.ndim != 2 or tuple(down.shape[1:]) != (columns,) or tuple(up.shape) != (rows, len(down)):
             yield f"{module}: A {list(down.shape)} and B {list(up.shape)} do not fit a layer of {columns} to {rows}"
         elif len(down) > rank:
             yield f"{module}: its rank is {len(down)}, but `lora_tuning.adapter_dim` is {rank}"
-        elif parts not in (1, target.per_expert) or (parts == 1 and target.per_expert > 1):
-            yield f"{module}: `lora_tuning.variant` must be {'nemo' if target.per_expert == 1 else 'canonical'} for it"
+        elif parts not in (1, target.modules_per_expert) or (parts == 1 and target.modules_per_expert > 1):
+            yield (
+                f"{module}: `lora_tuning.variant` must be "
+                f"{'nemo' if target.modules_per_expert == 1 else 'canonical'} for it"
+            )
 
 
 def _factors(
@@ -240,7 +245,7 @@ def _factors(
     problems: list[str] = []
     for target in targets:
         present = {module: folder.tensors[module]["ia3_l"] for module in target.modules if module in folder.tensors}
-        name = names_of_factors(target)
+        name = ia3_parameter_name(target)
         if not present:
             continue
         if name not in wanted:
@@ -275,15 +280,15 @@ def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple
     Raises:
         UserError: there is no such architecture.
     """
-    vocab_size = model_vocabulary(root, tokenizer)
-    form = SampleForm(length=sample_length_of(root.model))
+    vocab_size = model_vocab_size(root, tokenizer)
+    form = BatchSpec(length=sequence_length_of(root.model))
     geometry = geometry_of(described(root.model, vocab_size, form))
     shapes = parameter_shapes(root, tokenizer)
     unknown: list[str] | None = None
     for architecture in ARCHITECTURES:
         if architecture.family != root.model.family:
             continue
-        targets = list(targets_of(architecture.weights.place(shapes, geometry)[0]))
+        targets = list(lora_targets(architecture.weights.place(shapes, geometry)[0]))
         known = {module for target in targets if _place(target)[1] in _PROJECTIONS for module in target.modules}
         rest = sorted(set(folder.tensors) - known)
         if not rest:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..data.tasks.chat_files import SETTINGS
-from ..data.tokenizers.tokenizer_files import DESCRIPTION
+from ..data.tokenizers.tokenizer_files import TOKENIZER_JSON
 from ..utils.errors import UserError
-from ..utils.safetensors_io import TensorFacts
+from ..utils.safetensors_io import TensorSpec
 from .hf_folder import FolderTensors
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 """GGUF token types that become added tokens; control tokens are special."""
 
 
-class GgufModel:
+class GGUFModel:
     """A Llama-type model in a GGUF file.
 
     Args:
@@ -126,12 +126,12 @@ class GgufModel:
         return config
 
     def _opened(self, tensors: Any) -> FolderTensors:
-        facts: dict[str, TensorFacts] = {}
+        facts: dict[str, TensorSpec] = {}
         readers: dict[str, Callable[[], Any]] = {}
         for tensor in tensors:
             name = _name(tensor.name)
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            facts[name] = TensorFacts(torch.float32, shape)
+            facts[name] = TensorSpec(torch.float32, shape)
             readers[name] = lambda name=name, tensor=tensor, shape=shape: self._read(name, tensor, shape)
         return FolderTensors(facts, {}, readers)
 
@@ -174,9 +174,9 @@ class GgufModel:
         template = self._metadata.get("tokenizer.chat_template")
         if isinstance(template, str):
             settings["chat_template"] = template
-        for name, document in ((DESCRIPTION, definition), (SETTINGS, settings)):
+        for name, document in ((TOKENIZER_JSON, definition), (SETTINGS, settings)):
             (folder / name).write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
-        files = {name: folder / name for name in (DESCRIPTION, SETTINGS)}
+        files = {name: folder / name for name in (TOKENIZER_JSON, SETTINGS)}
         return TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...models.hf.config_fields import shown
 from ..utils.errors import UserError
-from ..utils.safetensors_io import TENSOR_DTYPES, DamagedFileError, TensorFacts, open_tensors, read_json
+from ..utils.safetensors_io import TENSOR_DTYPES, DamagedFileError, TensorSpec, open_safetensors, read_json
 from .torch_files import TorchFile
 
 CONFIG = "config.json"
@@ -24,7 +24,7 @@ _KINDS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 _ROWS = 1024
 
 
-def contained(folder: Path, name: str) -> Path | None:
+def resolve_in_folder(folder: Path, name: str) -> Path | None:
     """Resolve a file name in a folder; None if there is no such file.
 
     Symlinks may point to files in the folder, and from a snapshot of the hub cache to its blobs.
@@ -54,7 +54,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any] | None:
     Raises:
         UserError: not a JSON object, or too large.
     """
-    path = contained(folder, name)
+    path = resolve_in_folder(folder, name)
     if path is None:
         return None
     try:
@@ -71,17 +71,17 @@ class FolderTensors:
 
     Attributes:
         facts: name to dtype and shape.
-        unreadable: name to dtype of tensors with an unsupported dtype.
+        unsupported_dtypes: name to dtype of tensors with an unsupported dtype.
     """
 
     def __init__(
         self,
-        facts: Mapping[str, TensorFacts],
+        facts: Mapping[str, TensorSpec],
         unreadable: Mapping[str, str],
         readers: Mapping[str, Callable[[], Any]],
     ) -> None:
         self.facts = facts
-        self.unreadable = unreadable
+        self.unsupported_dtypes = unreadable
         self._readers = readers
 
     def read(self, name: str) -> Tensor:
@@ -126,7 +126,7 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
         UserError: no weights, an invalid index, or a malformed file.
     """
     paths, index = _files(folder)
-    facts: dict[str, TensorFacts] = {}
+    facts: dict[str, TensorSpec] = {}
     unreadable: dict[str, str] = {}
     readers: dict[str, Callable[[], Any]] = {}
     found: dict[str, str] = {}
@@ -140,7 +140,7 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
                 found[known] = path.name
                 readers[known] = lambda file=file, name=name: file.slice_of(name)
                 if dtype in TENSOR_DTYPES:
-                    facts[known] = TensorFacts(TENSOR_DTYPES[dtype], shape)
+                    facts[known] = TensorSpec(TENSOR_DTYPES[dtype], shape)
                 else:
                     unreadable[known] = dtype
         absent = sorted(name for name in index if canonical(name) not in found)
@@ -171,7 +171,7 @@ def _few(names: Sequence[str]) -> str:
 def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:
     """Return the weight files, and the tensor names listed in the index."""
     for stem, ending in _KINDS:
-        whole = contained(folder, f"{stem}{ending}")
+        whole = resolve_in_folder(folder, f"{stem}{ending}")
         if whole is not None:
             return [whole], ()
         index = read_object(folder, f"{stem}{ending}.index.json")
@@ -186,7 +186,7 @@ def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:
             raise UserError(f"{folder}: {stem}{ending}.index.json has no `weight_map` from tensors to files")
         paths: list[Path] = []
         for name in sorted(set(weight_map.values())):
-            path = contained(folder, name) if name.endswith(ending) else None
+            path = resolve_in_folder(folder, name) if name.endswith(ending) else None
             if path is None:
                 raise UserError(f"{folder}: the index lists {name[:80]!r}, which is not a {ending} file in this folder")
             paths.append(path)
@@ -200,7 +200,7 @@ def _open(path: Path, folder: Path, stack: ExitStack) -> _File:
         file = TorchFile(path)
         return _File(file.described, file.tensor)
     try:
-        opened = stack.enter_context(open_tensors(path))
+        opened = stack.enter_context(open_safetensors(path))
     except DamagedFileError as error:
         raise UserError(f"{folder}: {error}") from None
     described: dict[str, tuple[tuple[int, ...], str]] = {}

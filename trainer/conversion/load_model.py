@@ -14,7 +14,7 @@ from torch import nn
 
 from ...kernels.attention.flags import read_flags
 from ...models.build import LanguageModel, build_model
-from ...models.config.family_rules import stacks_of_keys
+from ...models.config.family_rules import keys_by_stack
 from ...models.config.parameter_count import count_parameters
 from ...models.config.peft_slice import peft_slice
 from ...models.config.t5 import T5Keys
@@ -28,17 +28,17 @@ from ..data.tokenizers.bos import text_start
 from ..data.tokenizers.tokenizer import Tokenizer, from_document
 from ..device.precision import PrecisionPlan, plan_precision
 from ..plan.memory_check import host_memory
-from ..utils.environment import let_segments_grow
+from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
-from .adapter_weights import base_of_adapter, load_with_base
-from .from_hf import check, open_source, run_of, state_of
+from .adapter_weights import find_base_of_adapter, load_with_base
+from .from_hf import check, open_source, run_config_of, state_of
 from .from_peft import is_peft_folder
-from .pretrained import BaseWeights, is_foreign
-from .size_check import check_claimed_size
+from .pretrained import PretrainedWeights, is_hf_folder
+from .size_check import check_model_size
 
 
 @dataclass(frozen=True)
-class Restored:
+class LoadedModel:
     """A loaded model in evaluation mode, with its configuration and tokenizer.
 
     Attributes:
@@ -77,7 +77,7 @@ class Restored:
         return text_start(self.tokenizer)
 
 
-def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, average: bool = False) -> Restored:
+def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, average: bool = False) -> LoadedModel:
     """Load a model.
 
     Args:
@@ -91,7 +91,7 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
         UserError: there is no usable model or no such device, or the base weights of an adapter are missing.
     """
     device = choose_device(device_name)
-    if is_foreign(path) and not is_peft_folder(path):
+    if is_hf_folder(path) and not is_peft_folder(path):
         saved = _open_hf_folder(path, base, average=average)
     else:
         saved = _open_checkpoint(path, base, average=average)
@@ -103,7 +103,7 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
         precision = PrecisionPlan("fp32", torch.float32)
         # Backend keys of a GPU run do not apply to this device; environment variables still do.
         defaults = {"attention_backend": "auto", "use_flash_attention": None, "transformer_engine": None}
-        for at, stack in stacks_of_keys(keys).items():
+        for at, stack in keys_by_stack(keys).items():
             for name, default in defaults.items():
                 if (value := getattr(stack, name)) != default:
                     note = f"note: `model.{at}{name}` ({value}) of the run is not applied on {device.type}"
@@ -137,7 +137,7 @@ def restore(path: Path, device_name: str = "auto", base: Path | None = None, *, 
     except ValueError as error:
         raise UserError([f"{saved.name} cannot run here:", *str(error).splitlines()]) from None
     saved.load(model)
-    return Restored(saved.path, saved.state, config, tokenizer, model.eval(), device, precision)
+    return LoadedModel(saved.path, saved.state, config, tokenizer, model.eval(), device, precision)
 
 
 class _SavedModel(NamedTuple):
@@ -165,18 +165,18 @@ def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedM
     checkpoint, complaints = find_checkpoint(path)
     for complaint in complaints:
         print(complaint, file=sys.stderr)
-    checkpoint = checkpoint.averaged() if average else checkpoint
+    checkpoint = checkpoint.with_ema() if average else checkpoint
     name = f"checkpoint {checkpoint.path}"
     config = config_from_document(
         checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
     )
     try:
-        tokenizer = from_document(checkpoint.saved_tokenizer)
+        tokenizer = from_document(checkpoint.tokenizer_document_with_chat)
     except ValueError as error:
         raise UserError(f"{name} cannot be used: tokenizer.json: {error}") from None
-    base_weights = base_of_adapter(checkpoint, base)
+    base_weights = find_base_of_adapter(checkpoint, base)
     if base_weights is not None or not checkpoint.is_adapter:
-        check_claimed_size(checkpoint, config.root, tokenizer.vocab_size, base_weights)
+        check_model_size(checkpoint, config.root, tokenizer.vocab_size, base_weights)
     load = partial(load_with_base, checkpoint, base=base_weights, cast=True)
     return _SavedModel(name, checkpoint.path, checkpoint.state, config, tokenizer, load)
 
@@ -189,11 +189,11 @@ def _open_hf_folder(path: Path, base: Path | None, *, average: bool) -> _SavedMo
         raise UserError(f"--base {base}: {path} holds a whole model; leave --base out")
     try:
         with open_source(path) as source:
-            config, tokenizer = run_of(source, check(source, None, ()))
+            config, tokenizer = run_config_of(source, check(source, None, ()))
     except UserError as error:
         fix = f"`stoker convert {path} FOLDER` takes --tokenizer and --ignore-field, and writes a stoker checkpoint"
         raise UserError([*error.lines, fix]) from None
-    load = BaseWeights(path, None).load
+    load = PretrainedWeights(path, None).load
     return _SavedModel(str(path), path, state_of(config.root), config, tokenizer, load)
 
 
@@ -209,5 +209,5 @@ def choose_device(name: str) -> torch.device:
     if not available[name]:
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     if name == "cuda":
-        let_segments_grow()
+        enable_expandable_segments()
     return torch.device(name)

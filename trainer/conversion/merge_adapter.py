@@ -11,13 +11,13 @@ from torch import Tensor
 from ...models.config.peft_slice import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
 from ...models.peft.added_parameters import Added
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.sharded_safetensors import open_whole
+from ..checkpoint.sharded_safetensors import open_full_tensors
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
-from ..utils.safetensors_io import TensorFacts
-from .from_hf import open_source, shapes_only
-from .pretrained import BaseWeights, check_base, checked
+from ..utils.safetensors_io import TensorSpec
+from .from_hf import build_meta_model, open_source
+from .pretrained import PretrainedWeights, check_same_base, checked
 
 Read = Callable[[str], Tensor]
 
@@ -33,7 +33,7 @@ class MergedTensors:
     """
 
     def __init__(
-        self, facts: Mapping[str, TensorFacts], base: Read, adapter: Mapping[str, Tensor], modules: Mapping[str, Added]
+        self, facts: Mapping[str, TensorSpec], base: Read, adapter: Mapping[str, Tensor], modules: Mapping[str, Added]
     ) -> None:
         self.facts = facts
         self._base = base
@@ -49,14 +49,16 @@ class MergedTensors:
         module = self._modules.get(at)
         if module is None:
             return weight
-        added = {each: self._adapter[f"{at}.{each}"] for each in module.added if f"{at}.{each}" in self._adapter}
+        added = {
+            each: self._adapter[f"{at}.{each}"] for each in module.peft_parameters if f"{at}.{each}" in self._adapter
+        }
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         return module.merged(own, wide, added).to(weight.dtype)
 
 
 @contextmanager
 def open_merged(
-    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: BaseWeights
+    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: PretrainedWeights
 ) -> Iterator[MergedTensors]:
     """Open an adapter and its base for merging.
 
@@ -76,23 +78,23 @@ def open_merged(
             "model cannot represent; lora, ia3 and selective can be merged"
         )
     if checkpoint.state.base is not None:
-        check_base(base, checkpoint.state.base, checkpoint.path)
-    model = shapes_only(root, tokenizer, peft)
+        check_same_base(base, checkpoint.state.base, checkpoint.path)
+    model = build_meta_model(root, tokenizer, peft)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Added)}
     with ExitStack() as stack:
         held = stack.enter_context(checkpoint.open_weights())
         adapter = {name: held.read(name) for name in held.facts}
-        facts, read = opened_base(base, stack)
+        facts, read = open_base_tensors(base, stack)
         yield MergedTensors(facts, read, adapter, modules)
 
 
-def first_difference(one: BaseWeights, other: BaseWeights) -> str | None:
+def first_different_parameter(one: PretrainedWeights, other: PretrainedWeights) -> str | None:
     """Return the first parameter in which two models differ, or None if they are equal, whatever the file format.
 
     Values are compared in the narrower of the two dtypes.
     """
     with ExitStack() as stack:
-        (facts, read), (other_facts, read_other) = opened_base(one, stack), opened_base(other, stack)
+        (facts, read), (other_facts, read_other) = open_base_tensors(one, stack), open_base_tensors(other, stack)
         for name in sorted({*facts, *other_facts}):
             if name not in facts or name not in other_facts or facts[name].shape != other_facts[name].shape:
                 return name
@@ -102,20 +104,20 @@ def first_difference(one: BaseWeights, other: BaseWeights) -> str | None:
     return None
 
 
-def opened_base(base: BaseWeights, stack: ExitStack) -> tuple[Mapping[str, TensorFacts], Read]:
+def open_base_tensors(base: PretrainedWeights, stack: ExitStack) -> tuple[Mapping[str, TensorSpec], Read]:
     """Open base weights under stoker names: (facts, reader), valid while `stack` is open."""
     if base.checkpoint is not None:
-        whole = stack.enter_context(open_whole(base.checkpoint.weight_files))
+        whole = stack.enter_context(open_full_tensors(base.checkpoint.weight_files))
         return whole.facts, whole.read
     source = stack.enter_context(open_source(base.path))
     incoming = checked(source)
     placed = {entry.ours: entry for entry in incoming.placed}
-    facts: dict[str, TensorFacts] = {}
+    facts: dict[str, TensorSpec] = {}
     for entry in incoming.placed:
         kind = source.tensors.facts[entry.theirs[0][0]].dtype
         for name, _ in entry.theirs:
             kind = torch.promote_types(kind, source.tensors.facts[name].dtype)
-        facts[entry.ours] = TensorFacts(kind, entry.shape)
+        facts[entry.ours] = TensorSpec(kind, entry.shape)
 
     def read(name: str) -> Tensor:
         parts = [source.tensors.read(theirs).to(facts[name].dtype) for theirs, _ in placed[name].theirs]

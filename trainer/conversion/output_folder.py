@@ -12,7 +12,7 @@ from ..utils.durable_files import sync_directory
 from ..utils.errors import EXIT_IO, UserError
 
 
-def check_new(target: Path) -> None:
+def check_target_is_free(target: Path) -> None:
     """Check that a new folder can be created.
 
     Raises:
@@ -23,7 +23,7 @@ def check_new(target: Path) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Context that creates a folder atomically: renamed to `target` on success, removed on an exception.
 
     Yields:
@@ -32,7 +32,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     Raises:
         UserError: `target` already exists, or disk full, read-only or no permission (exit code 74).
     """
-    check_new(target)
+    check_target_is_free(target)
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...models.hf.weight_layout import Geometry, OneByExpert, Transposed
-from ...models.hf.weight_map import Placed
+from ...models.hf.weight_layout import Geometry, PerExpert, Transposed
+from ...models.hf.weight_map import ParameterMapping
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
@@ -52,18 +52,18 @@ class Target:
         ours: stoker names of A and B.
         modules: Hugging Face module names; for experts all of expert 0 first.
         placed: mapping of the weight.
-        is_of_experts: A and B have a leading expert dimension.
+        is_moe: A and B have a leading expert dimension.
     """
 
     ours: tuple[str, str]
     modules: tuple[str, ...]
-    placed: Placed
-    is_of_experts: bool
+    placed: ParameterMapping
+    is_moe: bool
 
     @property
-    def per_expert(self) -> int:
+    def modules_per_expert(self) -> int:
         """Number of modules per stoker linear layer, or per expert."""
-        return len(self.modules) // (self.placed.shape[0] if self.is_of_experts else 1)
+        return len(self.modules) // (self.placed.shape[0] if self.is_moe else 1)
 
     @property
     def rows(self) -> int:
@@ -75,40 +75,40 @@ class Target:
         """Columns of the weight (of one expert)."""
         return self.placed.shape[-1]
 
-    def outputs_of(self, number: int) -> int:
+    def output_width(self, number: int) -> int:
         """Return the output width of module `number`."""
         shape = self.placed.theirs[number][1]
         return shape[1] if isinstance(self.placed.layout, Transposed) else shape[0]
 
     def split_rows(self, matrix: Tensor, geometry: Geometry) -> list[Tensor]:
         """Split a matrix with the rows of the weight (of one expert) into the rows of its modules."""
-        if self.is_of_experts:
-            return list(matrix.chunk(self.per_expert))
+        if self.is_moe:
+            return list(matrix.chunk(self.modules_per_expert))
         if isinstance(self.placed.layout, Transposed):
             return [matrix]
         return self.placed.layout.split(matrix, len(self.modules), geometry)
 
     def join_rows(self, parts: Sequence[Tensor], geometry: Geometry) -> Tensor:
         """Join matrices; the inverse of `split_rows`."""
-        if self.is_of_experts:
+        if self.is_moe:
             return torch.cat(list(parts))
         if isinstance(self.placed.layout, Transposed):
             return parts[0]
         return self.placed.layout.join(parts, (self.rows, parts[0].shape[-1]), geometry)
 
 
-def targets_of(placed: Sequence[Placed]) -> Iterator[Target]:
+def lora_targets(placed: Sequence[ParameterMapping]) -> Iterator[Target]:
     """Yield the weight matrices of a model that LoRA can adapt."""
     for entry in placed:
         modules = tuple(name.removesuffix(_WEIGHT) for name, _ in entry.theirs)
-        if isinstance(entry.layout, OneByExpert):
+        if isinstance(entry.layout, PerExpert):
             yield Target((f"{entry.ours}_lora_a", f"{entry.ours}_lora_b"), modules, entry, True)
         elif entry.ours.endswith(_WEIGHT) and len(entry.shape) == 2 and "." in entry.ours.removesuffix(_WEIGHT):
             stem = entry.ours.removesuffix("weight")
             yield Target((f"{stem}lora_a", f"{stem}lora_b"), modules, entry, False)
 
 
-def to_pairs(target: Target, down: Tensor, up: Tensor, geometry: Geometry) -> Iterator[Pair]:
+def to_peft_pairs(target: Target, down: Tensor, up: Tensor, geometry: Geometry) -> Iterator[Pair]:
     """Convert a stoker LoRA pair to Hugging Face pairs.
 
     Args:
@@ -117,8 +117,8 @@ def to_pairs(target: Target, down: Tensor, up: Tensor, geometry: Geometry) -> It
         up: B, [out, r], likewise.
         geometry: attention geometry of the model.
     """
-    downs, ups = (down, up) if target.is_of_experts else (down[None], up[None])
-    count = target.per_expert
+    downs, ups = (down, up) if target.is_moe else (down[None], up[None])
+    count = target.modules_per_expert
     for expert, (narrow, wide) in enumerate(zip(downs, ups, strict=True)):
         modules = target.modules[expert * count : (expert + 1) * count]
         parts = len(narrow) // wide.shape[1]
@@ -142,7 +142,7 @@ def _parts_of(target: Target, wide: Tensor, parts: int, geometry: Geometry) -> l
     return list(wide.chunk(parts))
 
 
-def from_pairs(
+def from_peft_pairs(
     target: Target, pairs: Mapping[str, tuple[Tensor, Tensor, float]], parts: int, rank: int, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
     """Convert Hugging Face pairs to a stoker LoRA pair; modules without a pair get zeros, which stay zero in training.
@@ -155,7 +155,7 @@ def from_pairs(
         geometry: attention geometry of the model.
     """
     some = next(pairs[module] for module in target.modules if module in pairs)
-    experts, count = (target.placed.shape[0] if target.is_of_experts else 1), target.per_expert
+    experts, count = (target.placed.shape[0] if target.is_moe else 1), target.modules_per_expert
     down = some[0].new_zeros(experts, parts * rank, target.columns)
     up = some[1].new_zeros(experts, target.rows, rank)
     template = target.split_rows(up[0], geometry)
@@ -169,4 +169,4 @@ def from_pairs(
                 wide[:, : high.shape[1]] = high * scale
             rows.append(wide)
         up[expert] = target.join_rows(rows, geometry)
-    return (down, up) if target.is_of_experts else (down[0], up[0])
+    return (down, up) if target.is_moe else (down[0], up[0])

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_of, find_checkpoint, read_manifest
-from ..checkpoint.sharded_safetensors import files_of
+from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
+from ..checkpoint.sharded_safetensors import shard_files
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import piece_of
-from .from_hf import Incoming, Source, check, open_source
+from .from_hf import MappedModel, Source, check, open_source
 from .hf_folder import CONFIG, has_weights, read_object, weight_paths
 
 KEY = "model.restore_from_path"
@@ -28,7 +28,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class BaseWeights:
+class PretrainedWeights:
     """Pretrained weights given by `model.restore_from_path`.
 
     Attributes:
@@ -48,7 +48,7 @@ class BaseWeights:
 
     def record(self) -> BaseRecord:
         """Return the path and the digest of the weight files."""
-        return BaseRecord(path=str(self.path.absolute()), sha256=digest_of(self))
+        return BaseRecord(path=str(self.path.absolute()), sha256=weights_digest(self))
 
     def load(self, model: nn.Module) -> None:
         """Load the weights into a model in place, converting dtypes; parameters added by PEFT are unchanged.
@@ -63,7 +63,7 @@ class BaseWeights:
                 _fill(self.path, source, checked(source), model)
 
 
-def find_base(path: Path, key: str = KEY, *, verify: bool = True) -> BaseWeights:
+def find_pretrained(path: Path, key: str = KEY, *, verify: bool = True) -> PretrainedWeights:
     """Find the pretrained weights at a path.
 
     Args:
@@ -74,8 +74,8 @@ def find_base(path: Path, key: str = KEY, *, verify: bool = True) -> BaseWeights
     Raises:
         UserError: the path is neither, or is an adapter, which has no base weights.
     """
-    if is_foreign(path):
-        return BaseWeights(path, None)
+    if is_hf_folder(path):
+        return PretrainedWeights(path, None)
     if path.suffix == ".gguf":
         raise UserError(
             f"`{key}`: {path} is a GGUF file; convert it to a checkpoint first: stoker convert {path} FOLDER"
@@ -94,15 +94,15 @@ def find_base(path: Path, key: str = KEY, *, verify: bool = True) -> BaseWeights
             + ", not a whole model; to continue its training set model.peft.restore_from_path, or merge it: "
             f"stoker convert --merge {path} FOLDER"
         )
-    return BaseWeights(checkpoint.path, checkpoint, tuple(complaints))
+    return PretrainedWeights(checkpoint.path, checkpoint, tuple(complaints))
 
 
-def base_of_run(path: str | None, key: str = KEY) -> BaseWeights | None:
-    """Apply `find_base` to a path of the configuration; None for None."""
-    return None if path is None else find_base(user_path(path, key), key)
+def find_configured_pretrained(path: str | None, key: str = KEY) -> PretrainedWeights | None:
+    """Apply `find_pretrained` to a path of the configuration; None for None."""
+    return None if path is None else find_pretrained(user_path(path, key), key)
 
 
-def is_foreign(path: Path) -> bool:
+def is_hf_folder(path: Path) -> bool:
     """Return True for a Hugging Face model folder."""
     if not path.is_dir() or (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
         return False
@@ -111,30 +111,30 @@ def is_foreign(path: Path) -> bool:
     return has_weights(path) or "model_type" in (read_object(path, CONFIG) or {})
 
 
-def digest_of(base: BaseWeights) -> str:
+def weights_digest(base: PretrainedWeights) -> str:
     """Return the SHA-256 of the names and hashes of the weight files; for a checkpoint those of its manifest."""
     if base.checkpoint is not None:
         records = read_manifest(base.path)
-        names = files_of(WEIGHTS, records)
+        names = shard_files(WEIGHTS, records)
         return _digest((name, records[name].sha256) for name in names)
     files = ((path.name, _sha256(path)) for path in sorted(base.files))
     return _digest(files)
 
 
-def check_base(base: BaseWeights, wanted: BaseRecord, adapter: Path) -> None:
+def check_same_base(base: PretrainedWeights, wanted: BaseRecord, adapter: Path) -> None:
     """Check that base weights are those an adapter was trained on.
 
     Raises:
         UserError: they differ.
     """
-    if digest_of(base) != wanted.sha256:
+    if weights_digest(base) != wanted.sha256:
         raise UserError(
             f"{adapter} holds an adapter trained on {wanted.path}; the weights in {base.path} differ from those"
         )
 
 
 @contextmanager
-def foreign_keys(path: Path) -> Iterator[Incoming]:
+def open_hf_model(path: Path) -> Iterator[MappedModel]:
     """Open a Hugging Face folder as a stoker model: configuration keys, tokenizer and weight mapping.
 
     Raises:
@@ -144,7 +144,7 @@ def foreign_keys(path: Path) -> Iterator[Incoming]:
         yield checked(source)
 
 
-def checked(source: Source) -> Incoming:
+def checked(source: Source) -> MappedModel:
     """Map an open Hugging Face model to a stoker model, with a byte-level tokenizer if the folder has none.
 
     Raises:
@@ -162,16 +162,16 @@ def has_tokenizer(source: Source) -> bool:
     return True
 
 
-def tokenizer_keys(path: Path) -> dict[str, Any]:
+def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
     """Return the `model.tokenizer` keys of a Hugging Face folder; empty if it has no supported tokenizer."""
     with open_source(path) as source:
         if not has_tokenizer(source):
             return {}
-        return source.find_tokenizer(source.config.get("vocab_size")).keys_in(path.absolute())
+        return source.find_tokenizer(source.config.get("vocab_size")).keys_for(path.absolute())
 
 
-def _fill(path: Path, source: Source, incoming: Incoming, model: nn.Module) -> None:
-    wanted = base_of(model)
+def _fill(path: Path, source: Source, incoming: MappedModel, model: nn.Module) -> None:
+    wanted = base_tensors(model)
     placed = {entry.ours: entry for entry in incoming.placed}
     problems = [f"{name} is missing" for name in wanted if name not in placed]
     problems += [f"{name} is not a parameter of this model" for name in placed if name not in wanted]

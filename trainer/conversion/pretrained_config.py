@@ -16,7 +16,7 @@ from ..config import dotted_paths
 from ..config.load import config_from_document
 
 if TYPE_CHECKING:
-    from .pretrained import BaseWeights
+    from .pretrained import PretrainedWeights
 
 KEY, ADAPTER_KEY = "model.restore_from_path", "model.peft.restore_from_path"
 _FAMILY_KEYS: Mapping[Family, frozenset[str]] = {
@@ -83,9 +83,9 @@ def starting_point(path: Path) -> StartingPoint:
         UserError: there is no supported model at `path`; lists all reasons.
     """
     from .from_hf import open_source
-    from .pretrained import checked, find_base, has_tokenizer
+    from .pretrained import checked, find_pretrained, has_tokenizer
 
-    base = find_base(path, verify=False)
+    base = find_pretrained(path, verify=False)
     if base.checkpoint is None:
         with open_source(path) as source:
             incoming = checked(source)
@@ -96,7 +96,7 @@ def starting_point(path: Path) -> StartingPoint:
                 if name in _model_keys(family)
             }
             keys |= _nested_keys(incoming.keys)
-            tokenizer = incoming.tokenizer_folder.keys_in(path.absolute())
+            tokenizer = incoming.tokenizer_folder.keys_for(path.absolute())
             found = {f"model.tokenizer.{name}": value for name, value in tokenizer.items()}
             if not has_tokenizer(source):
                 found = {}
@@ -114,20 +114,20 @@ def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
     Raises:
         UserError: there is no adapter, or it belongs to another model.
     """
-    from .convert_adapters import keys_of_adapter
-    from .pretrained import find_base
+    from .convert_adapters import adapter_config_keys
+    from .pretrained import find_pretrained
 
-    found = keys_of_adapter(adapter, find_base(base, verify=False))
+    found = adapter_config_keys(adapter, find_pretrained(base, verify=False))
     return {f"model.peft.{name}": value for name, value in found.items()}
 
 
-def _from_checkpoint(base: BaseWeights) -> StartingPoint:
-    from .size_check import check_claimed_size
+def _from_checkpoint(base: PretrainedWeights) -> StartingPoint:
+    from .size_check import check_model_size
 
     assert base.checkpoint is not None
     origin = str(base.path / "config.json")
     root = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin).root
-    check_claimed_size(base.checkpoint, root, root.model.override_vocab_size or 1)
+    check_model_size(base.checkpoint, root, root.model.override_vocab_size or 1)
     document = root.model.model_dump(mode="json")
     family = root.model.family
     if document.get("max_position_embeddings", 0) is None:

@@ -11,14 +11,14 @@ from ..utils.errors import UserError
 if TYPE_CHECKING:
     from ..checkpoint.reader import Checkpoint
     from ..config.schema.root import RootBlock
-    from .pretrained import BaseWeights
+    from .pretrained import PretrainedWeights
 
 _MIN_ITEMSIZE = 2
 """Bytes per weight of the narrowest supported dtype."""
 
 
-def check_claimed_size(
-    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, base: BaseWeights | None = None
+def check_model_size(
+    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, base: PretrainedWeights | None = None
 ) -> None:
     """Raise if the configuration has more parameters than the weight files can hold.
 
@@ -38,9 +38,9 @@ def check_claimed_size(
     total_bytes = sum(file.stat().st_size for file in files)
     if parameters * _MIN_ITEMSIZE > total_bytes:
         if base is not None and checkpoint.state.base is not None:
-            from .pretrained import check_base
+            from .pretrained import check_same_base
 
-            check_base(base, checkpoint.state.base, checkpoint.path)  # a wrong --base is the likelier reason
+            check_same_base(base, checkpoint.state.base, checkpoint.path)  # a wrong --base is the likelier reason
         raise UserError(
             f"checkpoint {checkpoint.path} does not fit the model of its configuration, which has {parameters:,} "
             f"parameters: its weights have {total_bytes:,} bytes"

@@ -14,28 +14,35 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ...models.config.families import FamilyKeys
-from ...models.hf.architecture import Architecture, described, geometry_of, nested, what_differs
+from ...models.hf.architecture import Architecture, described, geometry_of, nested, slice_differences
 from ...models.hf.architectures import ARCHITECTURES, MODEL_TYPES
-from ...models.hf.config_fields import FieldError, Theirs
+from ...models.hf.config_fields import FieldError, HFConfig
 from ...models.hf.weight_layout import Geometry
-from ...models.hf.weight_map import Placed
+from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.reader import Checkpoint, find_checkpoint
 from ..config.batch_spec import sample_form
 from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, from_document
-from ..data.tokenizers.vocabulary import model_vocabulary
+from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, TensorFacts, write_json, write_tensor_stream
+from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_json, write_safetensors_stream
 from .casting import cast
 from .from_hf import parameter_shapes
 from .hf_folder import CONFIG
-from .output_folder import new_folder
-from .size_check import check_claimed_size
-from .tokenizer_copy import folder_named, folder_of_run, settings_in, special_ids, write_template, write_tokenizer
+from .output_folder import atomic_folder
+from .size_check import check_model_size
+from .tokenizer_copy import (
+    given_tokenizer_files,
+    original_tokenizer_files,
+    read_settings,
+    special_ids,
+    write_template,
+    write_tokenizer,
+)
 
 if TYPE_CHECKING:
-    from .pretrained import BaseWeights
+    from .pretrained import PretrainedWeights
 
 SHARD_BYTES = 5_000_000_000
 _CACHED = 4
@@ -47,7 +54,7 @@ class Tensors(Protocol):
     """Unsharded parameters of a model, read one at a time."""
 
     @property
-    def facts(self) -> Mapping[str, TensorFacts]:
+    def facts(self) -> Mapping[str, TensorSpec]:
         """Name to dtype and shape."""
         ...
 
@@ -57,7 +64,7 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class HFModel:
     """A stoker model mapped to a Hugging Face architecture.
 
     Attributes:
@@ -69,7 +76,7 @@ class Outgoing:
 
     architecture: Architecture
     config: dict[str, Any]
-    placed: Sequence[Placed]
+    placed: Sequence[ParameterMapping]
     geometry: Geometry
 
 
@@ -81,7 +88,7 @@ def convert_to_hf(
     tokenizer: str | None = None,
     model_type: str | None = None,
     shard_bytes: int = SHARD_BYTES,
-    base: BaseWeights | None = None,
+    base: PretrainedWeights | None = None,
     average: bool = False,
 ) -> list[str]:
     """Convert a stoker checkpoint to a Hugging Face model folder.
@@ -103,19 +110,19 @@ def convert_to_hf(
         UserError: no usable checkpoint, no architecture supports the model, or a write error.
     """
     checkpoint, complaints = find_checkpoint(source)
-    checkpoint = checkpoint.averaged() if average else checkpoint
+    checkpoint = checkpoint.with_ema() if average else checkpoint
     root = config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
     try:
-        ours = from_document(checkpoint.saved_tokenizer)
-        vocab_size = model_vocabulary(root, ours)
+        ours = from_document(checkpoint.tokenizer_document_with_chat)
+        vocab_size = model_vocab_size(root, ours)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
-    check_claimed_size(checkpoint, root, vocab_size, base)
+    check_model_size(checkpoint, root, vocab_size, base)
     outgoing = choose(root, ours, vocab_size, model_type)
     try:
         with _opened(checkpoint, root, ours, base) as tensors:
             _check_weights(checkpoint, outgoing, tensors)
-            with new_folder(target) as folder:
+            with atomic_folder(target) as folder:
                 names = _write_weights(folder, outgoing, tensors, dtype, shard_bytes)
                 _write_tokenizer(folder, root, ours, checkpoint, tokenizer)
                 kinds = [fact.dtype for fact in names.values()]
@@ -127,7 +134,7 @@ def convert_to_hf(
 
 
 def _opened(
-    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: BaseWeights | None
+    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: PretrainedWeights | None
 ) -> AbstractContextManager[Tensors]:
     if base is None:
         return checkpoint.open_weights()
@@ -136,7 +143,7 @@ def _opened(
     return open_merged(checkpoint, root, tokenizer, base)
 
 
-def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> Outgoing:
+def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> HFModel:
     """Choose the Hugging Face architecture of a model.
 
     Args:
@@ -164,7 +171,7 @@ def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: s
         placed, unmapped = architecture.weights.place(shapes, geometry)
         problems += [f"{name} has no counterpart there" for name in unmapped]
         if not problems:
-            return Outgoing(architecture, config, placed, geometry)
+            return HFModel(architecture, config, placed, geometry)
         tried.append((architecture.name, problems))
     if not tried:
         raise UserError(
@@ -180,7 +187,7 @@ def choose(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: s
 def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBlock, vocab_size: int) -> list[str]:
     """Return the differences between the model and the one that the written config.json describes."""
     tied = not config.get("tie_word_embeddings", True)
-    keys, problems = architecture.read(Theirs(config, own_head=tied))
+    keys, problems = architecture.read(HFConfig(config, has_separate_head=tied))
     if problems:
         return problems
     try:
@@ -188,7 +195,7 @@ def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBl
     except ValidationError as error:
         return [f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}" for first in error.errors()]
     form = sample_form(root)
-    return what_differs(
+    return slice_differences(
         described(root.model, vocab_size, form), described(_with_length(back, root.model), vocab_size, form)
     )
 
@@ -202,7 +209,7 @@ def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
 # ---------------------------------------------------------------- the tensors
 
 
-def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: Tensors) -> None:
+def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: Tensors) -> None:
     wanted = {entry.ours: entry.shape for entry in outgoing.placed}
     problems = [f"{name} is missing" for name in wanted if name not in tensors.facts]
     problems += [f"{name} is not a parameter of this model" for name in tensors.facts if name not in wanted]
@@ -220,7 +227,7 @@ def _check_weights(checkpoint: Checkpoint, outgoing: Outgoing, tensors: Tensors)
 class _Parts:
     """Hugging Face tensors computed from stoker parameters, with a cache of the last few parameters."""
 
-    def __init__(self, outgoing: Outgoing, tensors: Tensors, facts: Mapping[str, TensorFacts]) -> None:
+    def __init__(self, outgoing: HFModel, tensors: Tensors, facts: Mapping[str, TensorSpec]) -> None:
         self._placed = {
             theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.theirs)
         }
@@ -241,15 +248,15 @@ class _Parts:
 
 
 def _write_weights(
-    folder: Path, outgoing: Outgoing, tensors: Tensors, dtype: torch.dtype | None, shard_bytes: int
-) -> dict[str, TensorFacts]:
+    folder: Path, outgoing: HFModel, tensors: Tensors, dtype: torch.dtype | None, shard_bytes: int
+) -> dict[str, TensorSpec]:
     """Write the tensors to one file, or to several with an index; return their names, dtypes and shapes."""
     facts = {
-        theirs: TensorFacts(dtype or tensors.facts[entry.ours].dtype, shape)
+        theirs: TensorSpec(dtype or tensors.facts[entry.ours].dtype, shape)
         for entry in outgoing.placed
         for theirs, shape in entry.theirs
     }
-    shards: list[dict[str, TensorFacts]] = [{}]
+    shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, fact in facts.items():
         if shards[-1] and size + fact.bytes > shard_bytes:
@@ -261,7 +268,7 @@ def _write_weights(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_tensor_stream(folder / name, shard, parts.read, {"format": "pt"})
+        write_safetensors_stream(folder / name, shard, parts.read, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(fact.bytes for fact in facts.values())
@@ -275,7 +282,7 @@ def _write_weights(
 
 def _write_tokenizer(folder: Path, root: RootBlock, ours: Tokenizer, checkpoint: Checkpoint, named: str | None) -> None:
     document = checkpoint.tokenizer_document
-    found = folder_named(named, root, document) if named else folder_of_run(root, document)
+    found = given_tokenizer_files(named, root, document) if named else original_tokenizer_files(root, document)
     if found is not None and found.files:
         found.copy(folder)
         write_template(folder, ours)
@@ -283,8 +290,8 @@ def _write_tokenizer(folder: Path, root: RootBlock, ours: Tokenizer, checkpoint:
         write_tokenizer(folder, ours)
 
 
-def _write_config(folder: Path, outgoing: Outgoing, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
-    ids = special_ids(settings_in(folder), tokenizer)
+def _write_config(folder: Path, outgoing: HFModel, tokenizer: Tokenizer, dtype: torch.dtype) -> None:
+    ids = special_ids(read_settings(folder), tokenizer)
     if outgoing.architecture.family == "t5":
         ids["decoder_start_token_id"] = ids["pad_token_id"]
     word = str(dtype).removeprefix("torch.")

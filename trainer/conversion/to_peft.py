@@ -11,20 +11,20 @@ from torch import Tensor
 
 from ...models.config.peft_slice import IA3Slice, LoRASlice, PeftSlice, PromptSlice, peft_slice
 from ...models.hf.weight_layout import Transposed
-from ...models.peft.ptuning import Prompt, prompt_vectors
+from ...models.peft.ptuning import PromptEncoder, virtual_token_embeddings
 from ..checkpoint.reader import Checkpoint
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import from_document
-from ..data.tokenizers.vocabulary import model_vocabulary
+from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, write_json, write_tensors
+from ..utils.safetensors_io import DamagedFileError, write_json, write_safetensors
 from .casting import cast
 from .hf_folder import CONFIG, read_object
-from .output_folder import new_folder
-from .peft_factors import factors_of
-from .peft_map import PREFIX, targets_of, to_pairs
-from .pretrained import BaseWeights, check_base
-from .to_hf import Outgoing, choose
+from .output_folder import atomic_folder
+from .peft_factors import to_peft_vectors
+from .peft_map import PREFIX, lora_targets, to_peft_pairs
+from .pretrained import PretrainedWeights, check_same_base
+from .to_hf import HFModel, choose
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}
@@ -37,7 +37,7 @@ def convert_to_peft(
     *,
     dtype: torch.dtype | None = None,
     model_type: str | None = None,
-    base: BaseWeights | None = None,
+    base: PretrainedWeights | None = None,
 ) -> list[str]:
     """Write a folder that peft loads on top of the base model in transformers.
 
@@ -64,7 +64,7 @@ def convert_to_peft(
         )
     wanted = checkpoint.state.base
     if base is not None and wanted is not None:
-        check_base(base, wanted, checkpoint.path)
+        check_same_base(base, wanted, checkpoint.path)
     place = base.path.absolute() if base is not None else Path(wanted.path) if wanted is not None else None
     outgoing = _outgoing(checkpoint, root, model_type, place)
     try:
@@ -80,28 +80,28 @@ def convert_to_peft(
         **config,
     }
     written = {name: cast(tensor, dtype or tensor.dtype, name).contiguous() for name, tensor in tensors.items()}
-    with new_folder(target) as folder:
-        write_tensors(folder / ADAPTER_TENSORS, written, {"format": "pt"})
+    with atomic_folder(target) as folder:
+        write_safetensors(folder / ADAPTER_TENSORS, written, {"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, document)
     numbers = sum(tensor.numel() for tensor in written.values())
     return [f"{target}: {config['peft_type']} of {outgoing.architecture.name} with {numbers:,} parameters"]
 
 
-def _outgoing(checkpoint: Checkpoint, root: RootBlock, model_type: str | None, base: Path | None) -> Outgoing:
+def _outgoing(checkpoint: Checkpoint, root: RootBlock, model_type: str | None, base: Path | None) -> HFModel:
     """Return the base of an adapter as a transformers model."""
     if model_type is None and base is not None and (base / CONFIG).exists():
         named = (read_object(base, CONFIG) or {}).get("model_type")
         model_type = named if isinstance(named, str) else None
     try:
-        tokenizer = from_document(checkpoint.saved_tokenizer)
-        vocab_size = model_vocabulary(root, tokenizer)
+        tokenizer = from_document(checkpoint.tokenizer_document_with_chat)
+        vocab_size = model_vocab_size(root, tokenizer)
     except ValueError as error:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
     return choose(root, tokenizer, vocab_size, model_type)
 
 
 def _converted(
-    ours: Mapping[str, Tensor], outgoing: Outgoing, peft: PeftSlice
+    ours: Mapping[str, Tensor], outgoing: HFModel, peft: PeftSlice
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return peft's tensors and adapter_config.json fields."""
     match peft:
@@ -110,7 +110,7 @@ def _converted(
         case IA3Slice():
             return _ia3(ours, outgoing)
         case _:  # prompt tuning: peft needs only the output of the reparameterization MLP
-            vectors = prompt_vectors(*(ours[f"prompt.{name}"] for name in Prompt.added))
+            vectors = virtual_token_embeddings(*(ours[f"prompt.{name}"] for name in PromptEncoder.peft_parameters))
             return {"prompt_embeddings": vectors}, {
                 "peft_type": "PROMPT_TUNING",
                 "num_virtual_tokens": len(vectors),
@@ -120,17 +120,17 @@ def _converted(
             }
 
 
-def _lora(ours: Mapping[str, Tensor], outgoing: Outgoing, lora: LoRASlice) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _lora(ours: Mapping[str, Tensor], outgoing: HFModel, lora: LoRASlice) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     modules: list[str] = []
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
-    known = list(targets_of(outgoing.placed))
+    known = list(lora_targets(outgoing.placed))
     for target in known:
         down, up = (ours.get(name) for name in target.ours)
         if down is None or up is None:
             continue
-        for pair in to_pairs(target, down, up, outgoing.geometry):
+        for pair in to_peft_pairs(target, down, up, outgoing.geometry):
             tensors |= pair.tensors
             modules.append(pair.module)
             if pair.stacked > 1:
@@ -142,7 +142,7 @@ def _lora(ours: Mapping[str, Tensor], outgoing: Outgoing, lora: LoRASlice) -> tu
         "r": lora.rank,
         "lora_alpha": _number(lora.alpha),
         "lora_dropout": lora.dropout,
-        "target_modules": short_names(modules, [module for target in known for module in target.modules]),
+        "target_modules": target_module_names(modules, [module for target in known for module in target.modules]),
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "fan_in_fan_out": transposed,
@@ -153,31 +153,31 @@ def _lora(ours: Mapping[str, Tensor], outgoing: Outgoing, lora: LoRASlice) -> tu
     }
 
 
-def _ia3(ours: Mapping[str, Tensor], outgoing: Outgoing) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    known = list(targets_of(outgoing.placed))
-    factors = list(factors_of(ours, known, outgoing.geometry))
+def _ia3(ours: Mapping[str, Tensor], outgoing: HFModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    known = list(lora_targets(outgoing.placed))
+    factors = list(to_peft_vectors(ours, known, outgoing.geometry))
     tensors = {f"{PREFIX}{factor.module}.ia3_l": factor.values for factor in factors}
     every = [module for target in known for module in target.modules]
-    of_inputs = [factor.module for factor in factors if factor.is_of_inputs]
+    of_inputs = [factor.module for factor in factors if factor.scales_inputs]
     return tensors, {
         "peft_type": "IA3",
-        "target_modules": short_names([factor.module for factor in factors], every),
-        "feedforward_modules": short_names(of_inputs, every),
+        "target_modules": target_module_names([factor.module for factor in factors], every),
+        "feedforward_modules": target_module_names(of_inputs, every),
         "fan_in_fan_out": any(isinstance(target.placed.layout, Transposed) for target in known),
         "modules_to_save": None,
     }
 
 
-def short_names(modules: Sequence[str], every: Sequence[str]) -> list[str]:
+def target_module_names(modules: Sequence[str], all_modules: Sequence[str]) -> list[str]:
     """Return the shortest `target_modules`: last name components, or full names if those would match other modules.
 
     Args:
         modules: modules to match.
-        every: all candidate modules.
+        all_modules: all candidate modules.
     """
     chosen = set(modules)
     ends = sorted({module.rpartition(".")[2] for module in modules})
-    meant = {module for module in every if module.rpartition(".")[2] in ends}
+    meant = {module for module in all_modules if module.rpartition(".")[2] in ends}
     return ends if meant == chosen else sorted(chosen)
 
 

@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from ...models.config.model_keys import Family
-from ..config.data_task import task_of
+from ..config.data_task import task_from_config
 from ..config.schema.root import RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
-from ..data.tasks.chat_files import SETTINGS, TEMPLATE, special_names, template_beside
-from ..data.tasks.sentinels import USUAL_MASKS
-from ..data.tasks.task_samples import tokenizer_of_task
+from ..data.tasks.chat_files import SETTINGS, TEMPLATE, load_chat_template, special_tokens_map
+from ..data.tasks.sentinels import USUAL_MASK_TOKENS
+from ..data.tasks.task_samples import tokenizer_for_task
 from ..data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from ..data.tokenizers.tokenizer_files import DESCRIPTION, MERGES, VOCABULARY, tokenizer_of_keys
-from ..data.tokenizers.vocabulary import named_tokenizer
+from ..data.tokenizers.tokenizer_files import MERGES_FILE, TOKENIZER_JSON, VOCAB_FILE, tokenizer_from_config
+from ..data.tokenizers.vocabulary import configured_tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, read_json
-from .hf_folder import contained, read_object
+from .hf_folder import read_object, resolve_in_folder
 
-FOLDER = "tokenizer"
+TOKENIZER_FOLDER = "tokenizer"
 _MODELS = ("spiece.model", "tokenizer.model", "sentencepiece.bpe.model")
 _FILES = (
-    *(DESCRIPTION, SETTINGS, VOCABULARY, MERGES, *_MODELS),
+    *(TOKENIZER_JSON, SETTINGS, VOCAB_FILE, MERGES_FILE, *_MODELS),
     *("special_tokens_map.json", "added_tokens.json", "vocab.txt", TEMPLATE, "generation_config.json"),
 )
 """Names of the files that are copied."""
@@ -50,7 +50,7 @@ class TokenizerFolder:
     keys: Mapping[str, Any]
     folder: Path | None = None
 
-    def keys_in(self, folder: Path) -> dict[str, Any]:
+    def keys_for(self, folder: Path) -> dict[str, Any]:
         """Return the `model.tokenizer` keys for files in `folder`."""
         return {
             name: value.replace("{folder}", str(folder)) if isinstance(value, str) else value
@@ -70,27 +70,27 @@ def find_tokenizer(folder: Path, family: Family, vocab_size: Any) -> TokenizerFo
     Raises:
         UserError: there is no supported tokenizer.
     """
-    files = {name: path for name in _FILES if (path := contained(folder, name)) is not None}
+    files = {name: path for name in _FILES if (path := resolve_in_folder(folder, name)) is not None}
     for name, path in files.items():
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(f"{folder / name} has more than {_MAX_BYTES >> 20} MiB, too large for a tokenizer file")
-    if DESCRIPTION in files:
+    if TOKENIZER_JSON in files:
         found = TokenizerFolder(files, {"library": "huggingface", "type": "{folder}"}, folder)
         mask = _named_mask(found, folder) if family == "bert" else None
         return found if mask is None else replace(found, keys={**found.keys, "special_tokens": {"mask_token": mask}})
     for model in _MODELS:
         if model in files:
             return TokenizerFolder(files, {"library": "sentencepiece", "model": f"{{folder}}/{model}"}, folder)
-    if VOCABULARY in files and MERGES in files:
+    if VOCAB_FILE in files and MERGES_FILE in files:
         keys = {"library": "megatron", "type": "GPT2BPETokenizer"}
-        paths = {"vocab_file": f"{{folder}}/{VOCABULARY}", "merge_file": f"{{folder}}/{MERGES}"}
+        paths = {"vocab_file": f"{{folder}}/{VOCAB_FILE}", "merge_file": f"{{folder}}/{MERGES_FILE}"}
         return TokenizerFolder(files, keys | paths, folder)
     settings = read_object(folder, SETTINGS) or {}
     if settings.get("tokenizer_class") == "ByT5Tokenizer" or (family == "t5" and vocab_size == 384):
         return TokenizerFolder(files, {"library": "byte-level"})
     raise UserError(
-        f"{folder} holds no supported tokenizer ({DESCRIPTION}, {', '.join(_MODELS)}, or {VOCABULARY} with "
-        f"{MERGES}); give one with --tokenizer FOLDER, or --tokenizer byte-level"
+        f"{folder} holds no supported tokenizer ({TOKENIZER_JSON}, {', '.join(_MODELS)}, or {VOCAB_FILE} with "
+        f"{MERGES_FILE}); give one with --tokenizer FOLDER, or --tokenizer byte-level"
     )
 
 
@@ -98,13 +98,13 @@ def _named_mask(found: TokenizerFolder, folder: Path) -> str | None:
     """Return the mask token if the folder's tokenizer_config.json gives an unusual one."""
     token = (read_object(folder, SETTINGS) or {}).get("mask_token")
     token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str) or token in USUAL_MASKS:
+    if not isinstance(token, str) or token in USUAL_MASK_TOKENS:
         return None
-    tokenizer = tokenizer_of_keys(TokenizerBlock.model_validate(found.keys_in(folder)))
+    tokenizer = tokenizer_from_config(TokenizerBlock.model_validate(found.keys_for(folder)))
     return None if tokenizer.token_id(token) is None else token
 
 
-def tokenizer_named(name: str, family: Family) -> TokenizerFolder:
+def tokenizer_from_option(name: str, family: Family) -> TokenizerFolder:
     """Return the tokenizer given by `--tokenizer`: a folder, or `byte-level`."""
     if name == "byte-level":
         return TokenizerFolder({}, {"library": "byte-level"})
@@ -130,33 +130,33 @@ def special_ids(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
     return ids
 
 
-def tokenizer_of(root: RootBlock) -> Tokenizer:
+def build_tokenizer(root: RootBlock) -> Tokenizer:
     """Return the tokenizer of a configuration, with the tokens its task adds; byte-level if none is configured.
 
     Raises:
         UserError: its files cannot be read.
     """
-    return tokenizer_of_task(root, task_of(root), named_tokenizer(root) or ByteTokenizer())
+    return tokenizer_for_task(root, task_from_config(root), configured_tokenizer(root) or ByteTokenizer())
 
 
-def fitting_tokenizer(root: RootBlock, vocab_size: int) -> Tokenizer:
-    """Return `tokenizer_of` a configuration, checked against the model's vocabulary size.
+def tokenizer_for_vocabulary(root: RootBlock, vocab_size: int) -> Tokenizer:
+    """Return `build_tokenizer` a configuration, checked against the model's vocabulary size.
 
     Raises:
         UserError: its files cannot be read, or it has more tokens than the model, alone or with those its task adds.
     """
-    alone = named_tokenizer(root) or ByteTokenizer()
+    alone = configured_tokenizer(root) or ByteTokenizer()
     if alone.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer has {alone.vocab_size:,} tokens, but `vocab_size` is {vocab_size:,}: it belongs to another "
             "model"
         )
-    tokenizer = tokenizer_of(root)
+    tokenizer = build_tokenizer(root)
     if tokenizer.vocab_size <= vocab_size:
         return tokenizer
     if root.model.family == "bert":
         raise UserError(
-            f"the tokenizer has no mask token: neither {' nor '.join(USUAL_MASKS)}; set the one that it has with "
+            f"the tokenizer has no mask token: neither {' nor '.join(USUAL_MASK_TOKENS)}; set the one that it has with "
             f'"mask_token" in {SETTINGS}, or give another tokenizer with --tokenizer FOLDER'
         )
     raise UserError(
@@ -166,7 +166,7 @@ def fitting_tokenizer(root: RootBlock, vocab_size: int) -> Tokenizer:
     )
 
 
-def folder_of_run(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder | None:
+def original_tokenizer_files(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder | None:
     """Return the files a run's tokenizer was loaded from, if they still exist and still give the same tokenizer.
 
     Args:
@@ -179,14 +179,14 @@ def folder_of_run(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFold
         return None
     try:
         path = user_path(named, "model.tokenizer")
-        if not (path.is_dir() or path.is_file()) or tokenizer_of(root).to_document() != document:
+        if not (path.is_dir() or path.is_file()) or build_tokenizer(root).to_dict() != document:
             return None
         return find_tokenizer(path if path.is_dir() else path.parent, root.model.family, None)
     except (UserError, OSError, ValueError):
         return None
 
 
-def folder_named(name: str, root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder:
+def given_tokenizer_files(name: str, root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder:
     """Return the files given by `--tokenizer` for a checkpoint; they must give the same tokenizer.
 
     Args:
@@ -197,11 +197,11 @@ def folder_named(name: str, root: RootBlock, document: Mapping[str, Any]) -> Tok
     Raises:
         UserError: there are no tokenizer files, or they give other tokens.
     """
-    found = tokenizer_named(name, root.model.family)
+    found = tokenizer_from_option(name, root.model.family)
     kept = {key: value for key, value in root.model.tokenizer.model_dump().items() if key not in _FILE_KEYS}
-    keys = TokenizerBlock.model_validate(kept | found.keys_in(found.folder or Path(name)))
+    keys = TokenizerBlock.model_validate(kept | found.keys_for(found.folder or Path(name)))
     there = root.model_copy(update={"model": root.model.model_copy(update={"tokenizer": keys})})
-    if tokenizer_of(there).to_document() != document:
+    if build_tokenizer(there).to_dict() != document:
         raise UserError(f"--tokenizer {name} differs from the tokenizer of the checkpoint")
     return found
 
@@ -212,12 +212,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     Raises:
         UserError: transformers has no equivalent tokenizer.
     """
-    document = tokenizer.to_document()
+    document = tokenizer.to_dict()
     if isinstance(tokenizer, ByteTokenizer):
         settings: dict[str, Any] = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": tokenizer.sentinels}
     elif document["tokenizer"] == "huggingface":
-        (folder / DESCRIPTION).write_text(document["definition"], encoding="utf-8")
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special_names(tokenizer)}
+        (folder / TOKENIZER_JSON).write_text(document["definition"], encoding="utf-8")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens_map(tokenizer)}
         names = {id_: token for token, id_ in _tokens(document["definition"]).items()}
         for kind, id_ in (("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
             if id_ in names:
@@ -233,7 +233,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 def write_template(folder: Path, tokenizer: Tokenizer) -> None:
     """Write the chat template of a tokenizer next to its files, unless they contain it."""
-    beside = template_beside(folder, str(folder))
+    beside = load_chat_template(folder, str(folder))
     if tokenizer.chat is not None and (beside is None or beside.source != tokenizer.chat.source):
         (folder / TEMPLATE).write_text(tokenizer.chat.source, encoding="utf-8")
 
@@ -244,7 +244,7 @@ def _tokens(definition: str) -> dict[str, int]:
     return tokenizers.Tokenizer.from_str(definition).get_vocab()
 
 
-def settings_in(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
     """Read the tokenizer_config.json of a written folder, empty if there is none."""
     path = folder / SETTINGS
     try:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...models.config.family_rules import stacks_of_keys
+from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
 from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
-from ..data.tokenizers.tokenizer import Tokenizer, makes_same_tokens
-from ..data.tokenizers.tokenizer_files import tokenizer_of_keys
+from ..data.tokenizers.tokenizer import Tokenizer, is_same_tokenizer
+from ..data.tokenizers.tokenizer_files import tokenizer_from_config
 from ..utils.errors import UserError
 from ..utils.text import counted
-from .adapter_weights import load_initial_adapter
-from .pretrained import KEY, BaseWeights, foreign_keys, tokenizer_keys
+from .adapter_weights import load_pretrained_adapter
+from .pretrained import KEY, PretrainedWeights, hf_tokenizer_keys, open_hf_model
 
 _FUNCTION_PRESERVING_KEYS = {
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "init_method_std", "use_scaled_init_method"),
@@ -31,8 +31,8 @@ _FUNCTION_PRESERVING_KEYS = {
 """Keys of a stack that do not change the function its weights compute at inference."""
 
 
-def load_initial_weights(
-    root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: BaseWeights | None
+def load_pretrained_weights(
+    root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: PretrainedWeights | None
 ) -> Iterator[str]:
     """Load the weights of `model.restore_from_path` and `model.peft.restore_from_path`, converting dtypes.
 
@@ -65,36 +65,36 @@ def load_initial_weights(
         if trained is None:
             yield f"{base.path}: its configuration cannot be read here; only the shapes of its weights were compared"
         else:
-            yield from other_functions(root.model, trained)
+            yield from function_mismatch_warnings(root.model, trained)
         steps = f", trained for {counted(base.checkpoint.state.step, 'step')}" if base.checkpoint is not None else ""
         yield f"weights from {base.path}{steps}"
-    yield from load_initial_adapter(root, model, tokenizer, base)
+    yield from load_pretrained_adapter(root, model, tokenizer, base)
 
 
-def _has_same_tokenizer(base: BaseWeights, keys: TokenizerBlock, tokenizer: Tokenizer) -> bool:
+def _has_same_tokenizer(base: PretrainedWeights, keys: TokenizerBlock, tokenizer: Tokenizer) -> bool:
     """Return True if the weights were trained with the tokenizer of the run, or if that is unknown."""
     if base.checkpoint is not None:
-        return makes_same_tokens(base.checkpoint.tokenizer_document, tokenizer.to_document())
-    theirs = tokenizer_keys(base.path)
+        return is_same_tokenizer(base.checkpoint.tokenizer_document, tokenizer.to_dict())
+    theirs = hf_tokenizer_keys(base.path)
     files = dict.fromkeys(("type", "model", "vocab_file", "merge_file"))
     if not theirs or all(getattr(keys, name) == value for name, value in {**files, **theirs}.items()):
         return True
     if {keys.library, theirs["library"]} & {"byte-level", "char"}:  # without a tokenizer file to compare
         return False
-    one, other = (tokenizer_of_keys(each) for each in (keys, keys.model_copy(update={**files, **theirs})))
-    return makes_same_tokens(one.to_document(), other.to_document())
+    one, other = (tokenizer_from_config(each) for each in (keys, keys.model_copy(update={**files, **theirs})))
+    return is_same_tokenizer(one.to_dict(), other.to_dict())
 
 
-def _trained_model_keys(base: BaseWeights) -> AnyModelBlock | None:
+def _trained_model_keys(base: PretrainedWeights) -> AnyModelBlock | None:
     """Return the model keys the weights were trained with; None if this version does not support them."""
     if base.checkpoint is None:
-        with foreign_keys(base.path) as incoming:
+        with open_hf_model(base.path) as incoming:
             return MODEL_BLOCKS[incoming.architecture.family].model_validate(incoming.keys)
-    root = configuration_of(base.checkpoint)
+    root = load_checkpoint_config(base.checkpoint)
     return None if root is None else root.model
 
 
-def configuration_of(checkpoint: Checkpoint) -> RootBlock | None:
+def load_checkpoint_config(checkpoint: Checkpoint) -> RootBlock | None:
     """Return the configuration stored in a checkpoint; None if this version does not support its keys."""
     try:
         return config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
@@ -102,10 +102,10 @@ def configuration_of(checkpoint: Checkpoint) -> RootBlock | None:
         return None
 
 
-def other_functions(model: AnyModelBlock, trained: AnyModelBlock) -> Iterator[str]:
+def function_mismatch_warnings(model: AnyModelBlock, trained: AnyModelBlock) -> Iterator[str]:
     """Yield a warning for each key (positions, norms, masks) with which the same weights compute another function."""
-    before = stacks_of_keys(trained)
-    for at, stack in stacks_of_keys(model).items():
+    before = keys_by_stack(trained)
+    for at, stack in keys_by_stack(model).items():
         for name, now in stack.model_dump(include=set(StackKeys.model_fields) - _FUNCTION_PRESERVING_KEYS).items():
             then = getattr(before[at], name)
             if then != now:

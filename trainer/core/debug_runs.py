@@ -10,13 +10,13 @@ import torch
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data
-from ..data.dataloader import fields_of
+from ..data.dataloader import batch_tensors
 from ..data.datasets.samples import Batch
-from ..data.datasets.seq2seq import AnySamples, NamedTensors
+from ..data.datasets.seq2seq import AnySamples, TensorBatch
 from ..utils.errors import UserError
 from ..utils.text import counted
 
-TRIAL = "fast_dev_run"
+FAST_DEV_RUN = "fast_dev_run"
 """Subdirectory of the run directory, so that a debug run never touches files of a real run."""
 
 
@@ -65,8 +65,8 @@ def trial_of(config: RunConfig) -> RunConfig:
 def _log_dir(root: RootBlock) -> dict[str, str | None]:
     keys = root.exp_manager
     if keys.explicit_log_dir is not None:
-        return {"explicit_log_dir": f"{keys.explicit_log_dir}/{TRIAL}"}
-    return {"explicit_log_dir": f"{keys.exp_dir or 'runs'}/{keys.name or root.name}/{TRIAL}"}
+        return {"explicit_log_dir": f"{keys.explicit_log_dir}/{FAST_DEV_RUN}"}
+    return {"explicit_log_dir": f"{keys.exp_dir or 'runs'}/{keys.name or root.name}/{FAST_DEV_RUN}"}
 
 
 def overfitted(data: Data, root: RootBlock) -> Data:
@@ -89,7 +89,7 @@ def overfitted(data: Data, root: RootBlock) -> Data:
             f"`trainer.overfit_batches` ({limit}) needs {counted(batches * size, 'sample')}, but the training data "
             f"have {data.train.samples:,}; {hint}"
         )
-    few = FirstSamples(data.train, batches * size)
+    few = RepeatedSubset(data.train, batches * size)
     return replace(
         data,
         train=few,
@@ -100,7 +100,7 @@ def overfitted(data: Data, root: RootBlock) -> Data:
     )
 
 
-class FirstSamples:
+class RepeatedSubset:
     """The first samples of a dataset, repeated endlessly.
 
     Args:
@@ -123,6 +123,6 @@ class FirstSamples:
             first, count = first + taken, count - taken
         if len(parts) == 1:
             return parts[0]
-        fields = [fields_of(part) for part in parts]
-        joined: NamedTensors = {name: torch.cat([part[name] for part in fields]) for name in fields[0]}
+        fields = [batch_tensors(part) for part in parts]
+        joined: TensorBatch = {name: torch.cat([part[name] for part in fields]) for name in fields[0]}
         return Batch(**joined) if isinstance(parts[0], Batch) else joined

@@ -7,50 +7,50 @@ from pathlib import Path
 
 import torch
 
-from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.dispatch import BackendSelection
 from ...models.build import LanguageModel, plan_model
 from ...models.build import build_model as build_from_keys
 from ...models.config.families import family_slice
 from ...models.config.peft_slice import peft_slice
-from ...models.peft.apply import trained_parameters
-from ..callbacks.preemption import StopRequest
-from ..callbacks.reporting import Rates
-from ..callbacks.train_loop import Save, Validate
-from ..checkpoint.async_saver import Saver
+from ...models.peft.apply import trainable_parameters
+from ..callbacks.preemption import StopHandler
+from ..callbacks.reporting import ThroughputFactors
+from ..callbacks.train_loop import SaveFunction, ValidateFunction
+from ..checkpoint.async_saver import CheckpointSaver
 from ..checkpoint.loop_state import LoopState
-from ..checkpoint.reader import AVERAGE, OPTIMIZER, RunState, saved_of
+from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, RunState, tensors_to_save
 from ..checkpoint.run_environment import device_name
-from ..checkpoint.writer import Content, apply_retention
+from ..checkpoint.writer import CheckpointContent, apply_retention
 from ..config.batch_spec import sample_form
 from ..config.run_config import RunConfig
-from ..config.schema.exp_manager import logged_name
+from ..config.schema.exp_manager import canonical_metric_name
 from ..config.schema.root import RootBlock
 from ..config.schema.trainer_and_data import DataBlock
-from ..data.batch_sampler import BatchPlan
+from ..data.batch_sampler import BatchSchedule
 from ..data.build_datasets import Data
-from ..data.tokenizers.tokenizer import saved_document
+from ..data.tokenizers.tokenizer import tokenizer_state
 from ..data.validation_subset import validated_samples
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import attention_flags
 from ..device.precision import PrecisionPlan
 from ..distributed.data_parallel import DataParallel, data_parallel
 from ..distributed.layout_from_config import layout_of, reduce_dtype
-from ..distributed.process_group import Ranks
-from ..evaluation.held_out_loss import EvaluationResult, evaluate, summed_loss
-from ..lightning.cuda_graph import RecordedMicroBatches, RunMicroBatch
+from ..distributed.process_group import DistributedContext
+from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
+from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
 from ..lightning.lightning_module import LanguageModule
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
-from ..plan.flops import bf16_peak, training_flops_per_sample
+from ..plan.flops import bf16_peak_flops, training_flops_per_sample
 from ..plan.memory_check import check_memory
-from ..utils.environment import let_segments_grow
+from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
 from ..utils.local_shard import piece_of
 from ..utils.text import counted
 
 
-def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
+def choose_device(root: RootBlock, ranks: DistributedContext | None = None) -> torch.device:
     """Return the device of `trainer.accelerator`; `auto` is a CUDA GPU if there is one, else the CPU.
 
     Raises:
@@ -68,8 +68,8 @@ def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
         )
     if kind != "cuda":
         return torch.device(kind)
-    let_segments_grow()
-    index, gpus = (ranks or Ranks()).local_rank, torch.cuda.device_count()
+    enable_expandable_segments()
+    index, gpus = (ranks or DistributedContext()).local_rank, torch.cuda.device_count()
     if index and index >= gpus:
         raise UserError(
             f"`trainer.devices` ({keys.devices}): this machine has {counted(gpus, 'GPU')}; use trainer.devices={gpus}"
@@ -77,8 +77,8 @@ def choose_device(root: RootBlock, ranks: Ranks | None = None) -> torch.device:
     return torch.device(kind, index)
 
 
-def build_data_parallel(
-    root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: Ranks
+def data_parallel_from_config(
+    root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: DistributedContext
 ) -> DataParallel | None:
     """Return the data-parallel strategy (DDP, FSDP2 or HSDP), or None for one process."""
     layout = layout_of(root, ranks.world_size)
@@ -87,7 +87,7 @@ def build_data_parallel(
     )
 
 
-def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> Mapping[str, Decision]:
+def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> Mapping[str, BackendSelection]:
     """Check that the model can run on this device, before anything is built or written.
 
     Returns:
@@ -157,12 +157,14 @@ def build_optimizer(
     )
 
 
-def build_rates(root: RootBlock, model: LanguageModel, device: torch.device, processes: int = 1) -> Rates:
+def build_throughput(
+    root: RootBlock, model: LanguageModel, device: torch.device, processes: int = 1
+) -> ThroughputFactors:
     """Return the token and FLOP counts from which throughput and MFU of all processes are computed."""
     form = sample_form(root)
     tokens = form.length + form.decoder_length
-    peak = bf16_peak(device_name(device))
-    return Rates(
+    peak = bf16_peak_flops(device_name(device))
+    return ThroughputFactors(
         tokens_per_sample=tokens,
         flops_per_token=training_flops_per_sample(
             root.model, model.output_weight.shape[0], form, frozen=root.model.peft.is_on
@@ -224,9 +226,9 @@ def build_validation(
     data: Data,
     precision: PrecisionPlan,
     device: torch.device,
-    ranks: Ranks | None = None,
+    ranks: DistributedContext | None = None,
     data_parallel: DataParallel | None = None,
-) -> Validate | None:
+) -> ValidateFunction | None:
     """Return a function that validates on `trainer.limit_val_batches` of the samples, or None if that is 0."""
     limit = root.trainer.limit_val_batches
     if not limit or data.validation is None:
@@ -241,7 +243,7 @@ def build_validation(
         batches = default_batches if global_batches is None else global_batches
         try:
             return evaluate(
-                summed_loss(model, precision, device),
+                loss_function(model, precision, device),
                 samples,
                 token_bytes=data.token_bytes,
                 batch_size=size,
@@ -263,10 +265,10 @@ def build_save(
     data: Data,
     start: RunState,
     module: LanguageModule,
-    plan: BatchPlan,
-    saver: Saver,
+    plan: BatchSchedule,
+    saver: CheckpointSaver,
     average: EMA | None = None,
-) -> Save | None:
+) -> SaveFunction | None:
     """Return a function that saves a checkpoint of a step, or None if no checkpoint would be kept."""
     keys = config.root.exp_manager
     params = keys.checkpoint_callback_params
@@ -277,26 +279,26 @@ def build_save(
         state = start.model_copy(
             update={
                 "step": step,
-                "updates": module.optimizer_state.step_count,
+                "updates": module.unwrapped_optimizer.step_count,
                 "consumed_samples": plan.consumed(step),
                 "val_loss": metrics.get("val_loss"),
                 "metrics": {name: value for name, value in metrics.items() if name != "val_loss"},
                 "loop": loop,
             }
         )
-        kind, state_dict = saved_of(module.model)
+        kind, state_dict = tensors_to_save(module.model)
         tensors = {
             kind: {name: piece_of(tensor) for name, tensor in state_dict.items()},
-            OPTIMIZER: module.optimizer_state.pieces(),
+            OPTIMIZER: module.unwrapped_optimizer.pieces(),
         }
         if average is not None:
-            tensors[AVERAGE] = average.pieces()
-        return saver.save(Content(state, tensors, config.document, saved_document(data.tokenizer)))
+            tensors[EMA_WEIGHTS] = average.pieces()
+        return saver.save(CheckpointContent(state, tensors, config.document, tokenizer_state(data.tokenizer)))
 
     return save
 
 
-def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callable[[], None]:
+def build_retention(root: RootBlock, checkpoints: Path, stop_handler: StopHandler) -> Callable[[], None]:
     """Return a function that applies checkpoint retention; a run that is being stopped keeps its newest checkpoint."""
     params = root.exp_manager.checkpoint_callback_params
 
@@ -304,15 +306,15 @@ def build_clean(root: RootBlock, checkpoints: Path, stop: StopRequest) -> Callab
         apply_retention(
             checkpoints,
             save_top_k=params.save_top_k,
-            save_last=params.save_last or stop.reason is not None,
-            monitor=logged_name(params.monitor),
+            save_last=params.save_last or stop_handler.reason is not None,
+            monitor=canonical_metric_name(params.monitor),
             mode=params.mode,
         )
 
     return clean
 
 
-def build_recorder(
+def build_graph_capture(
     root: RootBlock, model: LanguageModel, device: torch.device, processes: int, say: Callable[[str], None]
 ) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
@@ -322,10 +324,10 @@ def build_recorder(
     if not uses_cuda_graph(root, device, processes, model.attention_decisions):
         return None
     on_failure = None if root.model.enable_cuda_graph else say
-    return lambda run: RecordedMicroBatches(run, model.parameters(), on_failure)
+    return lambda run: CapturedMicroBatches(run, model.parameters(), on_failure)
 
 
-def build_average(
+def build_ema(
     root: RootBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
 ) -> EMA | None:
     """Build the EMA of `exp_manager.ema`, initialized from the current weights; None if disabled."""
@@ -336,7 +338,7 @@ def build_average(
         key.removesuffix(".main"): piece.local for key, piece in optimizer.pieces().items() if key.endswith(".main")
     }
     return EMA(
-        trained_parameters(model),
+        trainable_parameters(model),
         main_weights=main_weights,
         decay=keys.decay,
         every_n_steps=keys.every_n_steps,

@@ -9,19 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.reader import BaseRecord, Checkpoint, MisfitError, RunState, find_checkpoint, newest_checkpoint
+from ..checkpoint.reader import (
+    BaseRecord,
+    Checkpoint,
+    CheckpointMismatchError,
+    RunState,
+    find_checkpoint,
+    newest_checkpoint,
+)
 from ..checkpoint.run_directory import RunDirectory
 from ..checkpoint.run_environment import stoker_version
-from ..checkpoint.writer import remove_leftovers
+from ..checkpoint.writer import remove_temporaries
 from ..config import dotted_paths
 from ..config.batch_spec import sample_form
 from ..config.data_task import task_name
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
 from ..conversion.adapter_weights import load_with_base
-from ..conversion.pretrained import BaseWeights
+from ..conversion.pretrained import PretrainedWeights
 from ..conversion.pretrained_config import SHAPES
-from ..conversion.warm_start import configuration_of, other_functions
+from ..conversion.warm_start import function_mismatch_warnings, load_checkpoint_config
 from ..data.build_datasets import Data
 from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import settings
@@ -50,7 +57,7 @@ _TRAINING_ONLY_KEYS = (
 _FILE_KEYS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
 
 
-def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
+def find_resume_checkpoint(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint a run resumes from, and log lines about damaged or removed ones.
 
     A checkpoint of this run (`resume_if_exists`) takes precedence over `resume_from_checkpoint`, as in NeMo: it is more
@@ -62,7 +69,7 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
     lines: list[str] = []
     if keys.create_checkpoint_callback:  # otherwise another run may be saving to this directory
         try:
-            removed = remove_leftovers(directory.checkpoints)
+            removed = remove_temporaries(directory.checkpoints)
         except OSError as error:
             raise UserError(
                 f"cannot remove {error.filename}, left by an interrupted save: {error.strerror or error}", EXIT_IO
@@ -92,7 +99,9 @@ def find_resumed(keys: ExpManagerBlock, directory: RunDirectory) -> tuple[Checkp
     return None, lines
 
 
-def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: BaseRecord | None = None) -> RunState:
+def initial_run_state(
+    root: RootBlock, data: Data, precision: PrecisionPlan, base: BaseRecord | None = None
+) -> RunState:
     """Return the state of this run at step 0, as recorded in its checkpoints.
 
     Args:
@@ -129,7 +138,7 @@ def describe_run(root: RootBlock, data: Data, precision: PrecisionPlan, base: Ba
     )
 
 
-def check_resumed(
+def check_resume_compatibility(
     checkpoint: Checkpoint, now: RunState, tokenizer_document: dict[str, Any], root: RootBlock
 ) -> list[str]:
     """Check that a run can resume from a checkpoint.
@@ -186,9 +195,9 @@ def check_resumed(
                 f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are built "
                 "differently"
             )
-    before = configuration_of(checkpoint)
+    before = load_checkpoint_config(checkpoint)
     if before is not None and before.model.family == root.model.family:
-        warnings += other_functions(root.model, before.model)
+        warnings += function_mismatch_warnings(root.model, before.model)
     warnings += _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _TRAINING_ONLY_KEYS)
     for key in sorted(saved.optimizer.keys() | now.optimizer.keys()):
         before, after = saved.optimizer.get(key), now.optimizer.get(key)
@@ -200,7 +209,9 @@ def check_resumed(
     return warnings
 
 
-def load_resumed(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | None, root: RootBlock) -> None:
+def load_resumed_weights(
+    checkpoint: Checkpoint, model: nn.Module, base: PretrainedWeights | None, root: RootBlock
+) -> None:
     """Load the weights of the checkpoint a run resumes from.
 
     Args:
@@ -214,7 +225,7 @@ def load_resumed(checkpoint: Checkpoint, model: nn.Module, base: BaseWeights | N
     """
     try:
         load_with_base(checkpoint, model, base, cast=False)
-    except MisfitError as error:
+    except CheckpointMismatchError as error:
         changed = _changed_keys(checkpoint, root, _changes_shapes)
         raise UserError([*changed, *error.lines]) from None
 
@@ -262,7 +273,7 @@ def _changed_keys(checkpoint: Checkpoint, root: RootBlock, selected: Callable[[s
         root: configuration of the run.
         selected: predicate on the path of a key.
     """
-    saved = configuration_of(checkpoint)
+    saved = load_checkpoint_config(checkpoint)
     if saved is None:
         return []
     before, after = (dict(dotted_paths.leaves(each.model_dump())) for each in (saved, root))

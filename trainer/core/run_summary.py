@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import torch
 
-from ...models.build import LanguageModel, parameter_count, stacks_of
+from ...models.build import LanguageModel, get_stacks, parameter_count
 from ...models.config.families import FamilySlice, family_slice
-from ...models.config.family_rules import stacks_of_keys
+from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory_slice import named
 from ...models.config.parameter_count import count_parameters
 from ...models.config.peft_slice import peft_slice
-from ...models.peft.apply import trained_parameters
-from ...models.recompute.analysis import idle_recompute, made_again_for_copies, saving_recompute
+from ...models.peft.apply import trainable_parameters
+from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
 from ..config.batch_spec import sample_form
-from ..config.parameter_layout import DataLayout
+from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data
 from ..device.cuda_graph_support import uses_cuda_graph
@@ -32,7 +32,7 @@ def describe(
     data: Data,
     precision: PrecisionPlan,
     device: torch.device,
-    layout: DataLayout | None = None,
+    layout: DataParallelLayout | None = None,
 ) -> Iterator[str]:
     """Yield the log lines at the start of a run: device, data, model, attention, recomputation, offloading, steps."""
     keys, form = root.model, sample_form(root)
@@ -42,12 +42,12 @@ def describe(
     if layout is not None:
         yield f"{counted(ranks, 'process', 'processes')}, {layout.name}: {layout.held}"
     yield f"data {data.description}"
-    stacks = stacks_of_keys(keys)
+    stacks = keys_by_stack(keys)
     *others, last = (stack.num_layers for stack in stacks.values())
     layers = " and ".join([*map(str, others), counted(last, "layer")])
     width = next(iter(stacks.values())).hidden_size
     parameters, active = parameter_count(model), count_parameters(keys, data.vocab_size, form, active=True)
-    trained = sum(parameter.numel() for parameter in trained_parameters(model).values())
+    trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     total = count_parameters(keys, data.vocab_size, form)
     active_text = f" ({active:,} for each token)" if active < total else ""
     yield f"model {total:,} parameters{active_text}, {layers}, hidden size {width}"
@@ -69,11 +69,11 @@ def describe(
     )
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
-    saving = saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
+    saving = memory_saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
     for at, recompute in zip(stacks, saving, strict=True):
         if recompute is not None:
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
-    for note in idle_recompute(described, model.attention_decisions, peft, compiled=model.compiled):
+    for note in ineffective_recompute_messages(described, model.attention_decisions, peft, compiled=model.compiled):
         yield f"warning: {note}"
     yield from describe_offload(root, described, model, device)
     if uses_cuda_graph(root, device, ranks, model.attention_decisions):
@@ -93,8 +93,8 @@ def describe_offload(
 ) -> Iterator[str]:
     """Yield a line for each stack with `cpu_offloading`."""
     peft = peft_slice(root.model.peft)
-    recomputed = made_again_for_copies(described, model.attention_decisions, peft, compiled=model.compiled)
-    rows = zip(stacks_of_keys(root.model), described.stacks, stacks_of(model), recomputed, strict=True)
+    recomputed = recomputed_for_offload(described, model.attention_decisions, peft, compiled=model.compiled)
+    rows = zip(keys_by_stack(root.model), described.stacks, get_stacks(model), recomputed, strict=True)
     for at, part, stack, modules in rows:
         offload = part.offload
         if offload is None:
@@ -115,9 +115,9 @@ def describe_offload(
         yield f"CPU offloading of the first {layers}: {' and '.join(tensors)}{instead}"
 
 
-def describe_moved(model: LanguageModel) -> Iterator[str]:
+def describe_offload_traffic(model: LanguageModel) -> Iterator[str]:
     """Yield the line after training with the bytes `cpu_offloading` moved per micro batch and the host memory used."""
-    stacks = stacks_of(model)
+    stacks = get_stacks(model)
     offloads = [part for stack in stacks for part in (stack.activation_offload, stack.weight_offload) if part]
     if offloads:
         moved = sum(part.sent_bytes for part in offloads) / 2**30
@@ -128,7 +128,7 @@ def describe_moved(model: LanguageModel) -> Iterator[str]:
         )
 
 
-def describe_host_state(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+def describe_optimizer_offload(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
     """Yield lines about `model.cpu_offloading_optimizer` and `exp_manager.ema.cpu_offload`, if they are set."""
     ema = root.exp_manager.ema
     if ema.enable and ema.cpu_offload and device.type != "cuda":

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
-class RampUp:
+class BatchSizeRampUp:
     """Global batch size ramp-up by consumed samples (Megatron's `rampup_batch_size`, nemo_semantics 1.3).
 
     Attributes:
@@ -37,7 +37,7 @@ class RampUp:
         return min(self.final, self.start + consumed * increments // self.samples * self.increment)
 
 
-class BatchPlan:
+class BatchSchedule:
     """Global batch size and data position of each step.
 
     Args:
@@ -48,7 +48,7 @@ class BatchPlan:
     """
 
     def __init__(
-        self, global_batch_size: int, *, first_step: int = 0, consumed: int = 0, ramp_up: RampUp | None = None
+        self, global_batch_size: int, *, first_step: int = 0, consumed: int = 0, ramp_up: BatchSizeRampUp | None = None
     ) -> None:
         self.global_batch_size = global_batch_size
         self.first_step = first_step
@@ -77,7 +77,7 @@ class BatchPlan:
         return self._phases[bisect_right(self._starts, step) - 1]
 
 
-class StepPart(NamedTuple):
+class MicroBatchIndices(NamedTuple):
     """Micro batches of one rank in one step.
 
     Attributes:
@@ -92,7 +92,7 @@ class StepPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankBatches:
+class RankBatchSampler:
     """Batch sampler of one rank: its micro batches of every step.
 
     Attributes:
@@ -102,22 +102,22 @@ class RankBatches:
         world_size: number of ranks.
     """
 
-    plan: BatchPlan
+    plan: BatchSchedule
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
 
-    def __iter__(self) -> Iterator[StepPart]:
+    def __iter__(self) -> Iterator[MicroBatchIndices]:
         """Yield the micro batches of this rank for every step, without end."""
         return (self.part(step) for step in count(self.plan.first_step))
 
-    def part(self, step: int) -> StepPart:
+    def part(self, step: int) -> MicroBatchIndices:
         """Return the micro batches of this rank in one step."""
         size = self.micro_batch_size
         numbers = range(self.rank, self.plan.size(step) // size, self.world_size)
-        return StepPart(self.plan.consumed(step), size, tuple(numbers))
+        return MicroBatchIndices(self.plan.consumed(step), size, tuple(numbers))
 
 
-def ramp_up_of(keys: Sequence[int] | None, global_batch_size: int) -> RampUp | None:
-    """Build a `RampUp` from `model.rampup_batch_size`; None if null or empty."""
-    return RampUp(*keys, final=global_batch_size) if keys else None
+def parse_ramp_up(keys: Sequence[int] | None, global_batch_size: int) -> BatchSizeRampUp | None:
+    """Build a `BatchSizeRampUp` from `model.rampup_batch_size`; None if null or empty."""
+    return BatchSizeRampUp(*keys, final=global_batch_size) if keys else None

@@ -11,26 +11,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config.data_task import Task, task_of
+from ..config.data_task import Task, task_from_config
 from ..config.data_task import sequence_length as length_of
 from ..config.schema.root import RootBlock
-from ..plugins.datasets import BUILT_IN, PAIR_SOURCES, installed_datasets, installed_samples
+from ..plugins.datasets import BUILT_IN_DATASETS, PAIR_SOURCES, dataset_plugins, plugin_samples
 from ..utils.errors import UserError
 from ..utils.text import counted
-from .datasets.document_chunks import TokenDocuments
+from .datasets.document_chunks import InMemoryDocuments
 from .datasets.samples import TrainingWindows
 from .datasets.seq2seq import AnySamples
 from .datasets.sft_examples import Examples
 from .datasets.tokenized import choose_tokenizer, open_splits, split_samples
 from .sources.docstrings import read_docstrings
 from .sources.record_sources import read_source
-from .sources.text_pairs import TextPairs, TokenPairs, fingerprint_of, pair_reader
+from .sources.text_pairs import TextPairs, TokenPairs, pair_parser, pairs_fingerprint
 from .sources.text_sources import SPLITS, Corpus, Split, parse_proportions
-from .sources.text_tokens import evaluation_windows, read_corpus, token_documents, token_stream
+from .sources.text_tokens import evaluation_windows, read_corpus, token_stream, tokenize_documents
 from .tasks.sft import fine_tuning
-from .tasks.task_samples import TaskSamples, tokenizer_of_task
+from .tasks.task_samples import SampleFactory, tokenizer_for_task
 from .tokenizers.tokenizer import ByteTokenizer, TokenIds, Tokenizer
-from .tokenizers.vocabulary import bytes_of_ids, model_vocabulary, named_tokenizer, tokenizer_of_text, with_chat
+from .tokenizers.vocabulary import (
+    configured_tokenizer,
+    model_vocab_size,
+    padded_byte_counts,
+    tokenizer_for_corpus,
+    with_chat_template,
+)
 
 MOCK_TRAINING_SAMPLES = 1 << 40
 MOCK_EVALUATION_SAMPLES = 1024
@@ -93,13 +99,13 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
         UserError: the text cannot be read or tokenized, a split is shorter than the sequence length, the vocabulary is
             smaller than the tokenizer's, or the tokenizer lacks a token that the task needs.
     """
-    task = task_of(root)
+    task = task_from_config(root)
     model = root.model
     if model.data.data_impl in PAIR_SOURCES:
-        tokenizer = with_chat(root, tokenizer or named_tokenizer(root) or ByteTokenizer())
+        tokenizer = with_chat_template(root, tokenizer or configured_tokenizer(root) or ByteTokenizer())
         return _fine_tuning_data(root, task, tokenizer) if task.name == "sft" else _pair_data(root, task, tokenizer)
     data = _stream_data(root, task, tokenizer)
-    with_chat(root, data.tokenizer)
+    with_chat_template(root, data.tokenizer)
     return data
 
 
@@ -109,8 +115,8 @@ def _stream_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Da
         return _mock_data(root, task, tokenizer or ByteTokenizer())
     if model.data.data_impl == "mmap":
         return _tokenized_data(root, task, tokenizer)
-    if model.data.data_impl not in BUILT_IN:
-        return _plugin_data(root, task, tokenizer or named_tokenizer(root) or ByteTokenizer())
+    if model.data.data_impl not in BUILT_IN_DATASETS:
+        return _plugin_data(root, task, tokenizer or configured_tokenizer(root) or ByteTokenizer())
     return _text_data(root, task, tokenizer)
 
 
@@ -118,9 +124,9 @@ def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data
     """Build data from text files; `tokenizer` is restored from a checkpoint."""
     model = root.model
     corpus = read_corpus(root)
-    tokenizer = tokenizer_of_task(root, task, tokenizer or tokenizer_of_text(root, corpus))
-    vocab_size = model_vocabulary(root, tokenizer)
-    samples, tokens = _text_samples(root, TaskSamples(root, task, tokenizer), corpus, tokenizer)
+    tokenizer = tokenizer_for_task(root, task, tokenizer or tokenizer_for_corpus(root, corpus))
+    vocab_size = model_vocab_size(root, tokenizer)
+    samples, tokens = _text_samples(root, SampleFactory(root, task, tokenizer), corpus, tokenizer)
     if samples["validation"] is None and root.trainer.limit_val_batches:
         raise UserError(
             f"the validation split of {corpus.name} is empty: {corpus.files} file(s), "
@@ -134,13 +140,13 @@ def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data
         **held,
         fingerprint=corpus.fingerprint,
         description=_describe(corpus, tokens, tokenizer, task),
-        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        token_bytes=padded_byte_counts(tokenizer, vocab_size),
         corpus=corpus,
     )
 
 
 def _text_samples(
-    root: RootBlock, make: TaskSamples, corpus: Corpus, tokenizer: Tokenizer
+    root: RootBlock, make: SampleFactory, corpus: Corpus, tokenizer: Tokenizer
 ) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
     """Return the samples and the number of tokens of each split.
 
@@ -149,9 +155,11 @@ def _text_samples(
     """
     samples: dict[Split, AnySamples | None] = {}
     if make.takes_documents:
-        documents: dict[Split, list[TokenIds]] = {split: token_documents(corpus, split, tokenizer) for split in SPLITS}
+        documents: dict[Split, list[TokenIds]] = {
+            split: tokenize_documents(corpus, split, tokenizer) for split in SPLITS
+        }
         for split, ids in documents.items():
-            samples[split] = make.of_documents(TokenDocuments(ids), training=split == "train")
+            samples[split] = make.from_documents(InMemoryDocuments(ids), training=split == "train")
         if samples["train"] is None:
             raise UserError(f"no document of the training split of {corpus.name} has two tokens; use more text")
         return samples, {split: sum(map(len, ids)) for split, ids in documents.items()}
@@ -160,10 +168,10 @@ def _text_samples(
     length = make.task.window
     if tokens["train"] < length + 1:
         raise UserError(_too_short(root, make.task, corpus, tokens["train"]))
-    samples["train"] = make.of_windows(TrainingWindows(streams["train"], length, root.model.seed), training=True)
+    samples["train"] = make.from_windows(TrainingWindows(streams["train"], length, root.model.seed), training=True)
     for split in SPLITS[1:]:
         windows = evaluation_windows(streams[split], length, tokenizer)
-        samples[split] = windows and make.of_windows(windows, training=False)
+        samples[split] = windows and make.from_windows(windows, training=False)
     return samples, tokens
 
 
@@ -198,11 +206,11 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
         named_by = "the tokenizer of the checkpoint"
 
     def extended(tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer_of_task(root, task, tokenizer)
+        return tokenizer_for_task(root, task, tokenizer)
 
-    tokenizer = choose_tokenizer(splits, checkpoint_tokenizer or named_tokenizer(root), named_by, extended)
+    tokenizer = choose_tokenizer(splits, checkpoint_tokenizer or configured_tokenizer(root), named_by, extended)
     tokenizer = tokenizer or extended(ByteTokenizer())
-    make = TaskSamples(root, task, tokenizer)
+    make = SampleFactory(root, task, tokenizer)
     samples, tokens = split_samples(root, splits, tokenizer, make)
     prefix = root.model.data.data_prefix
     if samples["validation"] is None and root.trainer.limit_val_batches:
@@ -211,7 +219,7 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
             f"{root.model.data.splits_string}` cuts between documents); give it a larger share or a set of its own "
             "(data_prefix.validation), or set `trainer.limit_val_batches=0`"
         )
-    vocab_size = model_vocabulary(root, tokenizer)
+    vocab_size = model_vocab_size(root, tokenizer)
     documents = sum(found.reader.documents for found in splits.sets.values())
     held: Any = samples
     return Data(
@@ -223,38 +231,38 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
             f"{prefix if isinstance(prefix, str) else counted(len(splits.sets), 'set')}: "
             f"{counted(documents, 'document')}; "
             + ", ".join(f"{split} {counted(tokens[split], 'token')}" for split in SPLITS)
-            + f"; {tokenizer.to_document()['tokenizer']} tokenizer"
+            + f"; {tokenizer.to_dict()['tokenizer']} tokenizer"
             + (" (assumed; the data do not record theirs)" if splits.document() is None else "")
             + f", vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}; fingerprint {splits.fingerprint[:12]}"
         ),
-        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        token_bytes=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
     )
 
 
 def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build data from a dataset plugin."""
-    tokenizer = tokenizer_of_task(root, task, tokenizer)
+    tokenizer = tokenizer_for_task(root, task, tokenizer)
     keys = root.model.data.model_dump(mode="json")
     name = root.model.data.data_impl
-    make = TaskSamples(root, task, tokenizer)
-    windows = {split: installed_samples(keys, split, task.window, tokenizer, root.model.seed) for split in SPLITS}
+    make = SampleFactory(root, task, tokenizer)
+    windows = {split: plugin_samples(keys, split, task.window, tokenizer, root.model.seed) for split in SPLITS}
     samples: Any = {
-        split: found and make.of_windows(found, training=split == "train") for split, found in windows.items()
+        split: found and make.from_windows(found, training=split == "train") for split, found in windows.items()
     }
     if samples["validation"] is None and root.trainer.limit_val_batches:
         raise UserError(f"`model.data.data_impl` ({name}) has no validation split; set `trainer.limit_val_batches=0`")
-    source = installed_datasets()[name]
+    source = dataset_plugins()[name]
     version = source.dist.version if source.dist else ""
     identity = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
-    vocab_size = model_vocabulary(root, tokenizer)
+    vocab_size = model_vocab_size(root, tokenizer)
     return Data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         **samples,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
         description=f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}",
-        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        token_bytes=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
     )
 
@@ -264,19 +272,19 @@ def read_pairs(root: RootBlock) -> TextPairs:
     data = root.model.data
     if data.data_impl == "pystd_docstring":
         return read_docstrings(parse_proportions(data.splits_string))
-    source = read_source(data, pair_reader(data.context_key, data.label_key), lambda pair: pair.input)
+    source = read_source(data, pair_parser(data.context_key, data.label_key), lambda pair: pair.input)
     pairs = source.together()
-    return TextPairs(source.name, pairs, fingerprint_of(pairs), source.has_own_splits)
+    return TextPairs(source.name, pairs, pairs_fingerprint(pairs), source.has_own_splits)
 
 
 def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build data from text pairs for an encoder-decoder model."""
     texts = read_pairs(root)
-    tokenizer = tokenizer_of_task(root, task, tokenizer)
-    vocab_size = model_vocabulary(root, tokenizer)
-    make = TaskSamples(root, task, tokenizer)
+    tokenizer = tokenizer_for_task(root, task, tokenizer)
+    vocab_size = model_vocab_size(root, tokenizer)
+    make = SampleFactory(root, task, tokenizer)
     token_pairs = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
-    samples: Any = {split: make.of_pairs(pairs, training=split == "train") for split, pairs in token_pairs.items()}
+    samples: Any = {split: make.from_pairs(pairs, training=split == "train") for split, pairs in token_pairs.items()}
     _check_splits(root, texts.name, samples, texts.inputs)
     truncated = [sum(pairs.cut[side] for pairs in token_pairs.values()) for side in range(2)]
     return Data(
@@ -287,11 +295,11 @@ def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         description=(
             f"{texts.name}: "
             + ", ".join(f"{split} {len(pairs):,} pair{'s' * (len(pairs) != 1)}" for split, pairs in texts.pairs.items())
-            + f"; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
+            + f"; {tokenizer.to_dict()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
             f"{_sequence_lengths(task)}; truncated: inputs {truncated[0]:,}, targets {truncated[1]:,}; fingerprint "
             f"{texts.fingerprint[:12]}"
         ),
-        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        token_bytes=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
         pairs=texts,
         has_own_splits=texts.has_own_splits,
@@ -336,7 +344,7 @@ def _check_splits(
 
 def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build supervised fine-tuning data (prompts with answers, or conversations) for a GPT."""
-    vocab_size = model_vocabulary(root, tokenizer)
+    vocab_size = model_vocab_size(root, tokenizer)
     sft = fine_tuning(root, task, tokenizer)
     samples: Any = sft.samples
     for split in _needed_splits(root):
@@ -349,11 +357,11 @@ def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data
         **samples,
         fingerprint=fingerprint,
         description=(
-            f"{sft.records.name}: {sft.describe()}; {tokenizer.to_document()['tokenizer']} tokenizer, vocabulary "
+            f"{sft.records.name}: {sft.describe()}; {tokenizer.to_dict()['tokenizer']} tokenizer, vocabulary "
             f"{tokenizer.vocab_size}; {'packed ' * task.packed}{_sequence_lengths(task)}; "
             f"fingerprint {fingerprint[:12]}"
         ),
-        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        token_bytes=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
         examples=sft.examples,
         has_own_splits=sft.records.has_own_splits,
@@ -361,9 +369,9 @@ def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data
 
 
 def _mock_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
-    tokenizer = tokenizer_of_task(root, task, tokenizer)
-    vocab_size = model_vocabulary(root, tokenizer)
-    make = TaskSamples(root, task, tokenizer)
+    tokenizer = tokenizer_for_task(root, task, tokenizer)
+    vocab_size = model_vocab_size(root, tokenizer)
+    make = SampleFactory(root, task, tokenizer)
     train, validation, test = (
         make.mock(vocab_size, samples, part)
         for part, samples in enumerate([MOCK_TRAINING_SAMPLES, MOCK_EVALUATION_SAMPLES, MOCK_EVALUATION_SAMPLES])
@@ -376,14 +384,14 @@ def _mock_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         test=test,
         fingerprint=f"mock-{vocab_size}",
         description=f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(task)}; there is nothing to learn",
-        token_bytes=bytes_of_ids(tokenizer, vocab_size),
+        token_bytes=padded_byte_counts(tokenizer, vocab_size),
         corpus=None,
     )
 
 
 def _sequence_lengths(task: Task) -> str:
     """Return the sequence lengths as text."""
-    if not task.has_two_sides:
+    if not task.is_encoder_decoder:
         return f"sequences of {task.length:,}"
     return f"sequences of {task.length:,} and {task.decoder_length:,} (encoder, decoder)"
 
@@ -396,6 +404,6 @@ def _describe(corpus: Corpus, tokens: dict[Split, int], tokenizer: Tokenizer, ta
     return (
         f"{corpus.name}: {corpus.files:,} file{'s' * (corpus.files != 1)}"
         f"{f' ({corpus.left_out})' if corpus.left_out else ''}; {counts}; "
-        f"{tokenizer.to_document()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
+        f"{tokenizer.to_dict()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
         f"{_sequence_lengths(task)}; fingerprint {corpus.fingerprint[:12]}"
     )

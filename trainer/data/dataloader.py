@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..utils.errors import UserError
-from .batch_sampler import RankBatches, StepPart
-from .datasets.samples import IGNORED_LABEL, Batch
-from .datasets.seq2seq import AnySamples, NamedTensors
+from .batch_sampler import MicroBatchIndices, RankBatchSampler
+from .datasets.samples import IGNORE_INDEX, Batch
+from .datasets.seq2seq import AnySamples, TensorBatch
 
-BATCHES_AHEAD = 2
+PREFETCH_FACTOR = 2
 """Prefetched global batches."""
 
 
-def fields_of(batch: Batch | NamedTensors) -> NamedTensors:
+def batch_tensors(batch: Batch | TensorBatch) -> TensorBatch:
     """Return the tensors of a batch by name, without optional fields that are None."""
     if isinstance(batch, Batch):
         return {name: tensor for name, tensor in batch._asdict().items() if tensor is not None}
@@ -56,7 +56,7 @@ class GlobalBatch:
 
     Attributes:
         numbers: indices of the micro batches in the global batch.
-        fields: tensors by name, [B, ...]. `labels` is int64, with `IGNORED_LABEL` at ignored positions.
+        fields: tensors by name, [B, ...]. `labels` is int64, with `IGNORE_INDEX` at ignored positions.
         targets: fp32 scalar tensor, the number of local labels that are not ignored; its sum over ranks is the
             denominator of every micro batch's loss.
     """
@@ -68,7 +68,7 @@ class GlobalBatch:
     @classmethod
     def of(cls, numbers: tuple[int, ...], fields: dict[str, Tensor]) -> GlobalBatch:
         """Build a batch and count its targets."""
-        return cls(numbers, fields, (fields["labels"] != IGNORED_LABEL).sum().to(torch.float32))
+        return cls(numbers, fields, (fields["labels"] != IGNORE_INDEX).sum().to(torch.float32))
 
     @property
     def labels(self) -> Tensor:
@@ -110,8 +110,8 @@ class _GlobalBatches(Dataset[GlobalBatch]):
     def __init__(self, samples: AnySamples) -> None:
         self.samples = samples
 
-    def __getitem__(self, part: StepPart) -> GlobalBatch:
-        batches = [fields_of(self.samples.batch(part.first + n * part.size, part.size)) for n in part.numbers]
+    def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch:
+        batches = [batch_tensors(self.samples.batch(part.first + n * part.size, part.size)) for n in part.numbers]
         fields = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         return GlobalBatch.of(part.numbers, fields)
 
@@ -145,7 +145,7 @@ class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
     def __init__(self, batches: _GlobalBatches) -> None:
         self._batches = batches
 
-    def __getitem__(self, part: StepPart) -> _NumpyBatch | UserError:
+    def __getitem__(self, part: MicroBatchIndices) -> _NumpyBatch | UserError:
         try:
             batch = self._batches[part]
             return _NumpyBatch(batch.numbers, {name: field.numpy() for name, field in batch.fields.items()})
@@ -153,7 +153,7 @@ class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
             return error
 
 
-class BatchFeed:
+class PrefetchingDataLoader:
     """Dataloader over an endless sequence of global batches.
 
     Args:
@@ -163,7 +163,9 @@ class BatchFeed:
         num_workers: worker processes; 0 uses a thread.
     """
 
-    def __init__(self, samples: AnySamples, parts: RankBatches, device: torch.device, num_workers: int = 0) -> None:
+    def __init__(
+        self, samples: AnySamples, parts: RankBatchSampler, device: torch.device, num_workers: int = 0
+    ) -> None:
         self._batches = _GlobalBatches(samples)
         self._parts = parts
         self._device = device
@@ -194,7 +196,7 @@ class BatchFeed:
                 batch_size=None,
                 sampler=self._parts,
                 num_workers=self._num_workers,
-                prefetch_factor=BATCHES_AHEAD,
+                prefetch_factor=PREFETCH_FACTOR,
                 pin_memory=self._device.type == "cuda",
                 # A fork would copy locks held by threads of this process.
                 multiprocessing_context="spawn",
@@ -262,11 +264,11 @@ def _exit_on_sigterm_from(parent: int) -> None:
 class _Producer:
     """Prefetch thread; an exception in it is re-raised in the consumer."""
 
-    def __init__(self, batches: _GlobalBatches, parts: RankBatches, *, pin: bool) -> None:
+    def __init__(self, batches: _GlobalBatches, parts: RankBatchSampler, *, pin: bool) -> None:
         self._batches = batches
         self._parts = parts
         self._pin = pin
-        self._queue: queue.Queue[GlobalBatch | BaseException] = queue.Queue(BATCHES_AHEAD)
+        self._queue: queue.Queue[GlobalBatch | BaseException] = queue.Queue(PREFETCH_FACTOR)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config.schema.root import RootBlock
-from ..core.debug_runs import FirstSamples
+from ..core.debug_runs import RepeatedSubset
 from ..utils.errors import UserError
 from ..utils.text import counted
 from .datasets.seq2seq import AnySamples
@@ -34,4 +34,4 @@ def validated_samples(root: RootBlock, samples: AnySamples) -> AnySamples:
                 "model.data.validation_drop_last=false"
             )
         count -= count % size
-    return samples if count == samples.samples else FirstSamples(samples, count)
+    return samples if count == samples.samples else RepeatedSubset(samples, count)

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.launch import HAS_TRITON
 from ...models.config.families import family_slice
-from ...models.config.family_rules import stacks_of_keys
+from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory_slice import offload_slice
 from ...models.config.moe_slice import moe_slice
 from ...models.config.peft_slice import peft_slice
 from ...models.config.t5 import T5Keys
-from ...models.recompute.analysis import acting_recompute, recomputes_draws
+from ...models.recompute.analysis import effective_recompute, recompute_uses_rng
 from ..config.batch_spec import sample_form
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 
 
 def uses_cuda_graph(
-    root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, Decision] | None = None
+    root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, BackendSelection] | None = None
 ) -> bool:
     """Return True if micro batches are captured: `model.enable_cuda_graph`, where null means if supported.
 
@@ -31,19 +31,19 @@ def uses_cuda_graph(
         root: the configuration.
         device: device of this process.
         processes: number of processes of the run.
-        decisions: see `why_not_recorded`.
+        decisions: see `cuda_graph_unsupported_reason`.
 
     Raises:
         UserError: `enable_cuda_graph` is True, but capture is not supported.
     """
-    enabled, reason = root.model.enable_cuda_graph, why_not_recorded(root, device, processes, decisions)
+    enabled, reason = root.model.enable_cuda_graph, cuda_graph_unsupported_reason(root, device, processes, decisions)
     if enabled and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
     return enabled is not False and reason is None
 
 
-def why_not_recorded(
-    root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, Decision] | None = None
+def cuda_graph_unsupported_reason(
+    root: RootBlock, device: torch.device, processes: int, decisions: Mapping[str, BackendSelection] | None = None
 ) -> str | None:
     """Return the reason why micro batches cannot be captured, whether enabled or not; None if they can.
 
@@ -58,14 +58,14 @@ def why_not_recorded(
         return f"needs a CUDA device, but this run is on {device.type}"
     if processes > 1:
         return f"does not support communication, but this run has {processes} processes"
-    if any(offload_slice(keys) for keys in stacks_of_keys(root.model).values()):
+    if any(offload_slice(keys) for keys in keys_by_stack(root.model).values()):
         return "keeps its memory pool for the graph, but `cpu_offloading` (True) must free memory in between"
     return _expert_reason(root) or _recompute_reason(root, decisions or {})
 
 
 def _expert_reason(root: RootBlock) -> str | None:
     """Return the reason why a micro batch with experts cannot be captured; None if it can, or has none."""
-    for keys in stacks_of_keys(root.model).values():
+    for keys in keys_by_stack(root.model).values():
         moe = moe_slice(keys, of_t5=isinstance(root.model, T5Keys))
         if moe is None:
             continue
@@ -78,11 +78,11 @@ def _expert_reason(root: RootBlock) -> str | None:
     return None
 
 
-def _recompute_reason(root: RootBlock, decisions: Mapping[str, Decision]) -> str | None:
+def _recompute_reason(root: RootBlock, decisions: Mapping[str, BackendSelection]) -> str | None:
     """Return the reason why a micro batch with recomputation cannot be captured; None if it can, or has none."""
     family = family_slice(root.model, vocab_size=root.model.override_vocab_size or 1, form=sample_form(root))
-    for stack, recompute in zip(family.stacks, acting_recompute(family, decisions), strict=True):
-        if recomputes_draws(replace(stack, recompute=recompute), peft_slice(root.model.peft)):
+    for stack, recompute in zip(family.stacks, effective_recompute(family, decisions), strict=True):
+        if recompute_uses_rng(replace(stack, recompute=recompute), peft_slice(root.model.peft)):
             keys = [f"`{name}` ({value})" for name, value in _recompute_keys(root)]
             return f"does not capture RNG state, which {' and '.join(keys)} must restore to recompute noise or dropout"
     return None
@@ -90,7 +90,7 @@ def _recompute_reason(root: RootBlock, decisions: Mapping[str, Decision]) -> str
 
 def _recompute_keys(root: RootBlock) -> Iterator[tuple[str, Any]]:
     """Yield the keys that enable recomputation, of every stack, with their values."""
-    for at, keys in stacks_of_keys(root.model).items():
+    for at, keys in keys_by_stack(root.model).items():
         for name in ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute"):
             if value := getattr(keys, name):
                 yield f"{at}{name}", ", ".join(value) if isinstance(value, list) else value

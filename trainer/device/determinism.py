@@ -11,7 +11,7 @@ import torch
 
 from ...kernels.attention.flags import AttentionFlags, read_flags
 from ..config.schema.root import RootBlock
-from ..utils.environment import make_cublas_deterministic
+from ..utils.environment import set_cublas_workspace
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def determinism(wish: bool | Literal["warn"]) -> Iterator[None]:
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     # cuBLAS reads the variable when its first handle is created, which is later.
-    make_cublas_deterministic()
+    set_cublas_workspace()
     torch.use_deterministic_algorithms(True, warn_only=wish == "warn")
     try:
         yield

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...models.build import LanguageModel, stacks_of
-from ..config.parameter_layout import DataLayout
+from ...models.build import LanguageModel, get_stacks
+from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
-from ..utils.local_shard import Piece, piece_of
+from ..utils.local_shard import LocalShard, piece_of
 
 
 class DataParallel:
@@ -27,13 +27,13 @@ class DataParallel:
         shard_group: process group of the ranks that hold different shards.
 
     Attributes:
-        takes_gradients: gradients are accumulated and all-reduced by hooks during backward, so the caller does not
-            accumulate them.
+        accumulates_gradients: gradients are accumulated and all-reduced by hooks during backward, so the caller does
+            not accumulate them.
     """
 
-    takes_gradients = False
+    accumulates_gradients = False
 
-    def __init__(self, layout: DataLayout, shard_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, layout: DataParallelLayout, shard_group: dist.ProcessGroup | None) -> None:
         self.layout = layout
         self._shard_group = shard_group
 
@@ -45,7 +45,7 @@ class DataParallel:
         """Copy a full parameter into the local shard."""
         raise NotImplementedError
 
-    def piece_of(self, tensor: Tensor) -> Piece:
+    def piece_of(self, tensor: Tensor) -> LocalShard:
         """Return the shard of a parameter, or of its gradient, that this rank updates."""
         return piece_of(tensor)
 
@@ -100,7 +100,7 @@ def units(model: LanguageModel) -> list[list[nn.Parameter]]:
     """Return the trainable parameters in communication buckets: embeddings, each layer, the rest."""
     tables = [module for name, module in model.named_children() if name.endswith("embedding")]
     before = [parameter for table in tables for parameter in table.parameters()]
-    layers = [list(layer.parameters()) for stack in stacks_of(model) for layer in stack.layers]
+    layers = [list(layer.parameters()) for stack in get_stacks(model) for layer in stack.layers]
     named = {parameter for unit in (before, *layers) for parameter in unit}
     after = [parameter for parameter in model.parameters() if parameter not in named]
     trained = ([parameter for parameter in unit if parameter.requires_grad] for unit in (before, *layers, after))
@@ -108,7 +108,7 @@ def units(model: LanguageModel) -> list[list[nn.Parameter]]:
 
 
 def data_parallel(
-    layout: DataLayout, device: torch.device, reduce_dtype: torch.dtype | None, timeout: timedelta | None = None
+    layout: DataParallelLayout, device: torch.device, reduce_dtype: torch.dtype | None, timeout: timedelta | None = None
 ) -> DataParallel:
     """Build the data parallelism of a run.
 
@@ -118,9 +118,9 @@ def data_parallel(
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         timeout: timeout of collectives; None for torch's default.
     """
-    from .ddp import Replicated
-    from .fsdp import Sharded
+    from .ddp import ReplicatedDataParallel
+    from .fsdp import ShardedDataParallel
 
-    if layout.whole_weights:
-        return Replicated(layout, device, reduce_dtype)
-    return Sharded(layout, device, reduce_dtype, timeout)
+    if layout.replicates_weights:
+        return ReplicatedDataParallel(layout, device, reduce_dtype)
+    return ShardedDataParallel(layout, device, reduce_dtype, timeout)

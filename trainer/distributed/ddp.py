@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel
-from ..config.parameter_layout import DataLayout
+from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
-from ..utils.local_shard import Piece, chunk
+from ..utils.local_shard import LocalShard, chunk
 from .data_parallel import DataParallel, units
 
 
-class Replicated(DataParallel):
+class ReplicatedDataParallel(DataParallel):
     """Data parallelism with replicated parameters; gradients are communicated per bucket (see `units`).
 
     Args:
@@ -34,9 +34,9 @@ class Replicated(DataParallel):
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
     """
 
-    takes_gradients = True
+    accumulates_gradients = True
 
-    def __init__(self, layout: DataLayout, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(self, layout: DataParallelLayout, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
         super().__init__(layout, dist.group.WORLD)
         self._device = device
         self._reduce_dtype = reduce_dtype
@@ -54,13 +54,13 @@ class Replicated(DataParallel):
         """Copy a full parameter."""
         parameter.detach().copy_(whole)
 
-    def piece_of(self, tensor: Tensor) -> Piece:
+    def piece_of(self, tensor: Tensor) -> LocalShard:
         """Return the full tensor, or with a distributed optimizer the local rows."""
         if self.layout.shards == 1:
             return super().piece_of(tensor)
         local, rows = tensor.detach(), tensor.shape[0]
         start, count = chunk(rows, self.layout.shards, dist.get_rank())
-        return Piece(local[start : start + count], start, rows)
+        return LocalShard(local[start : start + count], start, rows)
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register gradient hooks; the optimizer accumulates the gradients."""

@@ -10,16 +10,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from ...models.build import LanguageModel, stacks_of
-from ..config.parameter_layout import DataLayout
+from ...models.build import LanguageModel, get_stacks
+from ..config.parameter_layout import DataParallelLayout
 from ..utils.local_shard import piece_of
 from .data_parallel import DataParallel
 
 # FSDP2 reduces gradients over the shard group, then over the replica group.
-AXES = ("dp_replicate", "dp_shard")
+MESH_DIM_NAMES = ("dp_replicate", "dp_shard")
 
 
-class Sharded(DataParallel):
+class ShardedDataParallel(DataParallel):
     """Data parallelism with sharded parameters: DTensors, on whose local shards the optimizer works.
 
     Gradients are reduce-scattered in every micro batch, so that only their local shards are kept.
@@ -33,14 +33,14 @@ class Sharded(DataParallel):
 
     def __init__(
         self,
-        layout: DataLayout,
+        layout: DataParallelLayout,
         device: torch.device,
         reduce_dtype: torch.dtype | None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.mesh = init_device_mesh(device.type, (layout.replicas, layout.shards), mesh_dim_names=AXES)
+        self.mesh = init_device_mesh(device.type, (layout.replicas, layout.shards), mesh_dim_names=MESH_DIM_NAMES)
         if timeout is not None:  # subgroups do not inherit the timeout of the default group
-            for axis in AXES:
+            for axis in MESH_DIM_NAMES:
                 _set_pg_timeout(timeout, self.mesh.get_group(axis))
         super().__init__(layout, self.mesh.get_group("dp_shard"))
         # Casting inputs to bf16 would round the count of target tokens.
@@ -49,7 +49,7 @@ class Sharded(DataParallel):
 
     def cut(self, model: LanguageModel) -> None:
         """Shard the parameters into DTensors."""
-        for module in (*(layer for stack in stacks_of(model) for layer in stack.layers), model):
+        for module in (*(layer for stack in get_stacks(model) for layer in stack.layers), model):
             fully_shard(
                 module,
                 mesh=self.mesh,

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..config.run_config import RunConfig
 from ..utils.environment import worker_environment
-from ..utils.errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError, keep_trace
+from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError, save_traceback
 from .placement import Placement
 
 GRACE_SECONDS = 8.0
@@ -67,7 +67,7 @@ class Worker:
         return self.process.returncode if self.outcome is None else self.outcome["code"]
 
     @property
-    def is_stopped(self) -> bool:
+    def is_suspended(self) -> bool:
         """True if the process is suspended (SIGSTOP); False if unknown."""
         try:
             status = Path(f"/proc/{self.process.pid}/stat").read_text()
@@ -139,17 +139,17 @@ class _Launch:
         return self._exit_code()
 
     def _exit_code(self) -> int:
-        if all(worker.code == EXIT_DONE for worker in self._workers):
-            return EXIT_DONE
+        if all(worker.code == EXIT_OK for worker in self._workers):
+            return EXIT_OK
         codes = {worker.code for worker in self._workers}
         if len(codes) == 1 and (code := codes.pop()) in _STOPPED.values():
-            return code or EXIT_BUG
+            return code or EXIT_FAILURE
         lines, code = self._root_failure()
         if self._signal is not None:
             signal_code = _STOPPED[self._signal]
-            if all(worker.code in (-self._signal, -signal.SIGKILL, signal_code, EXIT_DONE) for worker in self._workers):
+            if all(worker.code in (-self._signal, -signal.SIGKILL, signal_code, EXIT_OK) for worker in self._workers):
                 return signal_code
-            code = signal_code if code == EXIT_BUG else code
+            code = signal_code if code == EXIT_FAILURE else code
         raise UserError(lines, code)
 
     def _root_failure(self) -> tuple[list[str], int]:
@@ -162,17 +162,21 @@ class _Launch:
         for worker in failed:
             if worker.code is not None and worker.code < 0 and -worker.code != self._signal:
                 name = signal.Signals(-worker.code).name
-                return [f"rank {worker.rank}{where} (process {worker.process.pid}) was killed by {name}"], EXIT_BUG
+                return [f"rank {worker.rank}{where} (process {worker.process.pid}) was killed by {name}"], EXIT_FAILURE
         reported = [(worker.rank, worker.outcome) for worker in failed if worker.outcome and worker.outcome["lines"]]
         reported.sort(key=lambda found: found[1]["kind"] == "lost")
         hung = [worker for worker in self._workers if worker.code is None]
         if hung and (not reported or reported[0][1]["kind"] == "lost"):
-            worker = min(hung, key=lambda worker: not worker.is_stopped)
-            state = "was stopped (SIGSTOP) and did not respond" if worker.is_stopped else "did not respond"
-            return [f"rank {worker.rank}{where} (process {worker.process.pid}) {state}; the run was ended"], EXIT_BUG
+            worker = min(hung, key=lambda worker: not worker.is_suspended)
+            state = "was stopped (SIGSTOP) and did not respond" if worker.is_suspended else "did not respond"
+            return [
+                f"rank {worker.rank}{where} (process {worker.process.pid}) {state}; the run was ended"
+            ], EXIT_FAILURE
         if not reported:
-            worker = next(worker for worker in self._workers if worker.code != EXIT_DONE)
-            return [f"rank {worker.rank}{where} ended with exit code {worker.code} without an error message"], EXIT_BUG
+            worker = next(worker for worker in self._workers if worker.code != EXIT_OK)
+            return [
+                f"rank {worker.rank}{where} ended with exit code {worker.code} without an error message"
+            ], EXIT_FAILURE
         rank, first = reported[0]
         lines = list(first["lines"])
         if first["kind"] != "user":
@@ -187,8 +191,8 @@ class _Launch:
             address = listener.getsockname()[:2]
         else:
             address = place.address
-        for local_rank in range(place.per_node):
-            rank = place.node * place.per_node + local_rank
+        for local_rank in range(place.ranks_per_node):
+            rank = place.node * place.ranks_per_node + local_rank
             read_end, write_end = os.pipe()
             os.set_blocking(read_end, False)
             shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
@@ -200,7 +204,7 @@ class _Launch:
                         rank=rank,
                         world_size=place.world_size,
                         local_rank=local_rank,
-                        per_node=place.per_node,
+                        ranks_per_node=place.ranks_per_node,
                         address=address,
                         # Set at process start: user modules imported by the worker may import torch.
                         env_vars=self._config.root.env_vars,
@@ -241,7 +245,7 @@ class _Launch:
 
 def _save_trace(lines: list[str]) -> list[str]:
     """Move the traceback after the first line to a file; return `lines` unchanged if it cannot be written."""
-    path = keep_trace("\n".join(lines) + "\n")
+    path = save_traceback("\n".join(lines) + "\n")
     return lines if path is None else [f"{lines[0]}; the traceback is in {path}"]
 
 
@@ -256,4 +260,4 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def _succeeded(worker: Worker) -> bool:
-    return worker.code in (EXIT_DONE, *_STOPPED.values())
+    return worker.code in (EXIT_OK, *_STOPPED.values())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..config.parameter_layout import DataLayout, plan_layout
+from ..config.parameter_layout import DataParallelLayout, plan_layout
 from ..config.schema.root import RootBlock
 
 
-def layout_of(root: RootBlock, world_size: int) -> DataLayout | None:
+def layout_of(root: RootBlock, world_size: int) -> DataParallelLayout | None:
     """Return the data-parallel layout of a run, or None for a single process."""
     keys = root.model
     return plan_layout(

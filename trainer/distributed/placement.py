@@ -18,7 +18,7 @@ class Placement:
 
     Attributes:
         world_size: number of processes.
-        per_node: processes per node.
+        ranks_per_node: processes per node.
         node: rank of this node.
         nodes: number of nodes.
         rank: rank of this process, if torchrun or srun started one process per device; None if the launcher starts
@@ -27,7 +27,7 @@ class Placement:
     """
 
     world_size: int
-    per_node: int
+    ranks_per_node: int
     node: int = 0
     nodes: int = 1
     rank: int | None = None
@@ -41,7 +41,7 @@ class Placement:
     @property
     def local_rank(self) -> int:
         """Local rank of this process, if `rank` is set."""
-        return (self.rank or 0) % self.per_node
+        return (self.rank or 0) % self.ranks_per_node
 
 
 def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
@@ -54,7 +54,7 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
     Raises:
         UserError: they contradict each other, or there is no rendezvous address.
     """
-    per_node = devices_here(trainer)
+    per_node = num_local_devices(trainer)
     world = per_node * trainer.num_nodes
     keys = f"`trainer.devices` ({trainer.devices}) on `trainer.num_nodes` ({trainer.num_nodes})"
     started = "RANK" in environ and "WORLD_SIZE" in environ
@@ -94,7 +94,7 @@ def place(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
     return Placement(world, per_node, node, trainer.num_nodes, address=_address(environ))
 
 
-def devices_here(trainer: TrainerBlock) -> int:
+def num_local_devices(trainer: TrainerBlock) -> int:
     """Return the processes on this node: `trainer.devices`, where `auto` is one per GPU."""
     if trainer.devices != "auto":
         return trainer.devices

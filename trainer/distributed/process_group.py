@@ -23,7 +23,7 @@ from ..utils.errors import UserError
 
 
 @dataclass
-class Ranks:
+class DistributedContext:
     """Rank of this process and collectives; the default is a single-process run.
 
     Attributes:
@@ -42,14 +42,14 @@ class Ranks:
     _pending: tuple[Any, Tensor] | None = field(default=None, repr=False)
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on rank 0, which writes and prints for all ranks."""
         return self.rank == 0
 
-    def apart(self) -> Ranks:
+    def apart(self) -> DistributedContext:
         """Return the same ranks with a separate gloo process group, for use from another thread."""
         group: Any = dist.new_group(backend="gloo", timeout=self.timeout) if self.world_size > 1 else None
-        return Ranks(self.rank, self.world_size, self.local_rank, self.timeout, group)
+        return DistributedContext(self.rank, self.world_size, self.local_rank, self.timeout, group)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -68,11 +68,11 @@ class Ranks:
         dist.all_gather(rows, padded, group=self.group)
         return [bytes(row[: int(n) - 1].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
-    def from_first(self, text: str = "") -> str:
+    def broadcast_text(self, text: str = "") -> str:
         """Broadcast a string from rank 0."""
-        return self.gather(text if self.is_first else "")[0]
+        return self.gather(text if self.is_rank_zero else "")[0]
 
-    def agree(self, flags: int) -> int:
+    def all_reduce_flags_async(self, flags: int) -> int:
         """All-reduce flags by bitwise or, asynchronously: return the result of the previous call.
 
         The result is one call late, so that no rank waits; 0 at the first call.
@@ -92,7 +92,7 @@ class Ranks:
         """All-reduce flags by bitwise or, synchronously."""
         return reduce(or_, map(int, self.gather(str(int(flags)))))
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum) a tensor over all ranks, in place; return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
@@ -117,7 +117,7 @@ class Ranks:
                 raise UserError(lines, code)
 
 
-def join(rank: int, world_size: int, local_rank: int, *, store: Store | None, timeout: float) -> Ranks:
+def join(rank: int, world_size: int, local_rank: int, *, store: Store | None, timeout: float) -> DistributedContext:
     """Initialize the process group: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Args:
@@ -133,16 +133,16 @@ def join(rank: int, world_size: int, local_rank: int, *, store: Store | None, ti
         torch.cuda.set_device(device)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-    return Ranks(rank, world_size, local_rank, limit)
+    return DistributedContext(rank, world_size, local_rank, limit)
 
 
-def leave() -> None:
+def shutdown_distributed() -> None:
     """Destroy the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def describe_process(ranks: Ranks, device: torch.device, digest: str) -> dict[str, Any]:
+def describe_process(ranks: DistributedContext, device: torch.device, digest: str) -> dict[str, Any]:
     """Describe this process for the run's manifest."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {

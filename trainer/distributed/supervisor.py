@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..config.run_config import RunConfig
-from ..config.run_paths import checkpoint_place, named_place
-from ..utils.errors import EXIT_BUG, UserError
+from ..config.run_paths import checkpoint_directory, configured_run_directory
+from ..utils.errors import EXIT_FAILURE, UserError
 from .launcher import launch
 from .placement import Placement
 
 _PAUSE_SECONDS = 1.0
 
 
-def supervise(
+def run_with_restarts(
     config: RunConfig, placement: Placement, restarts: int, say: Callable[[str], None], imports: Sequence[str] = ()
 ) -> int:
     """Run until training is done or stopped, or has failed `restarts` times in a row without a new checkpoint.
@@ -45,12 +45,12 @@ def supervise(
         try:
             return launch(config, placement, imports)
         except UserError as error:
-            if error.exit_code != EXIT_BUG:
+            if error.exit_code != EXIT_FAILURE:
                 raise
             left = restarts if _checkpoint_names(config) != before else left
             if left == 0:
                 last_line = f"giving up: {restarts} restart{'s' * (restarts > 1)} without a new checkpoint"
-                raise UserError([*error.lines, last_line], EXIT_BUG) from error
+                raise UserError([*error.lines, last_line], EXIT_FAILURE) from error
             left -= 1
             say("\n".join(error.lines[:1]))
             say(f"restarting from the newest checkpoint ({left} more without progress)")
@@ -59,7 +59,7 @@ def supervise(
 
 def _checkpoint_names(config: RunConfig) -> list[str]:
     """Return the names of the complete checkpoints."""
-    place = named_place(config.root)
+    place = configured_run_directory(config.root)
     assert place is not None  # set, because the run can resume
-    folder = checkpoint_place(config.root, place)
+    folder = checkpoint_directory(config.root, place)
     return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)

@@ -9,17 +9,17 @@ from typing import TypeVar
 import numpy as np
 
 from ...models.t5 import T5
-from ..config.data_task import task_of
-from ..conversion.load_model import Restored
+from ..config.data_task import task_from_config
+from ..conversion.load_model import LoadedModel
 from ..data.datasets.samples import philox
 from ..data.datasets.seq2seq import Shape
 from ..data.datasets.sft_examples import Example
 from ..data.sources.text_pairs import TextPair
-from ..data.tasks.chats import end_of_answer
-from ..generation.encoder_decoder import Writer
+from ..data.tasks.chats import end_of_turn
+from ..generation.encoder_decoder import EncoderDecoderGenerator
 from ..generation.text_generator import generate_batch
 from .baselines import copied_name
-from .text_scores import TextScores, score_texts
+from .text_scores import TextScores, score_predictions
 
 ItemT = TypeVar("ItemT")
 
@@ -42,7 +42,7 @@ class AnswerScores:
         yield f"exact match    {matches}{self._baseline_suffix('exact_match')}"
         yield f"ROUGE-L        {self.model.rouge_l:.4f}{self._baseline_suffix('rouge_l')}"
 
-    def to_document(self) -> dict[str, float | dict[str, float] | None]:
+    def to_dict(self) -> dict[str, float | dict[str, float] | None]:
         """Return all scores, for JSON."""
         return {**asdict(self.model), "copied_name": asdict(self.copied_name) if self.copied_name else None}
 
@@ -53,7 +53,7 @@ class AnswerScores:
 
 
 def score_examples(
-    restored: Restored, examples: Sequence[Example], batch_size: int, limit: int | None = None
+    restored: LoadedModel, examples: Sequence[Example], batch_size: int, limit: int | None = None
 ) -> AnswerScores:
     """Decode answers to prompts greedily with a GPT and score them.
 
@@ -68,14 +68,14 @@ def score_examples(
     chosen = _sample(examples, limit)
     prompts = [example.tokens[: example.prompt].tolist() for example in chosen]
     data = restored.config.root.model.data
-    stop = [end] if data.chat and (end := end_of_answer(restored.tokenizer)) else []
+    stop = [end] if data.chat and (end := end_of_turn(restored.tokenizer)) else []
     longest = max(len(example.tokens) - example.prompt for example in examples)
     outputs = generate_batch(restored, prompts, max_new_tokens=longest, stop=stop, batch_size=batch_size)
     targets = [example.answer for example in chosen]
     baseline = None
     if data.data_impl == "pystd_docstring":
-        baseline = score_texts(targets, [copied_name(example.question) for example in chosen])
-    return AnswerScores(score_texts(targets, [output.text for output in outputs]), baseline)
+        baseline = score_predictions(targets, [copied_name(example.prompt_text) for example in chosen])
+    return AnswerScores(score_predictions(targets, [output.text for output in outputs]), baseline)
 
 
 def _sample(items: Sequence[ItemT], limit: int | None) -> list[ItemT]:
@@ -84,8 +84,8 @@ def _sample(items: Sequence[ItemT], limit: int | None) -> list[ItemT]:
     return [items[number] for number in order.tolist()]
 
 
-def score_answers(
-    restored: Restored, pairs: Sequence[TextPair], batch_size: int, limit: int | None = None
+def score_pairs(
+    restored: LoadedModel, pairs: Sequence[TextPair], batch_size: int, limit: int | None = None
 ) -> AnswerScores:
     """Decode answers to inputs greedily with a T5 and score them.
 
@@ -97,12 +97,12 @@ def score_answers(
     """
     assert isinstance(restored.model, T5)
     root = restored.config.root
-    task = task_of(root)
+    task = task_from_config(root)
     chosen = _sample(pairs, limit)
     shape = Shape(task.length, task.decoder_length, restored.tokenizer.pad_id)
-    writer = Writer(restored.model, restored.tokenizer, shape, restored.precision, restored.device)
+    writer = EncoderDecoderGenerator(restored.model, restored.tokenizer, shape, restored.precision, restored.device)
     inputs, targets = [pair.input for pair in chosen], [pair.target for pair in chosen]
     baseline = None
     if root.model.data.data_impl == "pystd_docstring":
-        baseline = score_texts(targets, [copied_name(text) for text in inputs])
-    return AnswerScores(score_texts(targets, writer.answers(inputs, batch_size)), baseline)
+        baseline = score_predictions(targets, [copied_name(text) for text in inputs])
+    return AnswerScores(score_predictions(targets, writer.answers(inputs, batch_size)), baseline)

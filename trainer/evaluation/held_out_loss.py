@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.dataloader import fields_of
-from ..data.datasets.samples import IGNORED_LABEL
+from ..data.dataloader import batch_tensors
+from ..data.datasets.samples import IGNORE_INDEX
 from ..data.datasets.seq2seq import AnySamples
 from ..device.precision import PrecisionPlan
-from ..distributed.process_group import Ranks
+from ..distributed.process_group import DistributedContext
 from ..utils.errors import UserError
 
 
@@ -47,7 +47,7 @@ class EvaluationResult:
         """
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return all metrics, for JSON (None if not finite)."""
         figures = {**asdict(self), "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return {name: value if value is not None and math.isfinite(value) else None for name, value in figures.items()}
@@ -65,7 +65,7 @@ class StoppedError(Exception):
     """An evaluation was interrupted before it had a result."""
 
 
-def summed_loss(model: ScoringModel, precision: PrecisionPlan, device: torch.device) -> Callable[..., Tensor]:
+def loss_function(model: ScoringModel, precision: PrecisionPlan, device: torch.device) -> Callable[..., Tensor]:
     """Return a function for `evaluate` that sums a model's losses over a batch, in its precision."""
 
     def total(**fields: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def evaluate(
     batch_size: int,
     limit_batches: int | None = None,
     device: torch.device | str = "cpu",
-    ranks: Ranks | None = None,
+    ranks: DistributedContext | None = None,
     is_told_to_stop: Callable[[], bool] | None = None,
 ) -> EvaluationResult:
     """Evaluate a model on each sample once; batches are distributed round-robin over the ranks.
@@ -110,7 +110,7 @@ def evaluate(
     batches = -(-samples.samples // batch_size)
     if limit_batches is not None:
         batches = min(batches, limit_batches)
-    ranks = ranks or Ranks()
+    ranks = ranks or DistributedContext()
     losses: list[Tensor] = []  # copied to the host once at the end, to avoid synchronizing in the loop
     tokens, text_bytes = 0, 0
     # Every rank makes the same number of calls, if need be with all labels ignored: all-gathers of sharded weights are
@@ -121,11 +121,11 @@ def evaluate(
             raise StoppedError(f"after {round_index} of {rounds} batches")
         number = round_index * ranks.world_size + ranks.rank
         count = min(batch_size, samples.samples - number * batch_size) if number < batches else 0
-        fields = fields_of(samples.batch(min(number, batches - 1) * batch_size, max(count, 1)))
+        fields = batch_tensors(samples.batch(min(number, batches - 1) * batch_size, max(count, 1)))
         if count == 0:
-            fields["labels"] = torch.full_like(fields["labels"], IGNORED_LABEL)
+            fields["labels"] = torch.full_like(fields["labels"], IGNORE_INDEX)
         labels = fields["labels"]
-        counted = labels[labels != IGNORED_LABEL].numpy()
+        counted = labels[labels != IGNORE_INDEX].numpy()
         # Pad a smaller last batch, which a compiled model would recompile for.
         if len(labels) < batch_size and (number > 0 or ranks.world_size > 1):
             fields = {name: _pad_rows(name, field, batch_size) for name, field in fields.items()}
@@ -134,7 +134,9 @@ def evaluate(
         text_bytes += int(token_bytes[counted].sum())
     total = sum(torch.stack(losses).tolist())
     if ranks.world_size > 1:
-        total, tokens, text_bytes = ranks.sum_(torch.tensor([total, tokens, text_bytes], dtype=torch.float64)).tolist()
+        total, tokens, text_bytes = ranks.all_reduce_(
+            torch.tensor([total, tokens, text_bytes], dtype=torch.float64)
+        ).tolist()
     if tokens == 0:
         raise UserError(
             f"there is nothing to evaluate: all labels of {min(batches * batch_size, samples.samples):,} held-out "
@@ -148,5 +150,5 @@ def _pad_rows(name: str, field: Tensor, rows: int) -> Tensor:
 
     Routers skip these tokens because they have no label (`models/moe/token_mask.py`).
     """
-    value = IGNORED_LABEL if name == "labels" else field.dtype == torch.bool
+    value = IGNORE_INDEX if name == "labels" else field.dtype == torch.bool
     return torch.cat([field, field.new_full((rows - len(field), *field.shape[1:]), value)])

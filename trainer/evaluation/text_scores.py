@@ -24,15 +24,15 @@ class TextScores:
     texts: int
 
 
-def score_texts(targets: Sequence[str], written: Sequence[str]) -> TextScores:
+def score_predictions(targets: Sequence[str], predictions: Sequence[str]) -> TextScores:
     """Score predictions (`written`) against targets.
 
     Raises:
         ValueError: there are none, or their numbers differ.
     """
-    if len(targets) != len(written) or not targets:
-        raise ValueError(f"`written` ({len(written)}) must be as many as `targets` ({len(targets)}), and not empty")
-    pairs = list(zip(targets, written, strict=True))
+    if len(targets) != len(predictions) or not targets:
+        raise ValueError(f"`written` ({len(predictions)}) must be as many as `targets` ({len(targets)}), and not empty")
+    pairs = list(zip(targets, predictions, strict=True))
     return TextScores(
         exact_match=sum(target.strip() == text.strip() for target, text in pairs) / len(pairs),
         rouge_l=sum(rouge_l(target, text) for target, text in pairs) / len(pairs),

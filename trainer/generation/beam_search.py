@@ -19,7 +19,7 @@ from ...models.incremental_decoding import Decoder
 
 
 @dataclass(frozen=True, slots=True)
-class BeamSearch:
+class BeamSearchConfig:
     """Beam search settings.
 
     Attributes:
@@ -44,7 +44,7 @@ class BeamSearch:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Hypothesis:
     """A finished hypothesis.
 
     Attributes:
@@ -61,14 +61,14 @@ class Found:
 class _BeamState:
     """Beams and finished hypotheses of one prompt."""
 
-    def __init__(self, search: BeamSearch, ends: Collection[int], most: int) -> None:
+    def __init__(self, search: BeamSearchConfig, ends: Collection[int], most: int) -> None:
         self._search = search
         self._ends = ends
         self._most = most
         # All beams start equal: only the first one is expanded, or all would stay the same.
         self.scores = [0.0] + [-math.inf] * (search.beams - 1)
         self._running: list[tuple[int, ...]] = [()] * search.beams
-        self.found: list[Found] = []
+        self.found: list[Hypothesis] = []
         self._improvable = True
 
     @property
@@ -102,7 +102,7 @@ class _BeamState:
                 kept.append(score)
             if (is_end or length == self._most) and rank < beams and not done and score > -math.inf:
                 tokens = self._running[beam] if is_end else (*self._running[beam], token)
-                self.found.append(Found(score / length**self._search.length_penalty, tokens, is_end))
+                self.found.append(Hypothesis(score / length**self._search.length_penalty, tokens, is_end))
         self.found = sorted(self.found, key=lambda found: -found.score)[:beams]
         self._running, self.scores = running, kept
         to_any_length = self._search.early_stopping == "never" and self._search.length_penalty > 0
@@ -112,17 +112,17 @@ class _BeamState:
 
 
 @torch.no_grad()
-def search_texts(
+def run_beam_search(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
-    search: BeamSearch,
+    search: BeamSearchConfig,
     *,
     most: int,
-    ends: Collection[int],
+    eos_ids: Collection[int],
     device: torch.device,
     within: Callable[[], AbstractContextManager[object]],
-    start: int | None,
-) -> list[list[Found]]:
+    decoder_start_id: int | None,
+) -> list[list[Hypothesis]]:
     """Search the best continuations of each prompt (GPT) or answers to it (T5).
 
     Args:
@@ -130,26 +130,26 @@ def search_texts(
         prompts: token ids, none empty.
         search: beam search settings.
         most: maximum number of new tokens.
-        ends: eos token ids.
+        eos_ids: eos token ids.
         device: device of the decoder.
         within: returns the autocast context of a step.
-        start: decoder start token of T5, as in `TokenLoop`; None for GPT.
+        decoder_start_id: decoder start token of T5, as in `DecodeLoop`; None for GPT.
 
     Returns:
         The finished hypotheses of each prompt, best first, at least one each.
     """
     beams = search.beams
-    searches = [_BeamState(search, ends, most) for _ in prompts]
-    read = [prompt for prompt in prompts for _ in range(beams if start is None else 1)]
+    searches = [_BeamState(search, eos_ids, most) for _ in prompts]
+    read = [prompt for prompt in prompts for _ in range(beams if decoder_start_id is None else 1)]
     longest = max(map(len, read))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in read], device=device)
     with within():
         logits = decoder.begin(tokens, torch.tensor([len(prompt) for prompt in read], device=device))
         if logits is None:
-            assert start is not None
-            logits = decoder.step(torch.full((decoder.rows,), start, device=device))
+            assert decoder_start_id is not None
+            logits = decoder.step(torch.full((decoder.rows,), decoder_start_id, device=device))
     for number in range(most):
-        scores, indices = _best(logits, searches, (1 + max(1, len(ends))) * beams)
+        scores, indices = _best(logits, searches, (1 + max(1, len(eos_ids))) * beams)
         extensions = [
             one.extend(score, index, logits.shape[1])
             for one, score, index in zip(searches, scores, indices, strict=True)

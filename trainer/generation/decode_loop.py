@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...models.incremental_decoding import Decoder
 from ..utils.errors import UserError
-from .sampling import DIVERGED, Sampling, uniforms
+from .sampling import DIVERGED, SamplingParams, uniforms
 
 _EAGER_STEPS = 2
 """Warm-up steps before graph capture: they compile kernels and let libraries allocate workspaces."""
@@ -34,7 +34,7 @@ class _Pending(NamedTuple):
         return self.tokens.tolist()
 
 
-class TokenLoop:
+class DecodeLoop:
     """Generate tokens for batch after batch of sequences.
 
     Args:
@@ -52,7 +52,7 @@ class TokenLoop:
     def __init__(
         self,
         decoder: Decoder,
-        sampling: Sampling,
+        sampling: SamplingParams,
         most: int,
         *,
         vocabulary: int,

@@ -10,10 +10,10 @@ from ...models.t5 import T5
 from ..data.datasets.seq2seq import Shape
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..device.precision import PrecisionPlan
-from .text_generator import Generator, Limits
+from .text_generator import Generator, StoppingCriteria
 
 
-class Writer:
+class EncoderDecoderGenerator:
     """Generate outputs of an encoder-decoder model for input texts.
 
     Args:
@@ -43,5 +43,5 @@ class Writer:
         """
         ids = self._tokenizer.encode_batch(inputs)
         prompts = [[*row[: self._shape.encoder - 1].tolist(), self._eos_id] for row in ids]
-        outputs = self._generator.write(prompts, Limits(self._shape.decoder), batch_size=batch_size)
+        outputs = self._generator.write(prompts, StoppingCriteria(self._shape.decoder), batch_size=batch_size)
         return [self._tokenizer.decode(output.tokens) for output in outputs]

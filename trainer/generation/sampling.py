@@ -18,7 +18,7 @@ DIVERGED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters.
 
     Attributes:
@@ -69,7 +69,7 @@ class Sampling:
             token = self._sample(logits, largest, uniforms)
         return torch.where(torch.isfinite(largest), token, DIVERGED)
 
-    def distribution(self, logits: Tensor) -> Tensor:
+    def probabilities(self, logits: Tensor) -> Tensor:
         """Return the distribution that tokens are sampled from.
 
         Temperature is applied first, then top-k (Fan et al. 2018), then top-p (nucleus sampling, Holtzman et al. 2020)
@@ -124,7 +124,7 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
     )
 
 
-class TextStream:
+class TextStreamer:
     """Incremental detokenization: tokens in, printable text out as soon as it is final.
 
     Incomplete UTF-8 characters are held back, and so is text that may be the start of a stop string.

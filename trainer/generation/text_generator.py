@@ -11,25 +11,25 @@ from types import MappingProxyType
 import torch
 
 from ...models.bert import BERT
-from ...models.build import LanguageModel, stacks_of
-from ...models.incremental_decoding import Decoder, GPTDecoder, T5Decoder, cache_bytes, longest_read
+from ...models.build import LanguageModel, get_stacks
+from ...models.incremental_decoding import Decoder, GPTDecoder, T5Decoder, kv_cache_bytes, max_input_length
 from ...models.moe.find_moe_layers import moe_layers
 from ...models.t5 import T5
-from ..conversion.load_model import Restored
+from ..conversion.load_model import LoadedModel
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..device.precision import PrecisionPlan
 from ..plan.memory_check import host_memory
 from ..utils.errors import UserError
-from .beam_search import BeamSearch, search_texts
-from .decode_loop import TokenLoop
-from .sampling import Sampling, TextStream
+from .beam_search import BeamSearchConfig, run_beam_search
+from .decode_loop import DecodeLoop
+from .sampling import SamplingParams, TextStreamer
 
-GREEDY = Sampling()
-DEFAULT_BATCH = 32
+GREEDY = SamplingParams()
+DEFAULT_BATCH_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class GenerationOutput:
     """Output of the generator for one prompt.
 
     Attributes:
@@ -44,16 +44,16 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StoppingCriteria:
     """Stopping criteria.
 
     Attributes:
-        most: maximum number of new tokens.
+        max_new_tokens: maximum number of new tokens.
         stop: stop strings; the text ends before them.
         ends: eos token ids; None uses the tokenizer's eos.
     """
 
-    most: int
+    max_new_tokens: int
     stop: Sequence[str] = ()
     ends: Collection[int] | None = None
 
@@ -90,12 +90,12 @@ class Generator:
         self._tokenizer = tokenizer
         self._precision = precision
         self._device = device
-        self._longest = longest_read(model)
+        self._longest = max_input_length(model)
         self._context = context if self._longest is None else min(context, self._longest)
         self._names = names
 
     @classmethod
-    def of(cls, restored: Restored, names: Mapping[int, str] = MappingProxyType({})) -> Generator:
+    def of(cls, restored: LoadedModel, names: Mapping[int, str] = MappingProxyType({})) -> Generator:
         """Create a generator from a restored checkpoint."""
         return cls(restored.model, restored.tokenizer, restored.precision, restored.device, restored.context, names)
 
@@ -106,13 +106,13 @@ class Generator:
 
     def compile(self) -> None:
         """Compile the decoding step: takes a minute, then steps of small batches are about twice as fast."""
-        stacks_of(self._model)[-1].compile_steps()
+        get_stacks(self._model)[-1].compile_decode_step()
 
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
-        limits: Limits,
-        sampling: Sampling = GREEDY,
+        limits: StoppingCriteria,
+        sampling: SamplingParams = GREEDY,
         seeds: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, str]]:
         """Generate one batch and stream the text.
@@ -133,11 +133,11 @@ class Generator:
     def write(
         self,
         prompts: Sequence[Sequence[int]],
-        limits: Limits,
-        sampling: Sampling = GREEDY,
+        limits: StoppingCriteria,
+        sampling: SamplingParams = GREEDY,
         seeds: Sequence[int] | None = None,
-        batch_size: int = DEFAULT_BATCH,
-    ) -> list[Written]:
+        batch_size: int = DEFAULT_BATCH_SIZE,
+    ) -> list[GenerationOutput]:
         """Generate a text for each prompt; equal up to rounding to `stream` of that prompt alone.
 
         Args:
@@ -167,25 +167,25 @@ class Generator:
     def search(
         self,
         prompts: Sequence[Sequence[int]],
-        limits: Limits,
-        search: BeamSearch,
-        batch_size: int = DEFAULT_BATCH,
-    ) -> list[Written]:
+        limits: StoppingCriteria,
+        search: BeamSearchConfig,
+        batch_size: int = DEFAULT_BATCH_SIZE,
+    ) -> list[GenerationOutput]:
         """Generate a text for each prompt by beam search; arguments as in `write`.
 
         Stop strings truncate the result; the search itself ignores them. A sequence ends when it fills the context.
         """
         read = [self._truncated(prompt) for prompt in prompts]
-        found: dict[int, Written] = {}
+        found: dict[int, GenerationOutput] = {}
         longest = [self._room(limits, len(prompt)) for prompt in read]
         order = sorted(range(len(read)), key=lambda number: (longest[number], -len(read[number])))
         for batch in _batches(order, longest, max(1, batch_size // search.beams)):
             texts, most = [read[number] for number in batch], longest[batch[0]]
             with self._within():
                 decoder = self._decoder(len(texts) * search.beams, max(map(len, texts)), most, search.beams)
-            results = search_texts(
-                decoder, texts, search, most=most, ends=self._ends(limits), device=self._device, within=self._within,
-                start=self._start,
+            results = run_beam_search(
+                decoder, texts, search, most=most, eos_ids=self._ends(limits), device=self._device, within=self._within,
+                decoder_start_id=self._start,
             )  # fmt: skip
             for number, result in zip(batch, results, strict=True):
                 row = self._row(limits)
@@ -204,7 +204,7 @@ class Generator:
         """Decoder start token of a T5; None for GPT."""
         return self._tokenizer.pad_id if isinstance(self._model, T5) else None
 
-    def _ends(self, limits: Limits) -> Collection[int]:
+    def _ends(self, limits: StoppingCriteria) -> Collection[int]:
         return _ends_of(self._tokenizer, limits)
 
     def _within(self) -> AbstractContextManager[object]:
@@ -228,12 +228,12 @@ class Generator:
             )
         return list(prompt)
 
-    def _most(self, limits: Limits) -> int:
+    def _most(self, limits: StoppingCriteria) -> int:
         """Return the maximum number of new tokens; for a T5 limited by its decoder positions."""
         positions = self._model.max_positions[1] if isinstance(self._model, T5) else None
-        return limits.most if positions is None else min(limits.most, positions)
+        return limits.max_new_tokens if positions is None else min(limits.max_new_tokens, positions)
 
-    def _room(self, limits: Limits, read: int) -> int:
+    def _room(self, limits: StoppingCriteria, read: int) -> int:
         """Return the new tokens that fit after `prompt_length` ones; the last token of a GPT needs no cache slot."""
         most = self._most(limits)
         return most if isinstance(self._model, T5) else min(most, self._context - read + 1)
@@ -243,7 +243,7 @@ class Generator:
         assert not isinstance(self._model, BERT)
         is_t5 = isinstance(self._model, T5)
         slots = most if is_t5 else min(self._context, longest + most)
-        need = cache_bytes(self._model, rows, slots, longest if is_t5 else 0, per_memory)
+        need = kv_cache_bytes(self._model, rows, slots, longest if is_t5 else 0, per_memory)
         free = self._free_memory()
         if free is not None and need > free:
             raise UserError(
@@ -261,15 +261,17 @@ class Generator:
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return torch.cuda.mem_get_info(self._device)[0] + unused
 
-    def _row(self, limits: Limits) -> _Row:
+    def _row(self, limits: StoppingCriteria) -> _Row:
         return _Row(self._tokenizer, limits, self._names, answer=isinstance(self._model, T5))
 
-    def _loop(self, rows: int, read: Sequence[Sequence[int]], limits: Limits, sampling: Sampling) -> TokenLoop:
+    def _loop(
+        self, rows: int, read: Sequence[Sequence[int]], limits: StoppingCriteria, sampling: SamplingParams
+    ) -> DecodeLoop:
         longest = max(map(len, read))
         most = self._most(limits)
         with self._within():
             decoder = self._decoder(rows, longest, most)
-        return TokenLoop(
+        return DecodeLoop(
             decoder,
             sampling,
             most,
@@ -281,7 +283,7 @@ class Generator:
         )
 
     def _pieces(
-        self, loop: TokenLoop, prompts: Sequence[Sequence[int]], rows: Sequence[_Row], seeds: Sequence[int]
+        self, loop: DecodeLoop, prompts: Sequence[Sequence[int]], rows: Sequence[_Row], seeds: Sequence[int]
     ) -> Iterator[tuple[int, str]]:
         """Run a batch until all its sequences have ended; yield (row, text part)."""
         running = set(range(len(rows)))
@@ -307,11 +309,13 @@ class _Row:
         answer: the text is not a continuation, so the space that the tokenizer puts before every text is dropped.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, names: Mapping[int, str], *, answer: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: StoppingCriteria, names: Mapping[int, str], *, answer: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._answer = answer
         self._space_first = False
-        self._stream = TextStream(tokenizer, limits.stop, names)
+        self._stream = TextStreamer(tokenizer, limits.stop, names)
         self._ends = _ends_of(tokenizer, limits)
         self._tokens: list[int] = []
         self._text: list[str] = []
@@ -342,8 +346,8 @@ class _Row:
         self._text.append(piece)
         return piece
 
-    def written(self) -> Written:
-        return Written(self._tokens, "".join(self._text), self._ended)
+    def written(self) -> GenerationOutput:
+        return GenerationOutput(self._tokens, "".join(self._text), self._ended)
 
 
 def _batches(order: Sequence[int], kinds: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -354,7 +358,7 @@ def _batches(order: Sequence[int], kinds: Sequence[int], size: int) -> Iterator[
             yield numbers[first : first + size]
 
 
-def _ends_of(tokenizer: Tokenizer, limits: Limits) -> Collection[int]:
+def _ends_of(tokenizer: Tokenizer, limits: StoppingCriteria) -> Collection[int]:
     if limits.ends is not None:
         return limits.ends
     return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
@@ -369,7 +373,7 @@ def _synchronizes(model: LanguageModel) -> bool:
 
 
 def generate_batch(
-    restored: Restored,
+    restored: LoadedModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -379,17 +383,17 @@ def generate_batch(
     seeds: Sequence[int] | None = None,
     stop: Sequence[str] = (),
     stop_ids: Collection[int] | None = None,
-    batch_size: int = DEFAULT_BATCH,
-) -> list[Written]:
+    batch_size: int = DEFAULT_BATCH_SIZE,
+) -> list[GenerationOutput]:
     """Generate texts with a restored checkpoint, see `Generator.write`.
 
     Args:
         restored: the checkpoint.
         prompts: token ids: prefixes for a GPT, encoder inputs with eos for a T5.
         max_new_tokens: maximum number of new tokens per prompt.
-        temperature: see `Sampling`.
-        top_k: see `Sampling`.
-        top_p: see `Sampling`.
+        temperature: see `SamplingParams`.
+        top_k: see `SamplingParams`.
+        top_p: see `SamplingParams`.
         seeds: random seed per prompt; None uses 0 for all.
         stop: stop strings.
         stop_ids: eos token ids; None uses the tokenizer's eos.
@@ -398,6 +402,6 @@ def generate_batch(
     Raises:
         UserError: an invalid prompt, or a model that cannot generate text.
     """
-    limits = Limits(max_new_tokens, stop, stop_ids)
-    sampling = Sampling(temperature, top_k, top_p)
+    limits = StoppingCriteria(max_new_tokens, stop, stop_ids)
+    sampling = SamplingParams(temperature, top_k, top_p)
     return Generator.of(restored).write(prompts, limits, sampling, seeds, batch_size)

@@ -24,7 +24,7 @@ Fields = Mapping[str, Tensor]
 RunMicroBatch = Callable[[Fields, Tensor], Tensor]
 
 
-class Recording(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A captured micro batch.
 
     Attributes:
@@ -42,7 +42,7 @@ class Recording(NamedTuple):
     gradients: list[Tensor | None]
 
 
-def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> Recording:
+def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: list[nn.Parameter]) -> CapturedGraph:
     """Capture a micro batch as a CUDA graph; nothing runs during capture, so `.grad` is unchanged.
 
     Raises:
@@ -79,7 +79,7 @@ def record(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters: 
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-    return Recording(own_fields, own_denominator, graph.replay, loss, gradients)
+    return CapturedGraph(own_fields, own_denominator, graph.replay, loss, gradients)
 
 
 def _clean_up_failed_capture(pool: tuple[int, int]) -> None:
@@ -94,7 +94,7 @@ def _clean_up_failed_capture(pool: tuple[int, int]) -> None:
         torch._C._cuda_endAllocateToPool(device, pool)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
-class RecordedMicroBatches:
+class CapturedMicroBatches:
     """Run micro batches, replaying a CUDA graph from the fourth micro batch of each shape on.
 
     Args:
@@ -111,14 +111,14 @@ class RecordedMicroBatches:
         run: RunMicroBatch,
         parameters: Iterable[nn.Parameter],
         give_up: Callable[[str], None] | None = None,
-        record: Callable[..., Recording] = record,
+        record: Callable[..., CapturedGraph] = record,
     ) -> None:
         self._run = run
         self._give_up = give_up
         self._given_up = False
         self._record = record
         self._parameters = list(parameters)
-        self._recordings: dict[Any, Recording] = {}
+        self._recordings: dict[Any, CapturedGraph] = {}
         self._seen: dict[Any, int] = {}
 
     def __call__(self, fields: Fields, denominator: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class RecordedMicroBatches:
                 f"warning: {why}; continuing without CUDA graphs, set model.enable_cuda_graph=False to silence this"
             )
 
-    def _replay(self, recording: Recording, fields: Fields, denominator: Tensor) -> Tensor:
+    def _replay(self, recording: CapturedGraph, fields: Fields, denominator: Tensor) -> Tensor:
         for parameter, gradient in zip(self._parameters, recording.gradients, strict=True):
             if gradient is not None and parameter.grad is gradient:
                 parameter.grad = gradient.clone()  # from the previous micro batch; the replay overwrites the buffer

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ...models.build import LanguageModel
-from ...models.config.family_rules import stacks_of_keys
+from ...models.config.family_rules import keys_by_stack
 from ...models.config.stack import StackKeys
 from ...models.moe.find_moe_layers import moe_layers
 from ...models.moe.moe_layer import MoE
 from ..config.schema.root import AnyModelBlock, RootBlock
-from ..distributed.process_group import Ranks
+from ..distributed.process_group import DistributedContext
 
 
-class ExpertBalance:
+class ExpertBalancer:
     """Update the MoE layers around every optimizer step.
 
     Router losses are means over the tokens of a micro batch. Since gradients are summed over micro batches and ranks,
@@ -43,7 +43,7 @@ class ExpertBalance:
         micro_batches: Callable[[int], int],
         *,
         bias_rates: Mapping[str, float],
-        ranks: Ranks,
+        ranks: DistributedContext,
     ) -> None:
         self._layers = list(layers.values())
         self._micro_batches = micro_batches
@@ -71,31 +71,31 @@ class ExpertBalance:
         """
         for (_, rate), layers in self._biased.items():
             step_counts = _of("step_counts", layers)
-            counts = self._ranks.sum_(torch.stack(step_counts))
+            counts = self._ranks.all_reduce_(torch.stack(step_counts))
             deltas = rate * (counts.mean(dim=1, keepdim=True) - counts).sign()
             deltas = torch.where(grad_norm.isfinite(), deltas, 0.0)
             torch._foreach_add_(_of("expert_bias", layers), list(deltas.unbind()))  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_zero_(step_counts)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def build_expert_balance(
-    root: RootBlock, model: LanguageModel, micro_batches: Callable[[int], int], ranks: Ranks
-) -> ExpertBalance | None:
-    """Build the `ExpertBalance` of a model, or None without MoE layers."""
+def build_expert_balancer(
+    root: RootBlock, model: LanguageModel, micro_batches: Callable[[int], int], ranks: DistributedContext
+) -> ExpertBalancer | None:
+    """Build the `ExpertBalancer` of a model, or None without MoE layers."""
     layers = moe_layers(model)
     if not layers:
         return None
     rates = {
         name: stack_keys_of(root.model, name).moe_router_bias_update_rate
         for name, layer in layers.items()
-        if layer.moves_bias
+        if layer.updates_expert_bias
     }
-    return ExpertBalance(layers, micro_batches, bias_rates=rates, ranks=ranks)
+    return ExpertBalancer(layers, micro_batches, bias_rates=rates, ranks=ranks)
 
 
 def stack_keys_of(keys: AnyModelBlock, layer: str) -> StackKeys:
     """Return the keys of the stack that contains a layer, given its name (`decoder.layers.3.mlp`)."""
-    stacks = stacks_of_keys(keys)
+    stacks = keys_by_stack(keys)
     return stacks.get(f"{layer.partition('.')[0]}.") or stacks[""]
 
 

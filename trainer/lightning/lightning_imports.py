@@ -13,7 +13,7 @@ from typing import Any
 from lightning_utilities.core import imports
 from lightning_utilities.core.imports import RequirementCache
 
-EXTRAS = (
+TORCHMETRICS_EXTRAS = (
     "gammatone", "librosa", "matplotlib", "nltk", "pesq", "pystoi", "regex", "scienceplots", "scipy", "torch_fidelity",
     "torchvision", "transformers",
 )  # fmt: skip
@@ -22,15 +22,15 @@ EXTRAS = (
 
 @contextmanager
 def _without_extras() -> Iterator[None]:
-    """Report the packages in `EXTRAS` as not installed within this context."""
+    """Report the packages in `TORCHMETRICS_EXTRAS` as not installed within this context."""
     is_available, package_available = RequirementCache.__bool__, imports.package_available
 
     def is_available_and_not_extra(self: RequirementCache) -> bool:
         requirement: Any = self.requirement or self.module
-        return not str(requirement).startswith(EXTRAS) and is_available(self)
+        return not str(requirement).startswith(TORCHMETRICS_EXTRAS) and is_available(self)
 
     def package_available_and_not_extra(package_name: str) -> bool:
-        return package_name not in EXTRAS and package_available(package_name)
+        return package_name not in TORCHMETRICS_EXTRAS and package_available(package_name)
 
     RequirementCache.__bool__ = is_available_and_not_extra
     imports.package_available = package_available_and_not_extra

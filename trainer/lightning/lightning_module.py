@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.memory.offload_weights import weight_offloads
+from ...models.memory.offload_weights import find_weight_offloads
 from ..config.lr_schedule import Schedule
-from ..data.dataloader import BatchFeed, GlobalBatch
+from ..data.dataloader import GlobalBatch, PrefetchingDataLoader
 from ..device.precision import PrecisionPlan
 from ..distributed.data_parallel import DataParallel
-from ..distributed.process_group import Ranks
+from ..distributed.process_group import DistributedContext
 from ..optim.base_optimizer import Optimizer
-from ..utils.async_host_copy import LateValues
+from ..utils.async_host_copy import AsyncHostCopy
 from .cuda_graph import Fields, RunMicroBatch
-from .expert_balance import ExpertBalance
+from .expert_balance import ExpertBalancer
 from .lightning_imports import pl
 
 
@@ -46,10 +46,10 @@ class LanguageModule(pl.LightningModule):
         experts: expert load balancing, called before and after each step; None without experts.
 
     Attributes:
-        optimizer_state: the unwrapped optimizer; Lightning wraps it.
+        unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.
         step: completed optimizer steps.
         lr: learning rate of the last step.
-        unread: loss and gradient norm of each step since the last read, as device tensors.
+        pending_metrics: loss and gradient norm of each step since the last read, as device tensors.
     """
 
     def __init__(
@@ -57,26 +57,26 @@ class LanguageModule(pl.LightningModule):
         model: nn.Module,
         optimizer: Optimizer,
         schedule: Schedule,
-        feed: BatchFeed,
+        feed: PrefetchingDataLoader,
         precision: PrecisionPlan,
         *,
         seed: int,
         step: int = 0,
-        ranks: Ranks | None = None,
+        ranks: DistributedContext | None = None,
         data_parallel: DataParallel | None = None,
         recorder: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
-        experts: ExpertBalance | None = None,
+        experts: ExpertBalancer | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model: Any = model
-        self.optimizer_state = optimizer
+        self.unwrapped_optimizer = optimizer
         self.schedule = schedule
         self.feed = feed
         self.precision = precision
         self.seed = seed
         self.step = step
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or DistributedContext()
         self.data_parallel = data_parallel
         if data_parallel is not None:
             data_parallel.attach(self.model, optimizer)
@@ -84,15 +84,15 @@ class LanguageModule(pl.LightningModule):
             self._loss_and_gradients if recorder is None else recorder(self._loss_and_gradients)
         )
         self.experts = experts
-        self._weight_offloads = weight_offloads(model)
+        self._weight_offloads = find_weight_offloads(model)
         self.lr = schedule(step)
-        self.unread: list[tuple[Tensor, Tensor]] = []
+        self.pending_metrics: list[tuple[Tensor, Tensor]] = []
 
     def configure_optimizers(self) -> Optimizer:
         """Return the one optimizer, so that Lightning's global step counts global batches."""
-        return self.optimizer_state
+        return self.unwrapped_optimizer
 
-    def train_dataloader(self) -> BatchFeed:
+    def train_dataloader(self) -> PrefetchingDataLoader:
         """Return the dataloader; it is infinite, `max_steps` ends the run."""
         return self.feed
 
@@ -103,14 +103,14 @@ class LanguageModule(pl.LightningModule):
     def training_step(self, batch: GlobalBatch, batch_idx: int) -> None:
         """Run forward and backward of every micro batch, clip, update, advance the LR schedule; no host sync."""
         optimizer: Any = self.optimizers()
-        state = self.optimizer_state
+        state = self.unwrapped_optimizer
         device = batch.labels.device
-        targets = self.ranks.sum_(batch.targets).clamp(min=1)
+        targets = self.ranks.all_reduce_(batch.targets).clamp(min=1)
         if self.experts is not None:
             self.experts.before_step(self.step)
         losses: list[Tensor] = []
         first, last = min(batch.numbers), max(batch.numbers)
-        accumulates = len(batch.numbers) > 1 and not (self.data_parallel and self.data_parallel.takes_gradients)
+        accumulates = len(batch.numbers) > 1 and not (self.data_parallel and self.data_parallel.accumulates_gradients)
         for number, fields in batch.micro_batches():
             seed_generators(micro_batch_seed(self.seed, self.step, number), device)
             if self.data_parallel is not None:
@@ -131,7 +131,7 @@ class LanguageModule(pl.LightningModule):
         assert state.grad_norm is not None
         if self.experts is not None:
             self.experts.after_update(state.grad_norm)
-        self.unread.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
+        self.pending_metrics.append((losses[0] if len(losses) == 1 else torch.stack(losses).sum(), state.grad_norm))
 
     def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
         """Run forward and backward of one micro batch without a host sync; return its loss, accumulate into `.grad`."""
@@ -145,18 +145,18 @@ class LanguageModule(pl.LightningModule):
         """Start copying loss and gradient norm of the steps since the last call to the host, oldest first.
 
         Returns:
-            A function that waits for the values and returns them: with `ExpertLoad.take`, the only host sync.
+            A function that waits for the values and returns them: with `ExpertLoadMetrics.take`, the only host sync.
         """
-        if not self.unread:
+        if not self.pending_metrics:
             return list
         # The loss is a partial sum of each rank; the gradient norm is already global.
-        losses = self.ranks.sum_(torch.stack([loss.float() for loss, _ in self.unread]))
-        norms = torch.stack([norm.float() for _, norm in self.unread])
-        self.unread.clear()
-        values = LateValues(torch.stack([losses, norms]))
+        losses = self.ranks.all_reduce_(torch.stack([loss.float() for loss, _ in self.pending_metrics]))
+        norms = torch.stack([norm.float() for _, norm in self.pending_metrics])
+        self.pending_metrics.clear()
+        values = AsyncHostCopy(torch.stack([losses, norms]))
         return lambda: list(zip(*values.get().tolist(), strict=True))
 
-    def read_unread(self) -> list[tuple[float, float]]:
+    def read_metrics(self) -> list[tuple[float, float]]:
         """Return loss and gradient norm of the steps since the last call, oldest first; waits for the device."""
         return self.take_unread()()
 

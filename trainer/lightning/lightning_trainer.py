@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..distributed.process_group import Ranks
+from ..distributed.process_group import DistributedContext
 from .lightning_imports import ClusterEnvironment, ParallelStrategy, SIGTERMException, SingleDeviceStrategy, pl
 from .lightning_module import LanguageModule
 
 
-def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch.device, ranks: Ranks) -> None:
+def fit(
+    module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch.device, ranks: DistributedContext
+) -> None:
     """Run Lightning's training loop from the module's step to `max_steps`.
 
     The trainer is barebones: logging, validation, checkpointing and precision are implemented by `loop` and `module`.
@@ -39,7 +41,7 @@ def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch
         # Lightning counts optimizer steps here; starting from zero it would stop too late after a resume.
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
         progress.ready = progress.completed = module.step
-        # Raised for a signal that arrives before our handlers are restored; `StopRequest` has recorded it too.
+        # Raised for a signal that arrives before our handlers are restored; `StopHandler` has recorded it too.
         with suppress(SIGTERMException):
             trainer.fit(module)
     assert trainer.global_step == module.step
@@ -48,7 +50,7 @@ def fit(module: LanguageModule, loop: pl.Callback, max_steps: int, device: torch
 class _Environment(ClusterEnvironment):
     """Cluster environment with the ranks of this process, which keeps Lightning from detecting its own."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: DistributedContext) -> None:
         super().__init__()
         self._ranks = ranks
 
@@ -101,7 +103,7 @@ class MeshStrategy(ParallelStrategy):
     and basic collectives.
     """
 
-    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, device: torch.device, ranks: DistributedContext) -> None:
         super().__init__(parallel_devices=[device])
         self._device = device
         self._ranks = ranks
@@ -129,7 +131,7 @@ class MeshStrategy(ParallelStrategy):
     @property
     def is_global_zero(self) -> bool:
         """True on rank 0."""
-        return self._ranks.is_first
+        return self._ranks.is_rank_zero
 
     def model_to_device(self) -> None:
         """Do nothing: the model was built on the device."""

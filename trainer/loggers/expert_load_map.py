@@ -22,11 +22,11 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from ...models.config.key_block import Block
-from ..utils.durable_files import replace_file
+from ..utils.durable_files import atomic_write
 from ..utils.safetensors_io import DamagedFileError, read_json
 
-MOST_ROWS = 256
-MOST_NUMBERS = 1 << 18
+MAX_ROWS = 256
+MAX_COUNTS = 1 << 18
 """Most counts in a file: about 2 MB."""
 
 Counts = Annotated[tuple[Annotated[tuple[int, ...], Field(strict=False)], ...], Field(strict=False)]
@@ -64,7 +64,7 @@ class LoadDocument(Block):
     rows: Annotated[tuple[LoadRow, ...], Field(strict=False)] = ()
 
 
-class LoadMap:
+class ExpertLoadHistory:
     """Accumulate the expert load and write it to `expert_load.json` and a PNG.
 
     Args:
@@ -77,7 +77,7 @@ class LoadMap:
         self._path = path
         self._layers = tuple(experts)
         self._experts = tuple(experts.values())
-        self._max_rows = max(8, min(MOST_ROWS, MOST_NUMBERS // max(1, sum(self._experts))))
+        self._max_rows = max(8, min(MAX_ROWS, MAX_COUNTS // max(1, sum(self._experts))))
         self._stride = 1
         self._rows: list[LoadRow] = []
         self._last_step = resumed_at
@@ -119,7 +119,7 @@ class LoadMap:
             OSError: the file cannot be written.
         """
         text = json.dumps(self.document.model_dump(), separators=(",", ":"))
-        replace_file(self._path, text.encode() + b"\n")
+        atomic_write(self._path, text.encode() + b"\n")
 
     def draw(self) -> None:
         """Write the heat map, unless it is up to date; requires `can_draw()`.
@@ -129,7 +129,7 @@ class LoadMap:
         """
         if self._rows and self._drawn_step != self._last_step:
             self._drawn_step = self._last_step
-            replace_file(self._path.with_suffix(".png"), picture(self.document))
+            atomic_write(self._path.with_suffix(".png"), render_heatmap(self.document))
 
 
 def can_draw() -> bool:
@@ -137,12 +137,12 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def variation(tokens: np.ndarray) -> float:
+def coefficient_of_variation(tokens: np.ndarray) -> float:
     """Return the coefficient of variation of the tokens per expert: standard deviation over mean."""
     return float(tokens.std() / tokens.mean()) if tokens.sum() else 0.0
 
 
-def picture(document: LoadDocument) -> bytes:
+def render_heatmap(document: LoadDocument) -> bytes:
     """Return a PNG: load CV of each layer above, load of each expert below, both over steps."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
@@ -154,7 +154,7 @@ def picture(document: LoadDocument) -> bytes:
     figure = Figure(figsize=(9, 2 + height), layout="constrained", dpi=120)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1.6, height])
 
-    curves = np.array([[variation(row) for row in layer] for layer in layers])
+    curves = np.array([[coefficient_of_variation(row) for row in layer] for layer in layers])
     for curve in curves:
         above.plot(middles, curve, color="0.75", linewidth=0.8)
     above.plot(middles, curves.mean(axis=0), color="black", linewidth=1.5)

@@ -1,6 +1,6 @@
 """Metric loggers besides metrics.jsonl: TensorBoard, CSV, Weights & Biases, MLflow.
 
-Each is a `MetricSink`. Network loggers run in a background thread, so a slow or dead server never blocks a training
+Each is a `MetricLogger`. Network loggers run in a background thread, so a slow or dead server never blocks a training
 step. No secret passes through here: the W&B and MLflow clients read theirs from the environment.
 """
 
@@ -23,10 +23,10 @@ from typing import Any, Protocol
 
 from ..config.run_config import RunConfig
 from ..config.schema.exp_manager import ExpManagerBlock, MlflowBlock, SummaryWriterBlock, WandbBlock
-from ..utils.durable_files import replace_file
+from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import UserError
-from ..utils.redaction import without_secrets, words_without_secrets
+from ..utils.redaction import redact, redact_arguments
 from ..utils.text import counted
 
 _MAX_QUEUED_RECORDS = 4096
@@ -36,7 +36,7 @@ _RUN_ID = re.compile(r"[\w\-]{1,64}")
 _MAX_RUN_IDS_BYTES = 4096
 
 
-class MetricSink(Protocol):
+class MetricLogger(Protocol):
     """Interface of a metric logger."""
 
     def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
@@ -62,7 +62,7 @@ def check_loggers(keys: ExpManagerBlock) -> None:
             )
 
 
-def open_sinks(config: RunConfig, directory: Path, resumed_at: int) -> dict[str, MetricSink]:
+def open_loggers(config: RunConfig, directory: Path, resumed_at: int) -> dict[str, MetricLogger]:
     """Open the enabled loggers, by name.
 
     Args:
@@ -74,18 +74,18 @@ def open_sinks(config: RunConfig, directory: Path, resumed_at: int) -> dict[str,
         UserError: a logger cannot start.
     """
     keys = config.root.exp_manager
-    sinks: dict[str, MetricSink] = {}
+    sinks: dict[str, MetricLogger] = {}
     try:
         if keys.create_tensorboard_logger:
-            sinks["TensorBoard"] = TensorBoardSink(directory / "tensorboard", keys.summary_writer_kwargs, resumed_at)
+            sinks["TensorBoard"] = TensorBoardLogger(directory / "tensorboard", keys.summary_writer_kwargs, resumed_at)
         if keys.create_csv_logger:
-            sinks["CSV"] = CsvSink(directory / "metrics.csv", directory / "metrics.jsonl")
+            sinks["CSV"] = CSVLogger(directory / "metrics.csv", directory / "metrics.jsonl")
         if keys.create_wandb_logger:
-            wandb = WandbSink(keys.wandb_logger_kwargs, directory, config.document, resume=resumed_at > 0)
-            sinks["W&B"] = Background(wandb)
+            wandb = WandbLogger(keys.wandb_logger_kwargs, directory, config.document, resume=resumed_at > 0)
+            sinks["W&B"] = BackgroundLogger(wandb)
         if keys.create_mlflow_logger:
-            mlflow = MlflowSink(keys.mlflow_logger_kwargs, directory, config.root.name, resume=resumed_at > 0)
-            sinks["MLflow"] = Background(mlflow)
+            mlflow = MLflowLogger(keys.mlflow_logger_kwargs, directory, config.root.name, resume=resumed_at > 0)
+            sinks["MLflow"] = BackgroundLogger(mlflow)
     except BaseException:
         for sink in sinks.values():
             sink.close(failed=True)
@@ -93,7 +93,7 @@ def open_sinks(config: RunConfig, directory: Path, resumed_at: int) -> dict[str,
     return sinks
 
 
-class TensorBoardSink:
+class TensorBoardLogger:
     """TensorBoard event files.
 
     Args:
@@ -119,7 +119,7 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class CsvSink:
+class CSVLogger:
     """CSV table with one row per line of metrics.jsonl; missing metrics are empty cells.
 
     Args:
@@ -156,10 +156,10 @@ class CsvSink:
         writer = csv.DictWriter(table, self._columns)
         writer.writeheader()
         writer.writerows(self._rows)
-        replace_file(self._path, table.getvalue().encode())
+        atomic_write(self._path, table.getvalue().encode())
 
 
-class WandbSink:
+class WandbLogger:
     """Weights & Biases.
 
     Args:
@@ -212,7 +212,7 @@ class WandbSink:
         self._run.finish(exit_code=int(failed))
 
 
-class MlflowSink:
+class MLflowLogger:
     """MLflow tracking.
 
     Args:
@@ -245,7 +245,7 @@ class MlflowSink:
             else:
                 self._run_id = self._create_run(keys, directory, keys.experiment_name or name)
         except Exception as error:
-            fix = f"is there a server or store at {without_secrets(uri)}?"
+            fix = f"is there a server or store at {redact(uri)}?"
             raise _cannot_start("mlflow", "MLflow", error, fix) from error
         _save_run_id(directory, "mlflow", self._run_id)
 
@@ -274,7 +274,7 @@ class MlflowSink:
         return run.info.run_id
 
 
-class Background:
+class BackgroundLogger:
     """Run another logger in a background thread.
 
     The first error of the thread is raised once, by the next `log`; records that could not be sent are counted.
@@ -284,7 +284,7 @@ class Background:
         seconds_to_finish: longest time `close` waits for queued records.
     """
 
-    def __init__(self, sink: MetricSink, seconds_to_finish: float = _CLOSE_TIMEOUT_SECONDS) -> None:
+    def __init__(self, sink: MetricLogger, seconds_to_finish: float = _CLOSE_TIMEOUT_SECONDS) -> None:
         self._sink = sink
         self._seconds = seconds_to_finish
         self._records: queue.Queue[tuple[int, Mapping[str, float], str] | None] = queue.Queue(_MAX_QUEUED_RECORDS)
@@ -342,7 +342,7 @@ class Background:
 def _redacted_argv() -> Iterator[None]:
     """Redact `sys.argv`, which the W&B client records without a setting to turn that off."""
     argv = sys.argv
-    sys.argv = words_without_secrets(argv)
+    sys.argv = redact_arguments(argv)
     try:
         yield
     finally:
@@ -371,4 +371,4 @@ def _read_run_id(directory: Path, package: str) -> str | None:
 
 def _save_run_id(directory: Path, package: str, run_id: str) -> None:
     known = {name: found for name in ("wandb", "mlflow") if (found := _read_run_id(directory, name))}
-    replace_file(directory / _RUN_IDS_FILE, (json.dumps({**known, package: run_id}, indent=2) + "\n").encode())
+    atomic_write(directory / _RUN_IDS_FILE, (json.dumps({**known, package: run_id}, indent=2) + "\n").encode())

@@ -45,7 +45,7 @@ class Panel:
         if self._use_live:
             self._draw()
         else:
-            self.say(step_line(report, self._max_steps, self.remaining_seconds()))
+            self.say(format_step(report, self._max_steps, self.remaining_seconds()))
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Show the metrics of a validation."""
@@ -53,7 +53,7 @@ class Panel:
         if self._use_live and self._live is not None:
             self._draw(force=True)
         else:
-            self.say(validation_line(step, self._max_steps, metrics))
+            self.say(format_validation(step, self._max_steps, metrics))
 
     def remaining_seconds(self) -> float | None:
         """Estimate the remaining time in seconds, without validation and checkpoints; None before the first report."""
@@ -113,7 +113,7 @@ class Panel:
         return Frame(outer, title=self._title, subtitle=eta, expand=False)
 
 
-def step_line(report: StepReport, max_steps: int, remaining: float | None) -> str:
+def format_step(report: StepReport, max_steps: int, remaining: float | None) -> str:
     """Format a step as an aligned line; metrics that were not measured are left out."""
     parts = [
         f"step {report.step:>{len(str(max_steps))}}/{max_steps}",
@@ -136,7 +136,7 @@ def step_line(report: StepReport, max_steps: int, remaining: float | None) -> st
     return "  ".join(parts)
 
 
-def validation_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
+def format_validation(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     """Format a validation as an aligned line: loss, then the other metrics."""
     others = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items() if name != "val_loss")
     return f"step {step:>{len(str(max_steps))}}/{max_steps}  val loss {metrics['val_loss']:.4f}  {others}".rstrip()

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from ..config.run_config import RunConfig
-from ..utils.durable_files import replace_file
+from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
-from .logger_backends import MetricSink, open_sinks
+from .logger_backends import MetricLogger, open_loggers
 from .progress_bar import Panel
 
 
@@ -35,7 +35,7 @@ class StepReport:
         tokens_per_second: throughput over the same time.
         mfu: model FLOPs over the dense bf16 peak of all devices of the run.
         memory_gib: peak memory of the device, or of the process on a CPU.
-        experts: expert load since the last regular report (`ExpertLoad.take`); empty without experts.
+        experts: expert load since the last regular report (`ExpertLoadMetrics.take`); empty without experts.
     """
 
     step: int
@@ -77,7 +77,7 @@ class Journal:
     ) -> None:
         self._panel = panel
         self._metrics = self._log = None
-        self._sinks: dict[str, MetricSink] = {}
+        self._sinks: dict[str, MetricLogger] = {}
         self._warned: set[str] = set()
         if directory is None:
             return
@@ -100,7 +100,7 @@ class Journal:
         """
         journal = cls(directory, panel, resumed_at=resumed_at, validates_again=validates_again)
         try:
-            journal._sinks = open_sinks(config, directory, resumed_at)
+            journal._sinks = open_loggers(config, directory, resumed_at)
         except OSError as error:
             journal.close(failed=True)
             raise _cannot_write(error) from error
@@ -115,7 +115,7 @@ class Journal:
         return cls(None, None)
 
     @property
-    def writes(self) -> bool:
+    def is_active(self) -> bool:
         """True if this process writes the files of the run."""
         return self._log is not None
 
@@ -147,7 +147,7 @@ class Journal:
         if self._panel is not None:
             self._panel.show_step(report)
 
-    def report_validation(self, step: int, metrics: dict[str, float]) -> None:
+    def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a validation: `val_loss` and those measured with it."""
         self._write(step, metrics, "validation")
         if self._panel is not None:
@@ -230,7 +230,7 @@ def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue
-    replace_file(path, "".join(kept).encode())
+    atomic_write(path, "".join(kept).encode())
 
 
 def _cannot_write(error: OSError) -> UserError:

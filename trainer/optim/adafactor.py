@@ -67,7 +67,7 @@ class Adafactor(Optimizer):
             state["exp_avg"] = torch.zeros_like(main, dtype=dtype)
         return state
 
-    def is_whole(self, key: str, shape: tuple[int, ...]) -> bool:
+    def is_replicated(self, key: str, shape: tuple[int, ...]) -> bool:
         """Return True for the column means of a matrix, which are over the rows of all ranks."""
         return key == "exp_avg_sq_col" and len(shape) == 2
 

@@ -97,7 +97,7 @@ class AdamW(Optimizer):
             weight_decay=group["weight_decay"],
             step=self.updates,
             grad_scale=scale,
-            rates=self._rms([part.main for part in tensors], counts) if self.scale_parameter else None,
+            lr_scales=self._rms([part.main for part in tensors], counts) if self.scale_parameter else None,
         )
 
     def _parts(self, name: str, rows: int) -> list[int]:

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from ...kernels.launch import triton_runs_on
 from ...kernels.optim.sum_of_squares import sum_of_squares
-from ...models.memory.host_copies import Copies
-from ..utils.local_shard import Piece, local_tensor, piece_of, place_among_all
+from ...models.memory.host_copies import CopyEngine
+from ..utils.local_shard import LocalShard, local_tensor, piece_of, rank_and_world_size
 from .host_state import HostState
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
 
 
-def decays(name: str, parameter: Tensor, *, norms_decay: bool = False) -> bool:
+def has_weight_decay(name: str, parameter: Tensor, *, norms_decay: bool = False) -> bool:
     """Return True for parameters with weight decay: matrices and embeddings, and norm weights with `norms_decay`.
 
     NeMo's rule (`do_layer_norm_weight_decay`), decided by shape and name. Never biases, nor other vectors: scales of
@@ -39,12 +39,12 @@ def decays(name: str, parameter: Tensor, *, norms_decay: bool = False) -> bool:
     return norms_decay and name.endswith("norm.weight")
 
 
-def no_shards(tensor: Tensor) -> Tensor:
+def no_reduce(tensor: Tensor) -> Tensor:
     """Return the tensor: default of `sum_over_shards` without sharding."""
     return tensor
 
 
-def all_rows_are_here(local: Tensor, rows: int) -> Tensor:
+def no_gather(local: Tensor, rows: int) -> Tensor:
     """Return the tensor: default of `gather_rows` without sharding."""
     return local
 
@@ -86,10 +86,10 @@ class Optimizer(torch.optim.Optimizer):
         norms_decay: bool = False,
         main_weights: bool = False,
         clip_norm: float | None = None,
-        sum_over_shards: Callable[[Tensor], Tensor] = no_shards,
-        gather_rows: Callable[[Tensor, int], Tensor] = all_rows_are_here,
-        piece_of: Callable[[Tensor], Piece] = piece_of,
-        host: Copies | None = None,
+        sum_over_shards: Callable[[Tensor], Tensor] = no_reduce,
+        gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
+        piece_of: Callable[[Tensor], LocalShard] = piece_of,
+        host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         groups: dict[bool, dict[str, Any]] = {
@@ -98,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         }
         for name, parameter in named_parameters:
             if parameter.requires_grad:
-                group = groups[decays(name, parameter, norms_decay=norms_decay)]
+                group = groups[has_weight_decay(name, parameter, norms_decay=norms_decay)]
                 group["params"].append(parameter)
                 group["names"].append(name)
         super().__init__([g for g in groups.values() if g["params"]], defaults)
@@ -178,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def is_whole(self, key: str, shape: tuple[int, ...]) -> bool:
+    def is_replicated(self, key: str, shape: tuple[int, ...]) -> bool:
         """Return True if a state tensor is replicated on all ranks instead of sharded like its parameter.
 
         Args:
@@ -250,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
         self._sums_in_use.clear()
         return result
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, LocalShard]:
         """Return the state for a checkpoint, by parameter name plus `.main` or a key of `initial_state`.
 
         With `host`, the tensors are in host memory, and this synchronizes until they are up to date.
@@ -259,16 +259,16 @@ class Optimizer(torch.optim.Optimizer):
         a checkpoint do not depend on the dtype of the parameters.
         """
         self.settle()
-        named: dict[str, Piece] = {}
+        named: dict[str, LocalShard] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
                 shard = self.piece_of(parameter)
                 for key, tensor in self._states[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
-                    if self.is_whole(key, tuple(parameter.shape)):
+                    if self.is_replicated(key, tuple(parameter.shape)):
                         rows = tensor.shape[0] if tensor.ndim else 1
-                        named[f"{name}.{key}"] = Piece(tensor, 0, rows, *place_among_all())
+                        named[f"{name}.{key}"] = LocalShard(tensor, 0, rows, *rank_and_world_size())
                     else:
                         named[f"{name}.{key}"] = shard.of(tensor)
         return named
@@ -283,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
         main = weight.float() if self._has_main_weight(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, tuple(parameter.shape))}
 
-    def _state_on_host(self, host: Copies, bucket_bytes: int) -> HostState:
+    def _state_on_host(self, host: CopyEngine, bucket_bytes: int) -> HostState:
         device = next(iter(self._names)).device
         shards = int(self.sum_over_shards(torch.ones((), device=device)))
         shapes = [[self._state_shape(parameter, shards) for parameter in g["params"]] for g in self.param_groups]
@@ -304,7 +304,7 @@ class Optimizer(torch.optim.Optimizer):
         max_rows = (max(weight.shape[0], -(-shard.rows // shards)),) if weight.ndim else ()
         return StateShape(
             {key: (tuple(t.shape), t.dtype) for key, t in tensors(tuple(weight.shape[:1])).items()},
-            most_bytes=sum(t.numel() * t.element_size() for t in tensors(max_rows).values()),
+            max_shard_bytes=sum(t.numel() * t.element_size() for t in tensors(max_rows).values()),
             elements=weight.numel() if self.is_elementwise(name, shape) else None,
         )
 
@@ -312,14 +312,14 @@ class Optimizer(torch.optim.Optimizer):
         self, bucket: Bucket, gradients: list[list[Tensor]], states: list[dict[str, Tensor]], scale: Tensor
     ) -> None:
         group = self.param_groups[bucket.group]
-        indices = [stretch.index for stretch in bucket.stretches]
+        indices = [stretch.index for stretch in bucket.slices]
         bucket_group = {**group, **{key: [group[key][index] for index in indices] for key in ("params", "names")}}
-        weights = [s.of(self.piece_of(p).local) for s, p in zip(bucket.stretches, bucket_group["params"], strict=True)]
+        weights = [s.of(self.piece_of(p).local) for s, p in zip(bucket.slices, bucket_group["params"], strict=True)]
         for weight, state in zip(weights, states, strict=True):
             state.setdefault("main", weight)
         bucket_gradients = [
             s.of(gradient if s.cut is None else gradient.contiguous())
-            for s, gradient in zip(bucket.stretches, (gradients[bucket.group][i] for i in indices), strict=True)
+            for s, gradient in zip(bucket.slices, (gradients[bucket.group][i] for i in indices), strict=True)
         ]
         self.update(bucket_group, weights, bucket_gradients, states, scale)
 
@@ -357,7 +357,7 @@ def write_weight(weight: Tensor, main: Tensor, new: Tensor, live: Tensor) -> Non
         weight.copy_(main)
 
 
-def global_norm(gradients: list[Tensor], sum_over_shards: Callable[[Tensor], Tensor] = no_shards) -> Tensor:
+def global_norm(gradients: list[Tensor], sum_over_shards: Callable[[Tensor], Tensor] = no_reduce) -> Tensor:
     """Return the global L2 norm of all gradients, a scalar tensor; squares are summed in at least fp32.
 
     Any non-finite element makes the norm non-finite. On a GPU, one kernel reads all gradients (`sum_of_squares`), and
@@ -371,7 +371,7 @@ def global_norm(gradients: list[Tensor], sum_over_shards: Callable[[Tensor], Ten
         return sum_over_shards(sum_of_squares(gradients)).sqrt()
     dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
     norms = torch._foreach_norm(gradients, 2, dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-    if sum_over_shards is no_shards:
+    if sum_over_shards is no_reduce:
         return torch.linalg.vector_norm(torch.stack(norms))
     return sum_over_shards(torch.stack(norms).square().sum()).sqrt()
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..utils.local_shard import Piece, local_tensor, piece_of
+from ..utils.local_shard import LocalShard, local_tensor, piece_of
 
 
 class EMA:
@@ -37,7 +37,7 @@ class EMA:
         decay: float,
         every_n_steps: int = 1,
         cpu_offload: bool = False,
-        piece_of: Callable[[Tensor], Piece] = piece_of,
+        piece_of: Callable[[Tensor], LocalShard] = piece_of,
         spread: Callable[[], None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -90,7 +90,7 @@ class EMA:
         finally:
             self._fill(originals)
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, LocalShard]:
         """Return the local shards of the averages by parameter name, for checkpoints."""
         return {name: self._pieces[name].of(average) for name, average in self._averages.items()}
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.memory.host_copies import Copies
+from ...models.memory.host_copies import CopyEngine
 from .state_buckets import SLOTS, Bucket, BucketPlan, Place
 
 Update = Callable[[Bucket, list[dict[str, Tensor]]], None]
@@ -40,12 +40,13 @@ class HostState:
         tensors: views of the state in host memory by key, for each group and parameter; call `settle` before reading.
     """
 
-    def __init__(self, plan: BucketPlan, copies: Copies) -> None:
+    def __init__(self, plan: BucketPlan, copies: CopyEngine) -> None:
         self.plan = plan
         self._copies = copies
         self.memory = copies.host(plan.host_bytes)
         self.tensors = tuple(
-            tuple({key: place.of(self.memory) for key, place in home.items()} for home in homes) for homes in plan.homes
+            tuple({key: place.of(self.memory) for key, place in home.items()} for home in homes)
+            for homes in plan.host_locations
         )
 
     def run(self, update: Update) -> None:
@@ -66,7 +67,8 @@ class HostState:
         def fetch(number: int) -> None:
             wait(write_backs.pop(number - SLOTS, []))  # then its slot is free
             fetches[number] = [
-                copies.fetch(host, memory) for host, memory in self._copy_views(buckets[number], slots[number % SLOTS])
+                copies.copy_to_device(host, memory)
+                for host, memory in self._copy_views(buckets[number], slots[number % SLOTS])
             ]
 
         for number, bucket in enumerate(buckets):
@@ -76,7 +78,7 @@ class HostState:
                 fetch(number + 1)
             wait(fetches.pop(number))
             slot = slots[number % SLOTS]
-            update(bucket, [_views(stretch.state, slot) for stretch in bucket.stretches])
+            update(bucket, [_views(stretch.state, slot) for stretch in bucket.slices])
             write_backs[number] = [copies.send(memory, host) for host, memory in self._copy_views(bucket, slot)]
         for events in write_backs.values():  # before the memory of the slots is freed
             wait(events)

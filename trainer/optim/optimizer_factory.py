@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.config.batch_shape import SampleForm
-from ...models.config.families import family_slice, sample_length_of
+from ...models.config.batch_shape import BatchSpec
+from ...models.config.families import family_slice, sequence_length_of
 from ...models.config.parameter_count import count_parameters, count_stack
 from ...models.config.slices import StackSlice
 from ...models.config.t5_slice import T5Slice
-from ...models.memory.host_copies import Copies
+from ...models.memory.host_copies import CopyEngine
 from ..config.lr_schedule import build_schedule
 from ..config.schema.optim import OptimBlock, optimizer_kind, optimizer_settings
 from ..config.schema.root import AnyModelBlock
@@ -22,7 +22,7 @@ from .adafactor import Adafactor
 from .adamw import AdamW
 from .base_optimizer import Optimizer
 from .muon import Muon
-from .pinned_memory import PinnedState
+from .pinned_memory import PinnedStateCopyEngine
 from .sgd import SGD
 
 _KINDS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor, "muon": Muon, "sgd": SGD}
@@ -43,7 +43,7 @@ def build_optimizer(
     kind = optimizer_kind(optim.name)
     settings = optimizer_settings(optim)
     if kind == "muon" or (kind == "adamw" and settings["scale_parameter"]):
-        settings["fused"] = fused_rows(keys)
+        settings["fused"] = fused_projection_rows(keys)
     build: Any = _KINDS[kind]
     return build(
         named_parameters,
@@ -55,19 +55,19 @@ def build_optimizer(
     )
 
 
-def is_state_on_host(keys: AnyModelBlock, device: torch.device) -> bool:
+def offloads_optimizer_state(keys: AnyModelBlock, device: torch.device) -> bool:
     """Return True if main weights and state are kept in host memory: `cpu_offloading_optimizer` on a CUDA device."""
     return keys.cpu_offloading_optimizer and device.type == "cuda"
 
 
-def host_copies(keys: AnyModelBlock, device: torch.device) -> Copies | None:
+def host_copies(keys: AnyModelBlock, device: torch.device) -> CopyEngine | None:
     """Return the argument `host` of `Optimizer`; None to keep the state on the device."""
-    return PinnedState(device) if is_state_on_host(keys, device) else None
+    return PinnedStateCopyEngine(device) if offloads_optimizer_state(keys, device) else None
 
 
-def fused_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:
+def fused_projection_rows(keys: AnyModelBlock) -> dict[str, tuple[int, ...]]:
     """Return the rows of each projection of the fused weights, by suffix of the parameter name."""
-    model = family_slice(keys, vocab_size=1, form=SampleForm(length=sample_length_of(keys)))
+    model = family_slice(keys, vocab_size=1, form=BatchSpec(length=sequence_length_of(keys)))
     if not isinstance(model, T5Slice):
         return _fused_rows("", model.stack)
     rows: dict[str, tuple[int, ...]] = {}
@@ -115,7 +115,7 @@ def settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float |
     return {key: str(value) if isinstance(value, list | bool) else value for key, value in found.items()}
 
 
-def count_state(keys: AnyModelBlock, vocab_size: int, trained: int | None = None) -> int:
+def min_state_elements(keys: AnyModelBlock, vocab_size: int, trained: int | None = None) -> int:
     """Return a lower bound of the elements of optimizer state besides main weights; Adafactor's vectors are left out.
 
     Args:
@@ -130,7 +130,7 @@ def count_state(keys: AnyModelBlock, vocab_size: int, trained: int | None = None
     if kind == "muon" and trained is not None:
         return parameters  # lower bound: one element per parameter of a matrix
     if kind == "muon":
-        model = family_slice(keys, vocab_size=vocab_size, form=SampleForm(length=sample_length_of(keys)))
+        model = family_slice(keys, vocab_size=vocab_size, form=BatchSpec(length=sequence_length_of(keys)))
         cross = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
         stacks = sum(count_stack(stack, each) for stack, each in zip(model.stacks, cross, strict=True))
         return parameters + parameters - stacks

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.memory.host_copies import CudaCopies
+from ...models.memory.host_copies import CudaCopyEngine
 from ..utils.errors import UserError
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every CUDA context."""
 
 
-class PinnedState(CudaCopies):
+class PinnedStateCopyEngine(CudaCopyEngine):
     """Copy engine with exactly sized pinned host memory, for state that is kept for the whole run.
 
     PyTorch's caching host allocator rounds up to a power of two, up to twice as much, which matters for tens of GiB.
@@ -25,7 +25,7 @@ class PinnedState(CudaCopies):
 
     @property
     def host_bytes(self) -> int:
-        """See `Copies`."""
+        """See `CopyEngine`."""
         return self._pinned
 
     def host(self, size: int) -> Tensor:

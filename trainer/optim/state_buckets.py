@@ -54,18 +54,18 @@ class StateShape:
 
     Attributes:
         tensors: key to shape and dtype.
-        most_bytes: bytes of the largest shard; the same number on every rank.
+        max_shard_bytes: bytes of the largest shard; the same number on every rank.
         elements: elements of each tensor, for an elementwise update that may be split anywhere; None: the state must be
             on the device as a whole.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    most_bytes: int
+    max_shard_bytes: int
     elements: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class BucketSlice:
     """A parameter, or a slice of one, in a bucket.
 
     Attributes:
@@ -89,13 +89,13 @@ class Bucket:
 
     Attributes:
         group: index of the parameter group.
-        stretches: parameters, in order.
+        slices: parameters, in order.
         copies: transfers between host memory and the bucket's memory.
         size: bytes of the bucket's memory.
     """
 
     group: int
-    stretches: tuple[Stretch, ...]
+    slices: tuple[BucketSlice, ...]
     copies: tuple[Copy, ...]
     size: int
 
@@ -105,12 +105,12 @@ class BucketPlan:
     """All buckets of an optimizer.
 
     Attributes:
-        homes: locations in host memory by key, for each group and each parameter in it.
+        host_locations: locations in host memory by key, for each group and each parameter in it.
         buckets: in the order of the update.
         host_bytes: total bytes of host memory.
     """
 
-    homes: tuple[tuple[Mapping[str, Place], ...], ...]
+    host_locations: tuple[tuple[Mapping[str, Place], ...], ...]
     buckets: tuple[Bucket, ...]
     host_bytes: int
 
@@ -140,17 +140,17 @@ def plan_buckets(groups: Sequence[Sequence[StateShape]], limit: int = BUCKET_BYT
     end = 0
     for group, states in enumerate(groups):
         group_homes: list[Mapping[str, Place]] = []
-        for indices in _pack([state.most_bytes for state in states], limit):
+        for indices in _pack([state.max_shard_bytes for state in states], limit):
             begin = end
             for index in indices:
                 places, end = _lay_out(states[index].tensors, end)
                 group_homes.append(places)
             elements = states[indices[0]].elements
-            if elements is not None and states[indices[0]].most_bytes > limit:
+            if elements is not None and states[indices[0]].max_shard_bytes > limit:
                 buckets.extend(_slice(group, indices[0], group_homes[-1], elements, limit))
                 continue
             stretches = tuple(
-                Stretch(
+                BucketSlice(
                     index,
                     {key: place._replace(start=place.start - begin) for key, place in group_homes[index].items()},
                 )
@@ -194,7 +194,7 @@ def _slice(group: int, index: int, home: Mapping[str, Place], elements: int, lim
             Copy(place.start + start * place.dtype.itemsize, state[key].start, state[key].size)
             for key, place in home.items()
         )
-        yield Bucket(group, (Stretch(index, state, (start, stop)),), copies, size)
+        yield Bucket(group, (BucketSlice(index, state, (start, stop)),), copies, size)
 
 
 def _aligned(size: int) -> int:

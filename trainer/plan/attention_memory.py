@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...kernels.attention.backend_support import BY_NAME
-from ...kernels.attention.dispatch import Decision
-from ...kernels.attention.recompute_scores import serves_call
+from ...kernels.attention.backend_support import BACKENDS_BY_NAME
+from ...kernels.attention.dispatch import BackendSelection
+from ...kernels.attention.recompute_scores import supports_call
 from ...models.config.memory import RecomputeModule
 from ...models.config.slices import AttentionSlice, StackSlice
-from .inputs import Widths
+from .inputs import ByteWidths
 
 _FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")
 """Backends whose backward pass accumulates dQ in a separate fp32 buffer."""
 
 
-class Kept(NamedTuple):
+class SavedTensors(NamedTuple):
     """Tensors a layer saves for its backward pass.
 
     Attributes:
@@ -28,18 +28,20 @@ class Kept(NamedTuple):
         size: bytes per micro batch.
         module: entry of `activations_checkpoint_modules` that recomputes it; None if no entry does.
         also: a second entry that is required as well; None without.
-        within: another entry that recomputes it by itself; None without.
+        alternative_module: another entry that recomputes it by itself; None without.
     """
 
     part: str
     size: int
     module: RecomputeModule | None = None
     also: RecomputeModule | None = None
-    within: RecomputeModule | None = None
+    alternative_module: RecomputeModule | None = None
 
     def is_made_again(self, modules: frozenset[RecomputeModule]) -> bool:
         """True if it is recomputed, and so not saved, with these `modules`."""
-        return self.within in modules or (self.module in modules and (self.also is None or self.also in modules))
+        return self.alternative_module in modules or (
+            self.module in modules and (self.also is None or self.also in modules)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +51,18 @@ class AttentionMemory:
     Attributes:
         kept: tensors saved for the backward pass, except the input of the first projection.
         working: peak working memory of the backward pass in bytes: gradients and accumulators.
-        working_again: the same if its scores are recomputed.
+        working_recomputed: the same if its scores are recomputed.
         beside_scores: bytes saved additionally (or fewer, if negative) then: inputs of the scores instead of copies.
     """
 
-    kept: tuple[Kept, ...]
+    kept: tuple[SavedTensors, ...]
     working: int
-    working_again: int
-    beside_scores: int = 0
+    working_recomputed: int
+    scores_recompute_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
+class AttentionTokens:
     """Tokens per micro batch on the query and key sides of an attention.
 
     Attributes:
@@ -75,7 +77,13 @@ class Sides:
 
 
 def attention_memory(
-    attention: AttentionSlice, stack: StackSlice, decision: Decision, sides: Sides, widths: Widths, *, compiled: bool
+    attention: AttentionSlice,
+    stack: StackSlice,
+    decision: BackendSelection,
+    sides: AttentionTokens,
+    widths: ByteWidths,
+    *,
+    compiled: bool,
 ) -> AttentionMemory:
     """Return the memory of one attention of a layer.
 
@@ -94,14 +102,14 @@ def attention_memory(
     projected, transformed = _projections(attention, stack, q_bytes, k_bytes, sides)
     qk_norms = _qk_norms(stack, attention, q_bytes, k_bytes, widths, compiled=compiled)
     scores = beside_scores = freed = 0
-    if decision.keeps_scores:
+    if decision.saves_scores:
         inputs, core, scores = _unfused(attention, decision, q_bytes, k_bytes, e, compiled=compiled)
         if attention.qk_norm and (compiled or _qk_norm_saves_input(stack, widths)):
             inputs += projected  # input of the QK norm; the copies in matmul layout are of its output
         # recomputed from q, k and v as projected, not from the copies in the layout and dtype of the matmuls
         beside_scores = projected + transformed - inputs
         freed = min(beside_scores, 0)  # these copies exist again in the backward pass
-        if scores_come_from_sums(attention, decision):
+        if recomputes_from_log_sum_exp(attention, decision):
             beside_scores += sides.queries * attention.heads * 4  # log-sum-exp
             freed = scores // 2  # the gradient of the attention weights is never materialized
     else:
@@ -110,11 +118,11 @@ def attention_memory(
             inputs = projected + transformed
         elif transformed:
             inputs += transformed
-    kept = [Kept("attention", inputs + qk_norms), *core, Kept("attention", q_bytes)]
+    kept = [SavedTensors("attention", inputs + qk_norms), *core, SavedTensors("attention", q_bytes)]
     if attention.head_scale:
-        kept.append(Kept("attention", q_bytes))
+        kept.append(SavedTensors("attention", q_bytes))
     gradients = 2 * q_bytes + 2 * k_bytes + q_bytes
-    if decision.keeps_scores:
+    if decision.saves_scores:
         working = gradients + scores
     else:
         accumulator = sides.queries * q_width * 4 if decision.backend in _FP32_DQ_ACCUMULATOR else 0
@@ -122,13 +130,13 @@ def attention_memory(
     return AttentionMemory(tuple(each for each in kept if each.size), working, working - freed, beside_scores)
 
 
-def scores_come_from_sums(attention: AttentionSlice, decision: Decision) -> bool:
+def recomputes_from_log_sum_exp(attention: AttentionSlice, decision: BackendSelection) -> bool:
     """True if recomputed scores are restored from log-sum-exps (`kernels.attention.scores_again`)."""
-    return decision.backend == "unfused" and attention.masked_softmax_fusion and serves_call(decision.call)
+    return decision.backend == "unfused" and attention.masked_softmax_fusion and supports_call(decision.call)
 
 
 def _projections(
-    attention: AttentionSlice, stack: StackSlice, q_bytes: int, k_bytes: int, sides: Sides
+    attention: AttentionSlice, stack: StackSlice, q_bytes: int, k_bytes: int, sides: AttentionTokens
 ) -> tuple[int, int]:
     """Bytes saved of the projections' outputs, and of queries and keys after rotary embedding or QK norm.
 
@@ -141,7 +149,7 @@ def _projections(
 
 
 def _qk_norms(
-    stack: StackSlice, attention: AttentionSlice, q_bytes: int, k_bytes: int, widths: Widths, *, compiled: bool
+    stack: StackSlice, attention: AttentionSlice, q_bytes: int, k_bytes: int, widths: ByteWidths, *, compiled: bool
 ) -> int:
     """Bytes that QK norms save besides their outputs."""
     if not attention.qk_norm:
@@ -155,35 +163,37 @@ def _qk_norms(
     return copies * elements * 4
 
 
-def _qk_norm_saves_input(stack: StackSlice, widths: Widths) -> bool:
+def _qk_norm_saves_input(stack: StackSlice, widths: ByteWidths) -> bool:
     """True if an eager QK norm saves the projection's output itself instead of an fp32 copy."""
     if widths.compute >= 4:
         return True
     return stack.norm.kind == "layernorm" and not (stack.norm.zero_centered or widths.casts_weights)
 
 
-def _fused(attention: AttentionSlice, decision: Decision, e: int) -> tuple[int | None, tuple[Kept, ...]]:
+def _fused(
+    attention: AttentionSlice, decision: BackendSelection, e: int
+) -> tuple[int | None, tuple[SavedTensors, ...]]:
     """Bytes of inputs (None if these are the projections' outputs), and tensors saved by the fused kernel.
 
     The kernel saves one fp32 log-sum-exp for each row of scores.
     """
     call = decision.call
     log_sum_exp = call.batch * call.queries * attention.heads * 4
-    core = (Kept("attention", log_sum_exp), Kept("scores", _bias_bytes(decision)))
+    core = (SavedTensors("attention", log_sum_exp), SavedTensors("scores", _bias_bytes(decision)))
     if decision.backend == "sdpa_efficient" and attention.groups < attention.heads:
         repeated = 2 * call.batch * call.keys * attention.heads * attention.head_dim * e
         return repeated, core  # keys and values repeated for all heads, so that the projections are not needed
     return None, core
 
 
-def _bias_bytes(decision: Decision) -> int:
+def _bias_bytes(decision: BackendSelection) -> int:
     """Bytes of a relative position bias if the backend needs it as a dense tensor."""
-    return decision.call.bias_bytes if BY_NAME[decision.backend].writes_bias_out_for(decision.call) else 0
+    return decision.call.dense_bias_bytes if BACKENDS_BY_NAME[decision.backend].needs_dense_bias(decision.call) else 0
 
 
 def _unfused(
-    attention: AttentionSlice, decision: Decision, q_bytes: int, k_bytes: int, e: int, *, compiled: bool
-) -> tuple[int, tuple[Kept, ...], int]:
+    attention: AttentionSlice, decision: BackendSelection, q_bytes: int, k_bytes: int, e: int, *, compiled: bool
+) -> tuple[int, tuple[SavedTensors, ...], int]:
     """Bytes of inputs copied to matmul layout, tensors saved by the scores, and bytes of the scores' gradients.
 
     The probabilities are saved once or several times. Scores with a bias or a softcap are in fp32, and so are the
@@ -197,16 +207,16 @@ def _unfused(
         # the reference also saves the scores and, in eager mode, probabilities before and after masking empty rows
         copies = 1 if backend == "sdpa_math" else 2 if compiled else 3
         scores = pairs * (4 * copies + _dropout_mask_bytes(decision) * 5)
-        return inputs, (Kept("scores", scores, "core_attention"),), 8 * pairs
-    needs_fp32 = call.bias_goes_by_distance or bool(call.softcap) or not attention.masked_softmax_fusion
+        return inputs, (SavedTensors("scores", scores, "core_attention"),), 8 * pairs
+    needs_fp32 = call.bias_is_relative or bool(call.softcap) or not attention.masked_softmax_fusion
     probabilities = 4 if needs_fp32 and e < 4 else e
     copy = e if (needs_fp32 and e < 4) or call.dropout else 0
     capped = (e if compiled else 4) if call.softcap else 0  # the scores; in eager mode the tanh in fp32
-    distances = call.queries * call.keys * 8 if call.bias_is_distance else 0
+    distances = call.queries * call.keys * 8 if call.bias_is_distance_table else 0
     scores = pairs * (probabilities + copy + capped + _dropout_mask_bytes(decision)) + distances
-    return q_bytes + 2 * k_bytes, (Kept("scores", scores, "core_attention"),), pairs * (e + probabilities)
+    return q_bytes + 2 * k_bytes, (SavedTensors("scores", scores, "core_attention"),), pairs * (e + probabilities)
 
 
-def _dropout_mask_bytes(decision: Decision) -> int:
+def _dropout_mask_bytes(decision: BackendSelection) -> int:
     """Bytes per score of the mask of attention dropout: 1, or 0 without dropout."""
     return 1 if decision.call.dropout else 0

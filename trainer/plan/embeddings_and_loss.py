@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...kernels.cross_entropy import default_chunk_tokens, sums_in_matmul
+from ...kernels.cross_entropy import can_accumulate_in_gemm, default_chunk_tokens
 from ...models.config.bert_slice import BertSlice
 from ...models.config.t5_slice import T5Slice
-from .inputs import RunFacts, StackFacts
-from .layer_memory import norm_extra, norm_keeps_input
+from .inputs import RunInputs, StackInputs
+from .layer_memory import norm_saved_bytes, norm_saves_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class LossMemory:
     parameters: int
 
 
-def loss_memory(facts: RunFacts) -> LossMemory:
+def loss_memory(facts: RunInputs) -> LossMemory:
     """Return the memory of the loss of one micro batch."""
     widths, vocab = facts.widths, facts.family.padded_vocab_size
     hidden = facts.stacks[-1].stack.hidden_size
-    tokens, e = facts.out_tokens, widths.compute
+    tokens, e = facts.output_tokens, widths.compute
     cuda = facts.target.device == "cuda"
     chunk = min(default_chunk_tokens(vocab, cuda=cuda), tokens)
     logits, weights = chunk * vocab * e, vocab * hidden
@@ -48,7 +48,7 @@ def loss_memory(facts: RunFacts) -> LossMemory:
         last = (tokens - (chunks - 1) * chunk) * vocab * e
         after_first = logits if chunks > 2 else last
         # the logits of a chunk are freed once those of the next one exist
-        if sums_in_matmul(vocab, hidden, width=e, cuda=cuda):
+        if can_accumulate_in_gemm(vocab, hidden, width=e, cuda=cuda):
             live_logits = last  # the matmul accumulates into the sum, which is rounded in the end: no other product
         elif e < 4:
             live_logits = logits  # every product has the compute dtype, the first one too
@@ -66,19 +66,19 @@ def loss_memory(facts: RunFacts) -> LossMemory:
     )
 
 
-def table_is_read_twice(facts: RunFacts) -> bool:
+def embedding_grad_is_sum(facts: RunInputs) -> bool:
     """True if the embedding's gradient is a sum of two: of embedding and tied head, or of both stacks of a T5."""
     family = facts.family
     return family.tied or (isinstance(family, T5Slice) and family.shared_embeddings)
 
 
-def decoder_table_waits(facts: RunFacts) -> bool:
+def decoder_embedding_grad_is_separate(facts: RunInputs) -> bool:
     """True if the gradient of the decoder's embedding is a separate tensor during the encoder's backward pass."""
     family = facts.family
     return isinstance(family, T5Slice) and family.shared_embeddings and not family.tied
 
 
-def embedding_kept(facts: RunFacts, stack: StackFacts) -> int:
+def embedding_saved_bytes(facts: RunInputs, stack: StackInputs) -> int:
     """Bytes saved by the embeddings of a stack: dropout masks, for BERT also by the norm."""
     family = facts.family
     if isinstance(family, T5Slice):
@@ -88,21 +88,21 @@ def embedding_kept(facts: RunFacts, stack: StackFacts) -> int:
     elements = stack.tokens * stack.stack.hidden_size
     kept = elements if dropout else 0
     if isinstance(family, BertSlice) and family.embedding_norm:
-        kept += elements * stack.widths.stream + norm_extra(stack, elements)
+        kept += elements * stack.widths.stream + norm_saved_bytes(stack, elements)
     return kept
 
 
-def final_norm_kept(stack: StackFacts) -> int:
+def final_norm_saved_bytes(stack: StackInputs) -> int:
     """Bytes saved by the final norm of a stack: its input, in eager mode also fp32 copies."""
     if stack.stack.block == "post_ln":
         return 0
     elements = stack.tokens * stack.stack.hidden_size
     if stack.compiled:
         return elements * stack.widths.stream
-    return (elements * stack.widths.stream if norm_keeps_input(stack) else 0) + norm_extra(stack, elements)
+    return (elements * stack.widths.stream if norm_saves_input(stack) else 0) + norm_saved_bytes(stack, elements)
 
 
-def memory_kept(facts: RunFacts) -> int:
+def encoder_output_bytes(facts: RunInputs) -> int:
     """Bytes of the encoder's output, which every decoder layer reads."""
     if len(facts.stacks) < 2:
         return 0
@@ -111,7 +111,7 @@ def memory_kept(facts: RunFacts) -> int:
     return elements * (encoder.widths.stream + (encoder.widths.compute if encoder.widths.casts_weights else 0))
 
 
-def transform_kept(facts: RunFacts) -> int:
+def mlm_transform_saved_bytes(facts: RunInputs) -> int:
     """Bytes saved by BERT's MLM transform before the head: inputs of its linear layer, GELU and norm."""
     family = facts.family
     if not isinstance(family, BertSlice) or not family.mlm_transform:

@@ -7,11 +7,11 @@ import torch
 from ..config.schema.root import RootBlock
 from .inputs import Target
 from .report import change_lines, gib
-from .run_plan import Plan, make_plan, target_here
+from .run_plan import Plan, local_target, make_plan
 from .search import suggestions
 
 
-def plan_here(root: RootBlock, device: torch.device, *, world_size: int, vocab_size: int | None) -> Plan | None:
+def plan_run(root: RootBlock, device: torch.device, *, world_size: int, vocab_size: int | None) -> Plan | None:
     """Plan a run on this machine; None if its attention or compilation is not supported, reported elsewhere.
 
     Args:
@@ -20,7 +20,7 @@ def plan_here(root: RootBlock, device: torch.device, *, world_size: int, vocab_s
         world_size: number of processes.
         vocab_size: of the tokenizer.
     """
-    target = target_here(root, device, world_size)
+    target = local_target(root, device, world_size)
     try:
         return make_plan(root, target, vocab_size=vocab_size)
     except ValueError:
@@ -38,7 +38,7 @@ def out_of_memory_lines(root: RootBlock, plan: Plan | None) -> list[str]:
         return ["use a smaller model.micro_batch_size, shorter samples or a smaller model"]
     target: Target = plan.facts.target
     lines = [f"the plan estimated {gib(plan.needed)} of {gib(plan.available or 0)} device memory"]
-    if plan.facts.is_recorded:
+    if plan.facts.uses_cuda_graph:
         lines.append(
             "CUDA graphs use a memory pool of their own, not shared with other tensors; "
             "`model.enable_cuda_graph=False` frees it"

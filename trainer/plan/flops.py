@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-from ...models.config.batch_shape import SampleForm
+from ...models.config.batch_shape import BatchSpec
 from ...models.config.bert import BertKeys
 from ...models.config.families import FamilyKeys
 from ...models.config.gpt import GPTKeys
 from ...models.config.moe_slice import moe_slice
 from ...models.config.position_slices import head_dim_of
-from ...models.config.slices import mlp_slice, window_of
+from ...models.config.slices import mlp_slice, resolve_window
 from ...models.config.stack import StackKeys
 from ...models.config.t5 import T5Keys
 
@@ -63,7 +63,7 @@ def training_flops_per_token(keys: GPTKeys, vocab_size: int, sequence_length: in
     )
 
 
-def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: SampleForm, *, frozen: bool = False) -> float:
+def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: BatchSpec, *, frozen: bool = False) -> float:
     """Return forward and backward FLOPs of a sample, for any family: 6 per active weight and token, plus attention.
 
     Attention costs 12 L d per query-key pair, half of that with a causal mask. T5's cross-attention projects every
@@ -126,7 +126,7 @@ def _stack_parameters(keys: StackKeys, *, of_t5: bool = False) -> int:
 def _causal_attention_flops(keys: StackKeys, tokens: int) -> float:
     """Return the FLOPs of causal attention per token."""
     seen: float = tokens
-    window = window_of(keys, causal=True)
+    window = resolve_window(keys, causal=True)
     if window is not None:
         width = min(window[0] + 1, tokens)
         seen = 2 * width - width**2 / tokens
@@ -136,17 +136,17 @@ def _causal_attention_flops(keys: StackKeys, tokens: int) -> float:
 def _bidirectional_attention_flops(keys: StackKeys, tokens: int) -> float:
     """Return the FLOPs of bidirectional attention per sample."""
     pairs = float(tokens**2)
-    for side in window_of(keys, causal=False) or ():
+    for side in resolve_window(keys, causal=False) or ():
         beyond = tokens - 1 - side if 0 <= side < tokens else 0
         pairs -= beyond * (beyond + 1) / 2
     return 12 * keys.num_layers * _attention_widths(keys)[0] * pairs
 
 
-def bf16_peak(card: str) -> float | None:
+def bf16_peak_flops(gpu_name: str) -> float | None:
     """Return the dense bf16 peak FLOP/s of a GPU by its driver name; None for an unknown GPU or a MIG slice."""
-    if "MIG" in card:
+    if "MIG" in gpu_name:
         return None
     for pattern, teraflops in _BF16_PEAKS:
-        if re.search(rf"\b{pattern}\b", card):
+        if re.search(rf"\b{pattern}\b", gpu_name):
             return teraflops * 1e12
     return None

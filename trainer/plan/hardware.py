@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from .flops import bf16_peak
+from .flops import bf16_peak_flops
 
 GIB = 2**30
 
@@ -22,10 +22,10 @@ class Card:
         host_link: bytes/s to the host in one direction, as reached by copies of pinned memory.
         peer_link: bytes/s to the other GPUs of its machine, as reached by NCCL collectives.
         measured: the fractions below were measured on this GPU; otherwise they are those of the H100.
-        matmul_part: fraction of the dense bf16 peak that matmuls of a training step reach.
-        attention_part: the same for fused attention on long sequences, forward and backward together, with half of all
-            FLOPs counted for a causal mask.
-        bandwidth_part: fraction of the memory bandwidth that pointwise kernels reach.
+        matmul_efficiency: fraction of the dense bf16 peak that matmuls of a training step reach.
+        attention_efficiency: the same for fused attention on long sequences, forward and backward together, with half
+            of all FLOPs counted for a causal mask.
+        bandwidth_efficiency: fraction of the memory bandwidth that pointwise kernels reach.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Card:
     host_link: float
     peer_link: float
     measured: bool = False
-    matmul_part: float = 0.74
-    attention_part: float = 0.56
-    bandwidth_part: float = 0.86
+    matmul_efficiency: float = 0.74
+    attention_efficiency: float = 0.56
+    bandwidth_efficiency: float = 0.86
 
     @property
     def peak(self) -> float | None:
         """Dense bf16 FLOP/s; None if not known."""
-        return bf16_peak(self.name)
+        return bf16_peak_flops(self.name)
 
 
 # Memory is about what `torch.cuda.get_device_properties` reports, which is less than the data sheet's size; bandwidths
@@ -112,11 +112,11 @@ _PRODUCTS = {
     "rtx5090": "RTX 5090",
 }
 """Pattern of each GPU's product name as reported by the driver, including variants of similar speed."""
-CARD_NAMES = tuple(_TABLE)
-DEFAULT_CARD = "h100"
+GPU_NAMES = tuple(_TABLE)
+DEFAULT_GPU = "h100"
 
 
-def card_named(text: str) -> Card:
+def parse_gpu(text: str) -> Card:
     """Parse `--device`: a name in the table, a memory size (`80GiB`, `24GB`), or both (`h100:40GiB`).
 
     A size alone is an H100 with that much memory, not marked as measured.
@@ -130,14 +130,14 @@ def card_named(text: str) -> Card:
     memory = _bytes(size if colon else name)
     if memory is None or (colon and name not in _TABLE):
         raise ValueError(
-            f"`--device` ({text}) must be one of {', '.join(CARD_NAMES)}, a size like 80GiB, or both like h100:40GiB."
+            f"`--device` ({text}) must be one of {', '.join(GPU_NAMES)}, a size like 80GiB, or both like h100:40GiB."
         )
     if colon:
         return replace(_TABLE[name], memory=memory)
-    return replace(_TABLE[DEFAULT_CARD], memory=memory, measured=False)
+    return replace(_TABLE[DEFAULT_GPU], memory=memory, measured=False)
 
 
-def card_of(driver_name: str, memory: int, capability: tuple[int, int]) -> Card:
+def match_gpu(driver_name: str, memory: int, capability: tuple[int, int]) -> Card:
     """Return the specification of an installed GPU: its own memory, and the rates of the most similar GPU in the table.
 
     Args:
@@ -154,7 +154,7 @@ def card_of(driver_name: str, memory: int, capability: tuple[int, int]) -> Card:
         gpus = list(_TABLE.values())
         candidates = [gpu for gpu in gpus if gpu.capability == capability]
         candidates += [gpu for gpu in gpus if gpu.capability[0] == capability[0]]
-        similar = [*candidates, _TABLE[DEFAULT_CARD]][0]
+        similar = [*candidates, _TABLE[DEFAULT_GPU]][0]
     measured = similar.measured and similar.name == driver_name
     return replace(similar, name=driver_name, memory=memory, capability=capability, measured=measured)
 

@@ -7,11 +7,11 @@ from itertools import zip_longest
 
 import torch
 
-from ...kernels.attention.call_spec import AttentionCall, Installed
-from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.call_spec import AttentionCall, InstalledSoftware
+from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.flags import AttentionFlags
-from ...models.build import DTYPE_NAMES, compile_policy
-from ...models.config.batch_shape import SampleForm
+from ...models.build import DTYPE_NAMES, decide_compile
+from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice, family_slice
 from ...models.config.peft_slice import (
     PROJECTIONS,
@@ -25,18 +25,18 @@ from ...models.config.peft_slice import (
 )
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5_slice import T5Slice
-from ...models.dispatch.attention_calls import CallKind, decide
-from ...models.dispatch.attention_choices import CallFacts, planned_attentions
+from ...models.dispatch.attention_calls import CallKind, choose_backends
+from ...models.dispatch.attention_choices import CallContext, plan_attentions
 from ...models.peft.lora_mlp import is_one_operation
 from ...models.recompute.analysis import has_dropout
 from ..config.batch_spec import sample_form
-from ..config.parameter_layout import DataLayout
+from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock, RootBlock
-from ..device.cuda_graph_support import uses_cuda_graph, why_not_recorded
+from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..device.precision import PrecisionPlan, plan_precision
 from ..distributed.layout_from_config import layout_of, reduce_dtype
 from .hardware import Card
-from .trainable_count import count_trained
+from .trainable_count import count_trainable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Target:
     Attributes:
         device: device type.
         capability: CUDA compute capability; None on other devices.
-        card: GPU; None without one.
+        gpu: GPU; None without one.
         memory: device memory in bytes; None for a CPU or if unknown.
         software: installed, or assumed, packages.
         flags: attention flags from environment variables.
@@ -56,16 +56,16 @@ class Target:
 
     device: str
     capability: tuple[int, int] | None
-    card: Card | None
+    gpu: Card | None
     memory: int | None
-    software: Installed
+    software: InstalledSoftware
     flags: AttentionFlags
     world_size: int = 1
     host_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
+class ByteWidths:
     """Bytes per element.
 
     Attributes:
@@ -85,7 +85,7 @@ class Widths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackFacts:
+class StackInputs:
     """One transformer stack and the shape of its micro batches.
 
     Attributes:
@@ -96,13 +96,14 @@ class StackFacts:
         attention: backend chosen for self-attention in training.
         cross: configuration of cross-attention; None without one.
         cross_attention: backend chosen for cross-attention in training.
-        memory_length: tokens per sample of the encoder output that cross-attention reads.
+        encoder_length: tokens per sample of the encoder output that cross-attention reads.
         widths: bytes per element.
         compiled: layers run through torch.compile.
-        learnt: projections whose weights or LoRA updates are trained, and which therefore save their input.
+        trained_projections: projections whose weights or LoRA updates are trained, and which therefore save their
+            input.
         spares_norms: these projections save the residual stream, not the norm's output; see `models.normed_linear`.
-        low_rank_mlp: MLPs with LoRA run as one fused operation; see `kernels.lora_gated_mlp`.
-        low_rank_experts: experts have LoRA updates; see `kernels.moe.lora_experts`.
+        fused_lora_mlp: MLPs with LoRA run as one fused operation; see `kernels.lora_gated_mlp`.
+        lora_experts: experts have LoRA updates; see `kernels.moe.lora_experts`.
         trains_router: the MoE router is trained.
         begins: index of the first layer whose backward pass runs.
     """
@@ -111,16 +112,16 @@ class StackFacts:
     stack: StackSlice
     batch: int
     length: int
-    attention: Decision
+    attention: BackendSelection
     cross: AttentionSlice | None
-    cross_attention: Decision | None
-    memory_length: int
-    widths: Widths
+    cross_attention: BackendSelection | None
+    encoder_length: int
+    widths: ByteWidths
     compiled: bool
-    learnt: frozenset[Projection]
+    trained_projections: frozenset[Projection]
     spares_norms: bool
-    low_rank_mlp: bool
-    low_rank_experts: bool
+    fused_lora_mlp: bool
+    lora_experts: bool
     trains_router: bool
     begins: int
 
@@ -130,19 +131,19 @@ class StackFacts:
         return self.batch * self.length
 
     @property
-    def keeps_scores(self) -> bool:
+    def saves_scores(self) -> bool:
         """True if self- or cross-attention saves its scores for the backward pass."""
         cross = self.cross_attention
-        return self.attention.keeps_scores or (cross is not None and cross.keeps_scores)
+        return self.attention.saves_scores or (cross is not None and cross.saves_scores)
 
     @property
-    def memory_tokens(self) -> int:
+    def encoder_tokens(self) -> int:
         """Tokens per micro batch that cross-attention reads."""
-        return self.batch * self.memory_length
+        return self.batch * self.encoder_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
+class RunInputs:
     """All inputs of an estimate.
 
     Attributes:
@@ -153,34 +154,34 @@ class RunFacts:
         stacks: stacks in forward order.
         precision: dtypes of the run.
         layout: sharding layout; None for one process.
-        reduce_width: bytes per gradient element in the reduction over ranks.
+        reduce_itemsize: bytes per gradient element in the reduction over ranks.
         micro_batches: per rank and step.
-        average_width: bytes per element of the exponential moving average (EMA); 0 without one.
-        average_on_host: the EMA is in host memory.
-        average_every: steps between two updates of the EMA.
+        ema_itemsize: bytes per element of the exponential moving average (EMA); 0 without one.
+        ema_on_host: the EMA is in host memory.
+        ema_every_n_steps: steps between two updates of the EMA.
         vocab_size: of the tokenizer.
-        can_be_recorded: micro batches can run as CUDA graphs, whether or not they are configured to.
+        can_use_cuda_graph: micro batches can run as CUDA graphs, whether or not they are configured to.
     """
 
     keys: AnyModelBlock
     target: Target
     family: FamilySlice
-    form: SampleForm
-    stacks: tuple[StackFacts, ...]
+    form: BatchSpec
+    stacks: tuple[StackInputs, ...]
     precision: PrecisionPlan
-    layout: DataLayout | None
-    reduce_width: int
+    layout: DataParallelLayout | None
+    reduce_itemsize: int
     micro_batches: int
-    average_width: int
-    average_on_host: bool
-    average_every: int
+    ema_itemsize: int
+    ema_on_host: bool
+    ema_every_n_steps: int
     vocab_size: int
-    can_be_recorded: bool
+    can_use_cuda_graph: bool
 
     @property
-    def is_recorded(self) -> bool:
+    def uses_cuda_graph(self) -> bool:
         """True if micro batches run as CUDA graphs, each launched with one call."""
-        return self.can_be_recorded and self.keys.enable_cuda_graph is not False
+        return self.can_use_cuda_graph and self.keys.enable_cuda_graph is not False
 
     @property
     def ranks(self) -> int:
@@ -193,12 +194,12 @@ class RunFacts:
         return self.layout.shards if self.layout else 1
 
     @property
-    def widths(self) -> Widths:
+    def widths(self) -> ByteWidths:
         """Bytes per element, the same in all stacks and outside of them."""
         return self.stacks[0].widths
 
     @property
-    def out_tokens(self) -> int:
+    def output_tokens(self) -> int:
         """Output positions per micro batch, for which logits are computed."""
         return self.stacks[-1].tokens
 
@@ -208,7 +209,9 @@ class RunFacts:
         return self.stacks[0].compiled
 
 
-def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab_size: int | None = None) -> RunFacts:
+def collect_inputs(
+    root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab_size: int | None = None
+) -> RunInputs:
     """Collect the inputs of an estimate from a configuration.
 
     Args:
@@ -225,7 +228,7 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
     vocab_size = vocab_size or keys.override_vocab_size or 1
     family = family_slice(keys, vocab_size=vocab_size, form=form)
     dtype = precision.autocast or precision.weights
-    common: CallFacts = {
+    common: CallContext = {
         "device": target.device,
         "capability": target.capability,
         "dtype": DTYPE_NAMES[dtype],
@@ -236,16 +239,16 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
     layer_form = form  # prompt tuning lengthens the sequences that layers see
     if isinstance(peft, PromptSlice):
         layer_form = replace(form, length=form.length + peft.virtual_tokens)
-    decisions: dict[str, Decision] = {}
-    for planned in planned_attentions(family, layer_form, common):
+    decisions: dict[str, BackendSelection] = {}
+    for planned in plan_attentions(family, layer_form, common):
         calls: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}
-        decisions[planned.name] = decide(planned.attention, calls, target.flags, target.software)["training"]
+        decisions[planned.name] = choose_backends(planned.attention, calls, target.flags, target.software)["training"]
     in_training = {f"{name} training".strip(): decision for name, decision in decisions.items()}
     graph_args = (root, torch.device(target.device), target.world_size, in_training)
     uses_cuda_graph(*graph_args)  # raises if CUDA graphs are required but not supported
     dropout = any(map(has_dropout, family.stacks)) or peft_dropout(peft) > 0
-    compiled, _ = compile_policy(keys.compile, target.device, target.software.torch, dropout=dropout)
-    widths = Widths(
+    compiled, _ = decide_compile(keys.compile, target.device, target.software.torch, dropout=dropout)
+    widths = ByteWidths(
         weights=precision.weights.itemsize,
         compute=dtype.itemsize,
         stream=precision.weights.itemsize if precision.autocast else dtype.itemsize,
@@ -253,44 +256,50 @@ def facts_of(root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab
     layout = layout_of(root, target.world_size)
     gradient_dtype = reduce_dtype(root, precision.weights) or precision.weights
     ema = root.exp_manager.ema
-    return RunFacts(
+    return RunInputs(
         keys=keys,
         target=target,
         family=family,
         form=form,
         stacks=_stacks(
-            family, layer_form, decisions, keys, widths, count_trained(keys, vocab_size, form).begins, compiled=compiled
+            family,
+            layer_form,
+            decisions,
+            keys,
+            widths,
+            count_trainable(keys, vocab_size, form).begins,
+            compiled=compiled,
         ),
         precision=precision,
         layout=layout,
-        reduce_width=gradient_dtype.itemsize,
+        reduce_itemsize=gradient_dtype.itemsize,
         micro_batches=keys.global_batch_size // keys.micro_batch_size // target.world_size,
-        average_width=max(4, precision.weights.itemsize) if ema.enable else 0,
-        average_on_host=ema.cpu_offload and target.device == "cuda",
-        average_every=ema.every_n_steps,
+        ema_itemsize=max(4, precision.weights.itemsize) if ema.enable else 0,
+        ema_on_host=ema.cpu_offload and target.device == "cuda",
+        ema_every_n_steps=ema.every_n_steps,
         vocab_size=vocab_size,
-        can_be_recorded=why_not_recorded(*graph_args) is None,
+        can_use_cuda_graph=cuda_graph_unsupported_reason(*graph_args) is None,
     )
 
 
 def _stacks(
     family: FamilySlice,
-    form: SampleForm,
-    decisions: dict[str, Decision],
+    form: BatchSpec,
+    decisions: dict[str, BackendSelection],
     keys: AnyModelBlock,
-    widths: Widths,
+    widths: ByteWidths,
     begins: tuple[int, ...],
     *,
     compiled: bool,
-) -> tuple[StackFacts, ...]:
+) -> tuple[StackInputs, ...]:
     peft = peft_slice(keys.peft)
     cross = family.cross_attention if isinstance(family, T5Slice) else None
     names, lengths = (("encoder", "decoder"), (form.length, form.decoder_length)) if cross else (("",), (form.length,))
-    stacks: list[StackFacts] = []
+    stacks: list[StackInputs] = []
     for index, (name, stack, length) in enumerate(zip_longest(names, family.stacks, lengths)):
         stack_cross, call = cross if index else None, decisions[name].call
         stacks.append(
-            StackFacts(
+            StackInputs(
                 name=name,
                 stack=stack,
                 batch=keys.micro_batch_size,
@@ -298,16 +307,16 @@ def _stacks(
                 attention=decisions[name],
                 cross=stack_cross,
                 cross_attention=decisions["cross"] if stack_cross else None,
-                memory_length=form.length if stack_cross else 0,
+                encoder_length=form.length if stack_cross else 0,
                 widths=widths,
                 compiled=compiled,
-                learnt=_trained_projections(peft),
+                trained_projections=_trained_projections(peft),
                 spares_norms=compiled and isinstance(peft, LoRASlice) and peft.spares_norms(stack),
-                low_rank_experts=isinstance(peft, LoRASlice)
+                lora_experts=isinstance(peft, LoRASlice)
                 and peft.layers.numbers is None
                 and bool(peft.targets & {"mlp_fc1", "mlp_fc2"}),
                 trains_router=peft is None or isinstance(peft, SelectiveSlice),
-                low_rank_mlp=is_one_operation(peft, stack, call.device, call.dtype),
+                fused_lora_mlp=is_one_operation(peft, stack, call.device, call.dtype),
                 begins=begins[index],
             )
         )
@@ -318,7 +327,7 @@ def _trained_projections(peft: PeftSlice | None) -> frozenset[Projection]:
     return peft.targets if isinstance(peft, LoRASlice) and peft.layers.numbers is None else PROJECTIONS
 
 
-def precision_there(root: RootBlock, target: Target) -> PrecisionPlan:
+def target_precision(root: RootBlock, target: Target) -> PrecisionPlan:
     """Return the precision of a run on the target device; null is resolved from the target's compute capability."""
     trainer = root.trainer
     if trainer.precision is None:

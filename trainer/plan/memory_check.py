@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.moe.routing import capacity_of
+from ...kernels.moe.routing import expert_capacity
 from ...models.build import plan_model
 from ...models.config.families import FamilySlice, family_slice
 from ...models.config.moe_slice import MoESlice
@@ -23,15 +23,15 @@ from ...models.config.t5 import T5Keys
 from ...models.config.t5_slice import T5Slice
 from ...models.memory.offload_activations import LEAST_SIZE
 from ..config.batch_spec import sample_form
-from ..config.parameter_layout import DataLayout
+from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock, RootBlock
-from ..data.dataloader import BATCHES_AHEAD
+from ..data.dataloader import PREFETCH_FACTOR
 from ..device.determinism import attention_flags
 from ..device.precision import PrecisionPlan
-from ..optim.optimizer_factory import count_state, is_state_on_host
+from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..utils.errors import UserError
-from .state_memory import main_weight_bytes, rotary_tables
-from .trainable_count import count_trained
+from .state_memory import main_weight_bytes, rotary_table_bytes
+from .trainable_count import count_trainable
 
 _GIB = 2**30
 _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -40,7 +40,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def check_memory(
-    root: RootBlock, precision: PrecisionPlan, device: torch.device, layout: DataLayout | None = None
+    root: RootBlock, precision: PrecisionPlan, device: torch.device, layout: DataParallelLayout | None = None
 ) -> None:
     """Reject a run that needs more memory than its device or its host has.
 
@@ -59,25 +59,27 @@ def check_memory(
     keys = root.model
     form = sample_form(root)
     vocab_size = keys.override_vocab_size or 1
-    counts = count_trained(keys, vocab_size, form)
+    counts = count_trainable(keys, vocab_size, form)
     parameters, trained = counts.all, counts.trained
     model = family_slice(keys, vocab_size=vocab_size, form=form)
     stacks = model.stacks
     lengths = (form.length, form.decoder_length)[: len(stacks)]
-    table = rotary_tables(stacks)
+    table = rotary_table_bytes(stacks)
     itemsize = precision.weights.itemsize
     main = main_weight_bytes(precision)
-    state_size = count_state(keys, vocab_size, trained) if keys.peft.is_on else count_state(keys, vocab_size)
+    state_size = (
+        min_state_elements(keys, vocab_size, trained) if keys.peft.is_on else min_state_elements(keys, vocab_size)
+    )
     ema = root.exp_manager.ema
     ema_bytes = trained * max(itemsize, 4) if ema.enable else 0
     shards = layout.shards if layout else 1
     ranks = layout.replicas * shards if layout else 1
     # weights and gradients
-    weights = (parameters + trained) * itemsize // (1 if layout is None or layout.whole_weights else shards)
+    weights = (parameters + trained) * itemsize // (1 if layout is None or layout.replicates_weights else shards)
     ema_bytes //= shards
     ema_on_host = ema_bytes if ema.cpu_offload and device.type == "cuda" else 0
     optimizer = (trained * main + state_size * (main or itemsize)) // shards
-    on_host = optimizer if is_state_on_host(keys, device) else 0
+    on_host = optimizer if offloads_optimizer_state(keys, device) else 0
     manager = root.exp_manager
     if manager.create_checkpoint_callback and manager.checkpoint_callback_params.async_save:
         on_host *= 2  # an asynchronous save writes from a copy in host memory
@@ -97,7 +99,7 @@ def check_memory(
     # tokens and labels in int64, document ids in int32
     document_id_bytes = 4 * (form.packed or form.restart)
     sample_bytes = sum(lengths) * (8 + document_id_bytes) + lengths[-1] * 8
-    batches = keys.global_batch_size // ranks * sample_bytes * BATCHES_AHEAD
+    batches = keys.global_batch_size // ranks * sample_bytes * PREFETCH_FACTOR
     host = host_memory()
     if host is not None:
         host //= max(1, ranks // root.trainer.num_nodes)
@@ -225,7 +227,7 @@ def _saved_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
         return 0
     rows = tokens * moe.topk
     if moe.capacity_factor is not None:
-        capacity = capacity_of(tokens, moe.experts, moe.topk, moe.capacity_factor)
+        capacity = expert_capacity(tokens, moe.experts, moe.topk, moe.capacity_factor)
         rows = capacity * moe.experts if moe.pad_to_capacity else min(rows, capacity * moe.experts)
     first = max(first, 0 if recompute is None else recompute.layers)
     return sum(moe.layers[first:]) * rows * moe.ffn_hidden_size * (2 if stack.mlp.gated else 1)

@@ -10,9 +10,9 @@ from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import named
 from ..utils.text import counted
 from .hardware import GIB
-from .inputs import RunFacts, StackFacts
-from .run_plan import Plan, made_again, saved_by_recomputation
-from .search import NOTHING_GIVEN, Change, Given
+from .inputs import RunInputs, StackInputs
+from .run_plan import Plan, effective_recompute, made_again
+from .search import NO_OVERRIDES, Change, CurrentOverrides
 from .state_memory import CONTEXT
 from .timeline import Moment
 
@@ -37,11 +37,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.0f} MiB"
 
 
-def categories(plan: Plan) -> list[tuple[str, int]]:
+def memory_categories(plan: Plan) -> list[tuple[str, int]]:
     """Return (name, bytes) of each kind of memory at the peak; their sum is the peak."""
     held, peak = plan.memory.held, plan.memory.peak
     return [
-        ("weights", held.weights - peak.away),
+        ("weights", held.weights - peak.offloaded_weights),
         ("main weights", held.main_weights),
         ("optimizer state", held.optimizer),
         ("average of the weights", held.average),
@@ -61,7 +61,7 @@ def _activation_parts(plan: Plan) -> list[tuple[str, int]]:
     """Return (part, bytes) of what layers save for the backward pass, on the device or on the host; largest first."""
     found: dict[str, int] = {}
     for layer in plan.memory.layers:
-        if layer.is_idle:
+        if layer.skips_backward:
             continue
         own = layer.kept
         if not layer.is_recomputed:
@@ -71,9 +71,9 @@ def _activation_parts(plan: Plan) -> list[tuple[str, int]]:
                     found[part.part] = found.get(part.part, 0) + part.size
                     own -= part.size
             if "core_attention" in modules:
-                found["attention"] = found.get("attention", 0) + layer.memory.beside_scores
-                own -= layer.memory.beside_scores
-            beside_activation = layer.memory.beside_activation_with(modules)
+                found["attention"] = found.get("attention", 0) + layer.memory.scores_recompute_bytes
+                own -= layer.memory.scores_recompute_bytes
+            beside_activation = layer.memory.activation_recompute_bytes_with(modules)
             found["mlp"] = found.get("mlp", 0) + beside_activation
             own -= beside_activation
         found["layer inputs"] = found.get("layer inputs", 0) + own
@@ -88,7 +88,7 @@ def summary(plan: Plan) -> list[str]:
             f"plan: {gib(plan.memory.held.total)} of weights and optimizer state; with gradients and activations "
             f"about {gib(plan.allocated)}"
         ]
-    largest = sorted(categories(plan), key=lambda item: -item[1])[:4]
+    largest = sorted(memory_categories(plan), key=lambda item: -item[1])[:4]
     parts = ", ".join(f"{_LABELS.get(name, name)} {gib(size)}" for name, size in largest if size >= _MIN_SHOWN)
     lines = [f"plan: {gib(plan.allocated)} at the peak ({plan.memory.peak.where}): {parts}"]
     if plan.available is not None:
@@ -109,8 +109,8 @@ def summary(plan: Plan) -> list[str]:
         lines += [f"plan: {line}" for line in _cuda_graph_advice(plan)]
     if plan.on_host:
         lines.append(f"plan: {gib(plan.on_host)} of host memory per process")
-    if plan.short_of_host:
-        lines.append(f"warning: plan: {gib(plan.short_of_host)} more host memory is needed than available")
+    if plan.missing_host_memory:
+        lines.append(f"warning: plan: {gib(plan.missing_host_memory)} more host memory is needed than available")
     return lines
 
 
@@ -132,7 +132,7 @@ def comparison(plan: Plan, allocated: int, reserved: int) -> str:
     )
 
 
-def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> Iterator[str]:
+def report(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> Iterator[str]:
     """Yield the lines of the full text report.
 
     Args:
@@ -141,7 +141,9 @@ def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) 
         given: values set by files and the command line.
     """
     facts, target = plan.facts, plan.facts.target
-    active = f", {plan.active:,} active per token" if plan.active < plan.parameters else ""
+    active = (
+        f", {plan.num_active_parameters:,} active per token" if plan.num_active_parameters < plan.parameters else ""
+    )
     yield f"model        {plan.parameters:,} parameters{active}"
     yield f"device       {_device(plan)}"
     ranks = f"{facts.ranks} processes, " if facts.ranks > 1 else ""
@@ -149,9 +151,9 @@ def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) 
     samples = f"{facts.keys.micro_batch_size} sample{'s' * (facts.keys.micro_batch_size != 1)}"
     yield (
         f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
-        f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.is_recorded}"
+        f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.uses_cuda_graph}"
     )
-    for stack, modules, recompute in zip(facts.stacks, made_again(facts), saved_by_recomputation(facts), strict=True):
+    for stack, modules, recompute in zip(facts.stacks, made_again(facts), effective_recompute(facts), strict=True):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         mode = "compiled" if stack.compiled else "eager"
         saves = (recompute.description if recompute else "") or "nothing"
@@ -161,7 +163,7 @@ def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) 
         )
     yield ""
     yield f"memory       {gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
-    for name, size in categories(plan):
+    for name, size in memory_categories(plan):
         if size >= _MIN_SHOWN:
             yield f"  {_LABELS.get(name, name):<26} {size / GIB:>9,.2f} GiB"
     saved = [(_LABELS.get(name, name), size) for name, size in _activation_parts(plan) if size >= _MIN_SHOWN]
@@ -176,8 +178,8 @@ def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) 
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
         yield f"  fits, with {gib(left)} left" if left >= 0 else f"  does not fit: {gib(-left)} too much"
-    if plan.short_of_host:
-        yield f"  does not fit: {gib(plan.short_of_host)} more host memory is needed than available"
+    if plan.missing_host_memory:
+        yield f"  does not fit: {gib(plan.missing_host_memory)} more host memory is needed than available"
     yield ""
     yield from _time_lines(plan)
     if changes:
@@ -186,19 +188,19 @@ def report(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) 
         yield from change_lines(plan, changes, given)
         if plan.fits is False and not any(change.plan.fits for change in changes):
             yield "  no single change is enough; `stoker plan --fit` with the same keys searches combinations"
-    if target.card is not None and not target.card.measured and plan.time is not None:
+    if target.gpu is not None and not target.gpu.measured and plan.time is not None:
         yield ""
         yield "the efficiencies of this GPU are not measured; those of the H100 are used"
 
 
-def _offloaded(stack: StackFacts, recomputed: frozenset[RecomputeModule]) -> str:
+def _offloaded(stack: StackInputs, recomputed: frozenset[RecomputeModule]) -> str:
     """Describe what a stack offloads, and which modules it recomputes to avoid copies."""
     what = _on_host(stack)
     instead = f", which recompute {named(recomputed)}" if recomputed else ""
     return f"; {what} on the host{instead}" if what else ""
 
 
-def _on_host(stack: StackFacts) -> str:
+def _on_host(stack: StackInputs) -> str:
     offload = stack.stack.offload
     if offload is None or stack.attention.call.device != "cuda":
         return ""
@@ -206,7 +208,7 @@ def _on_host(stack: StackFacts) -> str:
     return f"{what} of {counted(offload.layers, 'layer')}"
 
 
-def change_lines(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> Iterator[str]:
+def change_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> Iterator[str]:
     """Yield one line for each change: memory needed, effects, overrides and the words they replace."""
     for change in changes:
         more = change.plan.needed - plan.needed
@@ -249,7 +251,7 @@ def _time_lines(plan: Plan) -> Iterator[str]:
             yield f"  {_LABELS.get(name, name):<26} {seconds * 1e3:>9,.1f} ms"
     yield from (f"  {line}" for line in _cuda_graph_advice(plan))
     if time.sent:
-        gpu = plan.facts.target.card
+        gpu = plan.facts.target.gpu
         assert gpu is not None
         yield (
             f"  {gib(time.sent)} per step to the host and back, {1e3 * time.sent / gpu.host_link:,.0f} ms each way at "
@@ -262,7 +264,7 @@ def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
     facts, time = plan.facts, plan.time
     assert time is not None
     waiting = time.parts["waiting for the host"]
-    if facts.can_be_recorded and not facts.is_recorded and waiting > _MIN_WAITING * time.seconds:
+    if facts.can_use_cuda_graph and not facts.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
         yield (
             f"the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph=null` a step "
             f"takes about {_seconds(time.seconds - waiting)}"
@@ -271,12 +273,12 @@ def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
 
 def _device(plan: Plan) -> str:
     target = plan.facts.target
-    name = target.card.name if target.card else target.device
+    name = target.gpu.name if target.gpu else target.device
     return name if plan.available is None else f"{name}, {gib(plan.available)}"
 
 
 def _not_measured(plan: Plan) -> str:
-    gpu = plan.facts.target.card
+    gpu = plan.facts.target.gpu
     return "" if gpu is None or gpu.measured else " (efficiencies of this GPU not measured)"
 
 
@@ -286,17 +288,17 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.{0 if seconds >= 0.01 else 1}f} ms"
 
 
-def as_document(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GIVEN) -> dict[str, Any]:
+def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> dict[str, Any]:
     """Return the plan as a JSON document; sizes in bytes, times in seconds."""
     facts, target = plan.facts, plan.facts.target
     return {
         "device": {
-            "name": target.card.name if target.card else target.device,
+            "name": target.gpu.name if target.gpu else target.device,
             "memory": plan.available,
-            "measured": target.card.measured if target.card else False,
+            "measured": target.gpu.measured if target.gpu else False,
         },
         "parameters": plan.parameters,
-        "active_parameters": plan.active,
+        "active_parameters": plan.num_active_parameters,
         "processes": facts.ranks,
         "micro_batches": facts.micro_batches,
         "precision": facts.precision.name,
@@ -304,7 +306,7 @@ def as_document(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GI
         "attention": dict(_attention(facts)),
         "recomputes": {
             stack.name or "self": recompute.description if recompute else ""
-            for stack, recompute in zip(facts.stacks, saved_by_recomputation(facts), strict=True)
+            for stack, recompute in zip(facts.stacks, effective_recompute(facts), strict=True)
         },
         "offloads": {stack.name or "self": _on_host(stack) for stack in facts.stacks},
         "memory": {
@@ -312,9 +314,9 @@ def as_document(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GI
             "reserved": plan.reserved,
             "needed": plan.needed,
             "on_host": plan.on_host,
-            "short_of_host": plan.short_of_host,
+            "short_of_host": plan.missing_host_memory,
             "peak_at": plan.memory.peak.where,
-            "at_peak": dict(categories(plan)),
+            "at_peak": dict(memory_categories(plan)),
             "layers_keep": dict(_activation_parts(plan)),
             "moments": {moment.where: plan.memory.held.total + moment.total for moment in plan.memory.moments},
         },
@@ -330,14 +332,14 @@ def as_document(plan: Plan, changes: Sequence[Change], given: Given = NOTHING_GI
     }
 
 
-def _attention(facts: RunFacts) -> Iterator[tuple[str, str]]:
+def _attention(facts: RunInputs) -> Iterator[tuple[str, str]]:
     for stack in facts.stacks:
         yield stack.name or "self", stack.attention.backend
         if stack.cross_attention is not None:
             yield "cross", stack.cross_attention.backend
 
 
-def change_document(change: Change, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
+def change_document(change: Change, given: CurrentOverrides = NO_OVERRIDES) -> dict[str, Any]:
     """Return a change as a JSON document."""
     return {
         "overrides": change.overrides(given),
@@ -345,7 +347,7 @@ def change_document(change: Change, given: Given = NOTHING_GIVEN) -> dict[str, A
         "allocated": change.plan.allocated,
         "needed": change.plan.needed,
         "on_host": change.plan.on_host,
-        "short_of_host": change.plan.short_of_host,
+        "short_of_host": change.plan.missing_host_memory,
         "fits": change.plan.fits,
         "seconds": change.plan.time.seconds if change.plan.time else None,
     }

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.dispatch import BackendSelection
 from ...models.config.peft_slice import LoRASlice, peft_slice
 from ...models.config.slices import AttentionSlice, StackSlice
 from ..config.schema.optim import optimizer_kind, optimizer_settings
-from .attention_memory import scores_come_from_sums
+from .attention_memory import recomputes_from_log_sum_exp
 from .flops import training_flops_per_sample
 from .hardware import Card
-from .inputs import RunFacts, StackFacts
+from .inputs import RunInputs, StackInputs
 from .layer_memory import recomputed, rows_of
-from .state_memory import main_weight_bytes, parameters_of, state_of, trained_of
-from .timeline import MemoryPlan, PlacedLayer
-from .transfers import sent_by, waited_for_copies
+from .state_memory import main_weight_bytes, num_parameters, state_of, trained_of
+from .timeline import LayerInStack, MemoryPlan
+from .transfers import offload_stall_seconds, sent_by
 
 _ATTENTION_BACKWARD_RATIO = 2.5
 """FLOPs of fused attention's backward pass over those of its forward pass: five matmuls to two."""
@@ -33,15 +33,15 @@ _SCORE_PASSES, _SCORE_PASSES_RECOMPUTED = 7.0, 3.5
 recomputed from log-sum-exps. Both measured on an H100, as 108 and 97 ms of a step."""
 _FLASH2_ON_HOPPER = 0.63
 """Speed of FlashAttention 2 on Hopper relative to kernels written for Hopper."""
-_NARROW_HEAD_DIM, NARROW = 64, 0.75
+_NARROW_HEAD_DIM, NARROW_HEAD_SPEED = 64, 0.75
 """Head width up to which fused attention is slower, and its speed relative to wider heads. On an H100 325 TFLOP/s in an
 MoE step; 434 in a LoRA step with heads of 128."""
 _GROUPED_GEMM_SPEED = 0.875
 """Speed of grouped GEMMs relative to dense ones, in the same MoE step: 640 TFLOP/s."""
-HOST_SECONDS_OF_LAYER, _HOST_SECONDS_OF_EAGER_LAYER = 3.6e-3, 4.5e-3
+HOST_SECONDS_PER_LAYER, _HOST_SECONDS_OF_EAGER_LAYER = 3.6e-3, 4.5e-3
 """Launch time of a layer on the host, forward and backward, compiled and eager: T5 base with an H100, measured as 84 ms
 for 24 compiled layers; the eager figure is an estimate from the number of launches."""
-CARD_SECONDS_OF_LAYER = 0.15e-3
+GPU_SECONDS_PER_LAYER = 0.15e-3
 """Minimum GPU time of a layer in a CUDA graph: 65 kernels of about 2 us, an estimate."""
 _HALF_SPEED_TOKENS = 256
 """Tokens at which matmuls reach half their speed because they do not fill the GPU: an estimate."""
@@ -131,23 +131,25 @@ def _attended_pairs(attention: AttentionSlice, queries: int, keys: int) -> float
     return pairs
 
 
-def _attention_forward(attention: AttentionSlice, decision: Decision, batch: int, queries: int, keys: int) -> Work:
+def _attention_forward(
+    attention: AttentionSlice, decision: BackendSelection, batch: int, queries: int, keys: int
+) -> Work:
     """Work of the core of an attention (scores and weighted values); unfused attention computes masked pairs too."""
     width = attention.heads * attention.head_dim
-    if not decision.keeps_scores:
+    if not decision.saves_scores:
         return Work(attention=4.0 * width * batch * _attended_pairs(attention, queries, keys))
     pairs = float(batch * queries * keys)
     return Work(matmul=4.0 * width * pairs, moved=decision.call.score_bytes * (_SCORE_PASSES / 3))
 
 
-def projections_forward(facts: StackFacts, *, experts: bool) -> tuple[float, float]:
+def projection_flops(facts: StackInputs, *, experts: bool) -> tuple[float, float]:
     """Forward FLOPs of the matmuls of a layer, and of the last one (fc2; 0 with experts)."""
     stack, tokens = facts.stack, facts.tokens
     hidden = stack.hidden_size
     total = tokens * _attention_weights(stack, stack.attention)
     if facts.cross is not None:
         query, key = facts.cross.heads * facts.cross.head_dim, facts.cross.groups * facts.cross.head_dim
-        total += 2 * tokens * hidden * query + facts.memory_tokens * hidden * 2 * key
+        total += 2 * tokens * hidden * query + facts.encoder_tokens * hidden * 2 * key
     ups, moe = (2 if stack.mlp.gated else 1), stack.moe if experts else None
     if moe is None:
         last = tokens * hidden * stack.mlp.ffn_hidden_size
@@ -164,81 +166,81 @@ def _attention_weights(stack: StackSlice, attention: AttentionSlice) -> int:
     return stack.hidden_size * (2 * query + 2 * key)
 
 
-def _grouped_forward(facts: StackFacts) -> float:
+def _grouped_forward(facts: StackInputs) -> float:
     """Forward FLOPs of the grouped GEMMs of an MoE layer."""
     stack, moe = facts.stack, facts.stack.moe
     assert moe is not None
     return 2.0 * rows_of(moe, facts.tokens) * (3 if stack.mlp.gated else 2) * stack.hidden_size * moe.ffn_hidden_size
 
 
-def _experts_forward(facts: StackFacts) -> float:
+def _experts_forward(facts: StackInputs) -> float:
     """Forward FLOPs of router, experts and shared expert of an MoE layer."""
-    total, _ = projections_forward(facts, experts=True)
+    total, _ = projection_flops(facts, experts=True)
     attention = 2.0 * facts.tokens * _attention_weights(facts.stack, facts.stack.attention)
     if facts.cross is not None:
         query, key = facts.cross.heads * facts.cross.head_dim, facts.cross.groups * facts.cross.head_dim
-        attention += 2.0 * facts.stack.hidden_size * (2 * facts.tokens * query + 2 * facts.memory_tokens * key)
+        attention += 2.0 * facts.stack.hidden_size * (2 * facts.tokens * query + 2 * facts.encoder_tokens * key)
     return total - attention
 
 
 # ---------------------------------------------------------------- a micro batch
 
 
-def _attentions(facts: StackFacts) -> Iterator[tuple[AttentionSlice, Decision, Work]]:
+def _attentions(facts: StackInputs) -> Iterator[tuple[AttentionSlice, BackendSelection, Work]]:
     """Yield self- and cross-attention of a layer, each with the forward work of its core."""
     stack, own, cross, decision = facts.stack, facts.attention, facts.cross, facts.cross_attention
     yield stack.attention, own, _attention_forward(stack.attention, own, facts.batch, facts.length, facts.length)
     if cross is not None and decision is not None:
-        yield cross, decision, _attention_forward(cross, decision, facts.batch, facts.length, facts.memory_length)
+        yield cross, decision, _attention_forward(cross, decision, facts.batch, facts.length, facts.encoder_length)
 
 
-def core_forward(facts: StackFacts, *, again: bool = False) -> Work:
+def attention_core_work(facts: StackInputs, *, again: bool = False) -> Work:
     """Forward work of the cores of all attentions of a layer; `again`: the backward pass recomputes the scores."""
     total = Work()
     for attention, decision, work in _attentions(facts):
-        from_log_sum_exp = again and decision.keeps_scores and scores_come_from_sums(attention, decision)
+        from_log_sum_exp = again and decision.saves_scores and recomputes_from_log_sum_exp(attention, decision)
         if from_log_sum_exp:
             work = replace(work, moved=work.moved * _SCORE_PASSES_RECOMPUTED / _SCORE_PASSES)
         total += work
     return total
 
 
-def _recompute_scores(facts: StackFacts) -> Work:
+def _recompute_scores(facts: StackInputs) -> Work:
     """Work to recompute the scores of the attentions that otherwise save them."""
     total = Work()
     for attention, decision, work in _attentions(facts):
-        if decision.keeps_scores:
-            # from log-sum-exps: two more matmuls, and no bytes besides those counted in `core_forward`
-            total += replace(work, moved=0.0) if scores_come_from_sums(attention, decision) else work
+        if decision.saves_scores:
+            # from log-sum-exps: two more matmuls, and no bytes besides those counted in `attention_core_work`
+            total += replace(work, moved=0.0) if recomputes_from_log_sum_exp(attention, decision) else work
     return total
 
 
-def _layer_work(layer: PlacedLayer, *, frozen: bool = False) -> Work:
+def _layer_work(layer: LayerInStack, *, frozen: bool = False) -> Work:
     """Work of a layer's forward and backward pass without recomputation; frozen weights have no gradients."""
     facts, experts = layer.stack, _has_experts(layer)
-    matmul, _ = projections_forward(facts, experts=experts)
-    core = core_forward(facts, again="core_attention" in layer.modules)
+    matmul, _ = projection_flops(facts, experts=experts)
+    core = attention_core_work(facts, again="core_attention" in layer.modules)
     passes = _POINTWISE_PASSES_COMPILED if facts.compiled else _POINTWISE_PASSES_EAGER
     saved = sum(each.size for each in layer.memory.kept if each.part not in ("scores", "weights"))
-    if layer.is_idle:
-        moved = passes * (saved + layer.memory.boundary) / 3
+    if layer.skips_backward:
+        moved = passes * (saved + layer.memory.input_bytes) / 3
         return Work(matmul=matmul, grouped=_grouped_forward(facts) if experts else 0.0, moved=moved) + core
     return Work(
         matmul=(2 if frozen else 3) * matmul + 3 * core.matmul,
         grouped=(2 if frozen else 3) * _grouped_forward(facts) if experts else 0.0,
         attention=(1 + _ATTENTION_BACKWARD_RATIO) * core.attention,
-        moved=passes * (saved + layer.memory.boundary) + 3 * core.moved,
+        moved=passes * (saved + layer.memory.input_bytes) + 3 * core.moved,
     )
 
 
-def recomputed_work(layer: PlacedLayer) -> Work:
+def recompute_work(layer: LayerInStack) -> Work:
     """Work of recomputation in the backward pass of a layer."""
-    if layer.is_idle:
+    if layer.skips_backward:
         return Work()
     facts, experts = layer.stack, _has_experts(layer)
-    core = core_forward(facts)
+    core = attention_core_work(facts)
     if layer.is_recomputed:
-        matmul, last = projections_forward(facts, experts=experts)
+        matmul, last = projection_flops(facts, experts=experts)
         # the backward pass does not need the output of fc2, so the compiler does not recompute it
         skipped = last if facts.compiled and layer.recompute.chunk == 1 else 0.0
         moved = _layer_work(layer).moved - 3 * core.moved
@@ -253,21 +255,21 @@ def recomputed_work(layer: PlacedLayer) -> Work:
     return total
 
 
-def _has_experts(layer: PlacedLayer) -> bool:
+def _has_experts(layer: LayerInStack) -> bool:
     moe = layer.stack.stack.moe
     return moe is not None and moe.layers[layer.number]
 
 
-def _embedding_and_loss_work(facts: RunFacts) -> Work:
+def _embedding_and_loss_work(facts: RunInputs) -> Work:
     """Work of embeddings, head and loss for one micro batch."""
     vocab, hidden = facts.family.padded_vocab_size, facts.stacks[-1].stack.hidden_size
     e = facts.widths.compute
-    logits = facts.out_tokens * vocab
+    logits = facts.output_tokens * vocab
     moved = logits * e * 4 + sum(stack.tokens * stack.stack.hidden_size for stack in facts.stacks) * e * 8
     return Work(matmul=(4.0 if facts.keys.peft.is_on else 6.0) * logits * hidden, moved=moved)
 
 
-def _lora_work(facts: RunFacts) -> Work:
+def _lora_work(facts: RunInputs) -> Work:
     """Work that LoRA adds to a micro batch: three low-rank matmuls for each adapter matrix, bound by what they read.
 
     The input of a linear layer is read twice more and its gradient written once more; its output is written once more
@@ -278,29 +280,29 @@ def _lora_work(facts: RunFacts) -> Work:
     if not isinstance(peft, LoRASlice):
         return Work()
     tokens, trained = max(stack.tokens for stack in facts.stacks), trained_of(facts)
-    passes = 1.5 if all(stack.low_rank_mlp for stack in facts.stacks) else 2.0
+    passes = 1.5 if all(stack.fused_lora_mlp for stack in facts.stacks) else 2.0
     return Work(matmul=6.0 * tokens * trained, moved=passes * tokens * facts.widths.compute * trained / peft.rank)
 
 
 # ---------------------------------------------------------------- bytes over links
 
 
-def _messages(facts: RunFacts) -> float:
+def _messages(facts: RunInputs) -> float:
     """Bytes a GPU sends to its peers per step, in ring all-reduces, reduce-scatters and all-gathers."""
     layout = facts.layout
     if layout is None:
         return 0.0
     peers = (facts.ranks - 1) / facts.ranks
-    gradients = trained_of(facts) * facts.reduce_width
-    if layout.whole_weights:
+    gradients = trained_of(facts) * facts.reduce_itemsize
+    if layout.replicates_weights:
         weights = trained_of(facts) * facts.widths.weights
         return peers * (2 * gradients if layout.shards == 1 else gradients + weights)
-    weights = parameters_of(facts) * facts.widths.weights
+    weights = num_parameters(facts) * facts.widths.weights
     gathers = 2 if layout.reshard_after_forward else 1
     return peers * facts.micro_batches * (gathers * weights + gradients)
 
 
-def _update_bytes(facts: RunFacts) -> float:
+def _update_bytes(facts: RunInputs) -> float:
     """Bytes of GPU memory that the optimizer's update reads and writes per step."""
     main = main_weight_bytes(facts.precision) or facts.widths.weights
     state = state_of(facts) / trained_of(facts)
@@ -310,7 +312,7 @@ def _update_bytes(facts: RunFacts) -> float:
     return trained_of(facts) / facts.shards * per_parameter + trained_of(facts) * accumulation
 
 
-def _newton_schulz_flops(facts: RunFacts, memory: MemoryPlan) -> float:
+def _newton_schulz_flops(facts: RunInputs, memory: MemoryPlan) -> float:
     """FLOPs of Muon's Newton-Schulz iterations: 4 m^2 n + 2 m^3 each for an m x n matrix, m <= n."""
     if optimizer_kind(facts.keys.optim.name) != "muon" or facts.keys.peft.is_on:
         return 0.0
@@ -326,59 +328,59 @@ def _newton_schulz_flops(facts: RunFacts, memory: MemoryPlan) -> float:
     return total * steps / facts.shards
 
 
-def _ema_seconds(facts: RunFacts, memory: MemoryPlan, gpu: Card) -> float:
+def _ema_seconds(facts: RunInputs, memory: MemoryPlan, gpu: Card) -> float:
     """Seconds per step of updating the EMA: read, update, write; plus a copy if weights and EMA are on two devices.
 
     The time a host needs to update an EMA in its memory is not known, and counts as zero.
     """
-    size = trained_of(facts) / facts.shards * facts.average_width
+    size = trained_of(facts) / facts.shards * facts.ema_itemsize
     source_on_host = memory.held.on_host > 0 and main_weight_bytes(facts.precision) > 0
-    copy = size / gpu.host_link if facts.average_on_host != source_on_host else 0.0
-    update = 0.0 if facts.average_on_host else 3 * size / (gpu.bandwidth * gpu.bandwidth_part)
-    return (copy + update) / facts.average_every
+    copy = size / gpu.host_link if facts.ema_on_host != source_on_host else 0.0
+    update = 0.0 if facts.ema_on_host else 3 * size / (gpu.bandwidth * gpu.bandwidth_efficiency)
+    return (copy + update) / facts.ema_every_n_steps
 
 
 # ---------------------------------------------------------------- time
 
 
-def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
+def step_time(facts: RunInputs, memory: MemoryPlan) -> StepTime | None:
     """Estimate the time of a step on the target's GPU; None if its peak is not known for this precision.
 
     The peaks are those of 16-bit matmuls; fp32 and fp64 run at a small fraction of them.
     """
-    gpu = facts.target.card
+    gpu = facts.target.gpu
     if gpu is None or gpu.peak is None or facts.widths.compute != 2:
         return None
     model_work, recompute = _embedding_and_loss_work(facts) + _lora_work(facts), Work()
     for layer in memory.layers:
         model_work += _layer_work(layer, frozen=facts.keys.peft.is_on)
-        recompute += recomputed_work(layer)
+        recompute += recompute_work(layer)
     micro = facts.micro_batches
-    attention_speed = gpu.peak * _attention_efficiency(facts) * gpu.attention_part
-    matmul_speed = gpu.peak * gpu.matmul_part * _matmul_efficiency(facts)
+    attention_speed = gpu.peak * _attention_efficiency(facts) * gpu.attention_efficiency
+    matmul_speed = gpu.peak * gpu.matmul_efficiency * _matmul_efficiency(facts)
     parts = {
         "matrix products": micro * model_work.dense_equivalent / matmul_speed,
         "attention": micro * model_work.attention / attention_speed,
-        "pointwise": micro * model_work.moved / (gpu.bandwidth * gpu.bandwidth_part),
+        "pointwise": micro * model_work.moved / (gpu.bandwidth * gpu.bandwidth_efficiency),
         "recomputed": micro * _seconds(recompute, gpu, matmul_speed, attention_speed),
     }
     computing = sum(parts.values())
 
-    def forward_and_backward(layer: PlacedLayer) -> tuple[float, float]:
+    def forward_and_backward(layer: LayerInStack) -> tuple[float, float]:
         work = _layer_work(layer, frozen=facts.keys.peft.is_on)
         seconds = _seconds(work, gpu, matmul_speed, attention_speed)
-        if layer.is_idle:
+        if layer.skips_backward:
             return seconds, 0.0
-        return seconds / 3, seconds * 2 / 3 + _seconds(recomputed_work(layer), gpu, matmul_speed, attention_speed)
+        return seconds / 3, seconds * 2 / 3 + _seconds(recompute_work(layer), gpu, matmul_speed, attention_speed)
 
-    host = HOST_SECONDS_OF_LAYER if facts.compiled else _HOST_SECONDS_OF_EAGER_LAYER
+    host = HOST_SECONDS_PER_LAYER if facts.compiled else _HOST_SECONDS_OF_EAGER_LAYER
     layers = micro * len(memory.layers)
-    parts["starting kernels"] = max(0.0, layers * CARD_SECONDS_OF_LAYER - computing)
+    parts["starting kernels"] = max(0.0, layers * GPU_SECONDS_PER_LAYER - computing)
     parts["waiting for the host"] = 0.0
-    if not facts.is_recorded:
+    if not facts.uses_cuda_graph:
         parts["waiting for the host"] = max(0.0, layers * host - computing - parts["starting kernels"])
-    parts["copies not hidden"] = micro * waited_for_copies(memory.layers, forward_and_backward, gpu.host_link)
-    update = _update_bytes(facts) / (gpu.bandwidth * gpu.bandwidth_part)
+    parts["copies not hidden"] = micro * offload_stall_seconds(memory.layers, forward_and_backward, gpu.host_link)
+    update = _update_bytes(facts) / (gpu.bandwidth * gpu.bandwidth_efficiency)
     update += _newton_schulz_flops(facts, memory) / matmul_speed
     parts["update"] = max(update, memory.held.on_host / gpu.host_link) + _ema_seconds(facts, memory, gpu)
     parts["messages"] = _messages(facts) / gpu.peer_link
@@ -397,18 +399,18 @@ def step_time(facts: RunFacts, memory: MemoryPlan) -> StepTime | None:
     )
 
 
-def _attention_efficiency(facts: RunFacts) -> float:
+def _attention_efficiency(facts: RunInputs) -> float:
     """Speed of the chosen attention backend, relative to the GPU's best one on long sequences."""
     slow = ("sdpa_flash", "sdpa_efficient", "flash_attn")
     capability = facts.target.capability or (0, 0)
     last = facts.stacks[-1]
     speed = _FLASH2_ON_HOPPER if capability >= (9, 0) and last.attention.backend in slow else 1.0
-    speed *= NARROW if last.stack.attention.head_dim <= _NARROW_HEAD_DIM else 1.0
+    speed *= NARROW_HEAD_SPEED if last.stack.attention.head_dim <= _NARROW_HEAD_DIM else 1.0
     keys = max(stack.length for stack in facts.stacks)
     return speed * keys / (keys + _HALF_SPEED_KEYS)
 
 
-def _matmul_efficiency(facts: RunFacts) -> float:
+def _matmul_efficiency(facts: RunInputs) -> float:
     """Speed of matmuls of this micro batch, relative to the measured one."""
 
     def speed(tokens: int) -> float:
@@ -419,5 +421,5 @@ def _matmul_efficiency(facts: RunFacts) -> float:
 
 def _seconds(work: Work, gpu: Card, matmul_speed: float, attention_speed: float) -> float:
     """Seconds of `work` at the given FLOP/s of matmuls and attention."""
-    pointwise = work.moved / (gpu.bandwidth * gpu.bandwidth_part)
+    pointwise = work.moved / (gpu.bandwidth * gpu.bandwidth_efficiency)
     return work.dense_equivalent / matmul_speed + work.attention / attention_speed + pointwise

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...kernels.attention.backends.registry import installed
-from ...kernels.attention.dispatch import Decision
+from ...kernels.attention.dispatch import BackendSelection
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import RecomputeSlice
 from ...models.config.peft_slice import peft_slice
-from ...models.memory.host_copies import SLAB
-from ...models.recompute.analysis import idle_recompute, made_again_for_copies, saving_recompute
+from ...models.memory.host_copies import SLAB_BYTES
+from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
 from ..config.schema.root import RootBlock
 from ..device.determinism import attention_flags
-from .hardware import Card, card_of
-from .inputs import RunFacts, Target, facts_of, precision_there
+from .hardware import Card, match_gpu
+from .inputs import RunInputs, Target, collect_inputs, target_precision
 from .roofline import StepTime, step_time
-from .state_memory import CONTEXT, idle_of, parameters_of
+from .state_memory import CONTEXT, num_inactive_parameters, num_parameters
 from .timeline import MemoryPlan, memory_plan
 from .transfers import sent_by
 
@@ -35,14 +35,14 @@ class Plan:
     Attributes:
         facts: inputs of the estimate.
         parameters: number of parameters.
-        active: number of parameters active for each token.
+        num_active_parameters: number of parameters active for each token.
         memory: memory of each rank.
         time: step time; None without a GPU, or if its peak is not known.
     """
 
-    facts: RunFacts
+    facts: RunInputs
     parameters: int
-    active: int
+    num_active_parameters: int
     memory: MemoryPlan
     time: StepTime | None
 
@@ -69,16 +69,16 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """True if device memory suffices, and host memory as far as known; None if device memory is not known."""
-        return None if self.available is None else self.needed <= self.available and not self.short_of_host
+        return None if self.available is None else self.needed <= self.available and not self.missing_host_memory
 
     @property
     def on_host(self) -> int:
         """Bytes of host memory of each rank for offloading; that of layers is allocated in slabs."""
         held = self.memory.held
-        return -(-sum(map(sent_by, self.memory.layers)) // SLAB) * SLAB + held.on_host + held.average_on_host
+        return -(-sum(map(sent_by, self.memory.layers)) // SLAB_BYTES) * SLAB_BYTES + held.on_host + held.ema_on_host
 
     @property
-    def short_of_host(self) -> int:
+    def missing_host_memory(self) -> int:
         """Bytes of host memory that are missing, as far as known."""
         available = self.facts.target.host_memory
         return 0 if available is None else max(0, self.on_host - available)
@@ -101,40 +101,40 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
         ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
         UserError: CUDA graphs are required but not supported for this run.
     """
-    facts = facts_of(root, target, precision_there(root, target), vocab_size=vocab_size)
+    facts = collect_inputs(root, target, target_precision(root, target), vocab_size=vocab_size)
     memory = memory_plan(facts)
     return Plan(
         facts=facts,
-        parameters=parameters_of(facts),
-        active=parameters_of(facts) - idle_of(facts),
+        parameters=num_parameters(facts),
+        num_active_parameters=num_parameters(facts) - num_inactive_parameters(facts),
         memory=memory,
         time=step_time(facts, memory),
     )
 
 
-def idle_modules(plan: Plan) -> list[str]:
+def useless_recompute_notes(plan: Plan) -> list[str]:
     """Explain, for each module whose recomputation saves no memory, why, and name modules that do."""
     facts, peft = plan.facts, peft_slice(plan.facts.keys.peft)
-    return list(idle_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled))
+    return list(ineffective_recompute_messages(facts.family, _decisions(facts), peft, compiled=facts.compiled))
 
 
-def saved_by_recomputation(facts: RunFacts) -> tuple[RecomputeSlice | None, ...]:
+def effective_recompute(facts: RunInputs) -> tuple[RecomputeSlice | None, ...]:
     """Return, for each stack, the part of its recomputation that saves memory."""
     peft = peft_slice(facts.keys.peft)
-    return saving_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled)
+    return memory_saving_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled)
 
 
-def made_again(facts: RunFacts) -> tuple[frozenset[RecomputeModule], ...]:
+def made_again(facts: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
     """Return, for each stack, the modules its offloaded layers recompute to avoid copies; empty without a GPU."""
     if facts.target.device != "cuda":
         return (frozenset(),) * len(facts.stacks)
     compiled = all(stack.compiled for stack in facts.stacks)
-    return made_again_for_copies(facts.family, _decisions(facts), peft_slice(facts.keys.peft), compiled=compiled)
+    return recomputed_for_offload(facts.family, _decisions(facts), peft_slice(facts.keys.peft), compiled=compiled)
 
 
-def _decisions(facts: RunFacts) -> dict[str, Decision]:
+def _decisions(facts: RunInputs) -> dict[str, BackendSelection]:
     """Return the backend choice of each attention in training, by its label."""
-    decisions: dict[str, Decision] = {}
+    decisions: dict[str, BackendSelection] = {}
     for stack in facts.stacks:
         decisions[f"{stack.name} training".strip()] = stack.attention
         if stack.cross_attention is not None:
@@ -142,7 +142,7 @@ def _decisions(facts: RunFacts) -> dict[str, Decision]:
     return decisions
 
 
-def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
+def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
     """Return the target for a device of this machine.
 
     Args:
@@ -158,12 +158,12 @@ def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> T
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         memory = torch.cuda.get_device_properties(device).total_memory
-        gpu = card_of(device_name(device), memory, capability)
+        gpu = match_gpu(device_name(device), memory, capability)
     software = replace(installed(device.type), deterministic_algorithms=bool(root.trainer.deterministic))
     return Target(
         device=device.type,
         capability=capability,
-        card=gpu,
+        gpu=gpu,
         memory=memory,
         software=software,
         flags=attention_flags(root),
@@ -172,7 +172,7 @@ def target_here(root: RootBlock, device: torch.device, world_size: int = 1) -> T
     )
 
 
-def target_elsewhere(root: RootBlock, card: Card, world_size: int = 1) -> Target:
+def gpu_target(root: RootBlock, card: Card, world_size: int = 1) -> Target:
     """Return the target for a GPU that need not be installed, with this machine's software as if it were.
 
     Args:
@@ -186,7 +186,7 @@ def target_elsewhere(root: RootBlock, card: Card, world_size: int = 1) -> Target
     return Target(
         device="cuda",
         capability=card.capability,
-        card=card,
+        gpu=card,
         memory=card.memory,
         software=replace(software, deterministic_algorithms=bool(root.trainer.deterministic)),
         flags=run_flags(root),

@@ -16,12 +16,12 @@ from operator import attrgetter
 from typing import Any
 
 from ...kernels.attention.dispatch import NoBackendError
-from ...models.config.family_rules import stacks_of_keys
+from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory import RecomputeModule
 from ...models.config.peft_slice import peft_slice
-from ...models.recompute.analysis import activation_saves_nothing
+from ...models.recompute.analysis import activation_recompute_saves_nothing
 from ..config.rules.all_rules import run_rules
-from ..config.rules.rule_context import Facts
+from ..config.rules.rule_context import RuleContext
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 from .inputs import Target
@@ -45,7 +45,7 @@ _STACK_DEFAULTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CurrentOverrides:
     """Keys that a configuration sets already, which overrides of a change must take into account.
 
     Attributes:
@@ -57,7 +57,7 @@ class Given:
     typed: Mapping[str, str]
 
 
-NOTHING_GIVEN = Given(keys=frozenset(), typed={})
+NO_OVERRIDES = CurrentOverrides(keys=frozenset(), typed={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Change:
     values: Values
     plan: Plan
 
-    def overrides(self, given: Given = NOTHING_GIVEN) -> list[str]:
+    def overrides(self, given: CurrentOverrides = NO_OVERRIDES) -> list[str]:
         """Return the values as command-line overrides, to be added to the keys in `given`."""
         overrides: dict[str, Any] = {}
         for key, value in self.values.items():
@@ -83,7 +83,7 @@ class Change:
                 overrides[f"model.{key}"] = value
         return [f"{key}={_format_value(value)}" for key, value in overrides.items()]
 
-    def replaced(self, given: Given) -> list[str]:
+    def replaced(self, given: CurrentOverrides) -> list[str]:
         """Return the arguments of the command line that the overrides replace; a key can be given only once."""
         arguments = (given.typed.get(override.partition("=")[0]) for override in self.overrides(given))
         return [argument for argument in arguments if argument is not None]
@@ -196,7 +196,7 @@ def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Value
 
 def _recompute_modes(root: RootBlock, plan: Plan, *, partial: bool = False) -> list[dict[str, Any]]:
     """Return recompute modes, cheap ones first; `partial`: also full recomputation of a part of the layers."""
-    order, cheap = modules_that_save(plan), _cheap_modules(plan)
+    order, cheap = effective_modules(plan), _cheap_modules(plan)
     modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
     layers = min(stack.stack.num_layers for stack in plan.facts.stacks)
     if partial and layers > 1:
@@ -211,21 +211,21 @@ def _recompute_modes(root: RootBlock, plan: Plan, *, partial: bool = False) -> l
     return [_in_stacks(root, {**mode, **_without_moe(plan)}) for mode in modes]
 
 
-def modules_that_save(plan: Plan) -> list[RecomputeModule]:
+def effective_modules(plan: Plan) -> list[RecomputeModule]:
     """Return the modules whose recomputation saves memory in every stack, cheap ones first."""
     found = set(_CHEAP_FIRST)
     for each in plan.facts.stacks:
         found &= each.stack.acting_modules(range(each.stack.num_layers))
-    if not any(stack.keeps_scores for stack in plan.facts.stacks):
+    if not any(stack.saves_scores for stack in plan.facts.stacks):
         found.discard("core_attention")
     peft = peft_slice(plan.facts.keys.peft)
-    if any(activation_saves_nothing(each.stack, peft, compiled=each.compiled) for each in plan.facts.stacks):
+    if any(activation_recompute_saves_nothing(each.stack, peft, compiled=each.compiled) for each in plan.facts.stacks):
         found.discard("mlp_activation")
     return sorted(found, key=_CHEAP_FIRST.index)
 
 
 def _cheap_modules(plan: Plan) -> list[RecomputeModule]:
-    return [name for name in modules_that_save(plan) if name != "moe"]
+    return [name for name in effective_modules(plan) if name != "moe"]
 
 
 def _without_moe(plan: Plan) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _offloading(root: RootBlock, target: Target, plan: Plan) -> list[dict[str, A
     """Return offloading modes: activations of as many layers as can be copied during computation, and of more; then
     activations and weights of all but two layers.
     """
-    layers = min(keys.num_layers for keys in stacks_of_keys(root.model).values())
+    layers = min(keys.num_layers for keys in keys_by_stack(root.model).values())
     modes: list[dict[str, Any]] = []
     overlapped = _layers_overlapped(root, target, plan, layers)
     for number in sorted({overlapped, max(1, layers // 4), max(1, layers // 2), layers - 2}):
@@ -294,7 +294,7 @@ def _in_stacks(root: RootBlock, values: Values) -> dict[str, Any]:
     kinds = [kind for kind in (_RECOMPUTE, "cpu_offloading") if any(key.startswith(kind) for key in values)]
     defaults = {key: value for key, value in _STACK_DEFAULTS.items() if any(key.startswith(kind) for kind in kinds)}
     merged = {**defaults, **values}
-    return {f"{prefix}{key}": value for prefix in stacks_of_keys(root.model) for key, value in merged.items()}
+    return {f"{prefix}{key}": value for prefix in keys_by_stack(root.model) for key, value in merged.items()}
 
 
 def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
@@ -326,7 +326,7 @@ def _differing(root: RootBlock, values: Values) -> dict[str, Any]:
 
 def _errors(root: RootBlock) -> set[str]:
     """Return the messages of all violated rules."""
-    facts = Facts(root, frozenset(), frozenset(), {})
+    facts = RuleContext(root, frozenset(), frozenset(), {})
     return {finding.message for finding in run_rules(facts) if finding.level == "error"}
 
 

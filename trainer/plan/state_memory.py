@@ -13,10 +13,10 @@ from ...models.config.slices import StackSlice
 from ...models.config.t5_slice import T5Slice
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from ..device.precision import PrecisionPlan
-from ..optim.optimizer_factory import count_state, is_state_on_host
+from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
-from .inputs import RunFacts
-from .trainable_count import count_trained
+from .inputs import RunInputs
+from .trainable_count import count_trainable
 
 _CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
 """Bytes of workspace that torch allocates for each cuBLAS handle, by major compute capability."""
@@ -28,7 +28,7 @@ CONTEXT = 600 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldState:
+class PersistentState:
     """Bytes of device memory held during the whole run.
 
     Attributes:
@@ -53,7 +53,7 @@ class HeldState:
     batches: int
     workspace: int
     on_host: int = 0
-    average_on_host: int = 0
+    ema_on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -62,31 +62,31 @@ class HeldState:
         return held + self.tables + self.batches + self.workspace
 
 
-def parameters_of(facts: RunFacts) -> int:
+def num_parameters(facts: RunInputs) -> int:
     """Number of parameters, including frozen ones."""
-    return count_trained(facts.keys, facts.vocab_size, facts.form).all
+    return count_trainable(facts.keys, facts.vocab_size, facts.form).all
 
 
-def idle_of(facts: RunFacts) -> int:
+def num_inactive_parameters(facts: RunInputs) -> int:
     """Number of expert parameters that are inactive for a token."""
     args = facts.keys, facts.vocab_size, facts.form
     return count_parameters(*args) - count_parameters(*args, active=True)
 
 
-def trained_of(facts: RunFacts) -> int:
+def trained_of(facts: RunInputs) -> int:
     """Number of trainable parameters."""
-    return count_trained(facts.keys, facts.vocab_size, facts.form).trained
+    return count_trainable(facts.keys, facts.vocab_size, facts.form).trained
 
 
-def state_of(facts: RunFacts) -> int:
+def state_of(facts: RunInputs) -> int:
     """Number of elements of optimizer state besides main weights."""
-    return count_state(facts.keys, facts.vocab_size, trained_of(facts) if facts.keys.peft.is_on else None)
+    return min_state_elements(facts.keys, facts.vocab_size, trained_of(facts) if facts.keys.peft.is_on else None)
 
 
-def rotary_tables(stacks: tuple[StackSlice, ...]) -> int:
+def rotary_table_bytes(stacks: tuple[StackSlice, ...]) -> int:
     """Bytes of the rotary tables of all stacks: cos and sin in fp32, for xPos separate ones for keys."""
     return sum(
-        stack.rotary.positions * stack.rotary.dim * 4 * (2 if stack.rotary.fading else 1)
+        stack.rotary.positions * stack.rotary.dim * 4 * (2 if stack.rotary.xpos else 1)
         for stack in stacks
         if stack.rotary
     )
@@ -97,46 +97,46 @@ def main_weight_bytes(precision: PrecisionPlan) -> int:
     return 4 if precision.main_weights and precision.weights.itemsize < 4 else 0
 
 
-def held_state(facts: RunFacts) -> HeldState:
+def persistent_state(facts: RunInputs) -> PersistentState:
     """Return the persistent memory of a rank of a run on CUDA."""
     keys, widths = facts.keys, facts.widths
     parameters = trained_of(facts)
     shards, main = facts.shards, main_weight_bytes(facts.precision)
-    weight_shards = 1 if facts.layout is None or facts.layout.whole_weights else shards
+    weight_shards = 1 if facts.layout is None or facts.layout.replicates_weights else shards
     state = state_of(facts) * (main or widths.weights) // shards
-    on_host = is_state_on_host(keys, torch.device(facts.target.device))
-    ema = parameters * facts.average_width // shards
-    return HeldState(
-        weights=parameters_of(facts) * widths.weights // weight_shards,
+    on_host = offloads_optimizer_state(keys, torch.device(facts.target.device))
+    ema = parameters * facts.ema_itemsize // shards
+    return PersistentState(
+        weights=num_parameters(facts) * widths.weights // weight_shards,
         main_weights=0 if on_host else parameters * main // shards,
         optimizer=0 if on_host else state,
-        average=0 if facts.average_on_host else ema,
-        gradient_sums=parameters * 4 // weight_shards if main and adds_up(facts) else 0,
-        tables=rotary_tables(tuple(each.stack for each in facts.stacks)) + _masks(facts),
+        average=0 if facts.ema_on_host else ema,
+        gradient_sums=parameters * 4 // weight_shards if main and accumulates_in_fp32(facts) else 0,
+        tables=rotary_table_bytes(tuple(each.stack for each in facts.stacks)) + _masks(facts),
         batches=_batches(facts),
         workspace=_workspace(facts),
         on_host=(parameters * main // shards + state) if on_host else 0,
-        average_on_host=ema if facts.average_on_host else 0,
+        ema_on_host=ema if facts.ema_on_host else 0,
     )
 
 
-def adds_up(facts: RunFacts) -> bool:
+def accumulates_in_fp32(facts: RunInputs) -> bool:
     """True if the optimizer accumulates 16-bit gradients in fp32, over micro batches or for reduction over ranks."""
     if not facts.precision.main_weights:
         return False
-    if facts.layout is not None and facts.layout.whole_weights and facts.reduce_width > facts.widths.weights:
+    if facts.layout is not None and facts.layout.replicates_weights and facts.reduce_itemsize > facts.widths.weights:
         return True
     return facts.micro_batches > 1
 
 
-def summed_apart(facts: RunFacts) -> bool:
+def reduces_in_other_dtype(facts: RunInputs) -> bool:
     """True if gradients are copied to another dtype for the reduction over ranks."""
-    if facts.layout is None or not facts.layout.whole_weights:
+    if facts.layout is None or not facts.layout.replicates_weights:
         return False
-    return facts.reduce_width != (4 if adds_up(facts) else facts.widths.weights)
+    return facts.reduce_itemsize != (4 if accumulates_in_fp32(facts) else facts.widths.weights)
 
 
-def _masks(facts: RunFacts) -> int:
+def _masks(facts: RunInputs) -> int:
     """Bytes of the masks that separate packed documents: one for each stack and one for cross-attention."""
     total = 0
     for stack in facts.stacks:
@@ -145,7 +145,7 @@ def _masks(facts: RunFacts) -> int:
     return total
 
 
-def _batches(facts: RunFacts) -> int:
+def _batches(facts: RunInputs) -> int:
     """Bytes on the device of the current batch and the prefetched next one."""
     form = facts.form
     lengths = [form.length, *([form.decoder_length] if form.decoder_length else [])]
@@ -154,23 +154,23 @@ def _batches(facts: RunFacts) -> int:
     return 2 * facts.keys.global_batch_size // facts.ranks * sample
 
 
-def _workspace(facts: RunFacts) -> int:
+def _workspace(facts: RunInputs) -> int:
     capability = facts.target.capability
     return 0 if capability is None else _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
 
 
-def update_working(facts: RunFacts) -> int:
+def update_working_bytes(facts: RunInputs) -> int:
     """Bytes of temporary memory of the optimizer's update."""
     kind, settings = optimizer_kind(facts.keys.optim.name), optimizer_settings(facts.keys.optim)
     weights = _weights(facts)
     parameters = trained_of(facts) // facts.shards
     largest = max(weight.elements for weight in weights) // facts.shards
     hidden = max((weight.elements for weight in weights if weight.is_hidden), default=0) // facts.shards
-    slots = slots_of(facts) if is_state_on_host(facts.keys, torch.device(facts.target.device)) else 0
+    slots = slots_of(facts) if offloads_optimizer_state(facts.keys, torch.device(facts.target.device)) else 0
     match kind:
         case "adafactor":  # updates of all weights at once, in fp32 unless they overwrite the gradients
             elements = largest if slots else parameters
-            updates = elements * 4 if facts.widths.weights < 4 and not adds_up(facts) else 0
+            updates = elements * 4 if facts.widths.weights < 4 and not accumulates_in_fp32(facts) else 0
             return slots + updates + largest * 4 * (4 if settings["beta1"] is not None else 3)
         case "muon":  # gradient, momentum and direction in fp32, Newton-Schulz iterations in bf16, the update
             return slots + hidden * 28
@@ -180,7 +180,7 @@ def update_working(facts: RunFacts) -> int:
             return slots
 
 
-def slots_of(facts: RunFacts) -> int:
+def slots_of(facts: RunInputs) -> int:
     """Bytes of the device buckets through which optimizer state on the host is streamed."""
     kind, settings = optimizer_kind(facts.keys.optim.name), optimizer_settings(facts.keys.optim)
     main = main_weight_bytes(facts.precision)
@@ -200,7 +200,7 @@ def _slots(states: tuple[tuple[int, int, bool], ...]) -> int:
     for elements, width, whole in states:
         unit = torch.float32 if width % 4 == 0 else torch.bfloat16
         tensors = {str(number): ((elements,), unit) for number in range(width // unit.itemsize)}
-        shapes.append(StateShape(tensors, most_bytes=elements * width, elements=None if whole else elements))
+        shapes.append(StateShape(tensors, max_shard_bytes=elements * width, elements=None if whole else elements))
     return sum(plan_buckets([shapes]).slots)
 
 
@@ -229,10 +229,10 @@ class _Weight(NamedTuple):
     is_hidden: bool
 
 
-def _weights(facts: RunFacts) -> list[_Weight]:
+def _weights(facts: RunInputs) -> list[_Weight]:
     """Return the large parameters in the optimizer's order."""
     if facts.keys.peft.is_on:
-        trained = count_trained(facts.keys, facts.vocab_size, facts.form).sizes
+        trained = count_trainable(facts.keys, facts.vocab_size, facts.form).sizes
         return [_Weight(elements, is_hidden=dimensions > 1) for elements, dimensions in trained]
     first = facts.stacks[0].stack.hidden_size
     embedding = _Weight(facts.family.padded_vocab_size * first, is_hidden=False)

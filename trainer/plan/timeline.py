@@ -15,17 +15,25 @@ from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import OffloadSlice, RecomputeSlice
 from ...models.memory.offload_activations import LEAST_SIZE
 from .embeddings_and_loss import (
-    decoder_table_waits,
-    embedding_kept,
-    final_norm_kept,
+    decoder_embedding_grad_is_separate,
+    embedding_grad_is_sum,
+    embedding_saved_bytes,
+    encoder_output_bytes,
+    final_norm_saved_bytes,
     loss_memory,
-    memory_kept,
-    table_is_read_twice,
-    transform_kept,
+    mlm_transform_saved_bytes,
 )
-from .inputs import RunFacts, StackFacts
+from .inputs import RunInputs, StackInputs
 from .layer_memory import LayerMemory, layer_memory
-from .state_memory import HeldState, adds_up, held_state, parameters_of, summed_apart, trained_of, update_working
+from .state_memory import (
+    PersistentState,
+    accumulates_in_fp32,
+    num_parameters,
+    persistent_state,
+    reduces_in_other_dtype,
+    trained_of,
+    update_working_bytes,
+)
 
 _NO_RECOMPUTE = RecomputeSlice(chunk=1, layers=0, modules=frozenset())
 
@@ -41,7 +49,7 @@ class Moment:
         recomputed: recomputed activations.
         logits: memory of the loss.
         working: all other memory of the operations at that moment.
-        away: weights of the held state that are offloaded to the host.
+        offloaded_weights: weights of the held state that are offloaded to the host.
     """
 
     where: str
@@ -50,16 +58,16 @@ class Moment:
     recomputed: int = 0
     logits: int = 0
     working: int = 0
-    away: int = 0
+    offloaded_weights: int = 0
 
     @property
     def total(self) -> int:
         """Bytes in addition to the held state."""
-        return self.gradients + self.activations + self.recomputed + self.logits + self.working - self.away
+        return self.gradients + self.activations + self.recomputed + self.logits + self.working - self.offloaded_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedLayer:
+class LayerInStack:
     """A layer at its position in a stack.
 
     Attributes:
@@ -71,13 +79,13 @@ class PlacedLayer:
     """
 
     name: str
-    stack: StackFacts
+    stack: StackInputs
     number: int
     memory: LayerMemory
     recompute: RecomputeSlice
 
     @property
-    def is_idle(self) -> bool:
+    def skips_backward(self) -> bool:
         """True if it has no backward pass: neither its parameters nor any before it are trained.
 
         Layers recomputed as one chunk either all have a backward pass or none has.
@@ -88,7 +96,7 @@ class PlacedLayer:
     @property
     def is_recomputed(self) -> bool:
         """True if the whole layer is recomputed."""
-        return self.number < self.recompute.layers and not self.is_idle
+        return self.number < self.recompute.layers and not self.skips_backward
 
     @property
     def offload(self) -> OffloadSlice | None:
@@ -108,17 +116,17 @@ class PlacedLayer:
     @property
     def kept(self) -> int:
         """Bytes saved for its backward pass, including its input."""
-        if self.is_idle:
+        if self.skips_backward:
             return 0
         if self.is_recomputed:
-            return self.memory.boundary if self.begins_chunk else 0
-        own = self.memory.boundary if self.memory.keeps_boundary else 0
-        return own + self.memory.kept_with(self.modules)
+            return self.memory.input_bytes if self.begins_chunk else 0
+        own = self.memory.input_bytes if self.memory.saves_input else 0
+        return own + self.memory.saved_bytes_with(self.modules)
 
     @property
-    def stays(self) -> int:
+    def not_offloaded_bytes(self) -> int:
         """Bytes of its saved tensors that are too small to be offloaded."""
-        if self.is_idle:
+        if self.skips_backward:
             return 0
         if self.is_recomputed:
             return self.kept if self.kept < LEAST_SIZE else 0
@@ -132,22 +140,22 @@ class PlacedLayer:
         return self.stack.attention.call.device == "cuda"
 
     @property
-    def in_backward(self) -> tuple[int, int]:
+    def backward_peak(self) -> tuple[int, int]:
         """Recomputed bytes and working bytes at the peak of its backward pass.
 
         If it is recomputed in a chunk, the activations of the earlier layers of that chunk exist as well.
         """
         if not self.is_recomputed:
-            return self.memory.in_backward(self.modules)
-        own, working = self.memory.whole_in_backward()
-        own_input = self.memory.boundary if self.memory.keeps_boundary else 0
+            return self.memory.backward_peak(self.modules)
+        own, working = self.memory.full_recompute_backward_peak()
+        own_input = self.memory.input_bytes if self.memory.saves_input else 0
         before = self.number % self.recompute.chunk
-        return own + before * (self.memory.all_kept + own_input), working
+        return own + before * (self.memory.saved_bytes + own_input), working
 
 
-def placed_layers(facts: RunFacts) -> tuple[PlacedLayer, ...]:
+def layers_in_order(facts: RunInputs) -> tuple[LayerInStack, ...]:
     """Return the layers of all stacks in forward order."""
-    found: list[PlacedLayer] = []
+    found: list[LayerInStack] = []
     for stack in facts.stacks:
         moe = stack.stack.moe
         kinds = {experts: layer_memory(stack, experts=experts) for experts in set(moe.layers if moe else (False,))}
@@ -155,7 +163,7 @@ def placed_layers(facts: RunFacts) -> tuple[PlacedLayer, ...]:
             memory = kinds[moe.layers[number] if moe else False]
             name = f"layer {number}" + (f" of the {stack.name}" if stack.name else "")
             recompute = stack.stack.recompute or _NO_RECOMPUTE
-            found.append(PlacedLayer(name=name, stack=stack, number=number, memory=memory, recompute=recompute))
+            found.append(LayerInStack(name=name, stack=stack, number=number, memory=memory, recompute=recompute))
     return tuple(found)
 
 
@@ -170,10 +178,10 @@ class MemoryPlan:
         layers: of all stacks.
     """
 
-    held: HeldState
+    held: PersistentState
     peak: Moment
     moments: tuple[Moment, ...]
-    layers: tuple[PlacedLayer, ...]
+    layers: tuple[LayerInStack, ...]
 
     @property
     def total(self) -> int:
@@ -181,20 +189,20 @@ class MemoryPlan:
         return self.held.total + self.peak.total
 
 
-def memory_plan(facts: RunFacts) -> MemoryPlan:
+def memory_plan(facts: RunInputs) -> MemoryPlan:
     """Estimate the memory of a run."""
-    layers = placed_layers(facts)
+    layers = layers_in_order(facts)
     moments = tuple(_moments(facts, layers))
     peak = max(moments, key=lambda moment: moment.total)
-    return MemoryPlan(held=held_state(facts), peak=peak, moments=moments, layers=layers)
+    return MemoryPlan(held=persistent_state(facts), peak=peak, moments=moments, layers=layers)
 
 
-def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Moment]:
+def _moments(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Moment]:
     gradients, loss = _Gradients(facts), loss_memory(facts)
-    gathered, memory = _gathered(facts, layers), memory_kept(facts)
+    gathered, memory = _gathered(facts, layers), encoder_output_bytes(facts)
     stacks = [_StackOnDevice([layer for layer in layers if layer.stack is stack]) for stack in facts.stacks]
-    around = sum(embedding_kept(facts, stack) for stack in facts.stacks)
-    after = [final_norm_kept(stack) for stack in facts.stacks]
+    around = sum(embedding_saved_bytes(facts, stack) for stack in facts.stacks)
+    after = [final_norm_saved_bytes(stack) for stack in facts.stacks]
     all_saved = around + memory + sum(after) + sum(stack.after_forward for stack in stacks)
     away = sum(stack.weights_away for stack in stacks)
     for where, logits in (("the loss", loss.forward), ("the loss, backward", loss.backward)):
@@ -203,8 +211,8 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
             gradients=gradients.before,
             activations=all_saved,
             logits=logits,
-            working=gathered + transform_kept(facts),
-            away=away,
+            working=gathered + mlm_transform_saved_bytes(facts),
+            offloaded_weights=away,
         )
     accumulated = gradients.of(loss.parameters)
     entries = 0 if facts.keys.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
@@ -219,10 +227,10 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
         saved_below += memory + sum(after[:number]) if below else 0
         away_below = sum(each.weights_away for each in below)
         for layer in reversed(stack.layers):
-            if layer.is_idle:
+            if layer.skips_backward:
                 continue
             parameters = layer.memory.parameters
-            recomputed, working = layer.in_backward
+            recomputed, working = layer.backward_peak
             yield Moment(
                 where=f"{layer.name}, backward",
                 gradients=max(gradients.before, accumulated),
@@ -235,7 +243,7 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
                 + gradients.reducing(parameters)
                 + 2 * memory * has_cross
                 + pending,
-                away=away_below + stack.weights_away_at(layer.number),
+                offloaded_weights=away_below + stack.weights_away_at(layer.number),
             )
             accumulated += gradients.of(parameters)
         if below:
@@ -244,22 +252,22 @@ def _moments(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> Iterator[Momen
                 gradients=max(gradients.before, accumulated),
                 activations=saved_below,
                 working=embedding + pending + gathered + memory,
-                away=away_below,
+                offloaded_weights=away_below,
             )
-            if decoder_table_waits(facts):
+            if decoder_embedding_grad_is_separate(facts):
                 pending = embedding
             elif not facts.family.tied:
                 accumulated += gradients.of(entries)
     yield Moment(
         where="the embeddings, backward",
         gradients=gradients.all,
-        working=embedding * table_is_read_twice(facts)
+        working=embedding * embedding_grad_is_sum(facts)
         + pending * gradients.adds_in_place
         + gradients.reducing(entries)
-        + layers[0].memory.boundary
+        + layers[0].memory.input_bytes
         + gathered,
     )
-    yield Moment(where="the update", gradients=gradients.all, working=update_working(facts))
+    yield Moment(where="the update", gradients=gradients.all, working=update_working_bytes(facts))
 
 
 class _StackOnDevice:
@@ -276,7 +284,7 @@ class _StackOnDevice:
         weights_away: bytes of weights on the host at the end of the forward pass.
     """
 
-    def __init__(self, layers: list[PlacedLayer]) -> None:
+    def __init__(self, layers: list[LayerInStack]) -> None:
         self.layers = layers
         offload = layers[0].offload
         number = offload.layers if offload is not None else 0
@@ -292,7 +300,7 @@ class _StackOnDevice:
         self._offloaded_weights = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
         self.weights_away = sum(self._weights[: self._offloaded_weights])
         self._saved = [0, *accumulate(layer.kept for layer in layers)]
-        self._not_offloaded = [0, *accumulate(layer.stays for layer in layers[: self._offloaded])]
+        self._not_offloaded = [0, *accumulate(layer.not_offloaded_bytes for layer in layers[: self._offloaded])]
         self.after_forward = self._on_device(len(layers), self._offloaded)
 
     def during_backward(self, number: int) -> int:
@@ -327,17 +335,17 @@ class _Gradients:
         adds_in_place: each gradient is added to that of the previous micro batches as soon as it is computed.
     """
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: RunInputs) -> None:
         self._width = facts.widths.weights
-        self._replicated = facts.layout is None or facts.layout.whole_weights
+        self._replicated = facts.layout is None or facts.layout.replicates_weights
         # ranks with replicated weights add a layer's gradients to the fp32 sums at once and free them
-        self._freed_at_once = facts.layout is not None and self._replicated and adds_up(facts)
+        self._freed_at_once = facts.layout is not None and self._replicated and accumulates_in_fp32(facts)
         self._shards = facts.shards
-        parameters = parameters_of(facts)
+        parameters = num_parameters(facts)
         self._trained_fraction = trained_of(facts) / parameters
         # 16-bit gradients are added to fp32 sums at once (several ranks) or after the micro batch, and freed
         uses_fp32_sums = self._width < 4 and facts.precision.main_weights
-        self._reduce_copy_width = facts.reduce_width if summed_apart(facts) else 0
+        self._reduce_copy_width = facts.reduce_itemsize if reduces_in_other_dtype(facts) else 0
         self.all = self.of(parameters)
         self.adds_in_place = facts.micro_batches > 1 and not uses_fp32_sums
         self.before = self.all if self.adds_in_place else 0
@@ -357,12 +365,12 @@ class _Gradients:
         return int(parameters * self._trained_fraction) * self._reduce_copy_width
 
 
-def _gathered(facts: RunFacts, layers: tuple[PlacedLayer, ...]) -> int:
+def _gathered(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
     """Bytes of weights and gradients that FSDP2 holds unsharded temporarily: of all layers, or of two."""
     layout = facts.layout
-    if layout is None or layout.whole_weights:
+    if layout is None or layout.replicates_weights:
         return 0
     largest = max(layer.memory.parameters for layer in layers)
-    unsharded = parameters_of(facts) if not layout.reshard_after_forward else 2 * largest
+    unsharded = num_parameters(facts) if not layout.reshard_after_forward else 2 * largest
     width = facts.widths.weights
-    return unsharded * width + largest * (width + facts.reduce_width)
+    return unsharded * width + largest * (width + facts.reduce_itemsize)

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.attention.flags import AttentionFlags
-from ...models.build import LanguageModel, build_model, parameter_count, stacks_of
-from ...models.config.batch_shape import SampleForm
-from ...models.config.family_rules import stacks_of_keys
+from ...models.build import LanguageModel, build_model, get_stacks, parameter_count
+from ...models.config.batch_shape import BatchSpec
+from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.model_keys import Family
 from ...models.config.parameter_count import count_parameters
 from ...models.config.peft_slice import peft_slice
-from ...models.peft.apply import trained_parameters
+from ...models.peft.apply import trainable_parameters
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock
 
 _MEMORY_KEYS = dict.fromkeys(MemoryKeys.model_fields, True)
@@ -44,7 +44,7 @@ class Counts(NamedTuple):
     begins: tuple[int, ...]
 
 
-def count_trained(keys: AnyModelBlock, vocab_size: int, form: SampleForm) -> Counts:
+def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> Counts:
     """Count the parameters of a model and those trained; nothing is allocated.
 
     Args:
@@ -54,12 +54,12 @@ def count_trained(keys: AnyModelBlock, vocab_size: int, form: SampleForm) -> Cou
     """
     if not keys.peft.is_on:
         number = count_parameters(keys, vocab_size, form)
-        return Counts(number, number, (), (0,) * len(stacks_of_keys(keys)))
+        return Counts(number, number, (), (0,) * len(keys_by_stack(keys)))
     return _count_on_meta(keys.family, keys.model_dump_json(exclude=_IRRELEVANT_KEYS), vocab_size, form)
 
 
 @lru_cache(maxsize=16)
-def _count_on_meta(family: Family, keys: str, vocab_size: int, form: SampleForm) -> Counts:
+def _count_on_meta(family: Family, keys: str, vocab_size: int, form: BatchSpec) -> Counts:
     block = MODEL_BLOCKS[family].model_validate_json(keys)
     model = build_model(
         block,
@@ -71,7 +71,7 @@ def _count_on_meta(family: Family, keys: str, vocab_size: int, form: SampleForm)
         form=form,
         peft=peft_slice(block.peft),
     )
-    trained = trained_parameters(model)
+    trained = trainable_parameters(model)
     return Counts(
         all=parameter_count(model),
         trained=sum(parameter.numel() for parameter in trained.values()),
@@ -82,7 +82,7 @@ def _count_on_meta(family: Family, keys: str, vocab_size: int, form: SampleForm)
 
 def _first_backward_layers(model: LanguageModel) -> tuple[int, ...]:
     """Return for each stack the index of the first layer with trainable parameters at or before it."""
-    stacks = stacks_of(model)
+    stacks = get_stacks(model)
     modules = [model.head, *(module for stack in stacks for module in (*stack.layers, stack.final_norm))]
     in_layers = {parameter for module in modules if module is not None for parameter in module.parameters()}
     if any(parameter.requires_grad and parameter not in in_layers for parameter in model.parameters()):

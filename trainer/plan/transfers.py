@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .timeline import PlacedLayer
+from .timeline import LayerInStack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LayerChunk:
     """Layers that run as one: a single layer, or a recomputed chunk. All times are in seconds.
 
     Attributes:
@@ -34,21 +34,21 @@ class Run:
     weights: tuple[float, ...] = ()
 
 
-def sent_by(layer: PlacedLayer) -> int:
+def sent_by(layer: LayerInStack) -> int:
     """Bytes of a layer copied to the host in its forward pass; as many are copied back in its backward pass."""
     activations, weights = _offloaded_bytes(layer)
     return activations + weights
 
 
-def waited_for_copies(
-    layers: Sequence[PlacedLayer], seconds: Callable[[PlacedLayer], tuple[float, float]], link: float
+def offload_stall_seconds(
+    layers: Sequence[LayerInStack], layer_seconds: Callable[[LayerInStack], tuple[float, float]], link_bandwidth: float
 ) -> float:
     """Return the seconds a micro batch stalls on copies.
 
     Args:
         layers: of all stacks in forward order.
-        seconds: function that returns the forward and backward time of a layer.
-        link: bytes per second in each direction.
+        layer_seconds: function that returns the forward and backward time of a layer.
+        link_bandwidth: bytes per second in each direction.
     """
     total = 0.0
     for _, group in groupby(layers, key=lambda layer: id(layer.stack)):
@@ -56,39 +56,39 @@ def waited_for_copies(
         if (offload := stack[0].offload) is None:
             continue
         chunk = stack[0].recompute.chunk
-        runs: list[Run] = []
+        runs: list[LayerChunk] = []
         for first in range(0, len(stack), chunk):
             members = stack[first : first + chunk]
-            times, sizes = [seconds(layer) for layer in members], [_offloaded_bytes(layer) for layer in members]
+            times, sizes = [layer_seconds(layer) for layer in members], [_offloaded_bytes(layer) for layer in members]
             runs.append(
-                Run(
+                LayerChunk(
                     numbers=range(first, first + len(members)),
                     forward=sum(time[0] for time in times),
                     backward=sum(time[1] for time in times),
-                    activations=sum(size[0] for size in sizes) / link,
-                    weights=tuple(size[1] / link for size in sizes),
+                    activations=sum(size[0] for size in sizes) / link_bandwidth,
+                    weights=tuple(size[1] / link_bandwidth for size in sizes),
                 )
             )
         total += waited(runs, len(stack) - offload.layers)
     return total
 
 
-def waited(runs: Sequence[Run], away: int) -> float:
+def waited(runs: Sequence[LayerChunk], num_resident: int) -> float:
     """Return the seconds the forward and backward pass of a stack stall on copies.
 
     Args:
         runs: of the stack in forward order.
-        away: number of layers that are not offloaded, L - N.
+        num_resident: number of layers that are not offloaded, L - N.
     """
-    return _forward_stall(runs, away) + _backward_stall(runs, away)
+    return _forward_stall(runs, num_resident) + _backward_stall(runs, num_resident)
 
 
-def _offloaded_bytes(layer: PlacedLayer) -> tuple[int, int]:
+def _offloaded_bytes(layer: LayerInStack) -> tuple[int, int]:
     """Bytes of activations and of weights that a layer offloads."""
     offload = layer.offload
     if offload is None or layer.number >= offload.layers:
         return 0, 0
-    activations = (layer.kept - layer.stays) * offload.activations
+    activations = (layer.kept - layer.not_offloaded_bytes) * offload.activations
     return activations, layer.memory.parameters * layer.stack.widths.weights * offload.weights
 
 
@@ -125,7 +125,7 @@ class _Copies:
 
     Args:
         clock: simulated time.
-        seconds: time of each copy, by the index of its (first) layer.
+        layer_seconds: time of each copy, by the index of its (first) layer.
     """
 
     def __init__(self, clock: _Clock, seconds: dict[int, float]) -> None:
@@ -145,7 +145,7 @@ class _Copies:
             self._clock.wait_until(self._ends.get(number, 0.0))
 
 
-def _forward_stall(runs: Sequence[Run], away: int) -> float:
+def _forward_stall(runs: Sequence[LayerChunk], away: int) -> float:
     clock = _Clock()
     activations, weights = _Copies(clock, _activation_times(runs)), _Copies(clock, _weight_times(runs))
     for run in runs:
@@ -157,7 +157,7 @@ def _forward_stall(runs: Sequence[Run], away: int) -> float:
     return clock.stalled
 
 
-def _backward_stall(runs: Sequence[Run], away: int) -> float:
+def _backward_stall(runs: Sequence[LayerChunk], away: int) -> float:
     clock, last = _Clock(), runs[-1].numbers
     # only layers that the forward pass has offloaded by its end are copied back
     activation_end, weight_end = _first_activations_on_device(last, away), _first_weights_on_device(last, away)
@@ -175,9 +175,9 @@ def _backward_stall(runs: Sequence[Run], away: int) -> float:
     return clock.stalled
 
 
-def _activation_times(runs: Sequence[Run]) -> dict[int, float]:
+def _activation_times(runs: Sequence[LayerChunk]) -> dict[int, float]:
     return {run.numbers.start: run.activations for run in runs}
 
 
-def _weight_times(runs: Sequence[Run]) -> dict[int, float]:
+def _weight_times(runs: Sequence[LayerChunk]) -> dict[int, float]:
     return {number: each for run in runs for number, each in zip(run.numbers, run.weights, strict=bool(run.weights))}

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from ..data.sources.text_sources import Split
     from ..data.tokenizers.tokenizer import Tokenizer
 
-GROUP = "stoker.datasets"
+ENTRY_POINT_GROUP = "stoker.datasets"
 PAIR_SOURCES = ("jsonl", "huggingface", "pystd_docstring")
 """Values of `model.data.data_impl` that provide pairs of input and target."""
-BUILT_IN = ("mmap", "pystd", "text", "mock", *PAIR_SOURCES)
+BUILT_IN_DATASETS = ("mmap", "pystd", "text", "mock", *PAIR_SOURCES)
 """Values of `model.data.data_impl` that need no plugin."""
 _registered: dict[str, importlib.metadata.EntryPoint] = {}
 
 
-class InstalledDataset(Protocol):
+class DatasetPlugin(Protocol):
     """Interface of an entry point of the group `stoker.datasets`: a function that returns the samples of a split."""
 
     def __call__(
@@ -66,7 +66,7 @@ class InstalledDataset(Protocol):
         ...
 
 
-DatasetT = TypeVar("DatasetT", bound=InstalledDataset)
+DatasetT = TypeVar("DatasetT", bound=DatasetPlugin)
 
 
 def register_dataset(name: str) -> Callable[[DatasetT], DatasetT]:
@@ -76,7 +76,7 @@ def register_dataset(name: str) -> Callable[[DatasetT], DatasetT]:
         name: a value of `model.data.data_impl`.
 
     Returns:
-        A decorator for an `InstalledDataset`: a function at the top level of its module.
+        A decorator for an `DatasetPlugin`: a function at the top level of its module.
 
     Raises:
         ValueError: (from the decorator) the name is taken, or the function cannot be imported from its module.
@@ -84,30 +84,30 @@ def register_dataset(name: str) -> Callable[[DatasetT], DatasetT]:
 
     def register(make: DatasetT) -> DatasetT:
         place = f"{make.__module__}:{make.__qualname__}"  # type: ignore[attr-defined]
-        known = installed_datasets().get(name)
-        if name in BUILT_IN or (known is not None and known.value != place):
+        known = dataset_plugins().get(name)
+        if name in BUILT_IN_DATASETS or (known is not None and known.value != place):
             owner = known.value if known else "stoker"
             raise ValueError(f"the data set {name!r} is already provided by {owner}; choose another name")
         if "<" in place:
             raise ValueError(f"the data set {name!r} must be a function at the top of its module, not {place}")
-        _registered[name] = importlib.metadata.EntryPoint(name, place, GROUP)
+        _registered[name] = importlib.metadata.EntryPoint(name, place, ENTRY_POINT_GROUP)
         return make
 
     return register
 
 
-def installed_datasets() -> Mapping[str, importlib.metadata.EntryPoint]:
+def dataset_plugins() -> Mapping[str, importlib.metadata.EntryPoint]:
     """Return the entry points and registered datasets by name, without importing them."""
-    points = {point.name: point for point in importlib.metadata.entry_points(group=GROUP)}
+    points = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return MappingProxyType(points | _registered)
 
 
 def is_installed(data_impl: str) -> bool:
     """Return True if a value of `model.data.data_impl` is a plugin."""
-    return data_impl not in BUILT_IN and data_impl in installed_datasets()
+    return data_impl not in BUILT_IN_DATASETS and data_impl in dataset_plugins()
 
 
-def installed_samples(
+def plugin_samples(
     data: Mapping[str, Any], split: Split, sequence_length: int, tokenizer: Tokenizer, seed: int
 ) -> Samples | None:
     """Return the samples of the plugin `data["data_impl"]`.
@@ -116,11 +116,11 @@ def installed_samples(
         UserError: it is not installed, cannot be imported, or returns no samples of this length.
     """
     name = str(data["data_impl"])
-    point = installed_datasets().get(name)
+    point = dataset_plugins().get(name)
     if point is None:
         raise UserError(f"`model.data.data_impl` ({name}): no installed package has a data set of this name")
     try:
-        make: InstalledDataset = point.load()
+        make: DatasetPlugin = point.load()
     except (ImportError, AttributeError) as error:
         raise UserError(f"`model.data.data_impl` ({name}): {point.value} cannot be imported: {error}") from None
     try:

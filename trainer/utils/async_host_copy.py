@@ -17,7 +17,7 @@ def runs_behind(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class LateValues:
+class AsyncHostCopy:
     """Asynchronous copy of a tensor to the host; the tensor may be overwritten right after construction.
 
     Args:
@@ -42,7 +42,7 @@ class LateValues:
         return self._values
 
 
-class Instant:
+class DeviceTimestamp:
     """Timestamp of the end of all work launched so far: a CUDA event on CUDA, the host clock elsewhere.
 
     Args:
@@ -58,7 +58,7 @@ class Instant:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
-    def seconds_since(self, earlier: Instant) -> float:
+    def seconds_since(self, earlier: DeviceTimestamp) -> float:
         """Return the seconds since `earlier` on the same device, excluded time subtracted; waits for the event."""
         if self._event is not None and earlier._event is not None:
             self._event.synchronize()

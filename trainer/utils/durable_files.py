@@ -15,7 +15,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def atomic_write(path: Path, data: bytes) -> None:
     """Replace the content of a file atomically and durably: readers see the old or the new content, never a part.
 
     Not safe for concurrent writers: the temporary file has a fixed name next to `path`.

@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 from .errors import UserError
 
-CONFIG_FOLDERS = "STOKER_CONF"
+CONFIG_FOLDERS_VARIABLE = "STOKER_CONF"
 """Folders of configuration files, separated like PATH, searched after `--config-dir` and `./conf`."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables with settings of torch's device memory allocator."""
 
 
@@ -23,7 +23,11 @@ def snapshot() -> Mapping[str, str]:
 
 def config_folders(environ: Mapping[str, str]) -> list[Path]:
     """Return the folders listed in `STOKER_CONF`."""
-    return [user_path(part, CONFIG_FOLDERS) for part in environ.get(CONFIG_FOLDERS, "").split(os.pathsep) if part]
+    return [
+        user_path(part, CONFIG_FOLDERS_VARIABLE)
+        for part in environ.get(CONFIG_FOLDERS_VARIABLE, "").split(os.pathsep)
+        if part
+    ]
 
 
 def user_path(text: str, named_by: str) -> Path:
@@ -44,12 +48,12 @@ def user_path(text: str, named_by: str) -> Path:
         raise UserError(f"`{named_by}` ({text}): there is no such home directory; write the whole path") from None
 
 
-def environment_text(value: str | int | float | bool) -> str:
+def format_variable(value: str | int | float | bool) -> str:
     """Format a value of `env_vars` as an environment variable: true and false become 1 and 0."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def use_one_core() -> None:
+def disable_tokenizer_threads() -> None:
     """Disable threads of the tokenizers library, for worker processes that use one core each."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -69,7 +73,7 @@ def worker_environment(
     rank: int,
     world_size: int,
     local_rank: int,
-    per_node: int,
+    ranks_per_node: int,
     address: tuple[str, int],
     env_vars: Mapping[str, str | int | float | bool],
 ) -> dict[str, str]:
@@ -78,13 +82,13 @@ def worker_environment(
     OMP_NUM_THREADS is set so that the ranks of a node share its cores, unless the user has set it.
     """
     return {
-        "OMP_NUM_THREADS": str(max(1, available_cores() // per_node)),
+        "OMP_NUM_THREADS": str(max(1, available_cores() // ranks_per_node)),
         **os.environ,
-        **{name: environment_text(value) for name, value in env_vars.items()},
+        **{name: format_variable(value) for name, value in env_vars.items()},
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
     }
@@ -108,20 +112,20 @@ def prepare_process(env_vars: Mapping[str, str | int | float | bool] | None = No
 
 def set_variables(env_vars: Mapping[str, str | int | float | bool]) -> None:
     """Set the environment variables of the configuration."""
-    os.environ.update({name: environment_text(value) for name, value in env_vars.items()})
+    os.environ.update({name: format_variable(value) for name, value in env_vars.items()})
 
 
-def let_segments_grow() -> None:
+def enable_expandable_segments() -> None:
     """Enable expandable segments in torch's CUDA allocator, unless the user has set allocator options.
 
     They reduce fragmentation: with full recompute the 1.2 B model trains 133,120 tokens within 40 GiB instead of
     106,496 (docs/benchmarks.md). Torch reads the setting at the first CUDA allocation, so this is called when the
     device is chosen, after `env_vars` are set. Linux only: Windows builds of torch do not support them.
     """
-    if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR):
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+    if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
-def make_cublas_deterministic() -> None:
+def set_cublas_workspace() -> None:
     """Set the cuBLAS workspace size that makes it deterministic, unless the user has set one."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

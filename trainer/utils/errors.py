@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-EXIT_DONE = 0
-EXIT_BUG = 1
+EXIT_OK = 0
+EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_IO = 74
 EXIT_INTERRUPTED = 130
@@ -24,7 +24,7 @@ class UserError(Exception):
         super().__init__("\n".join(self.lines))
 
 
-def keep_trace(text: str) -> Path | None:
+def save_traceback(text: str) -> Path | None:
     """Write a traceback to a new file in the current directory; return its path, or None if it cannot be written.
 
     Ranks may crash in the same second: each gets its own file.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalShard:
     """Local shard: rows `start` to `start + len(local)` of a tensor of `rows` rows.
 
     Attributes:
@@ -37,19 +37,19 @@ class Piece:
         """Shape of the full tensor."""
         return (self.rows, *self.local.shape[1:]) if self.local.ndim else ()
 
-    def of(self, local: Tensor) -> Piece:
+    def of(self, local: Tensor) -> LocalShard:
         """Return a shard with the same rows of another, equally sharded tensor."""
-        return Piece(local, self.start, self.rows, self.copy, self.copies)
+        return LocalShard(local, self.start, self.rows, self.copy, self.copies)
 
-    def share(self) -> Piece:
+    def part_to_save(self) -> LocalShard:
         """Return the part of the rows that this rank saves, so that replicas together save every row once."""
         if not self.local.ndim:
-            return self if self.copy == 0 else Piece(self.local.new_empty(0), 0, 0)
+            return self if self.copy == 0 else LocalShard(self.local.new_empty(0), 0, 0)
         first, count = chunk(self.local.shape[0], self.copies, self.copy)
-        return Piece(self.local[first : first + count], self.start + first, self.rows)
+        return LocalShard(self.local[first : first + count], self.start + first, self.rows)
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def piece_of(tensor: Tensor) -> LocalShard:
     """Return the local shard of a parameter: the local rows of a DTensor, or all rows of a plain, replicated tensor.
 
     Raises:
@@ -58,7 +58,7 @@ def piece_of(tensor: Tensor) -> Piece:
     local = local_tensor(tensor)
     rows = tensor.shape[0] if tensor.ndim else 1
     if not isinstance(tensor, DTensor):
-        return Piece(local, 0, rows, *place_among_all())
+        return LocalShard(local, 0, rows, *rank_and_world_size())
     mesh, start = tensor.device_mesh, 0
     copy, copies = 0, 1
     for axis, placement in enumerate(tensor.placements):
@@ -69,7 +69,7 @@ def piece_of(tensor: Tensor) -> Piece:
             start, _ = chunk(rows, size, place)
         else:
             raise ValueError(f"`tensor` ({placement}) must be sharded along its first dimension only")
-    return Piece(local, start, rows, copy, copies)
+    return LocalShard(local, start, rows, copy, copies)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def place_among_all() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Return (rank, world size); (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 

@@ -28,10 +28,10 @@ def is_secret(name: str) -> bool:
     """
     if _SPECIAL_TOKENS in name or name.rpartition(".")[2] in _FIELDS:
         return False
-    return _words(name)[-1] in _LAST_WORDS or not is_ambiguous(name)
+    return _words(name)[-1] in _LAST_WORDS or not is_ambiguous_secret(name)
 
 
-def is_ambiguous(name: str) -> bool:
+def is_ambiguous_secret(name: str) -> bool:
     """Return True if only a final `key` or `token` makes a name secret: `api_key`, but also `text_key`."""
     return _SECRET_WORDS.isdisjoint(_words(name))
 
@@ -40,7 +40,7 @@ def _words(name: str) -> list[str]:
     return re.split(r"[^a-z0-9]+", name.lower())
 
 
-def without_secrets(text: str) -> str:
+def redact(text: str) -> str:
     """Redact an argument: the value of a secret `name=value` and the user part of a URL become `***`."""
     assignment = _ASSIGNMENT.fullmatch(text)
     if assignment and is_secret(assignment["name"]):
@@ -49,22 +49,22 @@ def without_secrets(text: str) -> str:
     return _USER_INFO.sub(f"{REDACTED}@", text)
 
 
-def shown_value(name: str, text: str) -> str:
+def redact_value(name: str, text: str) -> str:
     """Redact the value of a key or variable: `***` for a secret, unless it only refers to one (`${...}`)."""
-    return REDACTED if is_secret(name) and "${" not in text else without_secrets(text)
+    return REDACTED if is_secret(name) and "${" not in text else redact(text)
 
 
-def words_without_secrets(words: Sequence[str]) -> list[str]:
+def redact_arguments(words: Sequence[str]) -> list[str]:
     """Redact a command line; also `VALUE` in `--api-key VALUE` becomes `***`."""
     redacted: list[str] = []
     hides_next = False
     for word in words:
         is_option = word.startswith("-")
-        redacted.append(REDACTED if hides_next and not is_option else without_secrets(word))
+        redacted.append(REDACTED if hides_next and not is_option else redact(word))
         hides_next = is_option and "=" not in word and is_secret(word)
     return redacted
 
 
-def has_user(url: str) -> bool:
+def has_user_info(url: str) -> bool:
     """Return True if a URL has a user part, and so perhaps a password: `https://user:password@host/`."""
     return _USER_INFO.search(url) is not None

@@ -87,7 +87,7 @@ def write_json(path: Path, document: Any) -> FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorSpec:
     """Dtype and shape of a tensor in a file header."""
 
     dtype: torch.dtype
@@ -99,16 +99,18 @@ class TensorFacts:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileRecord:
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> FileRecord:
     """Write a new safetensors file with fsync; one tensor at a time is copied to the host."""
-    facts = {name: TensorFacts(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return write_tensor_stream(path, facts, tensors.__getitem__, metadata)
+    facts = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_safetensors_stream(path, facts, tensors.__getitem__, metadata)
 
 
-def write_tensor_stream(
+def write_safetensors_stream(
     path: Path,
-    facts: Mapping[str, TensorFacts],
-    tensor_of: Callable[[str], Tensor],
+    specs: Mapping[str, TensorSpec],
+    get_tensor: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
     """Write a new safetensors file with fsync, from tensors that are produced one at a time.
@@ -119,15 +121,15 @@ def write_tensor_stream(
 
     Args:
         path: the file; must not exist.
-        facts: dtype and shape by name.
-        tensor_of: returns the tensor of a name, matching `facts`; called once per name.
+        specs: dtype and shape by name.
+        get_tensor: returns the tensor of a name, matching `facts`; called once per name.
         metadata: strings for the header.
     """
-    order = sorted(facts, key=lambda name: (-facts[name].dtype.itemsize, name))
+    order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in order:
-        spec = facts[name]
+        spec = specs[name]
         end = offset + spec.bytes
         header[name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
@@ -137,41 +139,41 @@ def write_tensor_stream(
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in order:
-            tensor = tensor_of(name)
-            assert TensorFacts(tensor.dtype, tuple(tensor.shape)) == facts[name], name
+            tensor = get_tensor(name)
+            assert TensorSpec(tensor.dtype, tuple(tensor.shape)) == specs[name], name
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             if flat.numel():
                 file.write(flat.view(torch.uint8).numpy().data)
         return file.finish()
 
 
-def read_json(path: Path, *, as_written: bool = False, largest: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: Path, *, byte_exact: bool = False, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file of at most 64 levels; NaN and infinity are rejected.
 
     Args:
         path: the file.
-        as_written: require exactly the bytes that `write_json` writes, so that any changed bit is detected.
-        largest: maximum size in bytes.
+        byte_exact: require exactly the bytes that `write_json` writes, so that any changed bit is detected.
+        max_bytes: maximum size in bytes.
 
     Raises:
         DamagedFileError: missing, not a regular file, too large, not JSON, or not as written.
     """
     with _open_regular(path) as file:
-        data = file.read(largest + 1)
-    if len(data) > largest:
-        raise DamagedFileError(f"{path.name} is larger than {largest >> 20} MiB")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise DamagedFileError(f"{path.name} is larger than {max_bytes >> 20} MiB")
     try:
         document = json.loads(data, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path.name} is not JSON: {_one_line(error)}") from None
     if _depth_exceeds(document, MAX_JSON_DEPTH):
         raise DamagedFileError(f"{path.name} is nested deeper than {MAX_JSON_DEPTH} levels")
-    if as_written and _encode(document) != data:
+    if byte_exact and _encode(document) != data:
         raise DamagedFileError(f"{path.name} was changed after it was written")
     return document
 
 
-def check_file(path: Path, record: FileRecord) -> None:
+def verify_file(path: Path, record: FileRecord) -> None:
     """Compare a file with its recorded size and hash.
 
     Raises:
@@ -186,7 +188,7 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for reading by name; the library checks its header against its size.
 
     Raises:

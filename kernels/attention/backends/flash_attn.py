@@ -8,8 +8,8 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ..no_compile import outside_graphs
-from ..packed_sequences import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
+from ..no_compile import disable_compile
+from ..packed_sequences import PackedSequences, unpadded_cu_seqlens, unpadded_key_cu_seqlens
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class FlashAttn:
 
     deterministic: bool = False
 
-    @outside_graphs
+    @disable_compile
     def __call__(
         self,
         query: Tensor,
@@ -66,8 +66,8 @@ class FlashAttn:
             query.flatten(0, 1),
             key.flatten(0, 1),
             value.flatten(0, 1),
-            whole_cu_seqlens(packed),
-            whole_key_cu_seqlens(packed),
+            unpadded_cu_seqlens(packed),
+            unpadded_key_cu_seqlens(packed),
             query.shape[1],
             key.shape[1],
             **options,

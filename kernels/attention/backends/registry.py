@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...launch import INTERPRETED
-from ..backend_support import why_no_te
-from ..call_spec import Installed
-from ..dispatch import Decision
+from ..backend_support import why_not_te
+from ..call_spec import InstalledSoftware
+from ..dispatch import BackendSelection
 from ..packed_sequences import PackedSequences
 from ..reference import reference_backend
 from .flash_attn import FlashAttn
@@ -50,7 +50,7 @@ class AttentionFunction(Protocol):
         ...
 
 
-FUNCTIONS: dict[str, AttentionFunction] = {
+ATTENTION_FUNCTIONS: dict[str, AttentionFunction] = {
     "triton": triton_attention,
     "sdpa_flash": sdpa_flash,
     "flash_attn": FlashAttn(),
@@ -66,14 +66,14 @@ FUNCTIONS: dict[str, AttentionFunction] = {
 }
 
 
-def function_of(decision: Decision, *, masked_softmax_fusion: bool = True) -> AttentionFunction:
+def get_attention_function(decision: BackendSelection, *, masked_softmax_fusion: bool = True) -> AttentionFunction:
     """Return the attention function of the selected backend.
 
     Args:
         decision: result of `choose`; its call determines whether the function must be deterministic.
         masked_softmax_fusion: allow `unfused` to use the fused softmax kernel.
     """
-    function = FUNCTIONS[decision.backend]
+    function = ATTENTION_FUNCTIONS[decision.backend]
     if isinstance(function, UnfusedAttention):
         return UnfusedAttention(masked_softmax_fusion=masked_softmax_fusion)
     if isinstance(function, FlashAttn):
@@ -92,14 +92,14 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def installed(device_type: str = "cpu") -> Installed:
+def installed(device_type: str = "cpu") -> InstalledSoftware:
     """Detect the software versions of this process.
 
     Args:
         device_type: for `cuda`, an installed TransformerEngine is imported to check that it works.
     """
     triton, te, flash_attn = (_version(name) for name in ("triton", "transformer-engine", "flash-attn"))
-    found = Installed(
+    found = InstalledSoftware(
         torch=torch_version(),
         cudnn=torch.backends.cudnn.version(),
         triton=triton and triton[:2],
@@ -110,7 +110,7 @@ def installed(device_type: str = "cpu") -> Installed:
         flash_attn_4=_version("flash-attn-4") is not None,
         deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
     )
-    if device_type != "cuda" or why_no_te(found) is not None:
+    if device_type != "cuda" or why_not_te(found) is not None:
         return found
     return replace(found, te_problem=_te_problem())
 

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..dense_bias import hidden_keys, queries_without_keys, written_out_bias
+from ..dense_bias import combine_biases, fully_masked_rows, hidden_keys
 from ..packed_sequences import PackedSequences
-from ..reference import visible_keys
+from ..reference import visibility_mask
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedSDPA:
+class SDPAAttention:
     """SDPA restricted to one backend.
 
     Attributes:
@@ -55,26 +55,26 @@ class ForcedSDPA:
         queries, keys = query.shape[1], key.shape[1]
         if causal and queries != keys:
             raise ValueError(f"`causal` must be False for {queries} queries and {keys} keys in SDPA; use `unfused`.")
-        bias = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
+        bias = combine_biases(bias, distance_bias, alibi_slopes, queries, keys)
         if bias is not None:
             bias = bias.to(query.dtype)
         empty = None
-        across = packed is not None and packed.key_documents is not None
+        across = packed is not None and packed.key_document_ids is not None
         if key_padding_mask is not None or across:
             hidden = hidden_keys(
                 queries, keys, causal=causal, window=None, packed=packed, key_padding_mask=key_padding_mask,
                 device=query.device,
             )  # fmt: skip
             assert hidden is not None
-            empty = queries_without_keys(hidden)
+            empty = fully_masked_rows(hidden)
             # fully masked rows are unmasked here and set to 0 below, so that neither they nor their gradients are NaN
             start = query.new_zeros(()) if bias is None else bias
             bias, causal = start.masked_fill(hidden & ~empty, float("-inf")), False
         elif packed is not None:  # the document mask is causal already
-            mask = packed.needed_mask()
+            mask = packed.require_mask()
             bias, causal = mask if bias is None else bias + mask, False
         elif bias is not None and causal:  # SDPA accepts either attn_mask or is_causal
-            visible = visible_keys(queries, keys, causal=True, window=None, device=query.device)
+            visible = visibility_mask(queries, keys, causal=True, window=None, device=query.device)
             bias, causal = bias.masked_fill(~visible, float("-inf")), False
         per_group = query.shape[2] // key.shape[2]
         if self.repeat_groups and per_group > 1:
@@ -95,7 +95,7 @@ class ForcedSDPA:
         return context.transpose(1, 2)
 
 
-sdpa_flash = ForcedSDPA(SDPBackend.FLASH_ATTENTION)  # FlashAttention 2 on CUDA, a blocked kernel on CPU
-sdpa_efficient = ForcedSDPA(SDPBackend.EFFICIENT_ATTENTION, repeat_groups=True)  # no enable_gqa in older versions
-sdpa_cudnn = ForcedSDPA(SDPBackend.CUDNN_ATTENTION)
-sdpa_math = ForcedSDPA(SDPBackend.MATH)
+sdpa_flash = SDPAAttention(SDPBackend.FLASH_ATTENTION)  # FlashAttention 2 on CUDA, a blocked kernel on CPU
+sdpa_efficient = SDPAAttention(SDPBackend.EFFICIENT_ATTENTION, repeat_groups=True)  # no enable_gqa in older versions
+sdpa_cudnn = SDPAAttention(SDPBackend.CUDNN_ATTENTION)
+sdpa_math = SDPAAttention(SDPBackend.MATH)

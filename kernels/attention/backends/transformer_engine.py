@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..dense_bias import hidden_keys, written_out_bias
-from ..flags import cudnn_is_named, environment_override
-from ..no_compile import outside_graphs
-from ..packed_sequences import PackedSequences, whole_cu_seqlens, whole_key_cu_seqlens
+from ..dense_bias import combine_biases, hidden_keys
+from ..flags import cudnn_path_is_set, override_environment
+from ..no_compile import disable_compile
+from ..packed_sequences import PackedSequences, unpadded_cu_seqlens, unpadded_key_cu_seqlens
 
 TEFamily = Literal["flash", "fused", "unfused"]
 _MODULE = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -33,9 +33,9 @@ _SWITCHES: dict[TEFamily, str] = {
 }
 
 
-def cudnn_of_torch() -> Path | None:
+def torch_cudnn_dir() -> Path | None:
     """Return the directory of the cuDNN package installed with torch; None without it or if CUDNN_* is set."""
-    if cudnn_is_named():
+    if cudnn_path_is_set():
         return None
     try:
         found = find_spec("nvidia.cudnn")
@@ -54,12 +54,12 @@ def import_transformer_engine() -> ModuleType:
     Raises:
         Exception: any error of TransformerEngine, if it does not fit this torch or this machine.
     """
-    folder = cudnn_of_torch()
+    folder = torch_cudnn_dir()
     if folder is None or "transformer_engine" in sys.modules:
         return import_module("transformer_engine.pytorch")
     for library in sorted((folder / "lib").glob("libcudnn*.so.*")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    with environment_override({"CUDNN_PATH": str(folder)}):
+    with override_environment({"CUDNN_PATH": str(folder)}):
         return import_module("transformer_engine.pytorch")
 
 
@@ -98,7 +98,7 @@ class TEAttention:
     family: TEFamily
     deterministic: bool = False
 
-    @outside_graphs
+    @disable_compile
     def __call__(
         self,
         query: Tensor,
@@ -132,7 +132,7 @@ class TEAttention:
             raise ValueError(f"`bias` must be None in te_{self.family}{packing}; use `triton`.")
         queries, keys = query.shape[1], key.shape[1]
         options = self._mask_options(queries, keys, causal, window, packed, query.device)
-        dense = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
+        dense = combine_biases(bias, distance_bias, alibi_slopes, queries, keys)
         if dense is not None:
             shape = (*(1,) * (4 - dense.dim()), *dense.shape)
             expanded = (shape[0], shape[1], queries, keys)  # cuDNN does not support a bias broadcast over rows
@@ -170,8 +170,8 @@ class TEAttention:
             "qkv_format": "thd",
             "attn_mask_type": "padding_causal" if causal else "padding",
             "window_size": window_size,
-            "cu_seqlens_q": whole_cu_seqlens(packed),
-            "cu_seqlens_kv": whole_key_cu_seqlens(packed),
+            "cu_seqlens_q": unpadded_cu_seqlens(packed),
+            "cu_seqlens_kv": unpadded_key_cu_seqlens(packed),
             "max_seqlen_q": queries,
             "max_seqlen_kv": keys,
         }
@@ -183,7 +183,7 @@ class TEAttention:
         if deterministic:
             values["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         query, key = tensors[:2]
-        with environment_override(values):
+        with override_environment(values):
             module = _module(
                 self.family, query.shape[-2], key.shape[-2], query.shape[-1], scale, dropout, deterministic
             )

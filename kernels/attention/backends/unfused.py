@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...launch import triton_runs_on
 from ...masked_softmax import scaled_masked_softmax
-from ..dense_bias import hidden_keys, queries_without_keys, written_out_bias
+from ..dense_bias import combine_biases, fully_masked_rows, hidden_keys
 from ..packed_sequences import PackedSequences
 
 
@@ -72,14 +72,14 @@ class UnfusedAttention:
         """
         batch, queries, heads, head_dim = query.shape
         keys, groups = key.shape[1], key.shape[2]
-        stacked = stacked_by_group(query, groups)
+        stacked = stack_heads_by_group(query, groups)
         keys_t = key.permute(0, 2, 3, 1).reshape(batch * groups, head_dim, keys)
 
         # alpha scales in the fp32 accumulator of the product, so that fp16 scores do not overflow; the first argument,
         # unused with beta=0, must be zeros because MPS reads it nevertheless (pytorch #187521)
         scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=scale)
         scores = scores.view(batch, heads, queries, keys)
-        dense = written_out_bias(bias, distance_bias, alibi_slopes, queries, keys)
+        dense = combine_biases(bias, distance_bias, alibi_slopes, queries, keys)
         if dense is not None or softcap:
             scores = scores.to(torch.promote_types(query.dtype, torch.float32))
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
@@ -96,7 +96,7 @@ class UnfusedAttention:
             scores = scores.to(torch.promote_types(query.dtype, torch.float32))
             if hidden is not None:
                 scores = scores.masked_fill(hidden, float("-inf"))
-            across = packed is not None and packed.key_documents is not None
+            across = packed is not None and packed.key_document_ids is not None
             may_be_empty = dense is not None or window is not None or key_padding_mask is not None or across
             probabilities = _softmax(scores, may_be_empty or (causal and queries > keys))
         probabilities = probabilities.to(query.dtype)
@@ -107,11 +107,11 @@ class UnfusedAttention:
         batch, heads, queries, keys = weights.shape
         groups, head_dim = value.shape[2:]
         by_group = weights.reshape(batch * groups, heads // groups * queries, keys)
-        context = torch.bmm(by_group, stacked_by_group(value, groups))
+        context = torch.bmm(by_group, stack_heads_by_group(value, groups))
         return context.view(batch, heads, queries, head_dim).transpose(1, 2)
 
 
-def stacked_by_group(heads: Tensor, groups: int) -> Tensor:
+def stack_heads_by_group(heads: Tensor, groups: int) -> Tensor:
     """Reshape (batch, tokens, heads, head_dim) to (batch * groups, heads per group * tokens, head_dim)."""
     batch, tokens, num_heads, head_dim = heads.shape
     per_group = num_heads // groups
@@ -123,6 +123,6 @@ def _softmax(scores: Tensor, may_be_empty: bool) -> Tensor:
     """Softmax over the last dimension that returns 0 for fully masked rows."""
     if not may_be_empty:
         return scores.softmax(dim=-1)
-    empty = queries_without_keys(scores == float("-inf"))
+    empty = fully_masked_rows(scores == float("-inf"))
     # set to a finite value before the softmax, so that neither the row nor its gradient is NaN
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

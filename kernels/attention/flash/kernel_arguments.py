@@ -13,7 +13,7 @@ from ..dropout import dropout_threshold
 from .portable.tile_configs import Kind, TileConfig, device_capability, tile_config
 
 # offsets within a tile are computed in 32 bits: at most 256 rows with this stride
-LARGEST_ROW_STRIDE = 1 << 22
+MAX_ROW_STRIDE = 1 << 22
 
 
 class Problem(NamedTuple):
@@ -48,9 +48,9 @@ class Problem(NamedTuple):
         return q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
-def with_plain_rows(tensor: Tensor) -> Tensor:
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
     """Return the tensor, or a contiguous copy if its last dimension is strided or its row stride is too large."""
-    if tensor.stride(-1) == 1 and abs(tensor.stride(-3)) <= LARGEST_ROW_STRIDE:
+    if tensor.stride(-1) == 1 and abs(tensor.stride(-3)) <= MAX_ROW_STRIDE:
         return tensor
     return tensor.contiguous()
 
@@ -66,7 +66,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def config_of(kind: Kind, q: Tensor, problem: Problem) -> TileConfig:
+def select_config(kind: Kind, q: Tensor, problem: Problem) -> TileConfig:
     """Return the launch configuration of a kernel for these tensors."""
     dense_bias = problem.bias is not None
     return tile_config(kind, q.shape[-1], q.dtype, device_capability(q.device), dense_bias=dense_bias)
@@ -125,7 +125,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def shared_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
+def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
     """Return the keyword arguments common to all forward and backward kernels: no outputs, tile lists or configs."""
     heads, head_dim = q.shape[-2:]
     bias, distance_bias, padding = problem.bias, problem.distance_bias, problem.key_padding_mask

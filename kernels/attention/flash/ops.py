@@ -16,7 +16,7 @@ from .hopper.supported_calls import serves
 from .kernel_arguments import Problem
 from .portable.backward import launch_dkdv, launch_dq, prepare_backward
 from .portable.bias_gradient import launch_bias_gradient, launch_distance_gradient
-from .portable.forward import empty_results, launch_forward
+from .portable.forward import allocate_outputs, launch_forward
 
 # ---------------------------------------------------------------- launches
 
@@ -128,7 +128,7 @@ def _flash_attention(
 
 @_flash_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    return empty_results(q, Problem(*problem))
+    return allocate_outputs(q, Problem(*problem))
 
 
 @torch.library.custom_op("stoker::flash_attention_backward", mutates_args=())

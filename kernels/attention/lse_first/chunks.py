@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
         return tensors[self.tensor][:, self.start : self.stop]
 
 
-def chunks_of(lengths: Sequence[int], chunk_size: int) -> list[Chunk]:
+def split_into_chunks(lengths: Sequence[int], chunk_size: int) -> list[Chunk]:
     """Split consecutive tensors of these lengths into chunks of at most `chunk_size` keys; 0 keeps them whole."""
     chunks: list[Chunk] = []
     offset = 0
@@ -51,7 +51,7 @@ def _copy_rows_(target: Tensor, source: Tensor) -> None:
         target_row.copy_(source_row, non_blocking=True)
 
 
-def fetched(parts: Sequence[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def prefetch_chunks(parts: Sequence[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors of each chunk on `device`: as they are, or as copies that are valid until the next chunk."""
     if not parts or parts[0][0].device == device:
         yield from parts
@@ -94,7 +94,7 @@ def fetched(parts: Sequence[tuple[Tensor, ...]], device: torch.device) -> Iterat
         compute.wait_stream(copies)  # before the allocator reuses the memory of the buffers
 
 
-class Returned:
+class GradientWriter:
     """Copy the gradients of chunks from the device to the tensors of the chunks, asynchronously.
 
     Args:
@@ -113,7 +113,7 @@ class Returned:
             self.slots: list[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = []
         return self
 
-    def room(self, index: int) -> tuple[Tensor, ...]:
+    def get_buffers(self, index: int) -> tuple[Tensor, ...]:
         """Return the tensors that the kernels must write the gradients of a chunk to."""
         if self.direct:
             return self.targets[index]

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ...launch import INTERPRETED, triton_runs_on
 from ..argument_checks import check_arguments
 from . import eager_stages, triton_stages
-from .chunks import Returned, chunks_of, fetched
+from .chunks import GradientWriter, prefetch_chunks, split_into_chunks
 
 Shape = Sequence[int]
 
@@ -49,8 +49,8 @@ def log_sum_exps(
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=_wide_like(q), device=q.device)
     if not q.numel():
         return lse
-    chunks = chunks_of(_lengths(k), chunk_size)
-    on_device = fetched([(chunk.of(k),) for chunk in chunks], q.device)
+    chunks = split_into_chunks(_lengths(k), chunk_size)
+    on_device = prefetch_chunks([(chunk.of(k),) for chunk in chunks], q.device)
     for index, (chunk, (keys,)) in enumerate(zip(chunks, on_device, strict=True)):
         shift = _shift(causal, q, total_keys, k_offset + chunk.offset)
         _stages(q).lse_of_chunk_(lse, q, keys, shift=shift, scale=scale, merge=index > 0)
@@ -72,18 +72,18 @@ def _gradients(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Stage 3 over all chunks: gradients of `q`, and of each tensor of `k` and `v` on its device."""
     k_gradients, v_gradients = _empty_like(k), _empty_like(v)
-    chunks = chunks_of(_lengths(k), chunk_size) if q.numel() else []
+    chunks = split_into_chunks(_lengths(k), chunk_size) if q.numel() else []
     if not chunks:
         for gradient in (*k_gradients, *v_gradients):
             gradient.zero_()
         return q.new_zeros(q.shape), k_gradients, v_gradients
     # several chunks are summed in the accumulation dtype
     dq = torch.empty(q.shape, dtype=_wide_like(q) if len(chunks) > 1 else q.dtype, device=q.device)
-    on_device = fetched([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
+    on_device = prefetch_chunks([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
     targets = [(chunk.of(k_gradients), chunk.of(v_gradients)) for chunk in chunks]
-    with Returned(targets, q.device) as writer:
+    with GradientWriter(targets, q.device) as writer:
         for index, (chunk, (keys, values)) in enumerate(zip(chunks, on_device, strict=True)):
-            dk, dv = buffers = writer.room(index)
+            dk, dv = buffers = writer.get_buffers(index)
             shift = _shift(causal, q, total_keys, k_offset + chunk.offset)
             _stages(q).gradients_of_chunk_(
                 dq, dk, dv, q, keys, values, out_gradient, lse, delta, shift=shift, scale=scale, merge=index > 0
@@ -176,12 +176,12 @@ def _lse_first_attention(
 ) -> tuple[Tensor, Tensor]:
     total_keys = sum(_lengths(k))
     lse = log_sum_exps(q, k, causal, scale, chunk_size, 0, total_keys)
-    chunks = chunks_of(_lengths(k), chunk_size) if q.numel() else []
+    chunks = split_into_chunks(_lengths(k), chunk_size) if q.numel() else []
     if not chunks:
         return q.new_zeros(q.shape), lse
     # several chunks are summed in the accumulation dtype
     out = torch.empty(q.shape, dtype=_wide_like(q) if len(chunks) > 1 else q.dtype, device=q.device)
-    on_device = fetched([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
+    on_device = prefetch_chunks([(chunk.of(k), chunk.of(v)) for chunk in chunks], q.device)
     for index, (chunk, (keys, values)) in enumerate(zip(chunks, on_device, strict=True)):
         shift = _shift(causal, q, total_keys, chunk.offset)
         _stages(q).output_of_chunk_(out, q, keys, values, lse, shift=shift, scale=scale, merge=index > 0)

@@ -16,25 +16,25 @@ from torch import Tensor
 
 from ...interpreter_rounding import rounded
 from ...launch import jit, next_power_of_2, tl, triton
-from ..flash.hopper.supported_calls import serves_scores
+from ..flash.hopper.supported_calls import supports_scores
 from ..flash.kernel_arguments import (
     Problem,
     accumulator_dtype,
-    config_of,
     on_device,
     options_of,
+    select_config,
     strides,
-    with_plain_rows,
+    with_contiguous_rows,
 )
 from ..flash.portable.backward import Saved, dkdv_kernel, dq_kernel, prepare_backward
 from ..flash.portable.tile import (
     LN2,
     LOG2E,
-    dense_place,
+    dense_tile,
     dot,
     load_lse,
     load_rows,
-    per_row_start,
+    per_row_offset,
     row_start,
     store_rows,
 )
@@ -45,7 +45,7 @@ from .tile_configs import Stage, stage_config
 
 
 @jit
-def visited_keys(
+def key_tile_bounds(
     first, queries, keys, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
     """Return the end of the key tiles that are fully visible to a block of queries, and of the partly visible ones."""
@@ -84,7 +84,7 @@ def lse_kernel(
     The arithmetic around the exponentials dominates, so the maximum is taken over the unscaled products, and scaling
     and shifting an exponent are one multiply-add. `scale` must be positive for this; NEGATIVE negates the products.
     """
-    sequence, head, first = dense_place(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
+    sequence, head, first = dense_tile(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
     query = first + tl.arange(0, BLOCK_M)
     q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
     k_rows = row_start(k_pointer, sequence, head // heads_per_group, 0, stride_kb, stride_ks, stride_kh)
@@ -93,7 +93,7 @@ def lse_kernel(
     maximum = maximum_product
     total = tl.zeros((BLOCK_M,), ACCUMULATE)
     factor = scale * LOG2E
-    unmasked_stop, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    unmasked_stop, stop = key_tile_bounds(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     for EDGE in tl.static_range(2):
         for start in range(unmasked_stop if EDGE else 0, stop if EDGE else unmasked_stop, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
@@ -110,7 +110,7 @@ def lse_kernel(
             safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             total = total * tl.exp2(maximum - safe) + tl.sum(tl.exp2(product * factor - safe[:, None]), 1)
             maximum = new_maximum
-    lse_row = lse_pointer + per_row_start(sequence, head, 0, heads, queries, False) + query
+    lse_row = lse_pointer + per_row_offset(sequence, head, 0, heads, queries, False) + query
     if MERGE:
         previous = tl.load(lse_row, mask=query < queries, other=float("-inf")) * LOG2E
         new_maximum = tl.maximum(maximum, previous)
@@ -138,7 +138,7 @@ def output_kernel(
 
     The weights are exp(score - lse) with the log-sum-exp over all keys, so no running maximum or rescaling is needed.
     """
-    sequence, head, first = dense_place(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
+    sequence, head, first = dense_tile(tl.program_id(0), queries, heads, BLOCK_M, CAUSAL)
     query = first + tl.arange(0, BLOCK_M)
     group = head // heads_per_group
     q_rows = row_start(q_pointer, sequence, head, 0, stride_qb, stride_qs, stride_qh)
@@ -146,9 +146,9 @@ def output_kernel(
     v_rows = row_start(v_pointer, sequence, group, 0, stride_vb, stride_vs, stride_vh)
     out_rows = row_start(out_pointer, sequence, head, 0, stride_ob, stride_os, stride_oh)
     q = load_rows(q_rows, first, stride_qs, query < queries, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    lse = load_lse(lse_pointer, per_row_start(sequence, head, 0, heads, queries, False) + query, query < queries)
+    lse = load_lse(lse_pointer, per_row_offset(sequence, head, 0, heads, queries, False) + query, query < queries)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
-    unmasked_stop, stop = visited_keys(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    unmasked_stop, stop = key_tile_bounds(first, queries, keys, shift, BLOCK_M, BLOCK_N, CAUSAL)
     for EDGE in tl.static_range(2):
         for start in range(unmasked_stop if EDGE else 0, stop if EDGE else unmasked_stop, BLOCK_N):
             key = start + tl.arange(0, BLOCK_N)
@@ -169,7 +169,7 @@ def output_kernel(
 # ---------------------------------------------------------------- launches
 
 
-def stage_arguments(q: Tensor, k: Tensor, stage: Stage, shift: int | None, scale: float) -> dict[str, Any]:
+def stage_kernel_arguments(q: Tensor, k: Tensor, stage: Stage, shift: int | None, scale: float) -> dict[str, Any]:
     """Return the keyword arguments common to all kernels of queries and keys; their rows are contiguous."""
     exact = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
     return {
@@ -205,14 +205,14 @@ def _blocks(rows: int, block: int, q: Tensor, heads: int) -> tuple[int]:
 
 def lse_of_chunk_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
     """Stage 1: write the log-sum-exp over a chunk to `lse` (batch, heads, queries), or merge it."""
-    if serves_scores(q, k, scale):
+    if supports_scores(q, k, scale):
         from ..flash.hopper.launchers import launch_lse_
 
         launch_lse_(lse, q, k, shift=shift, scale=scale, merge=merge)
         return
-    q, k = with_plain_rows(q), with_plain_rows(k)
+    q, k = with_contiguous_rows(q), with_contiguous_rows(k)
     # a scale of 0 is replaced by a tiny one: masked products are -inf, and -inf times 0 would be NaN
-    arguments = stage_arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
+    arguments = stage_kernel_arguments(q, k, "lse", shift, max(abs(scale), 1e-30)) | {"NEGATIVE": scale < 0}
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
     with on_device(q):
         lse_kernel[grid](lse_pointer=lse, MERGE=merge, **arguments)
@@ -222,8 +222,8 @@ def output_of_chunk_(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *, shift: int | None, scale: float, merge: bool
 ) -> None:
     """Stage 2: write a chunk's contribution to the output to `out` (like q), or add it."""
-    q, k, v = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v)
-    arguments = stage_arguments(q, k, "output", shift, scale) | strides("v", v) | strides("o", out)
+    q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
+    arguments = stage_kernel_arguments(q, k, "output", shift, scale) | strides("v", v) | strides("o", out)
     grid = _blocks(q.shape[1], arguments["BLOCK_M"], q, q.shape[2])
     with on_device(q):
         output_kernel[grid](v_pointer=v, lse_pointer=lse, out_pointer=out, MERGE=merge, **arguments)
@@ -272,10 +272,10 @@ def gradients_of_chunk_(
         max_queries=queries,
         max_keys=keys,
     )
-    q, k, v, out_gradient = (with_plain_rows(tensor) for tensor in (q, k, v, out_gradient))
+    q, k, v, out_gradient = (with_contiguous_rows(tensor) for tensor in (q, k, v, out_gradient))
     saved = Saved(q, k, v, out_gradient, lse, delta)
     contribution = torch.empty_like(dq) if merge else dq
-    config = config_of("dq", q, problem)
+    config = select_config("dq", q, problem)
     with on_device(q):
         dq_kernel[_blocks(queries, config.queries, q, heads)](
             **saved.arguments(problem),
@@ -294,7 +294,7 @@ def gradients_of_chunk_(
         )
     if merge:
         dq += contribution
-    config = config_of("dkdv", q, problem)
+    config = select_config("dkdv", q, problem)
     with on_device(q):
         dkdv_kernel[_blocks(keys, config.keys, q, groups)](
             **saved.arguments(problem),

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class State(StrEnum):
+class KeyState(StrEnum):
     """State of a key; see `key_table.py`."""
 
     ACTS = "acts"
@@ -33,7 +33,7 @@ class Row:
     """
 
     pattern: str
-    state: State
+    state: KeyState
     note: str
     off: tuple[Any, ...] = ()
     default: Any = None
@@ -42,7 +42,7 @@ class Row:
     fix: str | None = None
 
 
-def rows(state: State, parent: str, names: str, note: str, **fields: Any) -> Iterator[Row]:
+def rows(state: KeyState, parent: str, names: str, note: str, **fields: Any) -> Iterator[Row]:
     """Yield a row for each of the space-separated `names` below `parent`."""
     for name in names.split():
         yield Row(f"{parent}.{name}" if parent else name, state, note, **fields)
@@ -50,18 +50,18 @@ def rows(state: State, parent: str, names: str, note: str, **fields: Any) -> Ite
 
 def off(parent: str, name: str, note: str, off: Any, *more: Any, **fields: Any) -> Row:
     """Return a row of a feature that is not supported yet; the first `off` value is also NeMo's default."""
-    return Row(f"{parent}.{name}", State.NOT_YET, note, (off, *more), default=off, **fields)
+    return Row(f"{parent}.{name}", KeyState.NOT_YET, note, (off, *more), default=off, **fields)
 
 
 def refused(parent: str, name: str, note: str, allowed: Any, *more: Any, **fields: Any) -> Row:
     """Return a row of a feature that will not be supported; the first allowed value is also NeMo's default."""
-    return Row(f"{parent}.{name}", State.REFUSED, note, (allowed, *more), default=allowed, **fields)
+    return Row(f"{parent}.{name}", KeyState.REFUSED, note, (allowed, *more), default=allowed, **fields)
 
 
 def history(parent: str, names: str, note: str, default: Any = None) -> Iterator[Row]:
     """Yield rows of historical keys, which have no effect here."""
-    return rows(State.HISTORICAL, parent, names, note, default=default)
+    return rows(KeyState.HISTORICAL, parent, names, note, default=default)
 
 
-NCCL = "a performance setting of NeMo's communication; results do not depend on it"
-PICKLE = "belongs to NeMo's checkpoint format; stoker writes safetensors, atomically"
+COMMUNICATION_NOTE = "a performance setting of NeMo's communication; results do not depend on it"
+CHECKPOINT_NOTE = "belongs to NeMo's checkpoint format; stoker writes safetensors, atomically"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .key_row import NCCL, PICKLE, Row, State, history, off, refused, rows
+from .key_row import CHECKPOINT_NOTE, COMMUNICATION_NOTE, KeyState, Row, history, off, refused, rows
 
 _SPEED = "a performance setting of NeMo's kernels; results do not depend on it and stoker chooses its own"
 _NO_MODEL = "stoker has no such model"
@@ -65,12 +65,12 @@ def _geometry() -> Iterator[Row]:
         yield refused(at, name, f"use model.{ours}", None, same_as=f"model.{ours}")
     yield off(at, "add_qkv_bias", "use model.qkv_bias", None)
     custom = f"{at}.mcore_customization_config"
-    yield Row(custom, State.REFUSED, "writes attributes onto Megatron's classes", ({},))
-    yield Row(f"{custom}.*", State.REFUSED, "writes attributes onto Megatron's classes")
+    yield Row(custom, KeyState.REFUSED, "writes attributes onto Megatron's classes", ({},))
+    yield Row(f"{custom}.*", KeyState.REFUSED, "writes attributes onto Megatron's classes")
     yield refused(at, "skip_train", "`stoker evaluate` measures a trained model", False)
     yield refused(at, "drop_layers", "removing layers of a trained model is not supported", [], None)
     for below in ("retro", "data.retro_data"):
-        yield Row(f"{at}.{below}.*", State.REFUSED, f"for retrieval-augmented models; {_NO_MODEL}", fix="")
+        yield Row(f"{at}.{below}.*", KeyState.REFUSED, f"for retrieval-augmented models; {_NO_MODEL}", fix="")
     falcon = f"Falcon's layer, with parallel attention and MLP; {_NO_MODEL}"
     yield refused(custom, "new_decoder_architecture", falcon, False, fix="")
     yield refused(custom, "parallel_attention", falcon, False, fix="")
@@ -98,8 +98,10 @@ def _precision() -> Iterator[Row]:
     yield from history(at, "native_amp_init_scale native_amp_growth_interval hysteresis", "loss scaling of fp16")
     yield off(at, "fp16_lm_cross_entropy", "training in fp16", False)
     yield off(at, "fp32_residual_connection", "a residual stream in fp32", False)
-    yield from history(at, "grad_div_ar_fusion gradient_as_bucket_view grad_allreduce_chunk_size_mb", NCCL)
-    yield from history(at, "contiguous_grad_bucket async_grad_allreduce", NCCL)
+    yield from history(
+        at, "grad_div_ar_fusion gradient_as_bucket_view grad_allreduce_chunk_size_mb", COMMUNICATION_NOTE
+    )
+    yield from history(at, "contiguous_grad_bucket async_grad_allreduce", COMMUNICATION_NOTE)
     yield from history(
         at,
         "fp32_grad_accum",
@@ -108,7 +110,7 @@ def _precision() -> Iterator[Row]:
     yield off(at, "fp8", "training in fp8", None, False)
     fp8 = "model.fp8"
     yield from rows(
-        State.NOT_YET,
+        KeyState.NOT_YET,
         at,
         "fp8_e4m3 fp8_hybrid fp8_margin fp8_interval "
         "fp8_amax_history_len fp8_amax_compute_algo reduce_amax fp8_wgrad "
@@ -119,7 +121,7 @@ def _precision() -> Iterator[Row]:
     yield from history(at, "use_te_rng_tracker", "a setting of TransformerEngine's tensor parallelism")
     yield refused(at, "deterministic_mode", "use trainer.deterministic", False, None, same_as="trainer.deterministic")
     yield Row(
-        f"{at}.deteministic_mode", State.REFUSED, "a typo in one of NVIDIA's files; use deterministic_mode", (False,)
+        f"{at}.deteministic_mode", KeyState.REFUSED, "a typo in one of NVIDIA's files; use deterministic_mode", (False,)
     )
 
 
@@ -136,19 +138,19 @@ def _parallel() -> Iterator[Row]:
     yield off(at, "ub_tp_comm_overlap", "overlap of tensor-parallel communication", False)
     yield Row(
         f"{at}.ub_tp_comm_overlap_cfg",
-        State.NOT_YET,
+        KeyState.NOT_YET,
         "overlap of tensor-parallel communication",
         ({},),
         switch=f"{at}.ub_tp_comm_overlap",
     )
     yield Row(
         f"{at}.ub_tp_comm_overlap_cfg.*",
-        State.NOT_YET,
+        KeyState.NOT_YET,
         "overlap of tensor-parallel communication",
         switch=f"{at}.ub_tp_comm_overlap",
     )
     yield from rows(
-        State.NOT_YET,
+        KeyState.NOT_YET,
         at,
         "tp_comm_overlap_ag tp_comm_overlap_rs "
         "tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 "
@@ -162,7 +164,7 @@ def _parallel() -> Iterator[Row]:
         "overlap_p2p_comm batch_p2p_comm sync_batch_comm defer_embedding_wgrad_compute wgrad_deferral_limit "
         "nccl_communicator_config_path use_tp_pp_dp_mapping "
         "sharp validation_param_sync_overlap pipeline_dtype",
-        NCCL,
+        COMMUNICATION_NOTE,
     )
     yield from history(
         at, "fsdp_sharded_checkpoint fsdp_use_orig_params", "sharded parameters keep their names and checkpoints", True
@@ -172,7 +174,7 @@ def _parallel() -> Iterator[Row]:
         "dist_ckpt_format dist_ckpt_load_on_device dist_ckpt_parallel_save dist_ckpt_parallel_save_within_dp "
         "dist_ckpt_parallel_load dist_ckpt_torch_dist_multiproc dist_ckpt_assume_constant_structure "
         "dist_ckpt_parallel_dist_opt dist_ckpt_load_strictness use_dist_ckpt",
-        PICKLE,
+        CHECKPOINT_NOTE,
     )
     yield from history(at, "gc_interval", "a performance setting of NeMo's training loop")
     yield from history(at, "enable_megatron_timers", "step times are always logged", False)
@@ -192,12 +194,12 @@ def _memory() -> Iterator[Row]:
     at = "model"
     yield Row(  # 0 is not off: it recomputes all layers where there is no pipeline
         f"{at}.num_micro_batches_with_partial_activation_checkpoints",
-        State.NOT_YET,
+        KeyState.NOT_YET,
         "recomputing fewer layers in some micro batches of a pipeline",
     )
     yield Row(
         f"{at}.activations_checkpoint_layers_per_pipeline",
-        State.NOT_YET,
+        KeyState.NOT_YET,
         "recomputing fewer layers in some stages of a pipeline",
         off=(0,),
     )
@@ -221,7 +223,7 @@ def _moe() -> Iterator[Row]:
 def _families() -> Iterator[Row]:
     at = "model"
     for stack in ("encoder", "decoder"):
-        yield Row(f"{at}.{stack}.*", State.REFUSED, f"{_T5}, which has separate encoder and decoder stacks")
+        yield Row(f"{at}.{stack}.*", KeyState.REFUSED, f"{_T5}, which has separate encoder and decoder stacks")
     yield refused(at, "seq_length", "use model.encoder_seq_length", None, same_as="model.encoder_seq_length")
     yield refused(at, "share_token_embeddings", _T5, None, True)
     yield refused(at, "share_decoder_tokens_head_embeddings", _T5, None, True)
@@ -240,9 +242,9 @@ def _families() -> Iterator[Row]:
     yield refused(at, "only_mlm_loss", sentences, None, True)
     yield refused(at, "add_lm_head", "BERT cannot be trained without its language-model head", None, True)
     yield refused(at, "add_pooler", sentences, None, False)
-    yield Row(f"{at}.bert.*", State.REFUSED, "acts with model.family=bert (a preset: model=bert_base)")
+    yield Row(f"{at}.bert.*", KeyState.REFUSED, "acts with model.family=bert (a preset: model=bert_base)")
     for path in ("language_model.*", "head.*", "pretrained_checkpoint.*", "multimodal.*"):
-        yield Row(f"{at}.{path}", State.REFUSED, "belongs to other model families of NeMo")
+        yield Row(f"{at}.{path}", KeyState.REFUSED, "belongs to other model families of NeMo")
     for name in (
         "pretrained_model_path",
         "eval_languages",
@@ -272,8 +274,8 @@ def _peft() -> Iterator[Row]:
     yield refused(at, "task_templates", "use model.data.train_ds.prompt_template", [], fix=template)
     for name in ("lora_tuning", "adapter_tuning", "ia3_tuning", "p_tuning"):
         below = f"write it below model.peft.{name}, and set model.peft.peft_scheme"
-        yield Row(f"{at}.{name}.*", State.REFUSED, below, fix="")
+        yield Row(f"{at}.{name}.*", KeyState.REFUSED, below, fix="")
     for name in ("prompt_tuning", "prompt_learning"):
         below = "see model.peft.p_tuning, with model.peft.peft_scheme=ptuning"
-        yield Row(f"{at}.{name}.*", State.REFUSED, below, fix="")
-    yield Row("model.peft.qlora_tuning.*", State.REFUSED, "weights stay in 16 or 32 bits; use lora_tuning")
+        yield Row(f"{at}.{name}.*", KeyState.REFUSED, below, fix="")
+    yield Row("model.peft.qlora_tuning.*", KeyState.REFUSED, "weights stay in 16 or 32 bits; use lora_tuning")

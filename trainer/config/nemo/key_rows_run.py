@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .key_row import PICKLE, Row, State, history, off, refused, rows
+from .key_row import CHECKPOINT_NOTE, KeyState, Row, history, off, refused, rows
 
 
 def rows_of_run() -> Iterator[Row]:
@@ -15,14 +15,16 @@ def rows_of_run() -> Iterator[Row]:
 
 
 def _root() -> Iterator[Row]:
-    yield from rows(State.REFUSED, "", "restore_from_path", "use model.restore_from_path")
+    yield from rows(KeyState.REFUSED, "", "restore_from_path", "use model.restore_from_path")
     yield from rows(
-        State.HISTORICAL,
+        KeyState.HISTORICAL,
         "s3_checkpointing",
         "max_write_concurrency max_read_concurrency chunk_size_MB enable_async_checkpointing",
         "checkpoints are written to a file system; S3 is not supported",
     )
-    yield Row("hydra.*", State.HISTORICAL, "Hydra composes only; it creates no run directory and starts no jobs here")
+    yield Row(
+        "hydra.*", KeyState.HISTORICAL, "Hydra composes only; it creates no run directory and starts no jobs here"
+    )
     yield from history("", "config_version", "versions of other tools' configuration files")
 
 
@@ -93,9 +95,9 @@ def _exp_manager() -> Iterator[Row]:
     for logger in ("dllogger", "clearml", "neptune"):
         switch = f"{at}.create_{logger}_logger"
         note = f"stoker logs to TensorBoard, W&B, MLflow and CSV, not to {logger}"
-        yield Row(switch, State.REFUSED, note, (False,), default=False)
-        yield Row(f"{at}.{logger}_logger_kwargs", State.REFUSED, note, ({},), switch=switch)
-        yield Row(f"{at}.{logger}_logger_kwargs.*", State.REFUSED, note, switch=switch)
+        yield Row(switch, KeyState.REFUSED, note, (False,), default=False)
+        yield Row(f"{at}.{logger}_logger_kwargs", KeyState.REFUSED, note, ({},), switch=switch)
+        yield Row(f"{at}.{logger}_logger_kwargs.*", KeyState.REFUSED, note, switch=switch)
     yield refused(f"{at}.summary_writer_kwargs", "log_dir", "events go to `tensorboard` in the run directory", None)
     wandb, mlflow = f"{at}.wandb_logger_kwargs", f"{at}.mlflow_logger_kwargs"
     for name in ("api_key", "key"):
@@ -106,7 +108,7 @@ def _exp_manager() -> Iterator[Row]:
     yield refused(wandb, "log_model", "checkpoints stay in the run directory", False, None)
     yield refused(mlflow, "log_model", "checkpoints stay in the run directory", False, None)
     yield from rows(
-        State.REFUSED, wandb, "experiment", "objects are not named in YAML; `id` continues a run", off=({},)
+        KeyState.REFUSED, wandb, "experiment", "objects are not named in YAML; `id` continues a run", off=({},)
     )
     for name, ours in (("dir", "save_dir"), ("version", "id")):
         yield refused(wandb, name, f"use {wandb}.{ours}", None, same_as=f"{wandb}.{ours}")
@@ -138,7 +140,7 @@ def _exp_manager() -> Iterator[Row]:
         at,
         "always_save_nemo save_nemo_on_train_end save_nemo_on_validation_end save_best_model postfix "
         "model_parallel_size prefix n_resume",
-        PICKLE,
+        CHECKPOINT_NOTE,
     )
     yield refused(at, "save_last_n_optim_states", "every checkpoint holds its optimizer state", -1)
     yield from history(at, "filename", "a checkpoint is a directory `step-N`; its metrics are inside")

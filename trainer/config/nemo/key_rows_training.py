@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .key_row import NCCL, Row, State, history, off, refused, rows
+from .key_row import COMMUNICATION_NOTE, KeyState, Row, history, off, refused, rows
 
 _FP32 = ("float32", "torch.float32", 32, "32", "32-true")
 
@@ -25,7 +25,7 @@ def _optim() -> Iterator[Row]:
         "contiguous_grad_buffer contiguous_param_buffer "
         "lock_timeout nccl_ub average_in_collective align_param_gather fused foreach "
         "overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step",
-        NCCL,
+        COMMUNICATION_NOTE,
     )
     reduce_dtype = "model.fsdp_grad_reduce_dtype"
     fix = f"~{{path}}, with {reduce_dtype}=fp32 or bf16"
@@ -69,21 +69,21 @@ def _data() -> Iterator[Row]:
     yield refused(at, "mock_dataset", "use model.data.data_impl=mock", False)
     yield off(at, "add_fim", "fill-in-the-middle", False)
     yield from rows(
-        State.NOT_YET,
+        KeyState.NOT_YET,
         f"{at}.fim",
         "rate spm_rate split_sample fragment_rate no_prefix",
         "fill-in-the-middle",
         switch=f"{at}.add_fim",
     )
     yield from rows(
-        State.NOT_YET,
+        KeyState.NOT_YET,
         f"{at}.fim.extra_tokens",
         "prefix middle suffix pad eod",
         "fill-in-the-middle",
         switch=f"{at}.add_fim",
     )
     yield from rows(
-        State.REFUSED,
+        KeyState.REFUSED,
         f"{at}.chat_prompt_tokens",
         "system_turn_start turn_start label_start end_of_turn end_of_name",
         "the chat template defines the format of turns; use model.tokenizer.chat_template",
@@ -91,7 +91,7 @@ def _data() -> Iterator[Row]:
     yield refused(at, "permutation", "permuting encoder tokens is not a supported objective", False)
     yield refused(at, "ngram_span_length_distribution", "use model.data.geometric_dist", None)
     yield from rows(
-        State.REFUSED,
+        KeyState.REFUSED,
         at,
         "extreme_masked_lm_prob extreme_max_ngram_size extreme_mean_ngram_size extreme_min_ngram_size "
         "extreme_ngram_span_length_distribution prefix_lm_pivot_mean delete_mask_prob",
@@ -106,7 +106,7 @@ def _fine_tuning_datasets() -> Iterator[Row]:
     own = "model.data.train_ds"
     alike = "validation and test data are read like training data; leave it out"
     for name in ("train_ds", "validation_ds", "test_ds"):
-        yield Row(f"model.{name}.*", State.REFUSED, "use model.data.train_ds, validation_ds and test_ds")
+        yield Row(f"model.{name}.*", KeyState.REFUSED, "use model.data.train_ds, validation_ds and test_ds")
         at, trains = f"model.data.{name}", name == "train_ds"
         yield from history(
             at,
@@ -119,16 +119,16 @@ def _fine_tuning_datasets() -> Iterator[Row]:
         sizes = "all datasets use the batch sizes of the model; leave it out"
         for size in ("micro_batch_size", "global_batch_size"):
             fix = None if trains else "~{path}"
-            yield Row(f"{at}.{size}", State.REFUSED, sizes, same_as=f"model.{size}", fix=fix)
+            yield Row(f"{at}.{size}", KeyState.REFUSED, sizes, same_as=f"model.{size}", fix=fix)
         length = "samples have the model's sequence length; use model.encoder_seq_length"
-        yield Row(f"{at}.max_seq_length", State.REFUSED, length, same_as="model.encoder_seq_length")
+        yield Row(f"{at}.max_seq_length", KeyState.REFUSED, length, same_as="model.encoder_seq_length")
         yield refused(at, "max_src_seq_length", "use model.seq_length", None)
         longest = "use model.data.seq_length_dec"
-        yield Row(f"{at}.max_tgt_seq_length", State.REFUSED, longest, same_as="model.data.seq_length_dec")
+        yield Row(f"{at}.max_tgt_seq_length", KeyState.REFUSED, longest, same_as="model.data.seq_length_dec")
         for key, default in (("label_key", "output"), ("context_key", "input"), ("packed_sequence", False)):
             replacement = f"model.data.{key}"
-            yield Row(f"{at}.{key}", State.REFUSED, f"use {replacement}", default=default, same_as=replacement)
-        yield Row(f"{at}.seed", State.REFUSED, "use model.seed", same_as="model.seed")
+            yield Row(f"{at}.{key}", KeyState.REFUSED, f"use {replacement}", default=default, same_as=replacement)
+        yield Row(f"{at}.seed", KeyState.REFUSED, "use model.seed", same_as="model.seed")
         yield refused(at, "add_sep", "write the separator between prompt and answer into prompt_template", False)
         newline = "write the line break into prompt_template, as in '{input}\\n{output}'"
         yield refused(at, "separate_prompt_and_response_with_newline", newline, False)
@@ -156,7 +156,7 @@ def _fine_tuning_datasets() -> Iterator[Row]:
             ("add_bos", False),
             ("add_eos", True),
         ):
-            yield Row(f"{at}.{key}", State.REFUSED, alike, default=default, same_as=f"{own}.{key}", fix="~{path}")
+            yield Row(f"{at}.{key}", KeyState.REFUSED, alike, default=default, same_as=f"{own}.{key}", fix="~{path}")
         scores = "use stoker evaluate, which measures exact match and ROUGE-L, or --json"
         yield refused(at, "write_predictions_to_file", scores, False)
         yield refused(f"{at}.metric", "name", scores, "loss")
@@ -165,12 +165,12 @@ def _fine_tuning_datasets() -> Iterator[Row]:
 
 def _tokenizer() -> Iterator[Row]:
     at = "model.tokenizer"
-    yield from rows(State.REFUSED, at, "tokenizer_model tokenizer_name", "use model.tokenizer.model and library")
+    yield from rows(KeyState.REFUSED, at, "tokenizer_model tokenizer_name", "use model.tokenizer.model and library")
     yield from rows(
-        State.REFUSED, at, "training_sample_size", "tokenizers are trained by stoker preprocess --train-tokenizer"
+        KeyState.REFUSED, at, "training_sample_size", "tokenizers are trained by stoker preprocess --train-tokenizer"
     )
     yield from rows(
-        State.REFUSED,
+        KeyState.REFUSED,
         f"{at}.special_tokens",
         "bos_token cls_token sep_token",
         "samples are token windows without bos, cls or sep tokens",

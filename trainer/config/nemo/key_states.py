@@ -9,16 +9,16 @@ from typing import Any
 
 from ....models.config.key_block import Finding
 from ....models.config.model_keys import FAMILIES, Family
-from ...utils.redaction import shown_value
+from ...utils.redaction import redact_value
 from .. import dotted_paths
 from ..dotted_paths import MISSING, Tree
-from ..override_typos import corrected
+from ..override_typos import quoted_override
 from ..problems import Problem
-from ..schema.key_index import open_block_of, plain_path, schema_blocks, schema_keys, show_value
+from ..schema.key_index import enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from ..schema.root import family_of
-from ..suggest import keys_like
-from .key_row import Row, State
-from .key_table import KEY_TABLE, is_block_of_rows, row_of
+from ..suggest import nearest_keys
+from .key_row import KeyState, Row
+from .key_table import KEY_TABLE, has_rows_below, row_of
 from .unsupported_values import VALUES
 
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
@@ -53,12 +53,12 @@ def _suggestable_keys(family: Family) -> tuple[tuple[str, bool], ...]:
 
 def _is_historical(path: str, family: Family) -> bool:
     row = row_of(path, family)
-    return row is not None and row.state is State.HISTORICAL
+    return row is not None and row.state is KeyState.HISTORICAL
 
 
 def suggestions(path: str, family: Family = "gpt") -> tuple[str, ...]:
     """Return the known keys that an unknown one may have meant, best first."""
-    near = keys_like(path, _suggestable_keys(family))
+    near = nearest_keys(path, _suggestable_keys(family))
     counterpart = _GPT_TO_T5.get(path) if family == "t5" else None
     return near if counterpart is None else (counterpart, *(other for other in near if other != counterpart))
 
@@ -67,16 +67,16 @@ def is_known(path: str) -> bool:
     """Return True if a key or block is known in any family."""
     return (
         any(path in schema_keys(family) or path in schema_blocks(family) for family in FAMILIES)
-        or open_block_of(path) is not None
+        or enclosing_open_block(path) is not None
         or row_of(path) is not None
-        or is_block_of_rows(path)
+        or has_rows_below(path)
     )
 
 
-def state_of(path: str, family: Family = "gpt") -> State | None:
+def state_of(path: str, family: Family = "gpt") -> KeyState | None:
     """Return the state of a key, or None if it is unknown. A block of the schema acts."""
-    if path in schema_keys(family) or path in schema_blocks(family) or open_block_of(path) is not None:
-        return State.ACTS
+    if path in schema_keys(family) or path in schema_blocks(family) or enclosing_open_block(path) is not None:
+        return KeyState.ACTS
     row = row_of(path, family)
     return row.state if row else None
 
@@ -96,7 +96,7 @@ class Verdict:
 
     path: str
     value: Any
-    state: State | None
+    state: KeyState | None
     note: str = ""
     refusal: str = ""
     fix: str = ""
@@ -131,22 +131,23 @@ class KeyStates:
         grouped: dict[tuple[str, str, str], list[Verdict]] = {}
         for verdict in self._verdicts:
             if verdict.refusal:
-                key = (verdict.refusal, verdict.fix, "" if verdict.state is State.NOT_YET else verdict.path)
+                key = (verdict.refusal, verdict.fix, "" if verdict.state is KeyState.NOT_YET else verdict.path)
                 grouped.setdefault(key, []).append(verdict)
         for (refusal, fix, _), verdicts in grouped.items():
             first, *more = verdicts
             also = tuple(
-                f"{v.path} = {shown_value(v.path, show_value(v.value))} ({self._origin_of(v.path)})" for v in more[:5]
+                f"{v.path} = {redact_value(v.path, format_value(v.value))} ({self._origin_of(v.path)})"
+                for v in more[:5]
             )
             if len(more) > 5:
                 also = (*also, f"{len(more) - 5} more")
             if first.state is None and _families_with(first.path):
                 also = (*also, f"model.family = {self._family} ({self._origin_of('model.family')})")
-            yield Problem(first.path, show_value(first.value), self._origin_of(first.path), refusal, fix, also)
+            yield Problem(first.path, format_value(first.value), self._origin_of(first.path), refusal, fix, also)
 
     def findings(self) -> Iterator[Finding]:
         """Yield notes on accepted keys without effect: historical keys, and settings of disabled features."""
-        history = [verdict.path for verdict in self._verdicts if verdict.state is State.HISTORICAL]
+        history = [verdict.path for verdict in self._verdicts if verdict.state is KeyState.HISTORICAL]
         typed = [path for path in history if self._is_typed(path)]
         files = [path for path in history if path not in typed]
         if typed:  # list all: a key that was typed is expected to have an effect
@@ -159,7 +160,9 @@ class KeyStates:
             yield Finding(
                 "info", tuple(files), f"{_count_keys(files)} of NeMo without effect here, accepted: {_listed(files)}"
             )
-        inert = [v for v in self._verdicts if v.state is State.NOT_YET and not v.refusal and v.note and self._is_set(v)]
+        inert = [
+            v for v in self._verdicts if v.state is KeyState.NOT_YET and not v.refusal and v.note and self._is_set(v)
+        ]
         if inert:
             names = [verdict.path for verdict in inert]
             yield Finding(
@@ -171,17 +174,17 @@ class KeyStates:
     def _verdict(self, path: str, value: Any) -> Verdict:
         if _CODE_KEYS.intersection(path.split(".")) or _names_code(value):
             return Verdict(path, value, None, "", "a configuration must not name code to run", "remove it")
-        if path in self._keys or open_block_of(path) is not None or path in self._blocks:
+        if path in self._keys or enclosing_open_block(path) is not None or path in self._blocks:
             return self._acting_verdict(path, value)
         row = row_of(path, self._family)
         if row is None:
             return self._unknown_verdict(path, value)
-        if row.state is State.HISTORICAL:
+        if row.state is KeyState.HISTORICAL:
             return Verdict(path, value, row.state, row.note)
         if self._is_accepted(row, value):
             return Verdict(path, value, row.state, self._why_accepted(row))
-        if row.state is State.NOT_YET:
-            off = "leave it out" if not row.off else f"{row.pattern.removesuffix('.*')}={show_value(row.off[0])}"
+        if row.state is KeyState.NOT_YET:
+            off = "leave it out" if not row.off else f"{row.pattern.removesuffix('.*')}={format_value(row.off[0])}"
             return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
         return Verdict(path, value, row.state, row.note, f"refused: {row.note}", self._fix(row, path, value))
 
@@ -190,27 +193,27 @@ class KeyStates:
         if row.fix is not None:
             return row.fix.format(path=path)
         if row.same_as in self._keys:
-            return f"~{path} {corrected(row.same_as, show_value(value))}"
-        return f"~{path}" if not row.off or row.off[0] is None else f"{path}={show_value(row.off[0])}"
+            return f"~{path} {quoted_override(row.same_as, format_value(value))}"
+        return f"~{path}" if not row.off or row.off[0] is None else f"{path}={format_value(row.off[0])}"
 
     def _why_accepted(self, row: Row) -> str:
         if not row.switch:
-            return "accepted with this value" if row.state is State.REFUSED else "off"
+            return "accepted with this value" if row.state is KeyState.REFUSED else "off"
         key = self._keys.get(row.switch)
         if key is not None:
-            return f"no effect with {row.switch}={show_value(dotted_paths.get(self._tree, row.switch, key.default))}"
+            return f"no effect with {row.switch}={format_value(dotted_paths.get(self._tree, row.switch, key.default))}"
         return f"no effect while {row.switch} is off"
 
     def _acting_verdict(self, path: str, value: Any) -> Verdict:
         try:
-            unsupported = VALUES.get(plain_path(path), {}).get(value) if not isinstance(value, bool) else None
+            unsupported = VALUES.get(without_stack(path), {}).get(value) if not isinstance(value, bool) else None
         except TypeError:  # not hashable
             unsupported = None
         if unsupported is None:
-            return Verdict(path, value, State.ACTS)
+            return Verdict(path, value, KeyState.ACTS)
         key = self._keys[path]
-        choices = ", ".join(show_value(choice) for choice in key.choices)
-        fix = f"{path}={unsupported.use}" if unsupported.use else f"{path} takes {choices or key.kind}"
+        choices = ", ".join(format_value(choice) for choice in key.choices)
+        fix = f"{path}={unsupported.replacement}" if unsupported.replacement else f"{path} takes {choices or key.kind}"
         state, note = unsupported.state, unsupported.note
         return Verdict(path, value, state, note, f"{state.value}: {note}", fix)
 

@@ -67,6 +67,6 @@ def _moved(row: Row, stack: str) -> Row:
     return replace(row, pattern=pattern, switch=switch, same_as=same_as)
 
 
-def is_block_of_rows(path: str) -> bool:
+def has_rows_below(path: str) -> bool:
     """Return True if the table has rows below `path`, such as `model.nsys_profile`."""
     return path in _BELOW or any(row.pattern.startswith(path + ".") for row in KEY_TABLE)

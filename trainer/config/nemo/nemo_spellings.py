@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....models.config.key_block import Finding
 from .. import dotted_paths
 from ..dotted_paths import Tree
-from ..schema.key_index import STACKS, plain_path, schema_keys, show_value
+from ..schema.key_index import STACKS, format_value, schema_keys, without_stack
 from ..schema.root import family_of
 from .unsupported_values import VALUES
 
@@ -33,7 +33,7 @@ _NULL_IS_DEFAULT = (
 )
 
 
-def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
+def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     """Replace aliases in `tree`, in place.
 
     Args:
@@ -53,7 +53,7 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     keys = schema_keys(family)
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _CASE_INSENSITIVE):
         value = dotted_paths.get(tree, path)
-        known = [*map(str, keys[path].choices), *map(str, VALUES.get(plain_path(path), ()))]
+        known = [*map(str, keys[path].choices), *map(str, VALUES.get(without_stack(path), ()))]
         if isinstance(value, str) and value not in known:
             matches = [choice for choice in known if choice.lower() == value.lower()]
             if matches:
@@ -66,7 +66,7 @@ def respelled(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             yield Finding("info", (path,), f"null is read as the default, {default}", f"{path}={default}")
 
 
-def names_files_of_prompts(tree: Tree) -> bool:
+def has_nemo_file_names(tree: Tree) -> bool:
     """Return True if `train_ds.file_names` is set without `data_impl`, as in NeMo's fine-tuning files."""
     return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (
         None,
@@ -76,7 +76,7 @@ def names_files_of_prompts(tree: Tree) -> bool:
 
 def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     """Set `data_impl: jsonl` for NeMo's fine-tuning files, which set file names only."""
-    if names_files_of_prompts(tree):
+    if has_nemo_file_names(tree):
         dotted_paths.put(tree, _SOURCE, "jsonl")
         moved[_SOURCE] = _FILES
         yield Finding(
@@ -97,7 +97,7 @@ def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         dotted_paths.remove(tree, theirs)
         dotted_paths.put(tree, ours, value)
         moved[ours] = theirs
-        yield Finding("info", (ours,), f"`{theirs}` is read as `{ours}`", f"{ours}={show_value(value)}")
+        yield Finding("info", (ours,), f"`{theirs}` is read as `{ours}`", f"{ours}={format_value(value)}")
 
 
 def _gated_linear_unit(tree: Tree, stack: str) -> Iterator[Finding]:

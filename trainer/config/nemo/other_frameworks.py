@@ -221,7 +221,7 @@ _FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 stoker's."""
 
 
-def own_values(path: str, value: Any) -> Sequence[tuple[str, str]]:
+def translate_values(path: str, value: Any) -> Sequence[tuple[str, str]]:
     """Return (given value, stoker's value) for each value, or list item, known from other frameworks.
 
     Several values of stoker's are joined with commas.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .key_row import State
+from .key_row import KeyState
 
 _FP16 = "fp16 needs loss scaling; use bf16"
 _FP8 = "training in fp8; use bf16"
@@ -25,53 +25,67 @@ class Values:
     Attributes:
         state: not yet, or refused.
         note: description and alternative.
-        use: the value to set instead; empty if there are several choices.
+        replacement: the value to set instead; empty if there are several choices.
     """
 
-    state: State
+    state: KeyState
     note: str
-    use: str
+    replacement: str
 
 
-def _values(state: State, note: str, *values: Any, use: str = "") -> dict[Any, Values]:
+def _values(state: KeyState, note: str, *values: Any, use: str = "") -> dict[Any, Values]:
     return dict.fromkeys(values, Values(state, note, use))
 
 
 VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
     {
         "trainer.precision": _values(
-            State.NOT_YET, _FP16, 16, "16", "16-mixed", "16-true", "fp16", "fp16-mixed", "float16", "half", use="bf16"
+            KeyState.NOT_YET,
+            _FP16,
+            16,
+            "16",
+            "16-mixed",
+            "16-true",
+            "fp16",
+            "fp16-mixed",
+            "float16",
+            "half",
+            use="bf16",
         )
-        | _values(State.NOT_YET, _FP8, 8, "8", "fp8", "transformer-engine", "transformer-engine-float16", use="bf16"),
-        "trainer.accelerator": _values(State.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"),
+        | _values(
+            KeyState.NOT_YET, _FP8, 8, "8", "fp8", "transformer-engine", "transformer-engine-float16", use="bf16"
+        ),
+        "trainer.accelerator": _values(
+            KeyState.REFUSED, "not a device torch trains these models on", "tpu", "hpu", "ipu"
+        ),
         "model.normalization": _values(
-            State.REFUSED,
+            KeyState.REFUSED,
             "norms always compute in fp32; use layernorm",
             "low_precision_layernorm",
             use="layernorm",
         ),
         "model.tokenizer.library": _values(
-            State.REFUSED, _OTHER_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"
+            KeyState.REFUSED, _OTHER_TOKENIZER, "regex", "tabular", "tiktoken", "null-tokenizer", "yttm"
         ),
         "model.data.data_impl": _values(
-            State.REFUSED, "use mmap or text", "text_mmap", "csv_mmap", "retmmap", "lazy", "cached"
+            KeyState.REFUSED, "use mmap or text", "text_mmap", "csv_mmap", "retmmap", "lazy", "cached"
         ),
         "model.data.dataset_type": _values(
-            State.REFUSED, "use t5, or t5_prefix_lm", "ul2", "ul2_prompt", "bart", "t5_prompt", "gpt_prompt"
+            KeyState.REFUSED, "use t5, or t5_prefix_lm", "ul2", "ul2_prompt", "bart", "t5_prompt", "gpt_prompt"
         ),
         "model.moe_router_load_balancing_type": _values(
-            State.REFUSED, _OTHER_BALANCE, "seq_aux_loss", "global_aux_loss", "quantile"
+            KeyState.REFUSED, _OTHER_BALANCE, "seq_aux_loss", "global_aux_loss", "quantile"
         ),
         "model.peft.peft_scheme": _values(
-            State.REFUSED,
+            KeyState.REFUSED,
             "weights are not quantized, and schemes are not combined; use lora",
             "qlora",
             "sdlora",
             use="lora",
         ),
-        "model.optim.name": _values(State.REFUSED, _ADAM, "adam", use="adamw")
+        "model.optim.name": _values(KeyState.REFUSED, _ADAM, "adam", use="adamw")
         | _values(
-            State.REFUSED,
+            KeyState.REFUSED,
             _OTHER_OPTIMIZER,
             "adadelta",
             "adamax",
@@ -85,7 +99,7 @@ VALUES: Mapping[str, Mapping[Any, Values]] = MappingProxyType(
             use="adamw",
         ),
         "model.optim.sched.name": _values(
-            State.REFUSED,
+            KeyState.REFUSED,
             _SCHEDULE,
             "StepLR",
             "ExponentialLR",

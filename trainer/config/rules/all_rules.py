@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ....models.config.family_rules import model_rules, stacks_of_keys
+from ....models.config.family_rules import keys_by_stack, model_rules
 from ....models.config.key_block import Block, Finding
 from ....models.config.moe_slice import moe_slice
-from ....models.config.position_rules import window_hides_nothing
-from ....models.config.position_slices import BOUNDED
+from ....models.config.position_rules import window_masks_nothing
+from ....models.config.position_slices import BOUNDED_POSITION_TYPES
 from ....models.config.stack import StackKeys
-from ..data_task import task_of
+from ..data_task import task_from_config
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
-from ..schema.key_index import show_value
+from ..schema.key_index import format_value
 from ..schema.optim import optimizer_kind, optimizer_settings
 from ..schema.root import T5ModelBlock
 from .checkpoint_rules import CHECKPOINT_RULES
@@ -29,18 +29,18 @@ from .offload_key_rules import OFFLOAD_RULES
 from .optim_rules import optim_rules
 from .peft_rules import PEFT_RULES
 from .process_rules import PROCESS_RULES
-from .rule_context import Facts, Rule, is_fp32_for_the_host, no_effect
+from .rule_context import Rule, RuleContext, defaults_to_fp32, no_effect
 from .task_rules import TASK_RULES
 from .tokenizer_rules import TOKENIZER_RULES
 
 
-def _stacks(context: Facts) -> Iterator[tuple[str, StackKeys]]:
+def _stacks(context: RuleContext) -> Iterator[tuple[str, StackKeys]]:
     """Yield the key prefix and the keys of each stack."""
-    for at, stack in stacks_of_keys(context.root.model).items():
+    for at, stack in keys_by_stack(context.root.model).items():
         yield f"model.{at}", stack
 
 
-def query_key_scaling_is_for_fp16(context: Facts) -> Iterator[Finding]:
+def query_key_scaling_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
     """`apply_query_key_layer_scaling` has no effect: fp16 is not supported, and NeMo disables it otherwise."""
     for at, stack in _stacks(context):
         if stack.apply_query_key_layer_scaling:
@@ -53,10 +53,10 @@ def query_key_scaling_is_for_fp16(context: Facts) -> Iterator[Finding]:
             )
 
 
-def main_weights_need_bf16(context: Facts) -> Iterator[Finding]:
+def main_weights_need_bf16(context: RuleContext) -> Iterator[Finding]:
     """`megatron_amp_O2` acts only with `precision: bf16`."""
     trainer, model = context.root.trainer, context.root.model
-    if is_fp32_for_the_host(context) and "model.megatron_amp_O2" in context.own:
+    if defaults_to_fp32(context) and "model.megatron_amp_O2" in context.own:
         yield Finding(
             "warning",
             ("model.megatron_amp_O2", "trainer.precision", "trainer.accelerator"),
@@ -72,12 +72,12 @@ def main_weights_need_bf16(context: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             ("model.megatron_amp_O2", "trainer.precision"),
-            f"no effect with `precision` ({show_value(trainer.precision)}): main weights and autocast are for bf16",
+            f"no effect with `precision` ({format_value(trainer.precision)}): main weights and autocast are for bf16",
             "trainer.precision=bf16, or ~model.megatron_amp_O2",
         )
 
 
-def norm_weight_decay_acts(context: Facts) -> Iterator[Finding]:
+def norm_weight_decay_acts(context: RuleContext) -> Iterator[Finding]:
     """`do_layer_norm_weight_decay` needs weight decay and trainable norms."""
     model = context.root.model
     key, peft = "model.do_layer_norm_weight_decay", model.peft
@@ -93,7 +93,7 @@ def norm_weight_decay_acts(context: Facts) -> Iterator[Finding]:
         yield no_effect(key, "model.peft.peft_scheme", when)
 
 
-def init_settings_act(context: Facts) -> Iterator[Finding]:
+def init_settings_act(context: RuleContext) -> Iterator[Finding]:
     """Initialization settings have no effect with `restore_from_path`, which must hold every weight."""
     model = context.root.model
     if model.restore_from_path is None:
@@ -107,7 +107,7 @@ def init_settings_act(context: Facts) -> Iterator[Finding]:
             yield no_effect(path, "model.restore_from_path", "with `restore_from_path`, which holds every weight")
 
 
-def cuda_graph_needs_grouped_gemm(context: Facts) -> Iterator[Finding]:
+def cuda_graph_needs_grouped_gemm(context: RuleContext) -> Iterator[Finding]:
     """Experts without grouped GEMM read token counts on the host, which CUDA graph capture does not allow."""
     model = context.root.model
     for at, stack in _stacks(context):
@@ -122,7 +122,7 @@ def cuda_graph_needs_grouped_gemm(context: Facts) -> Iterator[Finding]:
             )
 
 
-def optimizer_offloading_saves_memory(context: Facts) -> Iterator[Finding]:
+def optimizer_offloading_saves_memory(context: RuleContext) -> Iterator[Finding]:
     """`cpu_offloading_optimizer` needs a CUDA device and an optimizer with state."""
     trainer, model = context.root.trainer, context.root.model
     key, kind = "model.cpu_offloading_optimizer", optimizer_kind(model.optim.name)
@@ -146,7 +146,7 @@ def optimizer_offloading_saves_memory(context: Facts) -> Iterator[Finding]:
         )
 
 
-def layernorm1p_is_zero_centered(context: Facts) -> Iterator[Finding]:
+def layernorm1p_is_zero_centered(context: RuleContext) -> Iterator[Finding]:
     """`layernorm_zero_centered_gamma: False` has no effect with `layernorm1p`, which is zero-centred."""
     for at, stack in _stacks(context):
         path = f"{at}layernorm_zero_centered_gamma"
@@ -160,7 +160,7 @@ def layernorm1p_is_zero_centered(context: Facts) -> Iterator[Finding]:
             )
 
 
-def optimizer_aliases_are_adamw(context: Facts) -> Iterator[Finding]:
+def optimizer_aliases_are_adamw(context: RuleContext) -> Iterator[Finding]:
     """Note that NeMo's fused and distributed optimizers are AdamW here."""
     model = context.root.model
     name = model.optim.name
@@ -173,7 +173,7 @@ def optimizer_aliases_are_adamw(context: Facts) -> Iterator[Finding]:
         )
 
 
-def cross_attention_bias_excludes_packing(context: Facts) -> Iterator[Finding]:
+def cross_attention_bias_excludes_packing(context: RuleContext) -> Iterator[Finding]:
     """A relative bias in cross-attention does not support packing: packed pairs have different offsets."""
     model = context.root.model
     if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type != "relative":
@@ -188,17 +188,17 @@ def cross_attention_bias_excludes_packing(context: Facts) -> Iterator[Finding]:
         )
 
 
-def decoder_window_has_effect(context: Facts) -> Iterator[Finding]:
+def decoder_window_has_effect(context: RuleContext) -> Iterator[Finding]:
     """Warn if the decoder's window covers the longest target; the model's rules check the encoder's window."""
     model = context.root.model
-    if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type not in BOUNDED:
+    if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type not in BOUNDED_POSITION_TYPES:
         return
     try:
-        target_length = task_of(context.root).decoder_length
+        target_length = task_from_config(context.root).decoder_length
     except ValueError:  # invalid lengths are reported by another rule
         return
     longest = max(target_length, model.max_position_embeddings or 0)
-    if window_hides_nothing(model.decoder, causal=True, longest=longest):
+    if window_masks_nothing(model.decoder, causal=True, longest=longest):
         yield Finding(
             "warning",
             ("model.decoder.window_size", "model.data.seq_length_dec", "model.max_position_embeddings"),
@@ -208,7 +208,7 @@ def decoder_window_has_effect(context: Facts) -> Iterator[Finding]:
         )
 
 
-def optimizer_and_schedule(context: Facts) -> Iterator[Finding]:
+def optimizer_and_schedule(context: RuleContext) -> Iterator[Finding]:
     """Check the rules of `model.optim`."""
     yield from optim_rules(context.root.model.optim, context.own, context.root.trainer.max_steps)
 
@@ -238,7 +238,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def run_rules(context: Facts) -> list[Finding]:
+def run_rules(context: RuleContext) -> list[Finding]:
     """Return the findings of all rules, with full paths, without warnings that concern defaults only."""
     found = [finding for rule in RULES for finding in rule(context)]
     for finding in model_rules(context.root.model):
@@ -246,6 +246,6 @@ def run_rules(context: Facts) -> list[Finding]:
     return [finding for finding in found if finding.level == "error" or _concerns_user(finding, context)]
 
 
-def _concerns_user(finding: Finding, context: Facts) -> bool:
+def _concerns_user(finding: Finding, context: RuleContext) -> bool:
     known = finding.keys[0] not in context.variables
     return not known or any(key in context.given for key in finding.keys)

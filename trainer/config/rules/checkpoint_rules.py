@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...utils.text import counted
-from .rule_context import Facts, Rule, no_effect
+from .rule_context import Rule, RuleContext, no_effect
 
 
-def names_stay_below_exp_dir(context: Facts) -> Iterator[Finding]:
+def names_stay_below_exp_dir(context: RuleContext) -> Iterator[Finding]:
     """`name` and `version` must be directories below `exp_dir`."""
     root = context.root
     for path, value in (
@@ -26,7 +26,7 @@ def names_stay_below_exp_dir(context: Facts) -> Iterator[Finding]:
             )
 
 
-def explicit_log_dir_overrides_names(context: Facts) -> Iterator[Finding]:
+def explicit_log_dir_overrides_names(context: RuleContext) -> Iterator[Finding]:
     """`exp_dir`, `name` and `version` have no effect with `explicit_log_dir`, nor `version` when resuming."""
     manager = context.root.exp_manager
     if manager.explicit_log_dir is not None:
@@ -57,7 +57,7 @@ def explicit_log_dir_overrides_names(context: Facts) -> Iterator[Finding]:
         yield no_effect(path, f"exp_manager.{other}", f"with `{other}`, which determines the run directory")
 
 
-def ignore_no_checkpoint_needs_resume(context: Facts) -> Iterator[Finding]:
+def ignore_no_checkpoint_needs_resume(context: RuleContext) -> Iterator[Finding]:
     """`resume_ignore_no_checkpoint` acts only with `resume_if_exists`."""
     manager = context.root.exp_manager
     path = "exp_manager.resume_ignore_no_checkpoint"
@@ -65,7 +65,7 @@ def ignore_no_checkpoint_needs_resume(context: Facts) -> Iterator[Finding]:
         yield no_effect(path, "exp_manager.resume_if_exists", "without `resume_if_exists`")
 
 
-def checkpoint_params_need_callback(context: Facts) -> Iterator[Finding]:
+def checkpoint_params_need_callback(context: RuleContext) -> Iterator[Finding]:
     """`checkpoint_callback_params` have no effect without `create_checkpoint_callback`."""
     manager = context.root.exp_manager
     prefix = "exp_manager.checkpoint_callback_params."
@@ -82,7 +82,7 @@ def checkpoint_params_need_callback(context: Facts) -> Iterator[Finding]:
         )
 
 
-def some_checkpoint_is_saved(context: Facts) -> Iterator[Finding]:
+def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
     """Warn if checkpoints are enabled but none is ever due or kept."""
     manager, steps = context.root.exp_manager, context.root.trainer.max_steps
     params = manager.checkpoint_callback_params
@@ -110,7 +110,7 @@ def some_checkpoint_is_saved(context: Facts) -> Iterator[Finding]:
         )
 
 
-def validation_keys_need_validation(context: Facts) -> Iterator[Finding]:
+def validation_keys_need_validation(context: RuleContext) -> Iterator[Finding]:
     """Settings of validation have no effect with `limit_val_batches: 0`."""
     manager, trainer = context.root.exp_manager, context.root.trainer
     drop_last = "model.data.validation_drop_last"
@@ -130,7 +130,7 @@ def validation_keys_need_validation(context: Facts) -> Iterator[Finding]:
         yield no_effect("trainer.val_check_interval", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
 
 
-def checkpoint_interval_fits_run(context: Facts) -> Iterator[Finding]:
+def checkpoint_interval_fits_run(context: RuleContext) -> Iterator[Finding]:
     """Note that only the end of the run is saved if `val_check_interval` exceeds `max_steps`."""
     manager, trainer = context.root.exp_manager, context.root.trainer
     params = manager.checkpoint_callback_params

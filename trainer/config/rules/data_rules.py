@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...data.sources.text_sources import SPLITS
-from ...plugins.datasets import BUILT_IN, installed_datasets
+from ...plugins.datasets import BUILT_IN_DATASETS, dataset_plugins
 from ..blend_spec import is_per_split, parse_prefixes
 from ..data_task import task_name
-from ..schema.key_index import show_value
+from ..schema.key_index import format_value
 from ..schema.root import T5ModelBlock
 from ..schema.trainer_and_data import DataBlock
 from ..suggest import closest
-from .rule_context import Facts, Rule, no_effect
+from .rule_context import Rule, RuleContext, no_effect
 
 _AT = "model.data"
 _IMPL = f"{_AT}.data_impl"
@@ -21,24 +21,24 @@ _PREFIX = f"{_AT}.data_prefix"
 _IMPLS_WITH_PATH = ("text", "jsonl", "huggingface")
 
 
-def data_impl_is_known(context: Facts) -> Iterator[Finding]:
+def data_impl_is_known(context: RuleContext) -> Iterator[Finding]:
     """`data_impl` must be built in or registered by an installed package (entry points are searched only then)."""
     name = context.root.model.data.data_impl
-    if name in BUILT_IN:
+    if name in BUILT_IN_DATASETS:
         return
-    installed = sorted(installed_datasets())
+    installed = sorted(dataset_plugins())
     if name not in installed:
-        near = closest(name, [*BUILT_IN, *installed])
+        near = closest(name, [*BUILT_IN_DATASETS, *installed])
         yield Finding(
             "error",
             (_IMPL,),
-            f"`data_impl` must be one of {', '.join(BUILT_IN)}, or the name of an installed dataset "
+            f"`data_impl` must be one of {', '.join(BUILT_IN_DATASETS)}, or the name of an installed dataset "
             f"({', '.join(installed[:10]) or 'there is none'})",
             f"did you mean {_IMPL}={near}?" if near else "",
         )
 
 
-def path_matches_data_impl(context: Facts) -> Iterator[Finding]:
+def path_matches_data_impl(context: RuleContext) -> Iterator[Finding]:
     """`path` is required with `data_impl: text`, `jsonl` and `huggingface`, and not supported with others."""
     data = context.root.model.data
     if data.data_impl == "jsonl" and data.train_ds.file_names is not None:
@@ -53,7 +53,7 @@ def path_matches_data_impl(context: Facts) -> Iterator[Finding]:
             + (", or data=pystd to train on the Python standard library" if data.data_impl == "text" else "")
             + (", or data=docstring" if data.data_impl == "jsonl" and not data.chat else ""),
         )
-    elif data.data_impl in BUILT_IN and data.data_impl not in _IMPLS_WITH_PATH and data.path is not None:
+    elif data.data_impl in BUILT_IN_DATASETS and data.data_impl not in _IMPLS_WITH_PATH and data.path is not None:
         yield Finding(
             "error",
             ("model.data.path", "model.data.data_impl"),
@@ -62,7 +62,7 @@ def path_matches_data_impl(context: Facts) -> Iterator[Finding]:
         )
 
 
-def data_prefix_matches_data_impl(context: Facts) -> Iterator[Finding]:
+def data_prefix_matches_data_impl(context: RuleContext) -> Iterator[Finding]:
     """`data_prefix` is required with `data_impl: mmap`, and not supported with others."""
     data = context.root.model.data
     if data.data_impl == "mmap" and not data.data_prefix:
@@ -72,7 +72,7 @@ def data_prefix_matches_data_impl(context: Facts) -> Iterator[Finding]:
             "`data_impl: mmap` needs the path of a .bin/.idx pair, without suffix",
             f"{_PREFIX}=PATH, or data=pystd to train on the Python standard library",
         )
-    elif data.data_prefix and data.data_impl in BUILT_IN and data.data_impl != "mmap":
+    elif data.data_prefix and data.data_impl in BUILT_IN_DATASETS and data.data_impl != "mmap":
         yield Finding(
             "error",
             (_PREFIX, _IMPL),
@@ -88,7 +88,7 @@ def _prefix_findings(data: DataBlock) -> Iterator[Finding]:
     try:
         blends = parse_prefixes(data.data_prefix)
     except ValueError as error:
-        yield Finding("error", (_PREFIX,), f"`data_prefix` ({show_value(data.data_prefix)}) {error}")
+        yield Finding("error", (_PREFIX,), f"`data_prefix` ({format_value(data.data_prefix)}) {error}")
         return
     if is_per_split(data.data_prefix):
         weighted = [split for split, blend in blends.items() if split != "train" and blend.weighted]
@@ -101,7 +101,7 @@ def _prefix_findings(data: DataBlock) -> Iterator[Finding]:
             )
 
 
-def splits_are_not_empty(context: Facts) -> Iterator[Finding]:
+def splits_are_not_empty(context: RuleContext) -> Iterator[Finding]:
     """`splits_string` must leave training data, and validation data if validation is on; some sources ignore it."""
     data, trainer = context.root.model.data, context.root.trainer
     shares = [float(share) for share in data.splits_string.split(",")]
@@ -109,7 +109,7 @@ def splits_are_not_empty(context: Facts) -> Iterator[Finding]:
     unused = ""
     if data.data_impl == "mock":
         unused = "with `data_impl: mock`: each split is random tokens"
-    elif data.data_impl not in BUILT_IN:
+    elif data.data_impl not in BUILT_IN_DATASETS:
         return  # the installed package splits its data
     elif data.data_impl == "mmap" and is_per_split(data.data_prefix):
         unused = "with a `data_prefix` for each split"
@@ -132,7 +132,7 @@ def splits_are_not_empty(context: Facts) -> Iterator[Finding]:
         )
 
 
-def seq_length_matches_model(context: Facts) -> Iterator[Finding]:
+def seq_length_matches_model(context: RuleContext) -> Iterator[Finding]:
     """`data.seq_length` must equal `encoder_seq_length` (T5: `seq_length`, of the encoder)."""
     model = context.root.model
     length = model.data.seq_length
@@ -147,7 +147,7 @@ def seq_length_matches_model(context: Facts) -> Iterator[Finding]:
         )
 
 
-def data_prefix_has_validation(context: Facts) -> Iterator[Finding]:
+def data_prefix_has_validation(context: RuleContext) -> Iterator[Finding]:
     """A `data_prefix` per split needs `validation` while validation is on, since `splits_string` does not apply."""
     data, trainer = context.root.model.data, context.root.trainer
     # A block with unknown splits is an error of its own.
@@ -162,18 +162,18 @@ def data_prefix_has_validation(context: Facts) -> Iterator[Finding]:
         )
 
 
-def unused_data_settings(context: Facts) -> Iterator[Finding]:
+def unused_data_settings(context: RuleContext) -> Iterator[Finding]:
     """Warn about settings that the chosen source does not use."""
     model = context.root.model
     data = model.data
     in_chunks = data.respect_document_boundaries and task_name(model) == "t5"
     for name in ("index_mapping_dir", "shuffle_documents"):
-        if data.data_impl in BUILT_IN and data.data_impl != "mmap" and _is_set(context, name):
+        if data.data_impl in BUILT_IN_DATASETS and data.data_impl != "mmap" and _is_set(context, name):
             yield no_effect(f"{_AT}.{name}", _IMPL, f"with `data_impl: {data.data_impl}`")
         elif data.data_impl == "mmap" and in_chunks and _is_set(context, name):
             when = "with `respect_document_boundaries`: document chunks are shuffled individually, without an index"
             yield no_effect(f"{_AT}.{name}", f"{_AT}.respect_document_boundaries", when)
-    if data.data_impl in BUILT_IN and data.data_impl != "huggingface" and _is_set(context, "dataset_kwargs"):
+    if data.data_impl in BUILT_IN_DATASETS and data.data_impl != "huggingface" and _is_set(context, "dataset_kwargs"):
         yield no_effect(f"{_AT}.dataset_kwargs", _IMPL, f"with `data_impl: {data.data_impl}`, which has none")
     if model.family == "gpt" and data.eod_mask_loss and data.data_impl == "mock":
         yield no_effect(f"{_AT}.eod_mask_loss", _IMPL, "with `data_impl: mock`: random tokens have no documents")
@@ -187,7 +187,7 @@ def unused_data_settings(context: Facts) -> Iterator[Finding]:
             )
 
 
-def document_ends_need_eod_token(context: Facts) -> Iterator[Finding]:
+def document_ends_need_eod_token(context: RuleContext) -> Iterator[Finding]:
     """Keys that act at document ends need a tokenizer with an end-of-document token."""
     model = context.root.model
     data = model.data
@@ -202,7 +202,7 @@ def document_ends_need_eod_token(context: Facts) -> Iterator[Finding]:
             )
 
 
-def reset_position_ids_has_effect(context: Facts) -> Iterator[Finding]:
+def reset_position_ids_has_effect(context: RuleContext) -> Iterator[Finding]:
     """`reset_position_ids` acts only with position embeddings that depend on absolute positions."""
     model = context.root.model
     if isinstance(model, T5ModelBlock) or not model.data.reset_position_ids:
@@ -228,7 +228,7 @@ def reset_position_ids_has_effect(context: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_set(context: Facts, name: str) -> bool:
+def _is_set(context: RuleContext, name: str) -> bool:
     value = getattr(context.root.model.data, name)
     key = f"{_AT}.{name}"
     # A block appears in `own` by its keys.

@@ -6,33 +6,34 @@ from collections.abc import Iterator
 
 from ....kernels.attention.flags import KNOWN_FLAGS
 from ....models.config.key_block import Finding
-from ...utils.environment import environment_text
-from ...utils.redaction import has_user, is_ambiguous, is_secret
-from ..schema.key_index import show_value
+from ...utils.environment import format_variable
+from ...utils.redaction import has_user_info, is_ambiguous_secret, is_secret
+from ..schema.key_index import format_value
 from ..suggest import closest
-from .rule_context import Facts, Rule
+from .rule_context import Rule, RuleContext
 
 _SECRET_LENGTH = 16
 """Minimum length of an API key or token; most column names and special tokens are shorter."""
 
 
-def variable_names_are_valid(context: Facts) -> Iterator[Finding]:
+def variable_names_are_valid(context: RuleContext) -> Iterator[Finding]:
     """Names and values must be valid environment variables."""
     for name, value in context.root.env_vars.items():
-        if not name or "=" in name or "\0" in name or "\0" in environment_text(value):
+        if not name or "=" in name or "\0" in name or "\0" in format_variable(value):
             yield Finding(
                 "error",
                 (f"env_vars.{name}",),
-                f"`env_vars` ({show_value(name)}) must not be empty, and neither name nor value may hold a null byte, "
+                f"`env_vars` ({format_value(name)}) must not be empty, and neither name nor value may hold a "
+                "null byte, "
                 "nor the name a `=`",
                 "write env_vars.NAME=VALUE",
             )
 
 
-def env_vars_match_environment(context: Facts) -> Iterator[Finding]:
+def env_vars_match_environment(context: RuleContext) -> Iterator[Finding]:
     """`env_vars` must not conflict with the caller's environment."""
     for name, value in context.root.env_vars.items():
-        text = environment_text(value)
+        text = format_variable(value)
         exported = context.variables.get(name)
         if exported is not None and exported != text:
             yield Finding(
@@ -43,7 +44,7 @@ def env_vars_match_environment(context: Facts) -> Iterator[Finding]:
             )
 
 
-def nvte_flags_are_known(context: Facts) -> Iterator[Finding]:
+def nvte_flags_are_known(context: RuleContext) -> Iterator[Finding]:
     """Warn about unknown NVTE_* variables, which TransformerEngine ignores silently."""
     names = dict.fromkeys([*context.root.env_vars, *context.variables])
     for name in names:
@@ -53,7 +54,7 @@ def nvte_flags_are_known(context: Facts) -> Iterator[Finding]:
             yield Finding("warning", (where,), f"`{name}` is not a TransformerEngine flag known to stoker", near or "")
 
 
-def config_holds_no_secrets(context: Facts) -> Iterator[Finding]:
+def config_holds_no_secrets(context: RuleContext) -> Iterator[Finding]:
     """The configuration must hold no secrets: it is saved and logged, with `${oc.env:NAME}` unresolved."""
     variables, dataset = "env_vars", "model.data.dataset_kwargs"
     found = [(variables, name, value, is_secret(name)) for name, value in context.root.env_vars.items()]
@@ -77,11 +78,11 @@ def config_holds_no_secrets(context: Facts) -> Iterator[Finding]:
 def _is_secret_argument(name: str, value: object) -> bool:
     """Return True if a dataset argument looks like a secret; an ambiguous name (column, token) needs a long value."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-    if any(has_user(text) for text in texts):
+    if any(has_user_info(text) for text in texts):
         return True
     if not is_secret(name):
         return False
-    return not is_ambiguous(name) or any(len(text) >= _SECRET_LENGTH for text in texts)
+    return not is_ambiguous_secret(name) or any(len(text) >= _SECRET_LENGTH for text in texts)
 
 
 ENVIRONMENT_RULES: tuple[Rule, ...] = (

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from ....models.config.key_block import Finding
-from ...callbacks.preemption import seconds_of
-from ...utils.redaction import has_user
+from ...callbacks.preemption import parse_duration
+from ...utils.redaction import has_user_info
 from ..schema.exp_manager import TRAINING_METRICS, Metric
-from .rule_context import Facts, Rule, no_effect
+from .rule_context import Rule, RuleContext, no_effect
 
 _AT = "exp_manager"
 _CALLBACK = f"{_AT}.checkpoint_callback_params"
@@ -19,7 +19,7 @@ _STOPPING = f"{_AT}.early_stopping_callback_params"
 _MEMORY = "model.memory_profile"
 
 
-def settings_of_disabled_features(context: Facts) -> Iterator[Finding]:
+def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
     """Note settings of a disabled feature."""
     manager = context.root.exp_manager
     groups = (
@@ -55,7 +55,7 @@ def _differs(root: BaseModel, path: str) -> bool:
     return getattr(block, name) != type(block).model_fields[name].default
 
 
-def wandb_has_a_project(context: Facts) -> Iterator[Finding]:
+def wandb_has_a_project(context: RuleContext) -> Iterator[Finding]:
     """`create_wandb_logger` needs a project."""
     manager = context.root.exp_manager
     if manager.create_wandb_logger and manager.wandb_logger_kwargs.project is None:
@@ -67,13 +67,13 @@ def wandb_has_a_project(context: Facts) -> Iterator[Finding]:
         )
 
 
-def mlflow_settings_act(context: Facts) -> Iterator[Finding]:
+def mlflow_settings_act(context: RuleContext) -> Iterator[Finding]:
     """Check MLflow's tracking URI (no credentials) and settings without effect."""
     manager = context.root.exp_manager
     keys, at = manager.mlflow_logger_kwargs, f"{_AT}.mlflow_logger_kwargs"
     if not manager.create_mlflow_logger:
         return
-    if keys.tracking_uri is not None and has_user(keys.tracking_uri):
+    if keys.tracking_uri is not None and has_user_info(keys.tracking_uri):
         yield Finding(
             "error",
             (f"{at}.tracking_uri",),
@@ -89,7 +89,7 @@ def mlflow_settings_act(context: Facts) -> Iterator[Finding]:
                 yield no_effect(f"{at}.{name}", f"{at}.run_id", "with `run_id`, an existing run")
 
 
-def monitored_metrics_are_measured(context: Facts) -> Iterator[Finding]:
+def monitored_metrics_are_measured(context: RuleContext) -> Iterator[Finding]:
     """Metrics for early stopping and for ranking checkpoints must be measured during the run."""
     root, manager = context.root, context.root.exp_manager
     stopping = manager.early_stopping_callback_params
@@ -121,7 +121,7 @@ def monitored_metrics_are_measured(context: Facts) -> Iterator[Finding]:
         )
 
 
-def checkpoint_ranking_is_used(context: Facts) -> Iterator[Finding]:
+def checkpoint_ranking_is_used(context: RuleContext) -> Iterator[Finding]:
     """`monitor` and `mode` rank checkpoints only if `save_top_k` is positive; the table of a sweep uses them too."""
     params = context.root.exp_manager.checkpoint_callback_params
     if params.save_top_k > 0 or not context.root.exp_manager.create_checkpoint_callback:
@@ -139,7 +139,7 @@ def checkpoint_ranking_is_used(context: Facts) -> Iterator[Finding]:
             )
 
 
-def _never_measured(context: Facts, metric: Metric) -> tuple[str, str] | None:
+def _never_measured(context: RuleContext, metric: Metric) -> tuple[str, str] | None:
     """Return the key that prevents a metric from being measured and the reason, or None if it is measured."""
     if metric in TRAINING_METRICS:
         return None
@@ -150,7 +150,7 @@ def _never_measured(context: Facts, metric: Metric) -> tuple[str, str] | None:
     return None
 
 
-def ema_is_used(context: Facts) -> Iterator[Finding]:
+def ema_is_used(context: RuleContext) -> Iterator[Finding]:
     """Warn if the EMA is never used (no validation of it, no checkpoints) or never updated."""
     root, manager = context.root, context.root.exp_manager
     if not manager.ema.enable:
@@ -173,24 +173,24 @@ def ema_is_used(context: Facts) -> Iterator[Finding]:
         )
 
 
-def smaller_time_limit_applies(context: Facts) -> Iterator[Finding]:
+def smaller_time_limit_applies(context: RuleContext) -> Iterator[Finding]:
     """Of `trainer.max_time` and `exp_manager.max_time_per_run` the smaller applies."""
     first, second = context.root.trainer.max_time, context.root.exp_manager.max_time_per_run
     if first is None or second is None:
         return
     paths = ("trainer.max_time", f"{_AT}.max_time_per_run")
-    larger, smaller = paths if seconds_of(first) > seconds_of(second) else paths[::-1]
+    larger, smaller = paths if parse_duration(first) > parse_duration(second) else paths[::-1]
     yield no_effect(larger, smaller, f"with `{smaller.rpartition('.')[2]}`, which is not longer")
 
 
-def time_limits_are_positive(context: Facts) -> Iterator[Finding]:
+def time_limits_are_positive(context: RuleContext) -> Iterator[Finding]:
     """A time limit must be at least one second; with zero a run never makes a step, even when restarted."""
     root = context.root
     for path, limit in (
         ("trainer.max_time", root.trainer.max_time),
         (f"{_AT}.max_time_per_run", root.exp_manager.max_time_per_run),
     ):
-        if limit is not None and not seconds_of(limit):
+        if limit is not None and not parse_duration(limit):
             yield Finding(
                 "error",
                 (path,),
@@ -199,10 +199,10 @@ def time_limits_are_positive(context: Facts) -> Iterator[Finding]:
             )
 
 
-def save_interval_is_positive(context: Facts) -> Iterator[Finding]:
+def save_interval_is_positive(context: RuleContext) -> Iterator[Finding]:
     """`train_time_interval` must be at least one second; zero would save after every step."""
     interval = context.root.exp_manager.checkpoint_callback_params.train_time_interval
-    if interval is not None and not seconds_of(interval):
+    if interval is not None and not parse_duration(interval):
         yield Finding(
             "error",
             (f"{_CALLBACK}.train_time_interval",),
@@ -211,7 +211,7 @@ def save_interval_is_positive(context: Facts) -> Iterator[Finding]:
         )
 
 
-def copied_files_have_distinct_names(context: Facts) -> Iterator[Finding]:
+def copied_files_have_distinct_names(context: RuleContext) -> Iterator[Finding]:
     """`files_to_copy` must have distinct names: all go into one directory."""
     names = Counter(path.rstrip("/").rpartition("/")[2] for path in context.root.exp_manager.files_to_copy)
     duplicates = [name for name, count in names.items() if count > 1]
@@ -224,7 +224,7 @@ def copied_files_have_distinct_names(context: Facts) -> Iterator[Finding]:
         )
 
 
-def fast_dev_run_disables_features(context: Facts) -> Iterator[Finding]:
+def fast_dev_run_disables_features(context: RuleContext) -> Iterator[Finding]:
     """Note features that `fast_dev_run` disables: checkpoints, loggers and early stopping."""
     manager = context.root.exp_manager
     if not int(context.root.trainer.fast_dev_run):
@@ -246,7 +246,7 @@ def fast_dev_run_disables_features(context: Facts) -> Iterator[Finding]:
         )
 
 
-def profiled_steps_are_reached(context: Facts) -> Iterator[Finding]:
+def profiled_steps_are_reached(context: RuleContext) -> Iterator[Finding]:
     """Ranges of profiled steps must be valid and within the run."""
     trainer, memory = context.root.trainer, context.root.model.memory_profile
     path, limit = "trainer.profile_steps", "trainer.fast_dev_run" if int(trainer.fast_dev_run) else "trainer.max_steps"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ..data_task import task_name
-from ..prompt_template import template_of
-from ..schema.key_index import show_value
+from ..prompt_template import prompt_template_from_config
+from ..schema.key_index import format_value
 from ..schema.root import ModelBlock
 from ..schema.trainer_and_data import DataBlock, TrainSetBlock
-from .rule_context import Facts, Rule, no_effect
+from .rule_context import Rule, RuleContext, no_effect
 
 _AT = "model.data"
 _SET = f"{_AT}.train_ds"
@@ -22,7 +22,7 @@ _FIELD = re.compile(r"\{([^{}]+)\}")
 _PROMPT_KEYS = ("prompt_template", "truncation_field", "truncation_method", "add_bos", "add_eos")
 
 
-def each_split_has_files(context: Facts) -> Iterator[Finding]:
+def each_split_has_files(context: RuleContext) -> Iterator[Finding]:
     """`file_names` need `data_impl: jsonl`, one list per used split, no `path`, and matching sampling weights."""
     data = context.root.model.data
     files = data.train_ds.file_names
@@ -65,7 +65,7 @@ def each_split_has_files(context: Facts) -> Iterator[Finding]:
         yield Finding(
             "error",
             (f"{_SET}.concat_sampling_probabilities", _FILES),
-            f"`concat_sampling_probabilities` ({show_value(weights)}) must have one number per file, {len(paths)}",
+            f"`concat_sampling_probabilities` ({format_value(weights)}) must have one number per file, {len(paths)}",
             f"~{_SET}.concat_sampling_probabilities",
         )
     elif weights is not None and context.root.model.family != "gpt":
@@ -74,7 +74,7 @@ def each_split_has_files(context: Facts) -> Iterator[Finding]:
         )
 
 
-def chat_needs_gpt(context: Facts) -> Iterator[Finding]:
+def chat_needs_gpt(context: RuleContext) -> Iterator[Finding]:
     """Chats need `family: gpt` and JSON data; a chat template has no effect for other families."""
     model = context.root.model
     data = model.data
@@ -99,14 +99,14 @@ def chat_needs_gpt(context: Facts) -> Iterator[Finding]:
         )
 
 
-def prompt_template_is_valid(context: Facts) -> Iterator[Finding]:
+def prompt_template_is_valid(context: RuleContext) -> Iterator[Finding]:
     """The prompt template must end with the answer, and `truncation_field` must name its other fields."""
     data = context.root.model.data
     if task_name(context.root.model) != "sft" or data.chat or data.data_impl == "mock":
         return
     keys = (f"{_SET}.prompt_template", f"{_AT}.label_key")
     try:
-        template = template_of(data)
+        template = prompt_template_from_config(data)
     except ValueError as error:
         yield Finding("error", keys, f"`prompt_template` {error}", _template_with_answer_last(data))
         return
@@ -147,13 +147,13 @@ def _template_with_answer_last(data: DataBlock) -> str:
     if not answers and names[-1][1] == data.context_key:
         return f"{key}='{text} {{{label}}}'"
     last = answers[0] if answers else names[-1]
-    changes = [] if answers else [f"{_AT}.label_key={show_value(last[1])}"]
+    changes = [] if answers else [f"{_AT}.label_key={format_value(last[1])}"]
     if last.end() < len(text):
         changes.append(f"{key}='{text[: last.end()]}'")
     return " ".join(changes)
 
 
-def sft_needs_eos_token(context: Facts) -> Iterator[Finding]:
+def sft_needs_eos_token(context: RuleContext) -> Iterator[Finding]:
     """Supervised fine-tuning needs a tokenizer with an eos token; `char` has none and is built from plain text."""
     model = context.root.model
     if task_name(model) == "sft" and model.tokenizer.library == "char" and model.data.data_impl != "mock":
@@ -165,7 +165,7 @@ def sft_needs_eos_token(context: Facts) -> Iterator[Finding]:
         )
 
 
-def unused_prompt_settings(context: Facts) -> Iterator[Finding]:
+def unused_prompt_settings(context: RuleContext) -> Iterator[Finding]:
     """Warn about prompt settings that have no effect with another task, with chats or with mock data."""
     model = context.root.model
     data = model.data
@@ -192,7 +192,7 @@ def unused_prompt_settings(context: Facts) -> Iterator[Finding]:
         yield no_effect("model.answer_only_loss", f"{_AT}.data_impl", "with `data_impl: mock`")
 
 
-def _is_set(context: Facts, name: str) -> bool:
+def _is_set(context: RuleContext, name: str) -> bool:
     default = TrainSetBlock.model_fields[name].default
     return f"{_SET}.{name}" in context.own and getattr(context.root.model.data.train_ds, name) != default
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.family_rules import stacks_of_keys
+from ....models.config.family_rules import keys_by_stack
 from ....models.config.key_block import Finding
-from ....models.config.memory_slice import OffloadSlice, modules_of, offload_slice, whole_layers
-from .rule_context import Facts, Rule, no_effect, processes
+from ....models.config.memory_slice import OffloadSlice, full_recompute_layers, offload_slice, selected_modules
+from .rule_context import Rule, RuleContext, no_effect, processes
 
 _HOST_MEMORY_ACCELERATORS = ("cpu", "mps")
 """Accelerators that use host memory."""
 
 
-def _offload_slices(context: Facts) -> Iterator[tuple[str, OffloadSlice]]:
+def _offload_slices(context: RuleContext) -> Iterator[tuple[str, OffloadSlice]]:
     """Yield the key prefix and the offload settings of each stack that offloads."""
-    for at, stack in stacks_of_keys(context.root.model).items():
+    for at, stack in keys_by_stack(context.root.model).items():
         if (offload := offload_slice(stack)) is not None:
             yield f"model.{at}", offload
 
 
-def offloading_needs_cuda(context: Facts) -> Iterator[Finding]:
+def offloading_needs_cuda(context: RuleContext) -> Iterator[Finding]:
     """Offloading has no effect on CPU and MPS; `accelerator: auto` is checked when the run starts."""
     accelerator = context.root.trainer.accelerator
     if accelerator in _HOST_MEMORY_ACCELERATORS:
@@ -29,15 +29,15 @@ def offloading_needs_cuda(context: Facts) -> Iterator[Finding]:
             yield no_effect(f"{at}cpu_offloading", "trainer.accelerator", when)
 
 
-def recompute_with_offloading(context: Facts) -> Iterator[Finding]:
+def recompute_with_offloading(context: RuleContext) -> Iterator[Finding]:
     """Note that recompute and offloading are combined, which Megatron does not allow."""
     if context.root.trainer.accelerator in _HOST_MEMORY_ACCELERATORS:
         return
-    stacks = stacks_of_keys(context.root.model)
+    stacks = keys_by_stack(context.root.model)
     for path, offload in _offload_slices(context):
         keys = stacks[path.removeprefix("model.")]
-        chunk, whole = whole_layers(keys)
-        if not offload.activations or not (whole or modules_of(keys)):
+        chunk, whole = full_recompute_layers(keys)
+        if not offload.activations or not (whole or selected_modules(keys)):
             continue
         names = ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute")
         recomputed = next(name for name in names if getattr(keys, name))
@@ -50,7 +50,7 @@ def recompute_with_offloading(context: Facts) -> Iterator[Finding]:
         )
 
 
-def offloaded_weights_are_not_sharded(context: Facts) -> Iterator[Finding]:
+def offloaded_weights_are_not_sharded(context: RuleContext) -> Iterator[Finding]:
     """Weight offloading and FSDP2 exclude each other: FSDP2 manages the storage of its sharded parameters."""
     if not context.root.model.fsdp or processes(context) == 1:
         return
@@ -64,7 +64,7 @@ def offloaded_weights_are_not_sharded(context: Facts) -> Iterator[Finding]:
             )
 
 
-def cuda_graph_excludes_offloading(context: Facts) -> Iterator[Finding]:
+def cuda_graph_excludes_offloading(context: RuleContext) -> Iterator[Finding]:
     """Offloading saves nothing with CUDA graphs, which keep a private memory pool."""
     if not context.root.model.enable_cuda_graph:
         return

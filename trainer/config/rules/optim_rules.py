@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from ....models.config.key_block import Finding
 from ...utils.text import counted
-from ..lr_schedule import SCHEDULES, steps_of
+from ..lr_schedule import SCHEDULES, resolve_steps
 from ..schema.optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
 from .rule_context import no_effect
 
@@ -23,7 +23,7 @@ class OptimContext:
 
     Attributes:
         optim: the typed keys.
-        own: paths set by the user, not by a packaged file.
+        set_by_user: paths set by the user, not by a packaged file.
         max_steps: `trainer.max_steps`.
     """
 
@@ -168,7 +168,7 @@ def schedule_has_required_keys(context: OptimContext) -> Iterator[Finding]:
             "`NoamAnnealing` divides by the square root of `d_model`, which is not set",
             f"{_SCHED}.d_model='${{model.hidden_size}}'",
         )
-    if name == "NoamHoldAnnealing" and not steps_of(sched.warmup_steps, sched.warmup_ratio, context.length):
+    if name == "NoamHoldAnnealing" and not resolve_steps(sched.warmup_steps, sched.warmup_ratio, context.length):
         yield Finding(
             "error",
             (f"{_SCHED}.warmup_steps", f"{_SCHED}.name"),
@@ -176,7 +176,7 @@ def schedule_has_required_keys(context: OptimContext) -> Iterator[Finding]:
             f"{_SCHED}.warmup_steps={max(1, context.length // 10)}",
         )
     if name == "T5InverseSquareRootAnnealing":
-        constant = steps_of(sched.constant_steps, sched.constant_ratio, context.length)
+        constant = resolve_steps(sched.constant_steps, sched.constant_ratio, context.length)
         if not constant:
             yield Finding(
                 "error",
@@ -195,7 +195,9 @@ def schedule_phases_fit(context: OptimContext) -> Iterator[Finding]:
     steps_of_phase: dict[str, int] = {}
     for name in phases:
         if f"{name}_steps" in acting and not (name == "hold" and sched.name == "WarmupHoldPolicy"):
-            steps_of_phase[name] = steps_of(getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio"), total)
+            steps_of_phase[name] = resolve_steps(
+                getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio"), total
+            )
     taken = sum(steps_of_phase.values())
     if taken and taken >= total:
         first = next(name for name, steps in steps_of_phase.items() if steps)
@@ -237,14 +239,14 @@ RULES: tuple[Callable[[OptimContext], Iterator[Finding]], ...] = (
 )
 
 
-def optim_rules(optim: OptimBlock, own: frozenset[str], max_steps: int) -> Iterator[Finding]:
+def optim_rules(optim: OptimBlock, set_by_user: frozenset[str], max_steps: int) -> Iterator[Finding]:
     """Check all rules of `model.optim`.
 
     Args:
         optim: the typed keys.
-        own: paths set by the user, not by a packaged file.
+        set_by_user: paths set by the user, not by a packaged file.
         max_steps: `trainer.max_steps`.
     """
-    context = OptimContext(optim, own, max_steps)
+    context = OptimContext(optim, set_by_user, max_steps)
     for rule in RULES:
         yield from rule(context)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.family_rules import stacks_of_keys
+from ....models.config.family_rules import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.config.moe_slice import moe_slice
 from ....models.config.peft_slice import SelectiveSlice, peft_slice
-from ....models.config.position_slices import BOUNDED
+from ....models.config.position_slices import BOUNDED_POSITION_TYPES
 from ..data_task import task_name
 from ..schema.root import T5ModelBlock
-from .rule_context import Facts, Rule, no_effect
+from .rule_context import Rule, RuleContext, no_effect
 
 _AT = "model.peft"
 _SCHEME = f"{_AT}.peft_scheme"
@@ -24,7 +24,7 @@ _BLOCKS = {
 }
 
 
-def unused_scheme_settings(context: Facts) -> Iterator[Finding]:
+def unused_scheme_settings(context: RuleContext) -> Iterator[Finding]:
     """Warn about settings of a scheme that is not the chosen one."""
     scheme = context.root.model.peft.peft_scheme
     for name, block in _BLOCKS.items():
@@ -38,7 +38,7 @@ def unused_scheme_settings(context: Facts) -> Iterator[Finding]:
             )
 
 
-def restored_adapter_needs_scheme(context: Facts) -> Iterator[Finding]:
+def restored_adapter_needs_scheme(context: RuleContext) -> Iterator[Finding]:
     """`peft.restore_from_path` needs the scheme of the adapter."""
     peft = context.root.model.peft
     if peft.restore_from_path is not None and not peft.is_on:
@@ -50,7 +50,7 @@ def restored_adapter_needs_scheme(context: Facts) -> Iterator[Finding]:
         )
 
 
-def frozen_weights_are_pretrained(context: Facts) -> Iterator[Finding]:
+def frozen_weights_are_pretrained(context: RuleContext) -> Iterator[Finding]:
     """Frozen weights should be pretrained, except with mock data (for benchmarks)."""
     model = context.root.model
     if model.peft.is_on and model.restore_from_path is None and model.data.data_impl != "mock":
@@ -62,7 +62,7 @@ def frozen_weights_are_pretrained(context: Facts) -> Iterator[Finding]:
         )
 
 
-def adapter_init_settings_act(context: Facts) -> Iterator[Finding]:
+def adapter_init_settings_act(context: RuleContext) -> Iterator[Finding]:
     """Initialization settings have no effect with `peft.restore_from_path`, which must hold every parameter."""
     peft = context.root.model.peft
     block = _BLOCKS.get(peft.peft_scheme or "", "")
@@ -76,10 +76,10 @@ def adapter_init_settings_act(context: Facts) -> Iterator[Finding]:
             yield no_effect(path, f"{_AT}.restore_from_path", when)
 
 
-def layer_selection_is_valid(context: Facts) -> Iterator[Finding]:
+def layer_selection_is_valid(context: RuleContext) -> Iterator[Finding]:
     """`layer_selection` must not exceed the number of layers (counted from 1)."""
     model = context.root.model
-    most = max(stack.num_layers for stack in stacks_of_keys(model).values())
+    most = max(stack.num_layers for stack in keys_by_stack(model).values())
     block = _BLOCKS.get(model.peft.peft_scheme or "", "")
     chosen = getattr(getattr(model.peft, block, None), "layer_selection", None)
     beyond = [number for number in chosen or () if number > most]
@@ -89,12 +89,12 @@ def layer_selection_is_valid(context: Facts) -> Iterator[Finding]:
         yield Finding("error", (path,), rule, f"{path}={sorted(set(chosen or ()) - set(beyond)) or [most]}")
 
 
-def ia3_excludes_experts(context: Facts) -> Iterator[Finding]:
+def ia3_excludes_experts(context: RuleContext) -> Iterator[Finding]:
     """IA3 does not support experts: it scales inner MLP activations, which the fused expert kernels do not expose."""
     model = context.root.model
     if model.peft.peft_scheme != "ia3":
         return
-    for at, stack in stacks_of_keys(model).items():
+    for at, stack in keys_by_stack(model).items():
         experts = stack.num_moe_experts
         if experts is not None and (experts > 1 or not isinstance(model, T5ModelBlock)):
             key = f"model.{at}num_moe_experts"
@@ -102,14 +102,14 @@ def ia3_excludes_experts(context: Facts) -> Iterator[Finding]:
             yield Finding("error", (_SCHEME, key), rule, f"{_SCHEME}=lora")
 
 
-def expert_bias_needs_trained_router(context: Facts) -> Iterator[Finding]:
+def expert_bias_needs_trained_router(context: RuleContext) -> Iterator[Finding]:
     """The expert bias of the router is updated only if the router is trained; with a frozen router it stays fixed."""
     model = context.root.model
     peft = peft_slice(model.peft)
     if peft is None:
         return
     names = peft.names if isinstance(peft, SelectiveSlice) else ()
-    for at, stack in stacks_of_keys(model).items():
+    for at, stack in keys_by_stack(model).items():
         moe = moe_slice(stack, of_t5=isinstance(model, T5ModelBlock))
         if moe is None or moe.bias_update_rate is None:
             continue
@@ -125,7 +125,7 @@ def expert_bias_needs_trained_router(context: Facts) -> Iterator[Finding]:
                 yield no_effect(path, _SCHEME, f"with `peft_scheme` ({model.peft.peft_scheme}), which trains no router")
 
 
-def selective_needs_parameter_names(context: Facts) -> Iterator[Finding]:
+def selective_needs_parameter_names(context: RuleContext) -> Iterator[Finding]:
     """`peft_scheme: selective` needs the names of the parameters to train."""
     peft = context.root.model.peft
     path = f"{_AT}.selective_tuning.tunable_base_param_names"
@@ -134,7 +134,7 @@ def selective_needs_parameter_names(context: Facts) -> Iterator[Finding]:
         yield Finding("error", (path, _SCHEME), rule, f"{path}=[attention.qkv]")
 
 
-def virtual_tokens_fit(context: Facts) -> Iterator[Finding]:
+def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
     """P-tuning needs unpacked sequences, a GPT or T5, and positions for its virtual tokens."""
     model = context.root.model
     if model.peft.peft_scheme != "ptuning":
@@ -153,8 +153,10 @@ def virtual_tokens_fit(context: Facts) -> Iterator[Finding]:
             "error", (_SCHEME, "model.family"), "`peft_scheme` (ptuning) supports gpt and t5 only", f"{_SCHEME}=lora"
         )
         return
-    stack = next(iter(stacks_of_keys(model).values()))
-    if stack.position_embedding_type not in BOUNDED and not stack.position_embedding_type.startswith("learned_"):
+    stack = next(iter(keys_by_stack(model).values()))
+    if stack.position_embedding_type not in BOUNDED_POSITION_TYPES and not stack.position_embedding_type.startswith(
+        "learned_"
+    ):
         return
     length = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
     positions = max(model.max_position_embeddings or 0, length)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ....models.config.model_rules import divisors
-from .rule_context import Facts, Rule, is_fp32_for_the_host, no_effect, processes
+from .rule_context import Rule, RuleContext, defaults_to_fp32, no_effect, processes
 
-PARALLEL_SIZES = frozenset(
+PARALLEL_SIZE_KEYS = frozenset(
     f"model.{kind}_parallel_size"
     for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 )
 """NeMo's model-parallel sizes. Values other than 1 are refused; they would reduce the data-parallel size."""
 
 
-def mps_uses_one_process(context: Facts) -> Iterator[Finding]:
+def mps_uses_one_process(context: RuleContext) -> Iterator[Finding]:
     """MPS supports one process: a machine has one GPU and no collective communication."""
     trainer = context.root.trainer
     if trainer.accelerator == "mps" and processes(context) > 1:
@@ -27,7 +27,7 @@ def mps_uses_one_process(context: Facts) -> Iterator[Finding]:
         )
 
 
-def cuda_graph_uses_one_gpu(context: Facts) -> Iterator[Finding]:
+def cuda_graph_uses_one_gpu(context: RuleContext) -> Iterator[Finding]:
     """CUDA graphs need a CUDA device and one process."""
     trainer, model = context.root.trainer, context.root.model
     key = "model.enable_cuda_graph"
@@ -41,7 +41,7 @@ def cuda_graph_uses_one_gpu(context: Facts) -> Iterator[Finding]:
         yield Finding("error", (key, "trainer.devices"), message, f"{key}=False")
 
 
-def distributed_keys_need_processes(context: Facts) -> Iterator[Finding]:
+def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
     """Check FSDP settings, and warn about distributed settings without effect."""
     model, trainer = context.root.model, context.root.trainer
     world = processes(context)
@@ -81,12 +81,12 @@ def distributed_keys_need_processes(context: Facts) -> Iterator[Finding]:
         if path in context.given and not several:
             yield no_effect(path, "trainer.devices", "with one process")
     bf16_weights = trainer.precision == "bf16-true" or (trainer.precision in (None, "bf16") and model.megatron_amp_O2)
-    if reduce in context.given and several and (is_fp32_for_the_host(context) or not bf16_weights):
+    if reduce in context.given and several and (defaults_to_fp32(context) or not bf16_weights):
         when = "with weights that are not bf16: gradients are reduced in their own dtype"
         yield no_effect(reduce, "trainer.precision", when)
 
 
-def rampup_batch_size_divides(context: Facts) -> Iterator[Finding]:
+def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     """`rampup_batch_size` must consist of whole micro batches on every process and reach `global_batch_size`."""
     model = context.root.model
     if not model.rampup_batch_size:
@@ -119,7 +119,7 @@ def rampup_batch_size_divides(context: Facts) -> Iterator[Finding]:
             )
 
 
-def batch_sizes_divide(context: Facts) -> Iterator[Finding]:
+def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:
     """`global_batch_size` must be a multiple of `micro_batch_size` times the number of devices."""
     model = context.root.model
     devices = processes(context)

@@ -10,7 +10,7 @@ from ..schema.root import RootBlock
 
 
 @dataclass(frozen=True)
-class Facts:
+class RuleContext:
     """Input of a cross-field rule.
 
     Attributes:
@@ -28,16 +28,16 @@ class Facts:
     from_environment: frozenset[str] = frozenset()
 
 
-Rule = Callable[[Facts], Iterator[Finding]]
+Rule = Callable[[RuleContext], Iterator[Finding]]
 
 
-def processes(context: Facts) -> int:
+def processes(context: RuleContext) -> int:
     """Return the number of processes; `devices: auto` counts as one until the run starts."""
     trainer = context.root.trainer
     return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
 
 
-def is_fp32_for_the_host(context: Facts) -> bool:
+def defaults_to_fp32(context: RuleContext) -> bool:
     """Return True if `precision: null` means 32, as on CPU and MPS."""
     trainer = context.root.trainer
     return trainer.precision is None and trainer.accelerator in ("cpu", "mps")

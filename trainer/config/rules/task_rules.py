@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ...plugins.datasets import BUILT_IN, PAIR_SOURCES
-from ..data_task import Task, task_name, task_of
+from ...plugins.datasets import BUILT_IN_DATASETS, PAIR_SOURCES
+from ..data_task import Task, task_from_config, task_name
 from ..schema.trainer_and_data import DataBlock
-from ..span_lengths import cut_mean, noise_counts
-from .rule_context import Facts, Rule, no_effect
+from ..span_lengths import clipped_geometric_mean, noise_counts
+from .rule_context import Rule, RuleContext, no_effect
 
 _AT = "model.data"
 _TYPE = f"{_AT}.dataset_type"
@@ -23,7 +23,7 @@ _NGRAM_KEYS = ("max_ngram_size", "whole_word_masking", "favor_longer_ngrams")
 _SPAN_SAMPLING_KEYS = ("geometric_dist", "respect_document_boundaries", "short_seq_prob", "packed_sequence")
 
 
-def family_supports_task(context: Facts) -> Iterator[Finding]:
+def family_supports_task(context: RuleContext) -> Iterator[Finding]:
     """Each model family supports certain tasks."""
     model = context.root.model
     possible = _TASKS_OF_FAMILY[model.family]
@@ -38,7 +38,7 @@ def family_supports_task(context: Facts) -> Iterator[Finding]:
         )
 
 
-def pair_data_matches_task(context: Facts) -> Iterator[Finding]:
+def pair_data_matches_task(context: RuleContext) -> Iterator[Finding]:
     """`seq2seq` and `sft` need pairs (or mock data); other tasks do not support pairs."""
     model = context.root.model
     source, name = model.data.data_impl, task_name(model)
@@ -63,7 +63,7 @@ def pair_data_matches_task(context: Facts) -> Iterator[Finding]:
         )
 
 
-def sequence_lengths_fit(context: Facts) -> Iterator[Finding]:
+def sequence_lengths_fit(context: RuleContext) -> Iterator[Finding]:
     """Encoder and decoder lengths must fit the masked spans of the task."""
     model = context.root.model
     data = model.data
@@ -71,7 +71,7 @@ def sequence_lengths_fit(context: Facts) -> Iterator[Finding]:
         return
     keys = (f"{_AT}.seq_length_dec", f"{_AT}.masked_lm_prob", f"{_AT}.mean_ngram_size")
     try:
-        task = task_of(context.root)
+        task = task_from_config(context.root)
     except ValueError as error:
         needed = str(error).rpartition("at least ")[2]
         if "`decoder_length`" in str(error):
@@ -101,7 +101,7 @@ def sequence_lengths_fit(context: Facts) -> Iterator[Finding]:
     shortest = 1
     if task.name == "t5" and task.corruption is not None and task.window > 1:
         shortest = noise_counts(task.window, task.corruption)[0] + 2  # plus a sentinel and eos
-    if task.has_two_sides and task.decoder_length < shortest:
+    if task.is_encoder_decoder and task.decoder_length < shortest:
         yield Finding(
             "error",
             keys[:2],
@@ -115,14 +115,14 @@ def sequence_lengths_fit(context: Facts) -> Iterator[Finding]:
         )
 
 
-def span_truncation_keeps_mean(context: Facts) -> Iterator[Finding]:
+def span_truncation_keeps_mean(context: RuleContext) -> Iterator[Finding]:
     """Report if truncation at `max_ngram_size` lowers the mean span length by more than 10 %."""
     data, name = context.root.model.data, task_name(context.root.model)
     mean, longest = data.mean_ngram_size, data.max_ngram_size
     samples_spans = name == "bert" or (name == "t5" and data.data_impl != "mock")
     if not samples_spans or not data.geometric_dist or mean is None or mean == 1:
         return
-    truncated_mean = cut_mean(mean, longest)
+    truncated_mean = clipped_geometric_mean(mean, longest)
     if truncated_mean < 0.9 * mean:
         enough = math.ceil(math.log(0.1, 1 - 1 / mean))
         path = f"{_AT}.max_ngram_size"
@@ -135,14 +135,14 @@ def span_truncation_keeps_mean(context: Facts) -> Iterator[Finding]:
         )
 
 
-def _exact_decoder_length(context: Facts) -> int:
+def _exact_decoder_length(context: RuleContext) -> int:
     """Return the number of decoder tokens that T5's span corruption needs."""
     data = context.root.model.data.model_copy(update={"seq_length_dec": None})
     model = context.root.model.model_copy(update={"data": data})
-    return task_of(context.root.model_copy(update={"model": model})).decoder_length
+    return task_from_config(context.root.model_copy(update={"model": model})).decoder_length
 
 
-def sentinels_suffice(context: Facts) -> Iterator[Finding]:
+def sentinels_suffice(context: RuleContext) -> Iterator[Finding]:
     """Every masked span needs its own sentinel."""
     model = context.root.model
     count, library = model.tokenizer.num_sentinel_tokens, model.tokenizer.library
@@ -176,7 +176,7 @@ def sentinels_suffice(context: Facts) -> Iterator[Finding]:
         )
 
 
-def mask_token_needs_bert(context: Facts) -> Iterator[Finding]:
+def mask_token_needs_bert(context: RuleContext) -> Iterator[Finding]:
     """`mask_token` acts only in BERT."""
     model = context.root.model
     if model.tokenizer.special_tokens.mask_token is not None and model.family != "bert":
@@ -189,14 +189,14 @@ def mask_token_needs_bert(context: Facts) -> Iterator[Finding]:
         )
 
 
-def _task(context: Facts) -> Task | None:
+def _task(context: RuleContext) -> Task | None:
     try:
-        return task_of(context.root)
+        return task_from_config(context.root)
     except ValueError:
         return None
 
 
-def unused_task_keys(context: Facts) -> Iterator[Finding]:
+def unused_task_keys(context: RuleContext) -> Iterator[Finding]:
     """Warn about keys of another task or another way of sampling spans."""
     data = context.root.model.data
     for key, why in _unused_keys(context).items():
@@ -205,7 +205,7 @@ def unused_task_keys(context: Facts) -> Iterator[Finding]:
             yield no_effect(path, _TYPE, why)
 
 
-def _unused_keys(context: Facts) -> dict[str, str]:
+def _unused_keys(context: RuleContext) -> dict[str, str]:
     """Return the keys of `model.data` that have no effect, with the condition."""
     model = context.root.model
     data, name = model.data, task_name(model)
@@ -243,10 +243,10 @@ def _unused_keys(context: Facts) -> dict[str, str]:
     return unused
 
 
-def document_boundaries_are_available(context: Facts) -> Iterator[Finding]:
+def document_boundaries_are_available(context: RuleContext) -> Iterator[Finding]:
     """`respect_document_boundaries` is not supported with datasets of other packages, which yield token windows."""
     data = context.root.model.data
-    is_built_in = data.data_impl in BUILT_IN
+    is_built_in = data.data_impl in BUILT_IN_DATASETS
     if data.respect_document_boundaries and not is_built_in and task_name(context.root.model) == "t5":
         yield Finding(
             "error",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ....models.config.key_block import Finding
-from .rule_context import Facts, Rule, no_effect
+from .rule_context import Rule, RuleContext, no_effect
 
 
-def tokenizer_needs_text_data(context: Facts) -> Iterator[Finding]:
+def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
     """The tokenizer has no effect with mock data."""
     model = context.root.model
     library = model.tokenizer.library
@@ -32,7 +32,7 @@ _TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
 """Libraries for which each key of `model.tokenizer` acts."""
 
 
-def tokenizer_files_are_given(context: Facts) -> Iterator[Finding]:
+def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
     """Each library needs its own files; other keys have no effect."""
     keys = context.root.model.tokenizer
     at, library = "model.tokenizer", keys.library

@@ -20,7 +20,7 @@ _METRIC_ALIASES = {"reduced_train_loss": "loss", "train_loss": "loss", "validati
 TRAINING_METRICS = frozenset({"loss", "grad_norm", "reduced_train_loss", "train_loss"})
 
 
-def logged_name(metric: Metric) -> str:
+def canonical_metric_name(metric: Metric) -> str:
     """Return the name under which a metric is logged; NeMo and Lightning use aliases of `loss` and `val_loss`."""
     return _METRIC_ALIASES.get(metric, metric)
 

@@ -22,7 +22,7 @@ from .root import MODEL_BLOCKS, RootBlock
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SchemaKey:
     """One key that acts.
 
     Attributes:
@@ -47,7 +47,7 @@ class Key:
 
 
 @cache
-def schema_keys(family: Family = "gpt") -> Mapping[str, Key]:
+def schema_keys(family: Family = "gpt") -> Mapping[str, SchemaKey]:
     """Return every leaf of a family's schema by path, in schema order."""
     return MappingProxyType({key.path: key for key in _walk(RootBlock, "", _defaults(family))})
 
@@ -58,7 +58,7 @@ def schema_blocks(family: Family = "gpt") -> Mapping[str, str]:
     return MappingProxyType(dict(_blocks(RootBlock, "", _defaults(family))))
 
 
-def key_of_any_family(path: str) -> Key | None:
+def find_key(path: str) -> SchemaKey | None:
     """Return the key at `path` in the first family that has it, GPT first; for use before the family is known."""
     return next((keys[path] for keys in map(schema_keys, FAMILIES) if path in keys), None)
 
@@ -69,7 +69,7 @@ STACKS: Mapping[Family, tuple[str, ...]] = MappingProxyType(
 """The blocks of each family that hold the keys of a stack."""
 
 
-def plain_path(path: str) -> str:
+def without_stack(path: str) -> str:
     """Return a path below a T5 stack as in a family with one stack: `model.encoder.bias` becomes `model.bias`."""
     for stack in STACKS["t5"]:
         if path.startswith(f"{stack}."):
@@ -82,7 +82,7 @@ def defaults_tree(family: Family = "gpt") -> Tree:
     return _defaults(family).model_dump(mode="python")
 
 
-def open_block_of(path: str) -> str | None:
+def enclosing_open_block(path: str) -> str | None:
     """Return the open block that contains `path` (`env_vars.NVTE_FLASH_ATTN`: `env_vars`), or None."""
     parent, _, _ = path.rpartition(".")
     key = schema_keys().get(parent)
@@ -93,7 +93,7 @@ def _defaults(family: Family) -> RootBlock:
     return RootBlock(model=MODEL_BLOCKS[family].model_validate({}))
 
 
-def _walk(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[Key]:
+def _walk(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[SchemaKey]:
     for name, field in block.model_fields.items():
         path = join(parent, name)
         default = getattr(defaults, name)
@@ -112,14 +112,14 @@ def _blocks(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterato
             yield from _blocks(type(default), path, default)
 
 
-def _key(path: str, field: FieldInfo, default: Any) -> Key:
+def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:
     extra = field.json_schema_extra
     annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     members = _members(annotation)
     choices = tuple(value for member in members if get_origin(member) is Literal for value in get_args(member))
     only_choices = all(get_origin(member) is Literal or member is types.NoneType for member in members)
     kinds = {member for member in map(_unannotated, members) if member is not types.NoneType}
-    return Key(
+    return SchemaKey(
         path=path,
         default=default,
         meaning=_one_line(field.description),
@@ -164,7 +164,7 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
     bare = _unannotated(annotation)
     if get_origin(bare) is Literal:
-        values = [show_value(value) for value in get_args(bare)]
+        values = [format_value(value) for value in get_args(bare)]
         return values[0] if len(values) == 1 else "one of " + ", ".join(values)
     if get_origin(bare) is list:
         bounds = _bounds(annotation)
@@ -204,7 +204,7 @@ def _bounds(annotation: Any) -> dict[str, Any]:
     return found
 
 
-def show_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value in YAML notation on one line."""
     match value:
         case None:
@@ -225,7 +225,7 @@ def show_value(value: Any) -> str:
 
 def _show_item(value: Any) -> str:
     """Return a value for a list or block on one line, where commas and brackets need quotes."""
-    text = show_value(value)
+    text = format_value(value)
     return _quoted(value) if isinstance(value, str) and text == value and set(",[]{}:") & set(text) else text
 
 

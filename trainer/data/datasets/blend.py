@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .samples import Batch, Samples, positions_of
-from .seq2seq import FieldSamples, NamedTensors
+from .samples import Batch, Samples, position_range
+from .seq2seq import DictSamples, TensorBatch
 
 MAX_PERIOD = 1_000_000
 """Weights with a longer exact period are rounded to millionths of their sum."""
-MAX_SETS = 10_000
+MAX_DATASETS = 10_000
 
 
-class Interleave:
+class BlendSchedule:
     """Map the position of a sample to a dataset and the position there, in constant time.
 
     Args:
@@ -43,8 +43,8 @@ class Interleave:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        if not 1 <= len(weights) <= MAX_SETS:
-            raise ValueError(f"`weights` ({len(weights)}) must be 1 to {MAX_SETS} numbers")
+        if not 1 <= len(weights) <= MAX_DATASETS:
+            raise ValueError(f"`weights` ({len(weights)}) must be 1 to {MAX_DATASETS} numbers")
         for weight in weights:
             if not (math.isfinite(weight) and weight > 0):
                 raise ValueError(f"`weights` ({weight}) must be positive and finite; remove a dataset of weight 0")
@@ -61,7 +61,7 @@ class Interleave:
         Returns:
             The dataset of each sample, int64 [count], and its position in that dataset, int64 [count].
         """
-        periods, offsets = np.divmod(positions_of(first, count), self.period)
+        periods, offsets = np.divmod(position_range(first, count), self.period)
         sets = self._sets[offsets].astype(np.int64)
         return sets, periods * self._counts[sets] + self._occurrence_ranks[offsets]
 
@@ -71,7 +71,7 @@ class BlendedSamples:
 
     Args:
         parts: the endless samples of each dataset, of one sequence length.
-        weights: one per dataset; see `Interleave`.
+        weights: one per dataset; see `BlendSchedule`.
 
     Attributes:
         sequence_length: S, tokens in a sample.
@@ -88,7 +88,7 @@ class BlendedSamples:
         if len(lengths) != 1:
             raise ValueError(f"`parts` must have one sequence length, not {sorted(lengths)}")
         self.parts = tuple(parts)
-        self.interleave = Interleave(weights)
+        self.interleave = BlendSchedule(weights)
         self.sequence_length = lengths.pop()
         self.samples = sum(part.samples for part in parts)
 
@@ -100,21 +100,21 @@ class BlendedSamples:
         return Batch(tokens, labels)
 
 
-class BlendedFields:
+class BlendedDictSamples:
     """`BlendedSamples` for samples whose batches are dicts of tensors, with the same keys.
 
     Args:
         parts: the endless samples of each dataset.
-        weights: one per dataset; see `Interleave`.
+        weights: one per dataset; see `BlendSchedule`.
     """
 
-    def __init__(self, parts: Sequence[FieldSamples], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[DictSamples], weights: Sequence[float]) -> None:
         self.parts = tuple(parts)
-        self.interleave = Interleave(weights)
+        self.interleave = BlendSchedule(weights)
         self.sequence_length = parts[0].sequence_length
         self.samples = sum(part.samples for part in parts)
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
         batches, order = _read_datasets(self.parts, self.interleave, first, count)
         return {name: torch.cat([batch[name] for batch in batches])[order] for name in batches[0]}
@@ -128,7 +128,7 @@ class _Part(Protocol[BatchT]):
 
 
 def _read_datasets(
-    parts: Sequence[_Part[BatchT]], interleave: Interleave, first: int, count: int
+    parts: Sequence[_Part[BatchT]], interleave: BlendSchedule, first: int, count: int
 ) -> tuple[list[BatchT], Tensor]:
     """Return one batch per dataset, and the index that restores the order of the samples."""
     sets, positions = interleave.at(first, count)

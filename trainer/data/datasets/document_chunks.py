@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..tasks.span_corruption import Corruptor
+from ..tasks.span_corruption import SpanCorruptor
 from .samples import philox
 from .seq2seq import Pair
 
@@ -25,7 +25,7 @@ class Documents(Protocol):
         ...
 
 
-class TokenDocuments:
+class InMemoryDocuments:
     """Documents in memory.
 
     Args:
@@ -44,7 +44,7 @@ class TokenDocuments:
         return self._documents[document][begin:end]
 
 
-class CorruptedPieces:
+class CorruptedChunks:
     """Span-corrupted chunks of documents; implements `Pairs`.
 
     A document is cut into chunks of `max_length` tokens and a remainder. With probability `short_seq_prob`, a chunk has
@@ -58,7 +58,7 @@ class CorruptedPieces:
     """
 
     def __init__(
-        self, documents: Documents, corruptor: Corruptor, max_length: int, short_seq_prob: float = 0.0
+        self, documents: Documents, corruptor: SpanCorruptor, max_length: int, short_seq_prob: float = 0.0
     ) -> None:
         self.documents = documents
         self.corruptor = corruptor

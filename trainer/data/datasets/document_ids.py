@@ -29,7 +29,7 @@ def document_numbers(tokens: Tensor, eos_id: int) -> Tensor:
     return ends.cumsum(dim=1, dtype=torch.int32) - ends
 
 
-class NumberedDocuments:
+class DocumentIdSamples:
     """Samples with the document index of each token in `Batch.documents`.
 
     Only the tokens are inspected, so it works for samples of any source that ends documents with an EOS token.

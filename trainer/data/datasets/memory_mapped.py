@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from ...utils.errors import UserError
 from ..sources.index_cache import Arrays, IndexCache
 from ..sources.indexed_tokens import IndexedReader
-from .samples import IGNORED_LABEL, Batch, philox, positions_of, shifted
-from .shuffle import in_order, shuffled
+from .samples import IGNORE_INDEX, Batch, philox, position_range, shifted
+from .shuffle import sequential_indices, shuffled_indices
 
 _EPOCHS_KEPT = 2
 """A sample at the end of an epoch continues in the next."""
 
 
-class TokenRange:
+class DocumentRange:
     """Documents `first` to `last - 1` of an indexed dataset; their tokens are contiguous.
 
     Args:
@@ -88,7 +88,7 @@ class MappedTraining:
 
     def __init__(
         self,
-        source: TokenRange,
+        source: DocumentRange,
         sequence_length: int,
         seed: int,
         *,
@@ -112,7 +112,7 @@ class MappedTraining:
     def batch(self, first: int, count: int) -> Batch:
         """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
         windows = np.empty((count, self.sequence_length + 1), np.int64)
-        for row, position in enumerate(positions_of(first, count)):
+        for row, position in enumerate(position_range(first, count)):
             self._fill(windows[row], int(position))
         return shifted(windows)
 
@@ -168,9 +168,9 @@ class MappedTraining:
         """Yield the rows of the index arrays of an epoch, in chunks."""
         documents = self.source.documents
         if self._shuffles:
-            orders = shuffled(lambda: philox(self._seed, epoch, 2 * self._part), documents)
+            orders = shuffled_indices(lambda: philox(self._seed, epoch, 2 * self._part), documents)
         else:
-            orders = in_order(documents)
+            orders = sequential_indices(documents)
         rank, begin, window = 0, epoch * self.source.tokens, self._first_window(epoch)
         for order in orders:
             yield "order", order
@@ -182,7 +182,7 @@ class MappedTraining:
             ranks = np.searchsorted(ends, offsets, side="right")
             yield "starts", np.stack([rank + ranks, offsets - (ends - lengths)[ranks]], axis=1)
             rank, begin, window = rank + len(order), end, last
-        for visit in shuffled(lambda: philox(self._seed, epoch, 2 * self._part + 1), windows):
+        for visit in shuffled_indices(lambda: philox(self._seed, epoch, 2 * self._part + 1), windows):
             yield "visit", visit
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class MappedEvaluation:
         ValueError: no range has two tokens.
     """
 
-    def __init__(self, sources: Sequence[TokenRange], sequence_length: int, pad_id: int = 0) -> None:
+    def __init__(self, sources: Sequence[DocumentRange], sequence_length: int, pad_id: int = 0) -> None:
         self.sources = [source for source in sources if source.tokens > 1]
         if not self.sources:
             raise ValueError("`sources` must have a range of at least 2 tokens")
@@ -220,9 +220,9 @@ class MappedEvaluation:
         """Return the windows `first` to `first + count - 1`; positions past the end are padding with ignored labels."""
         if self._order is None:
             self._order = np.argsort(philox(0, 0).random_raw(self.samples), kind="stable")
-        positions = positions_of(first, count)
+        positions = position_range(first, count)
         tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
-        labels = np.full((count, self.sequence_length), IGNORED_LABEL, np.int64)
+        labels = np.full((count, self.sequence_length), IGNORE_INDEX, np.int64)
         for row, position in enumerate(positions[positions < self.samples]):
             number = int(self._order[position])
             which = int(np.searchsorted(self._ends, number, side="right"))
@@ -246,7 +246,7 @@ class MappedDocuments:
         eos_id: the EOS token.
     """
 
-    def __init__(self, sources: Sequence[TokenRange], eos_id: int | None) -> None:
+    def __init__(self, sources: Sequence[DocumentRange], eos_id: int | None) -> None:
         self._sources = [source for source in sources if source.documents]
         self._eos_id = eos_id
         self._ends = np.cumsum([source.documents for source in self._sources])

@@ -11,9 +11,9 @@ from .samples import philox
 
 OPEN_ROWS = 64
 """Open rows per lane: candidates for the next pair."""
-LANE_PAIRS = 5_000
+MIN_LANE_PAIRS = 5_000
 """Minimum number of pairs per lane; rows still open at the end are the cost of each lane."""
-MOST_LANES = 256
+MAX_LANES = 256
 """Maximum number of lanes. Lanes are packed in parallel: 15 microseconds per pair with one lane, 1 with all of them."""
 
 
@@ -21,11 +21,11 @@ class Packing(NamedTuple):
     """Assignment of pairs to rows.
 
     Attributes:
-        members: pair indices, row by row, int64 [pairs].
+        pair_indices: pair indices, row by row, int64 [pairs].
         bounds: row r holds members `bounds[r]` to `bounds[r + 1] - 1`, int64 [rows + 1].
     """
 
-    members: NDArray[np.int64]
+    pair_indices: NDArray[np.int64]
     bounds: NDArray[np.int64]
 
     @property
@@ -35,7 +35,7 @@ class Packing(NamedTuple):
 
     def row(self, number: int) -> NDArray[np.int64]:
         """Return the pairs of a row."""
-        return self.members[self.bounds[number] : self.bounds[number + 1]]
+        return self.pair_indices[self.bounds[number] : self.bounds[number + 1]]
 
 
 def pack(encoder: NDArray[np.int64], decoder: NDArray[np.int64], sizes: tuple[int, int]) -> Packing:
@@ -51,7 +51,7 @@ def pack(encoder: NDArray[np.int64], decoder: NDArray[np.int64], sizes: tuple[in
         sizes: row size on each side; each pair fits.
     """
     order = np.argsort(philox(0, 0).random_raw(len(encoder)), kind="stable")
-    lanes = min(max(len(encoder) // LANE_PAIRS, 1), MOST_LANES)
+    lanes = min(max(len(encoder) // MIN_LANE_PAIRS, 1), MAX_LANES)
     row_of = np.empty(len(encoder), np.int64)
     encoder_room, decoder_room = np.zeros((2, lanes, OPEN_ROWS), np.int32)
     open_rows = np.full((lanes, OPEN_ROWS), -1)
@@ -77,6 +77,6 @@ def pack(encoder: NDArray[np.int64], decoder: NDArray[np.int64], sizes: tuple[in
     return Packing(members, np.searchsorted(row_of[members], np.arange(rows + 1)))
 
 
-def one_each(pairs: int) -> Packing:
+def one_pair_per_row(pairs: int) -> Packing:
     """Assign every pair to its own row."""
     return Packing(np.arange(pairs), np.arange(pairs + 1))

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .packing import one_each, pack
-from .samples import philox, positions_of
-from .seq2seq import PAIR_PART, NamedTensors, Pair, Shape, packed, padded
+from .packing import one_pair_per_row, pack
+from .samples import philox, position_range
+from .seq2seq import PAIR_RNG_STREAM, Pair, Shape, TensorBatch, packed, padded
 
 
 class Pairs(Protocol):
@@ -26,14 +26,14 @@ class Pairs(Protocol):
         ...
 
 
-class Visit(NamedTuple):
+class EpochRow(NamedTuple):
     """A row in an epoch."""
 
     epoch: int
     row: int
 
 
-class RowOrder:
+class RowShuffle:
     """Map positions to rows, with a new permutation every epoch.
 
     Args:
@@ -48,7 +48,7 @@ class RowOrder:
         self._part = part
         self._epoch: tuple[int, NDArray[np.int64]] | None = None
 
-    def at(self, position: int) -> Visit | None:
+    def at(self, position: int) -> EpochRow | None:
         """Return the row at a position; None past the end of an evaluation."""
         epoch, index = divmod(position, self._rows)
         if self._seed is None and epoch > 0:
@@ -56,7 +56,7 @@ class RowOrder:
         if self._epoch is None or self._epoch[0] != epoch:
             words = philox(self._seed or 0, epoch, 2 * self._part).random_raw(self._rows)
             self._epoch = epoch, np.argsort(words, kind="stable")
-        return Visit(epoch, int(self._epoch[1][index]))
+        return EpochRow(epoch, int(self._epoch[1][index]))
 
 
 class PairSamples:
@@ -78,11 +78,11 @@ class PairSamples:
             raise ValueError("`pairs` must hold at least one")
         self.pairs = pairs
         self.shape = shape
-        self.packing = pack(*pairs.lengths(), (shape.encoder, shape.decoder)) if packs else one_each(len(pairs))
+        self.packing = pack(*pairs.lengths(), (shape.encoder, shape.decoder)) if packs else one_pair_per_row(len(pairs))
         self._packs = packs
         self._seed = seed
         self._part = part
-        self._order = RowOrder(self.packing.rows, seed, part)
+        self._order = RowShuffle(self.packing.rows, seed, part)
 
     @property
     def sequence_length(self) -> int:
@@ -94,10 +94,10 @@ class PairSamples:
         """Rows in an epoch."""
         return self.packing.rows
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         rows: list[list[Pair]] = []
-        for position in positions_of(first, count).tolist():
+        for position in position_range(first, count).tolist():
             visit = self._order.at(position)
             indices = [] if visit is None else self.packing.row(visit.row).tolist()
             rows.append([self._pair(number, visit.epoch if visit else 0) for number in indices])
@@ -107,4 +107,4 @@ class PairSamples:
 
     def _pair(self, number: int, epoch: int) -> Pair:
         index = epoch * len(self.pairs) + number
-        return self.pairs.pair(number, philox(self._seed or 0, index, PAIR_PART + 1 + self._part))
+        return self.pairs.pair(number, philox(self._seed or 0, index, PAIR_RNG_STREAM + 1 + self._part))

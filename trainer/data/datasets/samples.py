@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-IGNORED_LABEL = -100
+IGNORE_INDEX = -100
 """Label excluded from the loss, as `ignore_index` in `torch.nn.functional.cross_entropy`."""
 
 _WORD = 1 << 64
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: int64 [B, S].
-        labels: `labels[i, t]` is the token after `tokens[i, t]`, or `IGNORED_LABEL`; int64 [B, S].
+        labels: `labels[i, t]` is the token after `tokens[i, t]`, or `IGNORE_INDEX`; int64 [B, S].
         documents: document index within the sample of each token, from 0, int32 [B, S]; None if attention and positions
             cross document boundaries.
     """
@@ -94,7 +94,7 @@ class TrainingWindows:
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
-        positions = positions_of(first, count)
+        positions = position_range(first, count)
         epochs = positions // self.samples
         starts = np.empty(count, np.int64)
         for epoch in np.unique(epochs):
@@ -133,9 +133,9 @@ class EvaluationWindows:
 
         The fixed shape lets every rank run the same number of equal batches.
         """
-        positions = positions_of(first, count)
+        positions = position_range(first, count)
         tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
-        labels = np.full((count, self.sequence_length), IGNORED_LABEL, np.int64)
+        labels = np.full((count, self.sequence_length), IGNORE_INDEX, np.int64)
         for row, position in enumerate(positions[positions < self.samples]):
             start = int(self._order[position]) * self.sequence_length
             window = self.stream[start : start + self.sequence_length + 1]
@@ -169,7 +169,7 @@ class MockSamples:
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        positions = positions_of(first, count)
+        positions = position_range(first, count)
         windows = np.empty((count, self.sequence_length + 1), np.int64)
         for row, position in enumerate(positions):
             raw = philox(self._seed, int(position) % self.samples, self._part).random_raw(self.sequence_length + 1)
@@ -177,7 +177,7 @@ class MockSamples:
         return shifted(windows)
 
 
-class EndOfDocumentMasked:
+class EodMaskedSamples:
     """Samples with the label after each end-of-document token masked, since it belongs to another document.
 
     Megatron's `eod_mask_loss`: the loss is masked where the input token ends a document.
@@ -204,7 +204,7 @@ class EndOfDocumentMasked:
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
         batch = self.unmasked.batch(first, count)
-        return batch._replace(labels=batch.labels.masked_fill(batch.tokens == self._eos_id, IGNORED_LABEL))
+        return batch._replace(labels=batch.labels.masked_fill(batch.tokens == self._eos_id, IGNORE_INDEX))
 
 
 def philox(seed: int, index: int, part: int = 0) -> np.random.Philox:
@@ -212,7 +212,7 @@ def philox(seed: int, index: int, part: int = 0) -> np.random.Philox:
     return np.random.Philox(key=np.array([seed % _WORD, index], np.uint64), counter=[0, 0, 0, part])
 
 
-def positions_of(first: int, count: int) -> NDArray[np.int64]:
+def position_range(first: int, count: int) -> NDArray[np.int64]:
     """Return `first` to `first + count - 1`, int64 [count].
 
     Raises:

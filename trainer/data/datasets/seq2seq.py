@@ -4,7 +4,7 @@ A batch is a dict of tensors (B rows, S encoder tokens, T decoder tokens):
 
     encoder_tokens     int64 [B, S]
     decoder_tokens     int64 [B, T]: the targets shifted right by one; padding is the start token, as in T5
-    labels             int64 [B, T]: the targets, followed by `IGNORED_LABEL`
+    labels             int64 [B, T]: the targets, followed by `IGNORE_INDEX`
     encoder_padding    bool [B, S], True for tokens, False for padding; only if rows hold one pair each and may be short
     encoder_documents  int32 [B, S] and
     decoder_documents  int32 [B, T], only for packed rows: the index of the pair within its row, non-decreasing;
@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .samples import IGNORED_LABEL, Samples, philox, positions_of
+from .samples import IGNORE_INDEX, Samples, philox, position_range
 
-NamedTensors = dict[str, Tensor]
-PAIR_PART = 1 << 20
+TensorBatch = dict[str, Tensor]
+PAIR_RNG_STREAM = 1 << 20
 """Random stream of the draws that make pairs, distinct from those that order samples; see `philox`."""
 
 
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
     decoder: NDArray[Any]
 
 
-class FieldSamples(Protocol):
+class DictSamples(Protocol):
     """Random access to samples by position, as `Samples`, with batches that are dicts of tensors.
 
     Attributes:
@@ -48,7 +48,7 @@ class FieldSamples(Protocol):
     @property
     def samples(self) -> int: ...  # noqa: D102
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`, independent of earlier calls."""
         ...
 
@@ -80,24 +80,24 @@ class Shape(NamedTuple):
     pad_id: int
 
 
-def filled(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: Shape) -> NamedTensors:
+def filled(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: Shape) -> TensorBatch:
     """Build a batch of pairs that fill the encoder side without padding.
 
     Args:
         encoder: [B, S].
-        targets: the decoder's targets, [B, up to T]; `IGNORED_LABEL` is excluded from the loss.
+        targets: the decoder's targets, [B, up to T]; `IGNORE_INDEX` is excluded from the loss.
         shape: of the rows.
     """
     rows, length = targets.shape
-    labels = np.full((rows, shape.decoder), IGNORED_LABEL, np.int64)
+    labels = np.full((rows, shape.decoder), IGNORE_INDEX, np.int64)
     labels[:, :length] = targets
     return _tensors(encoder_tokens=encoder, decoder_tokens=_shift_right(labels, shape.pad_id), labels=labels)
 
 
-def padded(pairs: Sequence[Pair | None], shape: Shape) -> NamedTensors:
+def padded(pairs: Sequence[Pair | None], shape: Shape) -> TensorBatch:
     """Build a batch of one padded pair per row; None gives a row that is excluded from the loss."""
     encoder = np.full((len(pairs), shape.encoder), shape.pad_id, np.int64)
-    labels = np.full((len(pairs), shape.decoder), IGNORED_LABEL, np.int64)
+    labels = np.full((len(pairs), shape.decoder), IGNORE_INDEX, np.int64)
     present = np.zeros(encoder.shape, np.bool_)
     for row, pair in enumerate(pairs):
         # An all-padding row would make the attention softmax undefined.
@@ -113,10 +113,10 @@ def padded(pairs: Sequence[Pair | None], shape: Shape) -> NamedTensors:
     )
 
 
-def packed(rows: Sequence[Sequence[Pair]], shape: Shape) -> NamedTensors:
+def packed(rows: Sequence[Sequence[Pair]], shape: Shape) -> TensorBatch:
     """Build a batch of rows with several pairs each, concatenated on both sides."""
     encoder = np.full((len(rows), shape.encoder), shape.pad_id, np.int64)
-    labels = np.full((len(rows), shape.decoder), IGNORED_LABEL, np.int64)
+    labels = np.full((len(rows), shape.decoder), IGNORE_INDEX, np.int64)
     decoder = np.full(labels.shape, shape.pad_id, np.int64)
     encoder_documents, decoder_documents = np.empty(encoder.shape, np.int32), np.empty(labels.shape, np.int32)
     for row, pairs in enumerate(rows):
@@ -143,11 +143,11 @@ def packed(rows: Sequence[Sequence[Pair]], shape: Shape) -> NamedTensors:
 def _shift_right(labels: NDArray[np.int64], pad_id: int) -> NDArray[np.int64]:
     """Return the decoder input of rows with one pair each: labels shifted right."""
     tokens = np.full(labels.shape, pad_id, np.int64)
-    tokens[:, 1:] = np.where(labels[:, :-1] == IGNORED_LABEL, pad_id, labels[:, :-1])
+    tokens[:, 1:] = np.where(labels[:, :-1] == IGNORE_INDEX, pad_id, labels[:, :-1])
     return tokens
 
 
-def _tensors(**arrays: NDArray[Any]) -> NamedTensors:
+def _tensors(**arrays: NDArray[Any]) -> TensorBatch:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
@@ -158,7 +158,7 @@ class Texts(NamedTuple):
     """Token ids of some windows.
 
     Attributes:
-        tokens: int64 [B, N]; `IGNORED_LABEL` after the end of a short window.
+        tokens: int64 [B, N]; `IGNORE_INDEX` after the end of a short window.
         lengths: tokens of each, int64 [B]; 0 past the end of a split.
     """
 
@@ -169,10 +169,10 @@ class Texts(NamedTuple):
 def texts_of(windows: Samples, first: int, count: int) -> Texts:
     """Return the tokens of windows: their labels, since every token but the first is a label exactly once per epoch."""
     tokens = windows.batch(first, count).labels.numpy()
-    return Texts(tokens, (tokens != IGNORED_LABEL).sum(axis=1))
+    return Texts(tokens, (tokens != IGNORE_INDEX).sum(axis=1))
 
 
-class DividedWindows:
+class SplitWindows:
     """Windows of text, each split into one pair of variable lengths.
 
     Args:
@@ -204,12 +204,12 @@ class DividedWindows:
         """Samples per epoch, or in total."""
         return self.windows.samples
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         texts = texts_of(self.windows, first, count)
         pairs = [
-            self._divide(tokens[:length], philox(self._seed, int(position), PAIR_PART)) if length else None
-            for position, tokens, length in zip(positions_of(first, count), *texts, strict=True)
+            self._divide(tokens[:length], philox(self._seed, int(position), PAIR_RNG_STREAM)) if length else None
+            for position, tokens, length in zip(position_range(first, count), *texts, strict=True)
         ]
         return padded(pairs, self.shape)
 
@@ -237,11 +237,11 @@ class MockPairs:
         """Tokens on the encoder side."""
         return self.shape.encoder
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         length = self.shape.encoder + self.shape.decoder
         rows = np.empty((count, length), np.int64)
-        for row, position in enumerate(positions_of(first, count)):
+        for row, position in enumerate(position_range(first, count)):
             raw = philox(self._seed, int(position) % self.samples, self._part).random_raw(length)
             rows[row] = raw % np.uint64(self.vocab_size)
         return filled(rows[:, : self.shape.encoder], rows[:, self.shape.encoder :], self.shape)

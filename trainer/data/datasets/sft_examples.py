@@ -19,14 +19,14 @@ class Example(NamedTuple):
         tokens: ids, [N].
         counted: loss mask: True for tokens to predict, bool [N].
         prompt: number of tokens before the last answer.
-        question: the prompt as text; used by simple baselines that scores are compared with.
+        prompt_text: the prompt as text; used by simple baselines that scores are compared with.
         answer: the last answer as text.
     """
 
     tokens: TokenIds
     counted: NDArray[np.bool_]
     prompt: int
-    question: str
+    prompt_text: str
     answer: str
 
 
@@ -38,13 +38,13 @@ class Examples:
         examples: those with at least one token to predict.
         cut: number of examples truncated to the length of a row.
         left_out: number of examples without a token to predict, before or after truncation.
-        too_long: token counts of the left-out examples that lost their tokens to predict by truncation.
+        skipped_lengths: token counts of the left-out examples that lost their tokens to predict by truncation.
     """
 
     examples: list[Example]
     cut: int
     left_out: int
-    too_long: Sequence[int] = ()
+    skipped_lengths: Sequence[int] = ()
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -55,12 +55,12 @@ class Examples:
         return np.array([len(example.tokens) - 1 for example in self.examples], np.int64)
 
 
-def all_of(sets: Iterable[Examples]) -> list[Example]:
+def flatten_examples(sets: Iterable[Examples]) -> list[Example]:
     """Concatenate the examples of several sets."""
     return [example for examples in sets for example in examples.examples]
 
 
-def fitted(found: Iterable[Example], length: int) -> Examples:
+def truncate_examples(found: Iterable[Example], length: int) -> Examples:
     """Truncate examples on the right to the length of a row, and drop those without a token to predict.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .packing import one_each, pack
-from .pair_samples import RowOrder
-from .samples import IGNORED_LABEL, positions_of
-from .seq2seq import NamedTensors
+from .packing import one_pair_per_row, pack
+from .pair_samples import RowShuffle
+from .samples import IGNORE_INDEX, position_range
+from .seq2seq import TensorBatch
 from .sft_examples import Example, Examples
 
 
@@ -50,28 +50,28 @@ class ExampleSamples:
             raise ValueError("`examples` must hold at least one")
         lengths = examples.lengths()
         # `pack` expects encoder and decoder lengths; an example has one length, used for both.
-        self.packing = pack(lengths, lengths, (length, length)) if packs else one_each(len(lengths))
+        self.packing = pack(lengths, lengths, (length, length)) if packs else one_pair_per_row(len(lengths))
         self.sequence_length = length
         self.samples = self.packing.rows
         self._examples = examples.examples
         self._pad_id = pad_id
         self._packs = packs
         self._tells_padding = tells_padding
-        self._order = RowOrder(self.samples, seed, part)
+        self._order = RowShuffle(self.samples, seed, part)
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
-        labels = np.full(tokens.shape, IGNORED_LABEL, np.int64)
+        labels = np.full(tokens.shape, IGNORE_INDEX, np.int64)
         documents = np.zeros(tokens.shape, np.int32)
         present = np.zeros(tokens.shape, np.bool_)
         present[:, 0] = True  # an all-padding row would leave the MoE router no token to balance
-        for row, position in enumerate(positions_of(first, count).tolist()):
+        for row, position in enumerate(position_range(first, count).tolist()):
             for begin, number, example in _with_offsets(self._row(position)):
                 inputs, targets = example.tokens[:-1], example.tokens[1:]
                 end = begin + len(inputs)
                 tokens[row, begin:end] = inputs
-                labels[row, begin:end] = np.where(example.counted[1:], targets.astype(np.int64), IGNORED_LABEL)
+                labels[row, begin:end] = np.where(example.counted[1:], targets.astype(np.int64), IGNORE_INDEX)
                 documents[row, end:] = number + 1
                 present[row, :end] = True
         fields = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-PIECE = 1 << 22
+CHUNK_SIZE = 1 << 22
 """Indices that are sorted at once; a chunk with its intermediate arrays needs about 0.5 GB."""
 _READ = 1 << 20
 
 
-def shuffled(make_rng: Callable[[], np.random.Philox], count: int, piece: int = PIECE) -> Iterator[NDArray[np.int64]]:
+def shuffled_indices(
+    make_rng: Callable[[], np.random.Philox], count: int, piece: int = CHUNK_SIZE
+) -> Iterator[NDArray[np.int64]]:
     """Yield a random permutation of 0 to `count - 1` in chunks.
 
     The permutation sorts independent random words, one per index, which makes it uniform. The range of the words is
@@ -41,7 +43,7 @@ def shuffled(make_rng: Callable[[], np.random.Philox], count: int, piece: int = 
         yield np.concatenate(indices)[np.argsort(np.concatenate(keys), kind="stable")]
 
 
-def in_order(count: int, piece: int = PIECE) -> Iterator[NDArray[np.int64]]:
+def sequential_indices(count: int, piece: int = CHUNK_SIZE) -> Iterator[NDArray[np.int64]]:
     """Yield 0 to `count - 1` in order, in chunks like those of `shuffled`."""
     for first in range(0, count, piece):
         yield np.arange(first, min(first + piece, count))

@@ -24,14 +24,14 @@ from ...utils.errors import UserError
 from ...utils.safetensors_io import DamagedFileError, read_json
 from ...utils.text import counted
 from ..sources.index_cache import IndexCache
-from ..sources.indexed_tokens import MAX_SIDE_FILE, IndexedReader, bin_path, idx_path
+from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedReader, bin_path, idx_path
 from ..sources.text_sources import SPLITS, Split, parse_proportions
-from ..tasks.task_samples import TaskSamples
-from ..tokenizers.tokenizer import Tokenizer, from_document, makes_same_tokens
-from .blend import BlendedFields, BlendedSamples
-from .memory_mapped import MappedDocuments, MappedEvaluation, MappedTraining, TokenRange, check_ids
+from ..tasks.task_samples import SampleFactory
+from ..tokenizers.tokenizer import Tokenizer, from_document, is_same_tokenizer
+from .blend import BlendedDictSamples, BlendedSamples
+from .memory_mapped import DocumentRange, MappedDocuments, MappedEvaluation, MappedTraining, check_ids
 from .samples import Samples
-from .seq2seq import AnySamples, FieldSamples
+from .seq2seq import AnySamples, DictSamples
 
 _KEY = "model.data.data_prefix"
 _NUM_SAMPLED_BLOCKS = 1024
@@ -41,7 +41,7 @@ _MIN_CACHED_SIZE = 1 << 20
 
 
 @dataclass(frozen=True)
-class TokenizedSet:
+class TokenizedDataset:
     """A tokenized dataset.
 
     Attributes:
@@ -66,7 +66,7 @@ class TokenizedSplits:
         fingerprint: of the datasets, weights and splits.
     """
 
-    sets: dict[str, TokenizedSet]
+    sets: dict[str, TokenizedDataset]
     blends: dict[Split, Blend]
     fingerprint: str
 
@@ -78,7 +78,7 @@ class TokenizedSplits:
         """
         known = [(path, found.document) for path, found in self.sets.items() if found.document is not None]
         for path, document in known[1:]:
-            if not makes_same_tokens(document, known[0][1]):
+            if not is_same_tokenizer(document, known[0][1]):
                 raise UserError(
                     f"`{_KEY}`: {known[0][0]} and {path} were made with different tokenizers "
                     "(see their .json files); sets of one run need one tokenizer"
@@ -137,7 +137,7 @@ def choose_tokenizer(
         data_tokenizer = extended(from_document(document))
     except ValueError as error:
         raise UserError(f"`{_KEY}`: the tokenizer in the .json file of the data: {error}") from None
-    if named is not None and not makes_same_tokens(named.to_document(), data_tokenizer.to_document()):
+    if named is not None and not is_same_tokenizer(named.to_dict(), data_tokenizer.to_dict()):
         raise UserError(
             f"{named_by} is not the tokenizer that made the data of `{_KEY}` ({document.get('tokenizer')}, from their "
             ".json file); preprocess the text again, or use the tokenizer of the data"
@@ -146,7 +146,7 @@ def choose_tokenizer(
 
 
 def split_samples(
-    root: RootBlock, splits: TokenizedSplits, tokenizer: Tokenizer, make: TaskSamples
+    root: RootBlock, splits: TokenizedSplits, tokenizer: Tokenizer, make: SampleFactory
 ) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
     """Return the samples and the number of tokens of each split.
 
@@ -166,13 +166,13 @@ def split_samples(
         _check_sampled_ids(found.reader, tokenizer.vocab_size)
     data = root.model.data
     per_split = is_per_split(data.data_prefix)
-    ranges: dict[Split, list[TokenRange]] = {}
+    ranges: dict[Split, list[DocumentRange]] = {}
     for number, split in enumerate(SPLITS):
         blend = splits.blends.get(split)
         readers = [splits.sets[path].reader for path in blend.paths] if blend else []
         bounds = (0.0, 1.0) if per_split else _split_bounds(data.splits_string)[number]
         ranges[split] = [
-            TokenRange(
+            DocumentRange(
                 reader, round(bounds[0] * reader.documents), round(bounds[1] * reader.documents), tokenizer.vocab_size
             )
             for reader in readers
@@ -204,29 +204,29 @@ def split_samples(
             )
         )
     train = parts[0] if len(parts) == 1 else BlendedSamples(parts, _weights(blend, parts))
-    samples: dict[Split, AnySamples | None] = {"train": make.of_windows(train, training=True)}
+    samples: dict[Split, AnySamples | None] = {"train": make.from_windows(train, training=True)}
     for split in SPLITS[1:]:
         sources = [source for source in ranges[split] if source.tokens > 1]
         windows = MappedEvaluation(sources, length, tokenizer.pad_id) if sources else None
-        samples[split] = windows and make.of_windows(windows, training=False)
+        samples[split] = windows and make.from_windows(windows, training=False)
     return samples, tokens
 
 
 def _document_samples(
-    splits: TokenizedSplits, ranges: dict[Split, list[TokenRange]], tokenizer: Tokenizer, make: TaskSamples
+    splits: TokenizedSplits, ranges: dict[Split, list[DocumentRange]], tokenizer: Tokenizer, make: SampleFactory
 ) -> dict[Split, AnySamples | None]:
     """Return samples made of single documents."""
     blend = splits.blends["train"]
-    parts: list[FieldSamples] = []
+    parts: list[DictSamples] = []
     for number, (path, source) in enumerate(zip(blend.paths, ranges["train"], strict=True)):
-        part = make.of_documents(MappedDocuments([source], tokenizer.eos_id), training=True, part=number)
+        part = make.from_documents(MappedDocuments([source], tokenizer.eos_id), training=True, rng_stream=number)
         if part is None:
             raise UserError(f"no document of the training split of {path} has two tokens; use more data")
         parts.append(part)
-    train = parts[0] if len(parts) == 1 else BlendedFields(parts, _weights(blend, parts))
+    train = parts[0] if len(parts) == 1 else BlendedDictSamples(parts, _weights(blend, parts))
     samples: dict[Split, AnySamples | None] = {"train": train}
     for split in SPLITS[1:]:
-        samples[split] = make.of_documents(MappedDocuments(ranges[split], tokenizer.eos_id), training=False)
+        samples[split] = make.from_documents(MappedDocuments(ranges[split], tokenizer.eos_id), training=False)
     return samples
 
 
@@ -235,7 +235,7 @@ def _weights(blend: Blend, parts: Sequence[AnySamples]) -> Sequence[float]:
     return blend.weights if blend.weighted else [part.samples for part in parts]
 
 
-def _open(text: str) -> TokenizedSet:
+def _open(text: str) -> TokenizedDataset:
     prefix = user_path(text, _KEY)
     if prefix.suffix in (".bin", ".idx") and not idx_path(prefix).exists():
         raise UserError(f"`{_KEY}` ({text}) must be the path without its suffix; use {prefix.with_suffix('')}")
@@ -250,7 +250,7 @@ def _open(text: str) -> TokenizedSet:
         raise UserError(f"`{_KEY}`: {error}") from None
     if not reader.tokens:
         raise UserError(f"`{_KEY}`: {prefix} is empty: no token in {counted(reader.documents, 'document')}")
-    return TokenizedSet(reader, _tokenizer_document(prefix, reader), _fingerprint(reader))
+    return TokenizedDataset(reader, _tokenizer_document(prefix, reader), _fingerprint(reader))
 
 
 def _suggest_prefix(prefix: Path) -> str:
@@ -277,7 +277,7 @@ def _tokenizer_document(prefix: Path, reader: IndexedReader) -> dict[str, Any] |
     if not head.lstrip(b"{ \t\r\n").startswith(b'"format"'):  # some other file of this name
         return None
     try:
-        record = read_json(path, largest=MAX_SIDE_FILE)
+        record = read_json(path, max_bytes=MAX_METADATA_BYTES)
     except DamagedFileError as error:
         raise UserError(f"`{_KEY}`: {path.parent / ''}{error}") from None
     document = record.get("tokenizer")
@@ -324,7 +324,7 @@ def _split_bounds(splits_string: str) -> list[tuple[float, float]]:
     return list(pairwise(bounds))
 
 
-def _cache(folder: str | None, reader: IndexedReader, source: TokenRange, length: int) -> IndexCache:
+def _cache(folder: str | None, reader: IndexedReader, source: DocumentRange, length: int) -> IndexCache:
     if folder is not None:
         return IndexCache(user_path(folder, "model.data.index_mapping_dir"), required=True)
     large = source.documents + source.tokens // length >= _MIN_CACHED_SIZE

@@ -39,7 +39,7 @@ class Source:
     mtime_ns: int
     version: str = ""
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON, to detect whether the input has changed."""
         return asdict(self)
 
@@ -110,14 +110,14 @@ def _files_below(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def load_data_set(name: str) -> Any:
+def load_hf_dataset(name: str) -> Any:
     """Load the dataset `NAME:SPLIT` as `datasets.Dataset`; NAME may also be a local folder of data files.
 
     Raises:
         UserError: the `datasets` package is missing, or cannot load it.
     """
     try:
-        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     except ImportError:
         raise UserError(f"hf:{name} needs the `datasets` package: pip install 'stoker[hf]'") from None
     path, _, split = name.rpartition(":")
@@ -133,5 +133,5 @@ def _data_set(name: str) -> Source:
     spec = f"{path}:{split}" if colon else f"{spec}:train"
     if not spec.partition(":")[0]:
         raise UserError(f"{name}: a data set must be given as hf:NAME or hf:NAME:SPLIT")
-    data = load_data_set(spec)
+    data = load_hf_dataset(spec)
     return Source(spec, "hf", len(data), 0, str(getattr(data, "_fingerprint", "")))

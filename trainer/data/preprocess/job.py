@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...utils.durable_files import replace_file
+from ...utils.durable_files import atomic_write
 from ...utils.errors import EXIT_IO, UserError
 from ...utils.text import counted
-from ..sources.indexed_tokens import MAX_SIDE_FILE, IndexedWriter, bin_path, idx_path, token_dtype
+from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedWriter, bin_path, idx_path, token_dtype
 from ..tokenizers.tokenizer import Tokenizer, from_document
 from .inputs import Source, find_sources
 from .journal import TOKENIZER, Journal, parts_folder
-from .partition import Unit, make_units, part_bytes
-from .read_documents import DAMAGED, Reading, line_number
-from .streams import chunks_of_stream
+from .partition import WorkUnit, make_units, part_bytes
+from .read_documents import DAMAGED, ReadOptions, line_number
+from .streams import read_stream_chunks
 from .train_tokenizer import train_tokenizer
-from .worker_pool import Pool, Task
-from .worker_process import Tally
+from .worker_pool import Task, WorkerPool
+from .worker_process import DocumentCounts
 
 FORMAT = 1
 
@@ -47,7 +47,7 @@ class Job:
     prefix: Path
     tokenizer: Tokenizer | None
     vocab_size: int
-    reading: Reading
+    reading: ReadOptions
     append_eod: bool
     workers: int
     stop: bool
@@ -72,23 +72,23 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PreprocessResult:
     """Result of the command.
 
     Attributes:
         summary: the content of P.json.
-        rejects: one line for each kind of rejection, with its first location.
-        did_nothing: the result already existed.
+        rejection_summary: one line for each kind of rejection, with its first location.
+        already_done: the result already existed.
         resumed_parts: parts that an earlier run had finished.
     """
 
     summary: Mapping[str, Any]
-    rejects: Sequence[str]
-    did_nothing: bool = False
+    rejection_summary: Sequence[str]
+    already_done: bool = False
     resumed_parts: int = 0
 
 
-def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[[str], None]) -> Outcome:
+def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[[str], None]) -> PreprocessResult:
     """Run the command, or resume an earlier run of it.
 
     Args:
@@ -120,7 +120,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[
         _check_documents(tally, sources)
         summary = {
             "format": FORMAT,
-            "tokenizer": tokenizer.to_document(),
+            "tokenizer": tokenizer.to_dict(),
             "documents": tally.documents,
             "tokens": tally.tokens,
             "bytes": tally.bytes,
@@ -130,7 +130,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], say: Callable[
         }
         say(f"joining {counted(len(journal.parts), 'part')}")
         _publish(job, tokenizer, journal, summary)
-    return Outcome(summary, _reject_lines(tally, sources), resumed_parts=resumed)
+    return PreprocessResult(summary, _reject_lines(tally, sources), resumed_parts=resumed)
 
 
 class _Work:
@@ -140,7 +140,7 @@ class _Work:
         self,
         job: Job,
         sources: Sequence[Source],
-        units: Sequence[Unit],
+        units: Sequence[WorkUnit],
         chunk: int,
         tokenizer: Tokenizer,
         journal: Journal,
@@ -155,25 +155,25 @@ class _Work:
         self._on_progress = on_progress
         self._total = max(1, sum(source.size for source in sources))
         self._weight = self._resumed_weight = 0
-        self._session = Tally()
+        self._session = DocumentCounts()
 
-    def run(self) -> Tally:
+    def run(self) -> DocumentCounts:
         """Process the unfinished parts; return the counts of all parts."""
         for number, unit in enumerate(self._units):
             self._weight += sum(span.weight for span in unit.spans) if (number, 0) in self._journal.parts else 0
             self._weight += self._sources[unit.stream].size if self._stream_is_done(number) else 0
         self._resumed_weight = self._weight
         settings = {
-            "tokenizer": self._tokenizer.to_document(),
+            "tokenizer": self._tokenizer.to_dict(),
             "eod_id": self._tokenizer.eos_id if self._job.append_eod else None,
             "stop": self._job.stop,
             "reading": asdict(self._job.reading),
             "paths": [source.path for source in self._sources],
             "kinds": [source.kind for source in self._sources],
         }
-        with Pool(self._job.workers, settings) as pool:
+        with WorkerPool(self._job.workers, settings) as pool:
             pool.run(self._tasks(), self._on_answer, self._report)
-        tally = Tally()
+        tally = DocumentCounts()
         for key in sorted(self._journal.parts):
             tally.add(self._journal.parts[key])
         if self._job.stop and tally.skipped:  # from parts of an earlier run without `--on-error stop`
@@ -195,7 +195,7 @@ class _Work:
 
     def _chunks(self, number: int, source: int) -> Iterator[Task]:
         before = count = 0
-        for count, chunk in enumerate(chunks_of_stream(self._sources[source], self._job.reading, self._chunk), 1):
+        for count, chunk in enumerate(read_stream_chunks(self._sources[source], self._job.reading, self._chunk), 1):
             key = (number, count - 1)
             weight, before = chunk.consumed - before, chunk.consumed
             if chunk.damaged:
@@ -233,10 +233,10 @@ class _Work:
 
 
 def _identity(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
-    document = None if job.tokenizer is None else json.dumps(job.tokenizer.to_document(), sort_keys=True)
+    document = None if job.tokenizer is None else json.dumps(job.tokenizer.to_dict(), sort_keys=True)
     return {
         "format": FORMAT,
-        "inputs": [source.to_document() for source in sources],
+        "inputs": [source.to_dict() for source in sources],
         "options": {
             "json_key": job.reading.json_key,
             "text_lines": job.reading.text_lines,
@@ -247,30 +247,30 @@ def _identity(job: Job, sources: Sequence[Source]) -> dict[str, Any]:
     }
 
 
-def _existing_outcome(job: Job, identity: Mapping[str, Any]) -> Outcome | None:
+def _existing_outcome(job: Job, identity: Mapping[str, Any]) -> PreprocessResult | None:
     """Return the outcome of an identical earlier run; None if there is no result, or it may be replaced."""
     if parts_folder(job.prefix).is_dir() or job.overwrite:
         return None
-    summary_path = side_file(job.prefix)
-    results = [summary_path, bin_path(job.prefix), idx_path(job.prefix), tokenizer_file(job.prefix)]
+    summary_path = metadata_path(job.prefix)
+    results = [summary_path, bin_path(job.prefix), idx_path(job.prefix), tokenizer_path(job.prefix)]
     existing = [path for path in (results if job.vocab_size else results[:3]) if os.path.lexists(path)]
     if not existing:
         return None
-    if summary_path.is_file() and summary_path.stat().st_size <= MAX_SIDE_FILE and len(existing) >= 3:
+    if summary_path.is_file() and summary_path.stat().st_size <= MAX_METADATA_BYTES and len(existing) >= 3:
         summary: dict[str, Any] = {}
         try:
             summary = json.loads(summary_path.read_bytes())
             same_inputs = all(summary[name] == json.loads(json.dumps(identity[name])) for name in ("inputs", "options"))
-            same_tokenizer = job.tokenizer is None or summary["tokenizer"] == job.tokenizer.to_document()
+            same_tokenizer = job.tokenizer is None or summary["tokenizer"] == job.tokenizer.to_dict()
         except (ValueError, KeyError, TypeError):
             same_inputs = same_tokenizer = False
         if same_inputs and same_tokenizer:
-            return Outcome(summary, [], did_nothing=True)
+            return PreprocessResult(summary, [], already_done=True)
     raise UserError(f"{existing[0]} already exists, from another command; use another --output-prefix, or --overwrite")
 
 
 def _load_or_train_tokenizer(
-    job: Job, sources: Sequence[Source], units: Sequence[Unit], journal: Journal, say: Callable[[str], None]
+    job: Job, sources: Sequence[Source], units: Sequence[WorkUnit], journal: Journal, say: Callable[[str], None]
 ) -> Tokenizer:
     """Return the tokenizer that an earlier run has trained, or train one."""
     path = journal.folder / TOKENIZER
@@ -281,11 +281,11 @@ def _load_or_train_tokenizer(
             raise UserError(f"{path}: {error}; remove {journal.folder} to start over") from None
     say(f"training a byte-level BPE of {job.vocab_size:,} tokens on a sample of at most 128 MiB")
     tokenizer = train_tokenizer(job.vocab_size, sources, units, job.reading)
-    _write_atomically(path, json.dumps(tokenizer.to_document()).encode())
+    _write_atomically(path, json.dumps(tokenizer.to_dict()).encode())
     return tokenizer
 
 
-def _check_documents(tally: Tally, sources: Sequence[Source]) -> None:
+def _check_documents(tally: DocumentCounts, sources: Sequence[Source]) -> None:
     """Reject an input of which no line is usable: the key or the file is wrong."""
     lines = []
     for number, source in enumerate(sources):
@@ -298,7 +298,7 @@ def _check_documents(tally: Tally, sources: Sequence[Source]) -> None:
         raise UserError([*lines, *_reject_lines(tally, sources)])
 
 
-def _reject_lines(tally: Tally, sources: Sequence[Source]) -> list[str]:
+def _reject_lines(tally: DocumentCounts, sources: Sequence[Source]) -> list[str]:
     lines = []
     for kind, (count, (source, place, is_offset, *note)) in sorted(tally.skipped.items(), key=lambda item: -item[1][0]):
         hints = "".join(f"; {text}" for text in note if text)  # parts of an earlier version have no note
@@ -313,30 +313,30 @@ def _place(source: Source, place: int, is_offset: bool) -> str:
 
 def _publish(job: Job, tokenizer: Tokenizer, journal: Journal, summary: Mapping[str, Any]) -> None:
     """Join the parts and write the results; P.json, which marks them as complete, comes last."""
-    side_file(job.prefix).unlink(missing_ok=True)
+    metadata_path(job.prefix).unlink(missing_ok=True)
     with IndexedWriter(job.prefix, token_dtype(tokenizer.vocab_size)) as writer:
         for key in sorted(journal.parts):
             if journal.parts[key]["documents"]:
                 writer.add_index(journal.part_prefix(key))
         writer.finish()
     if job.vocab_size:
-        _write_atomically(tokenizer_file(job.prefix), tokenizer.to_document()["definition"].encode())
-    _write_atomically(side_file(job.prefix), json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
+        _write_atomically(tokenizer_path(job.prefix), tokenizer.to_dict()["definition"].encode())
+    _write_atomically(metadata_path(job.prefix), json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
     journal.remove()
 
 
-def side_file(prefix: Path) -> Path:
+def metadata_path(prefix: Path) -> Path:
     """Return the path of P.json, the metadata of the dataset."""
     return prefix.with_name(prefix.name + ".json")
 
 
-def tokenizer_file(prefix: Path) -> Path:
+def tokenizer_path(prefix: Path) -> Path:
     """Return the path of P-tokenizer.json, the tokenizer trained for the dataset."""
     return prefix.with_name(prefix.name + "-tokenizer.json")
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
     try:
-        replace_file(path, data)
+        atomic_write(path, data)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}", EXIT_IO) from None

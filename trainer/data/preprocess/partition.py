@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .inputs import Source
-from .read_documents import Reading, open_parquet
+from .read_documents import ReadOptions, open_parquet
 
 _SMALLEST_PART, _SMALLEST_CHUNK, _LARGEST_CHUNK = 32 << 20, 16 << 20, 256 << 20
 _TARGET_PARTS = 4096
@@ -32,7 +32,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WorkUnit:
     """A part that a worker reads by itself, or an input that must be read sequentially.
 
     Attributes:
@@ -50,7 +50,7 @@ def part_bytes(sources: Sequence[Source]) -> tuple[int, int]:
     return max(_SMALLEST_PART, share), min(max(_SMALLEST_CHUNK, share), _LARGEST_CHUNK)
 
 
-def make_units(sources: Sequence[Source], reading: Reading, size: int) -> list[Unit]:
+def make_units(sources: Sequence[Source], reading: ReadOptions, size: int) -> list[WorkUnit]:
     """Return all work units, in the order of the documents.
 
     Args:
@@ -61,21 +61,21 @@ def make_units(sources: Sequence[Source], reading: Reading, size: int) -> list[U
     Raises:
         UserError: a parquet file cannot be read.
     """
-    units: list[Unit] = []
+    units: list[WorkUnit] = []
     pending: list[Span] = []
     weight = 0
 
     def close() -> None:
         nonlocal weight
         if pending:
-            units.append(Unit(tuple(pending)))
+            units.append(WorkUnit(tuple(pending)))
             pending.clear()
             weight = 0
 
     for number, source in enumerate(sources):
         if source.kind in _COMPRESSED:
             close()
-            units.append(Unit(stream=number))
+            units.append(WorkUnit(stream=number))
             continue
         for span in _spans(number, source, reading, size):
             pending.append(span)
@@ -86,7 +86,7 @@ def make_units(sources: Sequence[Source], reading: Reading, size: int) -> list[U
     return units
 
 
-def _spans(number: int, source: Source, reading: Reading, size: int) -> Iterator[Span]:
+def _spans(number: int, source: Source, reading: ReadOptions, size: int) -> Iterator[Span]:
     if source.kind == "parquet":
         groups = open_parquet(Path(source.path), reading.json_key).metadata.num_row_groups
         for group in range(groups):

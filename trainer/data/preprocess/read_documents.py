@@ -1,6 +1,6 @@
 """Read documents from files, and classify those that are rejected.
 
-A document is a text; a `Reject` is a line (or file, or row) that is not a usable one. At most one line of
+A document is a text; a `RejectedDocument` is a line (or file, or row) that is not a usable one. At most one line of
 `MAX_DOCUMENT_BYTES` is held in memory.
 """
 
@@ -27,7 +27,7 @@ DAMAGED = "damaged compressed data"
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadOptions:
     """Format of the documents.
 
     Attributes:
@@ -40,7 +40,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Reject:
+class RejectedDocument:
     """A line, file or row that is not a usable document.
 
     Attributes:
@@ -56,7 +56,7 @@ class Reject:
     note: str = ""
 
 
-class UnusableError(ValueError):
+class UnusableDocumentError(ValueError):
     """An unusable document; the message is the kind of rejection, and `note` a hint for this one."""
 
     def __init__(self, kind: str, note: str = "") -> None:
@@ -64,50 +64,52 @@ class UnusableError(ValueError):
         self.note = note
 
 
-def text_of_json(line: bytes, key: str) -> str:
+def parse_json_line(line: bytes, key: str) -> str:
     """Return the text of one JSON line.
 
     Raises:
-        UnusableError: the line is invalid; the message is the same for all lines with the same problem.
+        UnusableDocumentError: the line is invalid; the message is the same for all lines with the same problem.
     """
     try:
         document = json.loads(_decoded(line))
-    except UnusableError:
+    except UnusableDocumentError:
         raise
     except (ValueError, RecursionError):
-        raise UnusableError("not JSON") from None
+        raise UnusableDocumentError("not JSON") from None
     if not isinstance(document, dict):
-        raise UnusableError("not a JSON object")
+        raise UnusableDocumentError("not a JSON object")
     if key not in document:
         keys = ", ".join(map(repr, document))
-        raise UnusableError(f"no key {key!r}", f"set --json-key to one of {keys[:_MAX_KEYS_LENGTH]}" if keys else "")
-    return usable_text(document[key])
+        raise UnusableDocumentError(
+            f"no key {key!r}", f"set --json-key to one of {keys[:_MAX_KEYS_LENGTH]}" if keys else ""
+        )
+    return check_text(document[key])
 
 
-def usable_text(text: Any) -> str:
+def check_text(text: Any) -> str:
     """Return the text if it is usable.
 
     Raises:
-        UnusableError: it is not a string, is empty or blank, or contains NUL or a lone surrogate.
+        UnusableDocumentError: it is not a string, is empty or blank, or contains NUL or a lone surrogate.
     """
     if not isinstance(text, str):
-        raise UnusableError("text is not a string")
+        raise UnusableDocumentError("text is not a string")
     if not text:
-        raise UnusableError("empty text")
+        raise UnusableDocumentError("empty text")
     if text.isspace():
-        raise UnusableError("only white space")
+        raise UnusableDocumentError("only white space")
     if "\0" in text:
-        raise UnusableError("NUL character in the text")
+        raise UnusableDocumentError("NUL character in the text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise UnusableError("lone surrogate in the text") from None
+        raise UnusableDocumentError("lone surrogate in the text") from None
     return text
 
 
-def documents_of_lines(
-    file: IO[bytes], start: int, end: int, reading: Reading, *, is_json: bool, first_line: int | None = None
-) -> Iterator[str | Reject]:
+def read_lines(
+    file: IO[bytes], start: int, end: int, reading: ReadOptions, *, is_json: bool, first_line: int | None = None
+) -> Iterator[str | RejectedDocument]:
     """Yield the documents of lines that begin in a byte range; adjacent ranges share no line and skip none.
 
     Args:
@@ -129,35 +131,35 @@ def documents_of_lines(
             size += _skip_line(file)
         try:
             if len(line.rstrip(b"\r\n")) > MAX_DOCUMENT_BYTES:
-                raise UnusableError(TOO_LONG)
+                raise UnusableDocumentError(TOO_LONG)
             if offset == 0 and line.startswith(_BOM):
                 line = line[len(_BOM) :]
             if not line.strip():
-                raise UnusableError("blank line")
+                raise UnusableDocumentError("blank line")
             if is_json:
-                yield text_of_json(line, reading.json_key)
+                yield parse_json_line(line, reading.json_key)
             else:
-                yield usable_text(_decoded(line).removesuffix("\n").removesuffix("\r"))
-        except UnusableError as error:
+                yield check_text(_decoded(line).removesuffix("\n").removesuffix("\r"))
+        except UnusableDocumentError as error:
             place, is_offset = (offset, True) if first_line is None else (current_line, False)
-            yield Reject(str(error), place, is_offset, error.note)
+            yield RejectedDocument(str(error), place, is_offset, error.note)
         offset += size
         current_line += 1
 
 
-def document_of_file(path: Path) -> str | Reject:
+def read_file(path: Path) -> str | RejectedDocument:
     """Return a text file as one document; a byte order mark is removed."""
     with path.open("rb") as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     try:
         if len(data) > MAX_DOCUMENT_BYTES:
-            raise UnusableError(f"text file {TOO_LONG}")
-        return usable_text(_decoded(data.removeprefix(_BOM)))
-    except UnusableError as error:
-        return Reject(str(error), 1)
+            raise UnusableDocumentError(f"text file {TOO_LONG}")
+        return check_text(_decoded(data.removeprefix(_BOM)))
+    except UnusableDocumentError as error:
+        return RejectedDocument(str(error), 1)
 
 
-def documents_of_row_groups(path: Path, first: int, last: int, reading: Reading) -> Iterator[str | Reject]:
+def read_row_groups(path: Path, first: int, last: int, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
     """Yield the documents of row groups `first` to `last - 1` of a parquet file; rejections report row numbers."""
     file = open_parquet(path, reading.json_key)
     row = 1 + sum(file.metadata.row_group(group).num_rows for group in range(first))
@@ -165,12 +167,12 @@ def documents_of_row_groups(path: Path, first: int, last: int, reading: Reading)
     for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[reading.json_key]):
         for value in batch.column(0).to_pylist():
             try:
-                text = usable_text(value)
+                text = check_text(value)
                 if len(text) > MAX_DOCUMENT_BYTES:
-                    raise UnusableError(TOO_LONG)
+                    raise UnusableDocumentError(TOO_LONG)
                 yield text
-            except UnusableError as error:
-                yield Reject(str(error), row)
+            except UnusableDocumentError as error:
+                yield RejectedDocument(str(error), row)
             row += 1
 
 
@@ -214,7 +216,7 @@ def open_compressed(path: Path, file: IO[bytes], kind: str) -> IO[bytes]:
     return io.BufferedReader(reader)
 
 
-def cut_into_chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
+def split_into_chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
     """Yield whole lines, at least `size` bytes at a time.
 
     An overlong line is truncated to a length that is still rejected, and keeps its line end. If the compressed data is
@@ -270,7 +272,7 @@ def _decoded(data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise UnusableError("invalid UTF-8") from None
+        raise UnusableDocumentError("invalid UTF-8") from None
 
 
 def _skip_line(file: IO[bytes]) -> int:

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...utils.errors import UserError
-from .inputs import Source, load_data_set
+from .inputs import Source, load_hf_dataset
 from .read_documents import (
     DAMAGED,
-    Reading,
-    Reject,
-    cut_into_chunks,
+    ReadOptions,
+    RejectedDocument,
     decompression_errors,
-    documents_of_lines,
     open_compressed,
+    read_lines,
+    split_into_chunks,
 )
 
 _SAMPLE_CHUNK = 4 << 20
@@ -41,7 +41,7 @@ class Chunk:
     damaged: bool = False
 
 
-def chunks_of_stream(source: Source, reading: Reading, size: int) -> Iterator[Chunk]:
+def read_stream_chunks(source: Source, reading: ReadOptions, size: int) -> Iterator[Chunk]:
     """Yield the chunks of an input; their boundaries are deterministic.
 
     Args:
@@ -60,7 +60,7 @@ def chunks_of_stream(source: Source, reading: Reading, size: int) -> Iterator[Ch
     try:
         with path.open("rb") as file, open_compressed(path, file, source.kind) as lines:
             try:
-                for data in cut_into_chunks(lines, size):
+                for data in split_into_chunks(lines, size):
                     yield Chunk(data, line, file.tell())
                     line += data.count(b"\n")
             except decompression_errors():
@@ -69,18 +69,18 @@ def chunks_of_stream(source: Source, reading: Reading, size: int) -> Iterator[Ch
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def documents_of_stream(source: Source, reading: Reading) -> Iterator[str | Reject]:
+def read_stream(source: Source, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
     """Yield the documents of such an input, read in this process."""
-    for chunk in chunks_of_stream(source, reading, _SAMPLE_CHUNK):
-        yield from documents_of_lines(
+    for chunk in read_stream_chunks(source, reading, _SAMPLE_CHUNK):
+        yield from read_lines(
             io.BytesIO(chunk.data), 0, len(chunk.data), reading, is_json=True, first_line=chunk.first_line
         )
         if chunk.damaged:
-            yield Reject(DAMAGED, chunk.first_line)
+            yield RejectedDocument(DAMAGED, chunk.first_line)
 
 
-def _chunks_of_data_set(source: Source, reading: Reading, size: int) -> Iterator[Chunk]:
-    data = load_data_set(source.path)
+def _chunks_of_data_set(source: Source, reading: ReadOptions, size: int) -> Iterator[Chunk]:
+    data = load_hf_dataset(source.path)
     if reading.json_key not in data.column_names:
         names = ", ".join(data.column_names)[:200]
         raise UserError(f"hf:{source.path} has no column {reading.json_key!r}; set --json-key to one of {names}")

@@ -8,21 +8,21 @@ from pathlib import Path
 from ...utils.errors import UserError
 from ..tokenizers.tokenizer_json import JsonTokenizer, canonical, define
 from .inputs import Source
-from .partition import Unit
-from .read_documents import Reading, Reject
-from .streams import documents_of_stream
-from .worker_process import documents_of_span
+from .partition import WorkUnit
+from .read_documents import ReadOptions, RejectedDocument
+from .streams import read_stream
+from .worker_process import read_span
 
 SAMPLE_BYTES = 128 << 20
 """Maximum text that a tokenizer is trained on: an equal share from the beginning of each work unit."""
-SMALLEST_VOCABULARY = 257
+MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-document token."""
-LARGEST_VOCABULARY = 1 << 20
+MAX_VOCAB_SIZE = 1 << 20
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def train_tokenizer(
-    vocab_size: int, sources: Sequence[Source], units: Sequence[Unit], reading: Reading
+    vocab_size: int, sources: Sequence[Source], units: Sequence[WorkUnit], reading: ReadOptions
 ) -> JsonTokenizer:
     """Train a byte-level BPE as in GPT-2 (its pre-tokenizer, no normalization), with `<|endoftext|>` as id 0.
 
@@ -38,14 +38,14 @@ def train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     found = 0
-    first: Reject | None = None
+    first: RejectedDocument | None = None
 
     def sample() -> Iterator[str]:
         nonlocal found, first
         for unit in units:
             remaining = SAMPLE_BYTES // len(units)
             for document in _documents(unit, sources, reading):
-                if isinstance(document, Reject):
+                if isinstance(document, RejectedDocument):
                     first = first or document
                     continue
                 data = document[:remaining].encode()[:remaining]
@@ -71,9 +71,9 @@ def train_tokenizer(
     return define(canonical(tokenizer.to_str()), {})
 
 
-def _documents(unit: Unit, sources: Sequence[Source], reading: Reading) -> Iterator[str | Reject]:
+def _documents(unit: WorkUnit, sources: Sequence[Source], reading: ReadOptions) -> Iterator[str | RejectedDocument]:
     if unit.stream >= 0:
-        yield from documents_of_stream(sources[unit.stream], reading)
+        yield from read_stream(sources[unit.stream], reading)
     for span in unit.spans:
         source = sources[span.source]
-        yield from documents_of_span(Path(source.path), source.kind, span.start, span.end, reading)
+        yield from read_span(Path(source.path), source.kind, span.start, span.end, reading)

@@ -41,7 +41,7 @@ class _Worker:
     task: Task | None = field(default=None)
 
 
-class Pool:
+class WorkerPool:
     """Spawned (not forked) worker processes, which end with the context.
 
     Args:
@@ -90,7 +90,7 @@ class Pool:
                 worker.task = None
             on_wait()
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(

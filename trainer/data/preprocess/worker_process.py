@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from ...utils.environment import use_one_core
-from ...utils.errors import EXIT_BAD_INPUT, EXIT_BUG, EXIT_IO, UserError
+from ...utils.environment import disable_tokenizer_threads
+from ...utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_IO, UserError
 from ..sources.indexed_tokens import IndexedWriter, token_dtype
 from ..tokenizers.tokenizer import Tokenizer, from_document
-from .read_documents import Reading, Reject, document_of_file, documents_of_lines, documents_of_row_groups
+from .read_documents import ReadOptions, RejectedDocument, read_file, read_lines, read_row_groups
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
@@ -33,14 +33,14 @@ _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES
 class StoppedError(Exception):
     """A rejected document under `--on-error stop`."""
 
-    def __init__(self, source: int, reject: Reject) -> None:
+    def __init__(self, source: int, reject: RejectedDocument) -> None:
         super().__init__(reject.kind)
         self.source = source
         self.reject = reject
 
 
 @dataclass
-class Tally:
+class DocumentCounts:
     """Counts of a part.
 
     Attributes:
@@ -55,7 +55,7 @@ class Tally:
     skipped: dict[str, list[Any]] = field(default_factory=dict)
     sources: dict[str, list[int]] = field(default_factory=dict)
 
-    def count(self, source: int, reject: Reject | None) -> None:
+    def count(self, source: int, reject: RejectedDocument | None) -> None:
         """Count one document, or one rejection, of an input."""
         counts = self.sources.setdefault(str(source), [0, 0])
         counts[reject is not None] += 1
@@ -83,7 +83,7 @@ def work(connection: Any) -> None:
     """
     threading.Thread(target=_exit_with_main, name="main", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the workers
-    use_one_core()
+    disable_tokenizer_threads()
     try:
         settings = json.loads(connection.recv_bytes())
         tokenizer = from_document(settings["tokenizer"])
@@ -99,7 +99,7 @@ def _exit_with_main() -> None:
     main = multiprocessing.parent_process()
     if main is not None:
         main.join()
-        os._exit(EXIT_BUG)
+        os._exit(EXIT_FAILURE)
 
 
 def _process_task(
@@ -123,8 +123,8 @@ def _process_task(
 
 def _tokenize_part(
     task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer
-) -> Tally:
-    tally = Tally()
+) -> DocumentCounts:
+    tally = DocumentCounts()
     end = np.array([] if settings["eod_id"] is None else [settings["eod_id"]], np.int64)
     texts: list[str] = []
     buffered_characters = 0
@@ -137,7 +137,7 @@ def _tokenize_part(
             texts.clear()
 
         for source, found in _documents(task, data, settings):
-            if isinstance(found, Reject):
+            if isinstance(found, RejectedDocument):
                 if settings["stop"]:
                     raise StoppedError(source, found)
                 tally.count(source, found)
@@ -156,15 +156,15 @@ def _tokenize_part(
 
 def _documents(
     task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any]
-) -> Iterator[tuple[int, str | Reject]]:
-    reading = Reading(**settings["reading"])
+) -> Iterator[tuple[int, str | RejectedDocument]]:
+    reading = ReadOptions(**settings["reading"])
     if data is not None:
-        lines = documents_of_lines(io.BytesIO(data), 0, len(data), reading, is_json=True, first_line=task["first_line"])
+        lines = read_lines(io.BytesIO(data), 0, len(data), reading, is_json=True, first_line=task["first_line"])
         for found in lines:
             yield task["source"], found
         return
     for span in task["spans"]:
-        for found in documents_of_span(
+        for found in read_span(
             Path(settings["paths"][span["source"]]),
             settings["kinds"][span["source"]],
             span["start"],
@@ -174,12 +174,12 @@ def _documents(
             yield span["source"], found
 
 
-def documents_of_span(path: Path, kind: str, start: int, end: int, reading: Reading) -> Iterator[str | Reject]:
+def read_span(path: Path, kind: str, start: int, end: int, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
     """Yield the documents of a range of a file with random access."""
     if kind == "parquet":
-        yield from documents_of_row_groups(path, start, end, reading)
+        yield from read_row_groups(path, start, end, reading)
     elif kind == "text" and not reading.text_lines:
-        yield document_of_file(path)
+        yield read_file(path)
     else:
         with path.open("rb") as file:
-            yield from documents_of_lines(file, start, end, reading, is_json=kind == "jsonl")
+            yield from read_lines(file, start, end, reading, is_json=kind == "jsonl")

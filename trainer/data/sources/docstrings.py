@@ -13,14 +13,14 @@ import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .text_pairs import TextPair, TextPairs, fingerprint_of
+from .text_pairs import TextPair, TextPairs, pairs_fingerprint
 from .text_sources import SPLITS, Corpus, Proportions, Split, read_pystd
 
-LONGEST_TARGET = 120
+MAX_TARGET_CHARACTERS = 120
 """Maximum length in characters; functions with a longer first paragraph are skipped."""
 
 
-class Documented(NamedTuple):
+class DocumentedFunction(NamedTuple):
     """A function with a docstring."""
 
     name: str
@@ -55,10 +55,10 @@ def docstring_pairs(corpus: Corpus) -> TextPairs:
                 if not keys & seen:
                     pairs[split].append(pair)
                 seen |= keys
-    return TextPairs(f"pystd_docstring (Python {platform.python_version()})", pairs, fingerprint_of(pairs))
+    return TextPairs(f"pystd_docstring (Python {platform.python_version()})", pairs, pairs_fingerprint(pairs))
 
 
-def documented_functions(module: str) -> Iterator[Documented]:
+def documented_functions(module: str) -> Iterator[DocumentedFunction]:
     """Yield the functions and methods of a module, in order, that have a docstring and at least one more statement.
 
     Args:
@@ -75,8 +75,8 @@ def documented_functions(module: str) -> Iterator[Documented]:
     for node in sorted(functions, key=lambda function: function.lineno):
         target = _first_paragraph(ast.get_docstring(node) or "")
         source = _without_docstring(node, lines)
-        if target and source and len(target) <= LONGEST_TARGET:
-            yield Documented(node.name, TextPair(source, target))
+        if target and source and len(target) <= MAX_TARGET_CHARACTERS:
+            yield DocumentedFunction(node.name, TextPair(source, target))
 
 
 def _first_paragraph(docstring: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
 from ...utils.errors import UserError
-from .jsonl import Placer, Reader, RecordT
+from .jsonl import HashSplitter, RecordParser, RecordT
 from .text_sources import SPLITS, Proportions, Split
 
 _KEY = "model.data.path"
@@ -37,7 +37,7 @@ def read_dataset(
     path: str,
     options: Mapping[str, Any],
     proportions: Proportions,
-    read: Reader[RecordT],
+    read: RecordParser[RecordT],
     input_of: Callable[[RecordT], str],
 ) -> DatasetRecords[RecordT]:
     """Read a dataset, by split.
@@ -71,7 +71,7 @@ def read_dataset(
                 f"set model.data.dataset_kwargs.{split}"
             )
     records: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
-    split_of = Placer(proportions) if not any(split_names[split] in splits for split in SPLITS[1:]) else None
+    split_of = HashSplitter(proportions) if not any(split_names[split] in splits for split in SPLITS[1:]) else None
     for split in SPLITS:
         for number, row in enumerate(splits.get(split_names[split], ()), 1):
             try:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import EXIT_IO, UserError
 
-Pieces = Iterator[tuple[str, NDArray[Any]]]
+ArrayChunks = Iterator[tuple[str, NDArray[Any]]]
 """Name of an array and its next rows."""
 Arrays = Mapping[str, NDArray[Any]]
 Layout = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
@@ -42,7 +42,7 @@ class IndexCache:
         self.folder = folder
         self.required = required
 
-    def arrays(self, key: Mapping[str, Any], layout: Layout, make: Callable[[], Pieces]) -> Arrays:
+    def arrays(self, key: Mapping[str, Any], layout: Layout, make: Callable[[], ArrayChunks]) -> Arrays:
         """Return the arrays of `key`, memory-mapped from the folder, or newly built.
 
         Args:
@@ -88,7 +88,7 @@ class IndexCache:
             return None
         return arrays
 
-    def _write(self, folder: Path, name: str, layout: Layout, pieces: Pieces) -> None:
+    def _write(self, folder: Path, name: str, layout: Layout, pieces: ArrayChunks) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             files = {
@@ -102,7 +102,7 @@ class IndexCache:
             pass
 
 
-def _in_memory(layout: Layout, pieces: Pieces) -> Arrays:
+def _in_memory(layout: Layout, pieces: ArrayChunks) -> Arrays:
     arrays = {part: np.empty(shape, dtype) for part, (dtype, shape) in layout.items()}
     filled = dict.fromkeys(arrays, 0)
     for part, rows in pieces:

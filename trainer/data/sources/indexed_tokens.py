@@ -47,7 +47,7 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 }
 """Megatron's codes of integer dtypes; 6 and 7 are floating point, which token ids cannot be."""
 
-MAX_SIDE_FILE = 256 << 20
+MAX_METADATA_BYTES = 256 << 20
 """Maximum size of PREFIX.json in bytes; it lists every input file, of which there may be a million."""
 
 _CHUNK = 1 << 20

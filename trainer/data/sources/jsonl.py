@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...utils.errors import UserError
-from ..tokenizers.tokenizer import utf8
+from ..tokenizers.tokenizer import encode_utf8
 from .text_sources import SPLITS, Proportions, Split
 
 MAX_LINE_BYTES = 64 << 20
@@ -20,12 +20,12 @@ _SUFFIXES = (".jsonl", ".json")
 _ANSWER_KEYS = ("output", "completion", "response", "answer", "label", "target")
 """Usual keys of an answer."""
 RecordT = TypeVar("RecordT")
-Reader = Callable[[dict[str, Any], str], RecordT]
+RecordParser = Callable[[dict[str, Any], str], RecordT]
 """Parse an object; the string is its location, for the UserError raised for an invalid one."""
 
 
-def read_split(
-    path: Path, proportions: Proportions, read: Reader[RecordT], input_of: Callable[[RecordT], str], named_by: str
+def read_splits(
+    path: Path, proportions: Proportions, read: RecordParser[RecordT], input_of: Callable[[RecordT], str], named_by: str
 ) -> dict[Split, list[RecordT]]:
     """Read a file or folder, by split.
 
@@ -57,7 +57,7 @@ def read_split(
                     f"the folder {path} holds {' and '.join(held_out_files)}, but no train.jsonl: the held-out data "
                     "would be trained on; rename the others to train.jsonl"
                 )
-            split_of = Placer(proportions)
+            split_of = HashSplitter(proportions)
             for file in _files(path):
                 for record in _read(file, read):
                     records[split_of(input_of(record))].append(record)
@@ -71,15 +71,15 @@ def read_split(
 
 
 def has_own_splits(path: Path) -> bool:
-    """Return True if the path is a folder with a file per split; see `read_split`."""
+    """Return True if the path is a folder with a file per split; see `read_splits`."""
     return path.is_dir() and (path / "train.jsonl").is_file()
 
 
-def read_files(paths: Sequence[Path], read: Reader[RecordT], named_by: str) -> list[list[RecordT]]:
+def read_files(paths: Sequence[Path], read: RecordParser[RecordT], named_by: str) -> list[list[RecordT]]:
     """Read the records of each file, or folder of .jsonl files.
 
     Raises:
-        UserError: as `read_split`.
+        UserError: as `read_splits`.
     """
     try:
         sets = [[record for file in _files(path) for record in _read(file, read)] for path in paths]
@@ -92,7 +92,7 @@ def read_files(paths: Sequence[Path], read: Reader[RecordT], named_by: str) -> l
     return sets
 
 
-class Placer:
+class HashSplitter:
     """Assign texts to splits by their hash.
 
     Args:
@@ -124,7 +124,7 @@ def text_of(record: Mapping[str, Any], key: str, location: str, named_by: str) -
     if not isinstance(value, str):
         raise UserError(f"{location}: `{key}` is {_describe_type(value)}, not a text")
     try:
-        utf8(value)
+        encode_utf8(value)
     except UserError as error:
         raise UserError(f"{location}: `{key}`: {error}") from None
     return value
@@ -163,7 +163,7 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _read(path: Path, read: Reader[RecordT]) -> Iterator[RecordT]:
+def _read(path: Path, read: RecordParser[RecordT]) -> Iterator[RecordT]:
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):

@@ -9,7 +9,7 @@ from typing import Generic
 from ...config.schema.trainer_and_data import DataBlock
 from ...utils.environment import user_path
 from .hf_datasets import read_dataset
-from .jsonl import Reader, RecordT, has_own_splits, read_files, read_split
+from .jsonl import RecordParser, RecordT, has_own_splits, read_files, read_splits
 from .text_sources import SPLITS, Split, parse_proportions
 
 
@@ -32,7 +32,7 @@ class Source(Generic[RecordT]):
         return {split: [record for records in sets for record in records] for split, sets in self.sets.items()}
 
 
-def read_source(data: DataBlock, read: Reader[RecordT], input_of: Callable[[RecordT], str]) -> Source[RecordT]:
+def read_source(data: DataBlock, read: RecordParser[RecordT], input_of: Callable[[RecordT], str]) -> Source[RecordT]:
     """Read the records of `model.data`, with `data_impl` jsonl or huggingface.
 
     Args:
@@ -50,7 +50,7 @@ def read_source(data: DataBlock, read: Reader[RecordT], input_of: Callable[[Reco
             records, predefined = read_dataset(data.path, data.dataset_kwargs, proportions, read, input_of)
             return Source(data.path, {split: [records[split]] for split in SPLITS}, predefined)
         path = user_path(data.path, "model.data.path")
-        records = read_split(path, proportions, read, input_of, "`model.data.path`")
+        records = read_splits(path, proportions, read, input_of, "`model.data.path`")
         return Source(str(path), {split: [records[split]] for split in SPLITS}, has_own_splits(path))
     named = {"train": data.train_ds, "validation": data.validation_ds, "test": data.test_ds}
     sets: dict[Split, list[list[RecordT]]] = {}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UserError
 from ..datasets.seq2seq import Pair, Shape
 from ..tokenizers.tokenizer import TokenIds, Tokenizer
-from .jsonl import CONTEXT_KEY, LABEL_KEY, Reader, read_split, text_of
+from .jsonl import CONTEXT_KEY, LABEL_KEY, RecordParser, read_splits, text_of
 from .text_sources import SPLITS, Proportions, Split
 
 
@@ -47,7 +47,7 @@ class TextPairs:
         return [pair.input for pairs in self.pairs.values() for pair in pairs]
 
 
-def fingerprint_of(pairs: dict[Split, list[TextPair]]) -> str:
+def pairs_fingerprint(pairs: dict[Split, list[TextPair]]) -> str:
     """Return the SHA-256 of the pairs of all splits, in hexadecimal."""
     total = hashlib.sha256()
     for split in SPLITS:
@@ -126,10 +126,10 @@ def _append_eos(ids: TokenIds, eos_id: int) -> TokenIds:
 # ---------------------------------------------------------------- JSONL
 
 
-def read_jsonl(
+def read_text_pairs(
     path: Path, proportions: Proportions, input_key: str, target_key: str, named_by: str = "`model.data.path`"
 ) -> TextPairs:
-    """Read pairs from JSONL: one object per line, with two string fields; see `read_split`.
+    """Read pairs from JSONL: one object per line, with two string fields; see `read_splits`.
 
     Args:
         path: a file, or a folder of .jsonl files.
@@ -141,11 +141,11 @@ def read_jsonl(
     Raises:
         UserError: a file is missing, unreadable or has an invalid line; the message gives its location.
     """
-    pairs = read_split(path, proportions, pair_reader(input_key, target_key), lambda pair: pair.input, named_by)
-    return TextPairs(str(path), pairs, fingerprint_of(pairs))
+    pairs = read_splits(path, proportions, pair_parser(input_key, target_key), lambda pair: pair.input, named_by)
+    return TextPairs(str(path), pairs, pairs_fingerprint(pairs))
 
 
-def pair_reader(input_key: str, target_key: str) -> Reader[TextPair]:
+def pair_parser(input_key: str, target_key: str) -> RecordParser[TextPair]:
     """Return a function that parses an object with two string fields."""
 
     def read(record: dict[str, Any], location: str) -> TextPair:

@@ -26,7 +26,7 @@ def read_corpus(root: RootBlock) -> Corpus:
     return read_text(user_path(data.path, "model.data.path"), proportions)
 
 
-def token_documents(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> list[TokenIds]:
+def tokenize_documents(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> list[TokenIds]:
     """Return the token ids of each document of a split, without EOS.
 
     Raises:
@@ -49,9 +49,9 @@ def token_stream(corpus: Corpus, split: Split, tokenizer: Tokenizer) -> NDArray[
     The leading EOS makes the first token of the first document a label too, so every byte of the text is predicted.
 
     Raises:
-        UserError: as `token_documents`.
+        UserError: as `tokenize_documents`.
     """
-    documents = token_documents(corpus, split, tokenizer)
+    documents = tokenize_documents(corpus, split, tokenizer)
     if not documents:
         return np.empty(0, np.uint16)
     if tokenizer.eos_id is None:

@@ -16,7 +16,7 @@ _MAX_SETTINGS_BYTES = 32 << 20
 _KEY = "model.tokenizer.chat_template"
 
 
-def template_beside(folder: Path, named_by: str) -> ChatTemplate | None:
+def load_chat_template(folder: Path, named_by: str) -> ChatTemplate | None:
     """Load the chat template of a Hugging Face tokenizer: `chat_template.jinja`, or from its `tokenizer_config.json`.
 
     Args:
@@ -56,7 +56,7 @@ def _token_text(found: object) -> str:
     return found if isinstance(found, str) else ""
 
 
-def template_of_key(text: str, tokenizer: Tokenizer) -> ChatTemplate:
+def chat_template_from_config(text: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template of `model.tokenizer.chat_template`, given as text or as a path.
 
     Args:
@@ -66,16 +66,16 @@ def template_of_key(text: str, tokenizer: Tokenizer) -> ChatTemplate:
     Raises:
         UserError: the file does not exist or cannot be read.
     """
-    source = text if is_template(text) else _text(user_path(text, _KEY), MAX_TEMPLATE_BYTES, _KEY)
-    return ChatTemplate(source, special_names(tokenizer))
+    source = text if is_inline_template(text) else _text(user_path(text, _KEY), MAX_TEMPLATE_BYTES, _KEY)
+    return ChatTemplate(source, special_tokens_map(tokenizer))
 
 
-def is_template(text: str) -> bool:
+def is_inline_template(text: str) -> bool:
     """Return True if a value is a template, and not the path of one."""
     return "{%" in text or "{{" in text
 
 
-def special_names(tokenizer: Tokenizer) -> dict[str, str]:
+def special_tokens_map(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens by their names in templates, such as `bos_token`, as far as the tokenizer has them."""
     if tokenizer.chat is not None and tokenizer.chat.tokens:
         return dict(tokenizer.chat.tokens)
@@ -86,7 +86,7 @@ def special_names(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: text for name, text in names.items() if text is not None}
 
 
-def chat_of(tokenizer: Tokenizer) -> ChatTemplate:
+def get_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template of a tokenizer, or stoker's default.
 
     Raises:

@@ -49,13 +49,13 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str] = field(default_factory=dict)
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the document that a checkpoint stores."""
         return {"template": self.source, "tokens": dict(self.tokens)}
 
     @classmethod
     def from_document(cls, document: object) -> Self:
-        """Rebuild the template from `to_document`; the document is not trusted.
+        """Rebuild the template from `to_dict`; the document is not trusted.
 
         Raises:
             ValueError: it is not such a document.
@@ -71,13 +71,13 @@ class ChatTemplate:
             raise ValueError(f"`chat.tokens` may name {', '.join(TOKEN_NAMES)}")
         return cls(source, tokens)
 
-    def renderer(self) -> Renderer:
+    def start_renderer(self) -> RendererProcess:
         """Start the rendering process; use it as a context manager.
 
         Raises:
             UserError: the template is invalid.
         """
-        return Renderer(self)
+        return RendererProcess(self)
 
 
 class Chat(NamedTuple):
@@ -94,7 +94,7 @@ class Chat(NamedTuple):
     where: str = ""
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """A conversation as text.
 
     Attributes:
@@ -106,7 +106,7 @@ class Rendered(NamedTuple):
     answers: tuple[tuple[int, int], ...]
 
 
-class BadChatError(UserError):
+class ChatRenderError(UserError):
     """A template fails on a conversation.
 
     Attributes:
@@ -118,7 +118,7 @@ class BadChatError(UserError):
         self.number = number
 
 
-class Renderer:
+class RendererProcess:
     """Render a chat template in a separate process.
 
     Args:
@@ -169,29 +169,29 @@ class Renderer:
         (text,) = self._render([Chat(messages, tools)], add_generation_prompt=True)
         return text
 
-    def conversation(self, chat: Chat) -> Rendered:
+    def render(self, chat: Chat) -> RenderedChat:
         """Render a conversation and find the spans written by the assistant.
 
         Raises:
             UserError: as `prompt`; or the template renders earlier messages differently because of later ones.
         """
-        (rendered,) = self.conversations([chat])
+        (rendered,) = self.render_all([chat])
         return rendered
 
-    def conversations(self, chats: Sequence[Chat]) -> Iterator[Rendered]:
+    def render_all(self, chats: Sequence[Chat]) -> Iterator[RenderedChat]:
         """Render many conversations, see `conversation`.
 
         Raises:
-            BadChatError: the template fails on one of them.
+            ChatRenderError: the template fails on one of them.
             UserError: it takes too long.
         """
         for first in range(0, len(chats), _BATCH_SIZE):
             try:
                 answers = self._render(chats[first : first + _BATCH_SIZE], add_generation_prompt=False)
-            except BadChatError as error:
-                raise BadChatError(error.lines[0], first + error.number) from None
+            except ChatRenderError as error:
+                raise ChatRenderError(error.lines[0], first + error.number) from None
             for text, spans in answers:
-                yield Rendered(text, tuple((begin, end) for begin, end in spans))
+                yield RenderedChat(text, tuple((begin, end) for begin, end in spans))
 
     def _render(self, chats: Sequence[Chat], *, add_generation_prompt: bool) -> list[Any]:
         conversations = [(chat.messages, chat.tools) for chat in chats]
@@ -218,7 +218,7 @@ class Renderer:
         answer = json.loads(line)
         if "error" in answer:
             reason = f"the chat template cannot be used: {answer['error']}"
-            raise UserError(reason) if "number" not in answer else BadChatError(reason, answer["number"])
+            raise UserError(reason) if "number" not in answer else ChatRenderError(reason, answer["number"])
         return answer
 
 

@@ -78,7 +78,7 @@ class ChatRenderer:
                 return nodes.CallBlock(self.call_method("marked", [call]), [], [], body).set_lineno(line)
 
             def marked(self, _context: Any, caller: Any) -> str:
-                return f"{renderer.opens}{caller()}{renderer.closes}"
+                return f"{renderer.start_marker}{caller()}{renderer.end_marker}"
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
@@ -86,7 +86,7 @@ class ChatRenderer:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         # Random markers, which no message can contain.
-        self.opens, self.closes = (f"\x02{secrets.token_hex(8)}\x03" for _ in range(2))
+        self.start_marker, self.end_marker = (f"\x02{secrets.token_hex(8)}\x03" for _ in range(2))
         try:
             self._template = environment.from_string(source)
         except Exception as error:
@@ -97,7 +97,7 @@ class ChatRenderer:
         """Render messages, followed by the generation prompt of the assistant."""
         return self._render_unmarked(messages, tools, add_generation_prompt=True)
 
-    def conversation(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, messages: list[Any], tools: list[Any] | None) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation and find the spans written by the assistant.
 
         The template marks them itself with `{% generation %}`, or they are found by comparison: an answer begins where
@@ -134,8 +134,8 @@ class ChatRenderer:
     def _render_unmarked(self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool) -> str:
         return (
             self._render(messages, tools, add_generation_prompt=add_generation_prompt)
-            .replace(self.opens, "")
-            .replace(self.closes, "")
+            .replace(self.start_marker, "")
+            .replace(self.end_marker, "")
         )
 
     def _render(self, messages: list[Any], tools: list[Any] | None, *, add_generation_prompt: bool) -> str:
@@ -158,10 +158,10 @@ class ChatRenderer:
     def _extract_spans(self, text: str) -> tuple[str, list[tuple[int, int]]]:
         """Remove the markers from a text and return their positions."""
         spans: list[tuple[int, int]] = []
-        first, *rest = text.split(self.opens)
+        first, *rest = text.split(self.start_marker)
         plain, length = [first], len(first)
         for part in rest:
-            inside, _, after = part.partition(self.closes)
+            inside, _, after = part.partition(self.end_marker)
             spans.append((length, length + len(inside)))
             plain += [inside, after]
             length += len(inside) + len(after)
@@ -227,9 +227,7 @@ def _answer(renderer: ChatRenderer, request: dict[str, Any]) -> dict[str, Any]:
     texts: list[Any] = []
     for messages, tools in request["chats"]:
         try:
-            texts.append(
-                (renderer.prompt if request["add_generation_prompt"] else renderer.conversation)(messages, tools)
-            )
+            texts.append((renderer.prompt if request["add_generation_prompt"] else renderer.render)(messages, tools))
         except TemplateError as error:
             return {"error": str(error), "number": len(texts)}
     return {"texts": texts}

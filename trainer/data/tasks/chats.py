@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from ...config.suggest import closest
 from ...utils.errors import UserError
 from ..datasets.sft_examples import Example
-from ..tokenizers.tokenizer import TokenIds, Tokenizer, utf8
+from ..tokenizers.tokenizer import TokenIds, Tokenizer, encode_utf8
 from ..tokenizers.tokenizer_json import JsonTokenizer
-from .chat_files import chat_of, special_names
-from .chat_template import BadChatError, Chat, Message, Rendered
+from .chat_files import get_chat_template, special_tokens_map
+from .chat_template import Chat, ChatRenderError, Message, RenderedChat
 
 MAX_MESSAGES = 10_000
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -31,7 +31,7 @@ _READS_TEXT_PARTS = re.compile(r"""\.text\b|['"]text['"]""")
 """Matches templates that read `content` as a list of parts, each with its text under the key `text`."""
 
 
-def read_chat(record: Mapping[str, Any], location: str, template: str = "") -> Chat:
+def parse_chat(record: Mapping[str, Any], location: str, template: str = "") -> Chat:
     """Parse a conversation.
 
     Args:
@@ -110,13 +110,13 @@ def _check_role(role: str, place: str, template: str) -> None:
 
 def _valid_text(text: str, place: str) -> str:
     try:
-        utf8(text)
+        encode_utf8(text)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     return text
 
 
-def first_words(chat: Chat) -> str:
+def conversation_start(chat: Chat) -> str:
     """Return the messages before the first answer as a string: chats that begin alike are assigned to one split."""
     upto = next(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
     return json.dumps([[message["role"], message.get("content")] for message in chat.messages[:upto]])
@@ -125,7 +125,7 @@ def first_words(chat: Chat) -> str:
 # ---------------------------------------------------------------- tokens
 
 
-def chat_examples(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: bool) -> Iterator[Example]:
+def encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: bool) -> Iterator[Example]:
     """Tokenize conversations; the assistant's text is predicted.
 
     Args:
@@ -138,14 +138,14 @@ def chat_examples(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: b
     """
     if not chats:
         return
-    template = chat_of(tokenizer)
+    template = get_chat_template(tokenizer)
     if not _READS_TEXT_PARTS.search(template.source):
         chats = [_join_text_parts(chat) for chat in chats]
-    with template.renderer() as renderer:
+    with template.start_renderer() as renderer:
         try:
-            for chat, rendered in zip(chats, renderer.conversations(chats), strict=True):
+            for chat, rendered in zip(chats, renderer.render_all(chats), strict=True):
                 yield _example(chat, rendered, tokenizer, answer_only=answer_only)
-        except BadChatError as error:
+        except ChatRenderError as error:
             chat = chats[error.number]
             beginning = " ".join(spoken(chat.messages[0]).split())[:60]
             place = f"{chat.where}, " if chat.where else ""
@@ -164,8 +164,8 @@ def _join_text_parts(chat: Chat) -> Chat:
     )
 
 
-def _example(chat: Chat, rendered: Rendered, tokenizer: Tokenizer, *, answer_only: bool) -> Example:
-    ids, is_answer = marked_ids(tokenizer, rendered)
+def _example(chat: Chat, rendered: RenderedChat, tokenizer: Tokenizer, *, answer_only: bool) -> Example:
+    ids, is_answer = encode_with_assistant_mask(tokenizer, rendered)
     prompt = len(ids)
     while prompt and not is_answer[prompt - 1]:  # tokens after the last answer
         prompt -= 1
@@ -186,24 +186,24 @@ def spoken(message: Message) -> str:
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a rendered text, with special tokens recognized."""
-    return marked_ids(tokenizer, Rendered(text, ()))[0].tolist()
+    return encode_with_assistant_mask(tokenizer, RenderedChat(text, ()))[0].tolist()
 
 
-def end_of_answer(tokenizer: Tokenizer) -> str:
+def end_of_turn(tokenizer: Tokenizer) -> str:
     """Return the text that the template appends to an answer, without white space: the stop string of generation.
 
     Raises:
         UserError: the template fails on a question with an answer.
     """
     answer = "Yes"
-    with chat_of(tokenizer).renderer() as renderer:
+    with get_chat_template(tokenizer).start_renderer() as renderer:
         chat = Chat([{"role": "user", "content": "No?"}, {"role": "assistant", "content": answer}])
-        rendered = renderer.conversation(chat)
+        rendered = renderer.render(chat)
     begin, end = rendered.answers[-1]
     return rendered.text[begin:end].rpartition(answer)[2].strip()
 
 
-def marked_ids(tokenizer: Tokenizer, rendered: Rendered) -> tuple[TokenIds, NDArray[np.bool_]]:
+def encode_with_assistant_mask(tokenizer: Tokenizer, rendered: RenderedChat) -> tuple[TokenIds, NDArray[np.bool_]]:
     """Return the ids of a rendered conversation, [N], and the mask of the assistant's tokens, bool [N].
 
     As in `transformers`, a token that is partly in an answer belongs to it.
@@ -213,7 +213,7 @@ def marked_ids(tokenizer: Tokenizer, rendered: Rendered) -> tuple[TokenIds, NDAr
     """
     if not isinstance(tokenizer, JsonTokenizer):
         return _encode_segments(tokenizer, rendered)
-    ids, offsets = tokenizer.encode_with_places(rendered.text)
+    ids, offsets = tokenizer.encode_with_offsets(rendered.text)
     mask = np.zeros(len(ids), np.bool_)
     for begin, end in rendered.answers:
         inside = np.flatnonzero(((offsets[:, 1] > begin) | (offsets[:, 0] >= begin)) & (offsets[:, 0] < end))
@@ -222,9 +222,9 @@ def marked_ids(tokenizer: Tokenizer, rendered: Rendered) -> tuple[TokenIds, NDAr
     return ids, mask
 
 
-def _encode_segments(tokenizer: Tokenizer, rendered: Rendered) -> tuple[TokenIds, NDArray[np.bool_]]:
+def _encode_segments(tokenizer: Tokenizer, rendered: RenderedChat) -> tuple[TokenIds, NDArray[np.bool_]]:
     """Tokenize segments between special tokens and answer boundaries, for tokenizers that ignore special tokens."""
-    names = special_names(tokenizer)
+    names = special_tokens_map(tokenizer)
     known = {"eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     ids = {text: tokenizer.token_id(text) for text in names.values()}
     ids |= {names[name]: id_ for name, id_ in known.items() if name in names and ids[names[name]] is None}

@@ -1,7 +1,7 @@
 """Masked language modeling (BERT, arXiv 1810.04805, 3.1): selected tokens are masked, and the model predicts them.
 
 Of the selected tokens, 80 % become the mask token, 10 % a random token and 10 % are unchanged. Their labels are the
-original tokens; all other labels are `IGNORED_LABEL`.
+original tokens; all other labels are `IGNORE_INDEX`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from ..datasets.document_ids import document_numbers
-from ..datasets.samples import IGNORED_LABEL, Samples, philox, positions_of
-from ..datasets.seq2seq import PAIR_PART, NamedTensors, texts_of
-from .noise_spans import ngram_spans, units_of
-from .span_corruption import NgramSpans
+from ..datasets.samples import IGNORE_INDEX, Samples, philox, position_range
+from ..datasets.seq2seq import PAIR_RNG_STREAM, TensorBatch, texts_of
+from .noise_spans import ngram_span_mask, unit_boundaries
+from .span_corruption import NgramSpanConfig
 
 
 class MaskTokens(NamedTuple):
@@ -54,7 +54,7 @@ class MaskedWindows:
         self,
         windows: Samples,
         mask_prob: float,
-        ngrams: NgramSpans | None,
+        ngrams: NgramSpanConfig | None,
         special: MaskTokens,
         seed: int,
         *,
@@ -77,15 +77,15 @@ class MaskedWindows:
         """Samples per epoch, or in total."""
         return self.windows.samples
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         texts, lengths = texts_of(self.windows, first, count)
-        tokens = np.where(texts == IGNORED_LABEL, self._special.pad_id, texts)
-        labels = np.full(tokens.shape, IGNORED_LABEL, np.int64)
+        tokens = np.where(texts == IGNORE_INDEX, self._special.pad_id, texts)
+        labels = np.full(tokens.shape, IGNORE_INDEX, np.int64)
         documents = document_numbers(torch.from_numpy(tokens), self._special.eos_id) if self._numbers else None
-        for row, position in enumerate(positions_of(first, count).tolist()):
+        for row, position in enumerate(position_range(first, count).tolist()):
             if lengths[row] == tokens.shape[1]:
-                rng = philox(self._seed, position, PAIR_PART)
+                rng = philox(self._seed, position, PAIR_RNG_STREAM)
                 selected = self._select(tokens[row], rng)
                 labels[row, selected] = tokens[row, selected]
                 tokens[row, selected] = self._replacements(tokens[row, selected], rng)
@@ -100,8 +100,8 @@ class MaskedWindows:
             return candidates
         count = max(1, round(len(candidates) * self._mask_prob))
         if self._ngrams is not None:
-            units = units_of(text, self._ngrams.inside)
-            return np.flatnonzero(ngram_spans(rng, units, self._ngrams.lengths, count, count, is_eos).noise)
+            units = unit_boundaries(text, self._ngrams.word_edges)
+            return np.flatnonzero(ngram_span_mask(rng, units, self._ngrams.lengths, count, count, is_eos).noise)
         return candidates[np.argsort(rng.random_raw(len(candidates)), kind="stable")[:count]]
 
     def _replacements(self, tokens: NDArray[np.int64], rng: np.random.Philox) -> NDArray[np.int64]:

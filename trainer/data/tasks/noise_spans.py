@@ -37,7 +37,7 @@ class SpanMask(NamedTuple):
 # ---------------------------------------------------------------- T5's spans
 
 
-def random_spans(words: NDArray[np.uint64], length: int, corruption: Corruption) -> SpanMask:
+def random_span_mask(words: NDArray[np.uint64], length: int, corruption: Corruption) -> SpanMask:
     """Draw T5's `random_spans_noise_mask`: alternating kept and noise spans, from a kept one to a noise one.
 
     The lengths of the noise spans are a uniformly random composition of their sum into positive parts; so are the
@@ -76,7 +76,7 @@ def _random_composition(words: NDArray[np.uint64], total: int, parts: int) -> ND
 # ---------------------------------------------------------------- NeMo's spans
 
 
-class SpanLengths(NamedTuple):
+class SpanLengthDistribution(NamedTuple):
     """Length distribution of NeMo's spans, in words for whole word masking, else in tokens.
 
     Attributes:
@@ -86,16 +86,16 @@ class SpanLengths(NamedTuple):
     bounds: NDArray[np.float64]
 
     @classmethod
-    def geometric(cls, longest: int, mean: float) -> SpanLengths:
+    def geometric(cls, longest: int, mean: float) -> SpanLengthDistribution:
         """Build SpanBERT's distribution (arXiv 1907.10529, 3.1): geometric with this mean, clipped to `longest`.
 
-        The mean after clipping is `corruption.cut_mean`.
+        The mean after clipping is `corruption.clipped_geometric_mean`.
         """
         bounds = 1 - np.full(longest, 1 - 1 / mean).cumprod()
         return cls(np.append(bounds[:-1], 1.0))
 
     @classmethod
-    def harmonic(cls, longest: int, *, longer_first: bool) -> SpanLengths:
+    def harmonic(cls, longest: int, *, longer_first: bool) -> SpanLengthDistribution:
         """Build the distribution with p(n) proportional to 1 / n; `longer_first` reverses it."""
         probability = 1 / np.arange(1, longest + 1)
         probability = (probability[::-1] if longer_first else probability) / probability.sum()
@@ -106,10 +106,10 @@ class SpanLengths(NamedTuple):
         return int(np.searchsorted(self.bounds, _fraction(word), side="right")) + 1
 
 
-def ngram_spans(
+def ngram_span_mask(
     rng: np.random.Philox,
     units: NDArray[np.int64],
-    lengths: SpanLengths,
+    lengths: SpanLengthDistribution,
     budget: int,
     max_spans: int,
     protected: Mask | None = None,
@@ -156,12 +156,13 @@ def ngram_spans(
     return SpanMask(noise, starts)
 
 
-def units_of(tokens: NDArray[Any], edges: tuple[Mask, Mask] | None) -> NDArray[np.int64]:
+def unit_boundaries(tokens: NDArray[Any], edges: tuple[Mask, Mask] | None) -> NDArray[np.int64]:
     """Return the first token of each word, and the number of tokens at the end; without `edges` every token is a word.
 
     Args:
         tokens: [N].
-        edges: output of `word_edges`: for each token id whether its first, and its last, byte is a word character.
+        edges: output of `token_word_edges`: for each token id whether its first, and its last, byte is a word
+            character.
     """
     if edges is None:
         return np.arange(len(tokens) + 1)
@@ -170,7 +171,7 @@ def units_of(tokens: NDArray[Any], edges: tuple[Mask, Mask] | None) -> NDArray[n
     return np.append(np.flatnonzero(np.append(True, ~continues)), len(tokens))
 
 
-def word_edges(pieces: Iterator[bytes] | list[bytes]) -> tuple[Mask, Mask]:
+def token_word_edges(pieces: Iterator[bytes] | list[bytes]) -> tuple[Mask, Mask]:
     """Return for each token whether its first, and its last, byte is a word character.
 
     Word characters are letters, digits, the underscore and every byte of a non-ASCII character. A token continues the
@@ -203,7 +204,7 @@ def _fraction(word: np.uint64) -> float:
 # ---------------------------------------------------------------- both
 
 
-def corrupt(
+def apply_span_mask(
     tokens: NDArray[Any], mask: SpanMask, sentinels: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Build the encoder and decoder side of each text, without EOS tokens.

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ..datasets.seq2seq import Pair
 
 
-class PrefixCut:
+class PrefixSplitter:
     """Split texts at a random position, uniform over those that fit and leave neither side empty.
 
     Args:

@@ -39,7 +39,7 @@ def read_record(record: Mapping[str, Any], location: str, names: Sequence[str], 
 
 
 @dataclass(frozen=True)
-class PromptTokens:
+class PromptEncoder:
     """Convert records to token ids with a loss mask.
 
     Attributes:
@@ -49,8 +49,8 @@ class PromptTokens:
         end: token ids after an answer: EOS, or none.
         answer_only: only the answer and its EOS are predicted.
         length: S, tokens in a row.
-        shortened: fields that are truncated if a record is longer than a row; after that, answers at their end.
-        side: side on which those fields are truncated.
+        truncation_fields: fields that are truncated if a record is longer than a row; after that, answers at their end.
+        truncation_side: side on which those fields are truncated.
     """
 
     template: PromptTemplate
@@ -59,8 +59,8 @@ class PromptTokens:
     end: Sequence[int]
     answer_only: bool
     length: int
-    shortened: Sequence[str] = ()
-    side: Literal["left", "right"] = "right"
+    truncation_fields: Sequence[str] = ()
+    truncation_side: Literal["left", "right"] = "right"
 
     def examples(self, records: Sequence[Record]) -> Iterator[Example]:
         """Yield the records as tokens, with fields truncated to fit a row as far as possible.
@@ -77,7 +77,7 @@ class PromptTokens:
         )
         for record, prompt, text, answer in zip(records, prompt_ids, prompts, answer_ids, strict=True):
             excess = len(self.start) + len(prompt) + len(answer) + len(self.end) - (self.length + 1)
-            if excess > 0 and self.shortened:
+            if excess > 0 and self.truncation_fields:
                 prompt = self._truncated(record, excess, drop_space)
             tokens = np.concatenate([self.start, prompt, answer, self.end]).astype(answer.dtype)
             prompt_length = len(self.start) + len(prompt)
@@ -89,11 +89,11 @@ class PromptTokens:
         segments = list(self.template.pieces(record))
         texts = [text.removeprefix(" ") if drop_space and number else text for number, (text, _) in enumerate(segments)]
         ids = self.tokenizer.encode_batch(texts)
-        fields = [number for number, (_, name) in enumerate(segments) if name in self.shortened]
+        fields = [number for number, (_, name) in enumerate(segments) if name in self.truncation_fields]
         for rank, number in enumerate(fields):
             removed = min(excess // len(fields) + (rank < excess % len(fields)), len(ids[number]))
             kept = len(ids[number]) - removed
-            ids[number] = ids[number][:kept] if self.side == "right" else ids[number][removed:]
+            ids[number] = ids[number][:kept] if self.truncation_side == "right" else ids[number][removed:]
         return np.concatenate(ids)
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
-from ..tokenizers.tokenizer import MOST_SENTINELS, ByteTokenizer, CharTokenizer, Tokenizer, from_document
+from ..tokenizers.tokenizer import MAX_SENTINELS, ByteTokenizer, CharTokenizer, Tokenizer, from_document
 
 BYT5_SENTINELS = 125
 """Gives ByT5's vocabulary size of 384."""
 T5_SENTINELS = 100
-USUAL_MASKS = ("[MASK]", "<mask>")
+USUAL_MASK_TOKENS = ("[MASK]", "<mask>")
 """Usual names of the mask token."""
 
 
@@ -30,12 +30,12 @@ def sentinel_name(number: int) -> str:
 def sentinel_ids(tokenizer: Tokenizer) -> NDArray[np.int64]:
     """Return the ids of `<extra_id_0>`, `<extra_id_1>`, ... that the tokenizer has, int64 [count]."""
     ids: list[int] = []
-    while len(ids) < MOST_SENTINELS and (id_ := tokenizer.token_id(sentinel_name(len(ids)))) is not None:
+    while len(ids) < MAX_SENTINELS and (id_ := tokenizer.token_id(sentinel_name(len(ids)))) is not None:
         ids.append(id_)
     return np.array(ids, np.int64)
 
 
-def encode_spelled(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_with_sentinels(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode user input in which `<extra_id_0>` means the sentinel, with any tokenizer."""
     ids = sentinel_ids(tokenizer)
     tokens: list[int] = []
@@ -72,7 +72,7 @@ def with_sentinels(tokenizer: Tokenizer, count: int | None) -> Tokenizer:
 
 def _extended(tokenizer: Tokenizer, tokens: list[str]) -> Tokenizer:
     """Return a file's tokenizer with more tokens; they are part of its document, so checkpoints store them."""
-    document = tokenizer.to_document()
+    document = tokenizer.to_dict()
     if document["tokenizer"] == "sentencepiece":
         return from_document({**document, "added": [*document["added"], *tokens]})
     from ..tokenizers.tokenizer_json import extended
@@ -82,7 +82,7 @@ def _extended(tokenizer: Tokenizer, tokens: list[str]) -> Tokenizer:
 
 def mask_id(tokenizer: Tokenizer, named: str | None = None) -> int | None:
     """Return the id of the mask token: `named`, or else [MASK], <mask> or the first sentinel; None if there is none."""
-    for name in (*USUAL_MASKS, sentinel_name(0)) if named is None else (named,):
+    for name in (*USUAL_MASK_TOKENS, sentinel_name(0)) if named is None else (named,):
         if (id_ := tokenizer.token_id(name)) is not None:
             return id_
     return None

@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from ...config.data_task import Task
-from ...config.prompt_template import template_of
+from ...config.prompt_template import prompt_template_from_config
 from ...config.schema.root import ModelBlock, RootBlock
 from ...utils.errors import UserError
-from ..datasets.blend import BlendedFields
-from ..datasets.seq2seq import FieldSamples
-from ..datasets.sft_examples import Example, Examples, all_of, fitted
+from ..datasets.blend import BlendedDictSamples
+from ..datasets.seq2seq import DictSamples
+from ..datasets.sft_examples import Example, Examples, flatten_examples, truncate_examples
 from ..datasets.sft_samples import ExampleSamples
 from ..sources.docstrings import read_docstrings
-from ..sources.jsonl import Reader, read_split
+from ..sources.jsonl import RecordParser, read_splits
 from ..sources.record_sources import read_source
 from ..sources.text_sources import SPLITS, Split, parse_proportions
 from ..tokenizers.bos import text_start
 from ..tokenizers.tokenizer import Tokenizer
-from .chat_files import chat_of
+from .chat_files import get_chat_template
 from .chat_template import Chat
-from .chats import chat_examples, first_words, read_chat
-from .prompts import PromptTokens, read_record
+from .chats import conversation_start, encode_chats, parse_chat
+from .prompts import PromptEncoder, read_record
 
 _TRAIN = "model.data.train_ds"
 
@@ -66,7 +66,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class FineTuning:
+class SFTData:
     """The samples of a fine-tuning run.
 
     Attributes:
@@ -75,13 +75,13 @@ class FineTuning:
         records: the records they were made of.
     """
 
-    samples: dict[Split, FieldSamples | None]
+    samples: dict[Split, DictSamples | None]
     examples: dict[Split, list[Examples]]
     records: Records
 
     def of(self, split: Split) -> list[Example]:
         """Return the examples of a split."""
-        return all_of(self.examples[split])
+        return flatten_examples(self.examples[split])
 
     def check(self, split: Split, length: int, length_key: str) -> None:
         """Check that a split with examples has anything to predict.
@@ -98,7 +98,7 @@ class FineTuning:
         skipped = sum(one.left_out for one in sets)
         if not skipped or any(map(len, sets)):
             return
-        too_long = [tokens for one in sets for tokens in one.too_long]
+        too_long = [tokens for one in sets for tokens in one.skipped_lengths]
         if too_long:
             why = (
                 f"rows of {length:,} tokens (`{length_key}`) end before the answers; the examples have "
@@ -126,7 +126,7 @@ class FineTuning:
         return ", ".join(parts) + (note if truncated or skipped else "")
 
 
-def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning:
+def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
     """Build the fine-tuning samples of a configuration.
 
     Raises:
@@ -136,28 +136,28 @@ def fine_tuning(root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning
     examples: dict[Split, list[Examples]] = {
         split: [_examples(root, task, tokenizer, one) for one in sets] for split, sets in records.sets.items()
     }
-    samples: dict[Split, FieldSamples | None] = {
+    samples: dict[Split, DictSamples | None] = {
         split: _samples(root, task, tokenizer, sets, records.weights, training=split == "train")
         for split, sets in examples.items()
     }
-    return FineTuning(samples, examples, records)
+    return SFTData(samples, examples, records)
 
 
-def held_out_examples(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> FineTuning:
+def build_sft_evaluation_data(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
     """Build validation samples of a file or folder; of a folder with a `train.jsonl`, of its `validation.jsonl`.
 
     Raises:
         UserError: it cannot be read.
     """
     read, input_of = _reader(root, tokenizer)
-    found = read_split(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")
+    found = read_splits(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")
     records = Records(str(path), {split: [found[split]] for split in SPLITS}, input_of)
     examples: dict[Split, list[Examples]] = {
         split: [_examples(root, task, tokenizer, found[split])] for split in SPLITS
     }
     validation = _samples(root, task, tokenizer, examples["validation"], None, training=False)
-    samples: dict[Split, FieldSamples | None] = {"train": None, "validation": validation, "test": None}
-    return FineTuning(samples, examples, records)
+    samples: dict[Split, DictSamples | None] = {"train": None, "validation": validation, "test": None}
+    return SFTData(samples, examples, records)
 
 
 # ---------------------------------------------------------------- records
@@ -188,12 +188,12 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
     return Records(source.name, source.sets, input_of, weights, source.has_own_splits)
 
 
-def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[Reader[Any], Callable[[Any], str]]:
+def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[RecordParser[Any], Callable[[Any], str]]:
     """Return the parser of an object, and the function that returns its input."""
     if root.model.data.chat:
-        source = chat_of(tokenizer).source
-        return lambda found, location: read_chat(found, location, source), first_words
-    template = template_of(root.model.data)
+        source = get_chat_template(tokenizer).source
+        return lambda found, location: parse_chat(found, location, source), conversation_start
+    template = prompt_template_from_config(root.model.data)
     names = sorted(set(template.names[:-1])) or list(template.names)
 
     def input_of(record: dict[str, str]) -> str:
@@ -212,22 +212,22 @@ def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequen
     assert isinstance(model, ModelBlock)
     answer_only = model.answer_only_loss is not False
     if model.data.chat:
-        return fitted(chat_examples(records, tokenizer, answer_only=answer_only), task.length)
-    template = template_of(root.model.data)
+        return truncate_examples(encode_chats(records, tokenizer, answer_only=answer_only), task.length)
+    template = prompt_template_from_config(root.model.data)
     shortened = template.names[:-1]
     if keys.truncation_field is not None:
         shortened = tuple(name.strip() for name in keys.truncation_field.split(","))
-    tokens = PromptTokens(
+    tokens = PromptEncoder(
         template=template,
         tokenizer=tokenizer,
         start=_start(tokenizer, keys.add_bos),
         end=_end(tokenizer) if keys.add_eos else [],
         answer_only=answer_only,
         length=task.length,
-        shortened=shortened,
-        side=keys.truncation_method,
+        truncation_fields=shortened,
+        truncation_side=keys.truncation_method,
     )
-    return fitted(tokens.examples(records), task.length)
+    return truncate_examples(tokens.examples(records), task.length)
 
 
 def _start(tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
@@ -258,7 +258,7 @@ def _samples(
     weights: Sequence[float] | None,
     *,
     training: bool,
-) -> FieldSamples | None:
+) -> DictSamples | None:
     seed = root.model.seed if training else None
 
     def rows(examples: Examples, part: int = 0) -> ExampleSamples:
@@ -275,9 +275,9 @@ def _samples(
     if training and weights is not None:
         if not all(map(len, sets)):
             raise UserError(f"`{_TRAIN}.concat_sampling_probabilities`: a file of `file_names` holds no example")
-        return BlendedFields([rows(examples, part) for part, examples in enumerate(sets)], weights)
+        return BlendedDictSamples([rows(examples, part) for part, examples in enumerate(sets)], weights)
     merged = Examples(
-        all_of(sets),
+        flatten_examples(sets),
         sum(examples.cut for examples in sets),
         sum(examples.left_out for examples in sets),
     )

@@ -9,24 +9,32 @@ from numpy.typing import NDArray
 
 from ...config.span_lengths import Corruption, corrupted_lengths, noise_counts
 from ...utils.errors import UserError
-from ..datasets.samples import IGNORED_LABEL, Samples, philox, positions_of
-from ..datasets.seq2seq import PAIR_PART, NamedTensors, Pair, Shape, filled, texts_of
-from .noise_spans import Mask, SpanLengths, SpanMask, corrupt, ngram_spans, random_spans, units_of
+from ..datasets.samples import IGNORE_INDEX, Samples, philox, position_range
+from ..datasets.seq2seq import PAIR_RNG_STREAM, Pair, Shape, TensorBatch, filled, texts_of
+from .noise_spans import (
+    Mask,
+    SpanLengthDistribution,
+    SpanMask,
+    apply_span_mask,
+    ngram_span_mask,
+    random_span_mask,
+    unit_boundaries,
+)
 
 
-class NgramSpans(NamedTuple):
+class NgramSpanConfig(NamedTuple):
     """Parameters of NeMo's spans.
 
     Attributes:
         lengths: distribution of their lengths.
-        inside: `word_edges` of the tokenizer for whole word masking; None masks tokens.
+        word_edges: `token_word_edges` of the tokenizer for whole word masking; None masks tokens.
     """
 
-    lengths: SpanLengths
-    inside: tuple[Mask, Mask] | None
+    lengths: SpanLengthDistribution
+    word_edges: tuple[Mask, Mask] | None
 
 
-class Corruptor:
+class SpanCorruptor:
     """Corrupt texts of any length into pairs.
 
     Args:
@@ -44,7 +52,7 @@ class Corruptor:
     def __init__(
         self,
         corruption: Corruption,
-        ngrams: NgramSpans | None,
+        ngrams: NgramSpanConfig | None,
         sentinels: NDArray[np.int64],
         eos_id: int,
         max_length: int,
@@ -74,16 +82,16 @@ class Corruptor:
             return None
         if self.ngrams is None:
             words = rng.random_raw(len(text) - 2)[None]
-            mask = random_spans(words, len(text), self.corruption)
+            mask = random_span_mask(words, len(text), self.corruption)
         else:
-            units = units_of(text, self.ngrams.inside)
+            units = unit_boundaries(text, self.ngrams.word_edges)
             budget = noise_counts(len(text), self.corruption)[0]
             # Noise, sentinels and EOS must fit on the decoder side.
             budget = min(budget, self.decoder_length - 2)
             max_spans = min(len(self.sentinels), self.decoder_length - 1 - budget)
-            spans = ngram_spans(rng, units, self.ngrams.lengths, budget, max_spans)
+            spans = ngram_span_mask(rng, units, self.ngrams.lengths, budget, max_spans)
             mask = SpanMask(spans.noise[None], spans.starts[None])
-        encoder, decoder = corrupt(text[None], mask, self.sentinels)
+        encoder, decoder = apply_span_mask(text[None], mask, self.sentinels)
         return Pair(np.append(encoder, self.eos_id), np.append(decoder, self.eos_id))
 
     def lengths(self, length: int) -> tuple[int, int]:
@@ -106,7 +114,7 @@ class CorruptedWindows:
         seed: of the spans; for evaluation the same for all runs.
     """
 
-    def __init__(self, windows: Samples, corruptor: Corruptor, shape: Shape, seed: int) -> None:
+    def __init__(self, windows: Samples, corruptor: SpanCorruptor, shape: Shape, seed: int) -> None:
         self.windows = windows
         self.corruptor = corruptor
         self.shape = shape
@@ -122,24 +130,24 @@ class CorruptedWindows:
         """Samples per epoch, or in total."""
         return self.windows.samples
 
-    def batch(self, first: int, count: int) -> NamedTensors:
+    def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         tokens, lengths = texts_of(self.windows, first, count)
         length = tokens.shape[1]
         words = np.stack(
             [
-                philox(self._seed, int(position), PAIR_PART).random_raw(length - 2)
-                for position in positions_of(first, count)
+                philox(self._seed, int(position), PAIR_RNG_STREAM).random_raw(length - 2)
+                for position in position_range(first, count)
             ]
         )
-        mask = random_spans(words, length, self.corruptor.corruption)
+        mask = random_span_mask(words, length, self.corruptor.corruption)
         encoder, decoder = (
             _append_eos(side.reshape(count, -1), self.corruptor.eos_id)
-            for side in corrupt(tokens, mask, self.corruptor.sentinels)
+            for side in apply_span_mask(tokens, mask, self.corruptor.sentinels)
         )
         short = lengths < length
         encoder[short] = self.shape.pad_id
-        decoder[short] = IGNORED_LABEL
+        decoder[short] = IGNORE_INDEX
         return filled(encoder, decoder, self.shape)
 
 

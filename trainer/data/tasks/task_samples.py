@@ -7,23 +7,23 @@ import numpy as np
 from ...config.data_task import Task
 from ...config.schema.root import RootBlock
 from ...utils.errors import UserError
-from ..datasets.document_chunks import CorruptedPieces, Documents
-from ..datasets.document_ids import NumberedDocuments
+from ..datasets.document_chunks import CorruptedChunks, Documents
+from ..datasets.document_ids import DocumentIdSamples
 from ..datasets.pair_samples import Pairs, PairSamples
-from ..datasets.samples import EndOfDocumentMasked, MockSamples, Samples
-from ..datasets.seq2seq import AnySamples, DividedWindows, MockPairs, Shape
+from ..datasets.samples import EodMaskedSamples, MockSamples, Samples
+from ..datasets.seq2seq import AnySamples, MockPairs, Shape, SplitWindows
 from ..tokenizers.tokenizer import Tokenizer
 from .masked_lm import MaskedWindows, MaskTokens
-from .noise_spans import SpanLengths, word_edges
-from .prefix_lm import PrefixCut
+from .noise_spans import SpanLengthDistribution, token_word_edges
+from .prefix_lm import PrefixSplitter
 from .sentinels import mask_id, sentinel_ids, with_sentinels
-from .span_corruption import CorruptedWindows, Corruptor, NgramSpans
+from .span_corruption import CorruptedWindows, NgramSpanConfig, SpanCorruptor
 
 _EVALUATION_SEED = 0
 """Evaluation uses the same random draws in all runs, so that they can be compared."""
 
 
-def tokenizer_of_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer_for_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with the sentinels that the task needs.
 
     Raises:
@@ -48,13 +48,13 @@ def _mask_name(root: RootBlock) -> str | None:
     return None if keys.library == "byte-level" else keys.special_tokens.mask_token
 
 
-class TaskSamples:
+class SampleFactory:
     """Build the samples of a task.
 
     Args:
         root: the configuration.
         task: the training task.
-        tokenizer: output of `tokenizer_of_task`.
+        tokenizer: output of `tokenizer_for_task`.
     """
 
     def __init__(self, root: RootBlock, task: Task, tokenizer: Tokenizer) -> None:
@@ -70,7 +70,7 @@ class TaskSamples:
         """True if samples are made of single documents, not of windows across them."""
         return self.task.name == "t5" and self._keys.respect_document_boundaries
 
-    def of_windows(self, windows: Samples, *, training: bool) -> AnySamples:
+    def from_windows(self, windows: Samples, *, training: bool) -> AnySamples:
         """Build samples from windows of `task.window` tokens.
 
         Raises:
@@ -86,15 +86,15 @@ class TaskSamples:
                 corruptor = self._corruptor()
                 if corruptor.ngrams is None:
                     return CorruptedWindows(windows, corruptor, self.shape, seed)
-                return DividedWindows(windows, corruptor.pair, self.shape, seed)
+                return SplitWindows(windows, corruptor.pair, self.shape, seed)
             case "t5_prefix_lm":
-                cut = PrefixCut(self.shape.encoder, self.shape.decoder)
-                return DividedWindows(windows, cut.pair, self.shape, seed)
+                cut = PrefixSplitter(self.shape.encoder, self.shape.decoder)
+                return SplitWindows(windows, cut.pair, self.shape, seed)
             case "bert":
                 assert self.task.corruption is not None
                 return MaskedWindows(
                     windows,
-                    self.task.corruption.density,
+                    self.task.corruption.noise_density,
                     self._ngrams(),
                     self._mask_tokens(),
                     seed,
@@ -106,29 +106,29 @@ class TaskSamples:
                     f"({self._keys.data_impl}) has none"
                 )
 
-    def of_documents(self, documents: Documents, *, training: bool, part: int = 0) -> PairSamples | None:
+    def from_documents(self, documents: Documents, *, training: bool, rng_stream: int = 0) -> PairSamples | None:
         """Build samples from documents; None if all are too short. `part` is the random stream of a blended dataset."""
-        chunks = CorruptedPieces(documents, self._corruptor(), self.task.window, self._keys.short_seq_prob)
-        return self.of_pairs(chunks, training=training, part=part)
+        chunks = CorruptedChunks(documents, self._corruptor(), self.task.window, self._keys.short_seq_prob)
+        return self.from_pairs(chunks, training=training, rng_stream=rng_stream)
 
-    def of_pairs(self, pairs: Pairs, *, training: bool, part: int = 0) -> PairSamples | None:
+    def from_pairs(self, pairs: Pairs, *, training: bool, rng_stream: int = 0) -> PairSamples | None:
         """Build samples from pairs; None if there are none."""
         if not len(pairs):
             return None
         seed = self._seed if training else None
-        return PairSamples(pairs, self.shape, seed, packs=self.task.packed, part=part)
+        return PairSamples(pairs, self.shape, seed, packs=self.task.packed, part=rng_stream)
 
     def mock(self, vocab_size: int, samples: int, part: int) -> AnySamples:
         """Build random samples; `part` is the random stream of the split (0 train, 1 validation, 2 test)."""
-        if self.task.has_two_sides:
+        if self.task.is_encoder_decoder:
             return MockPairs(vocab_size, self.shape, self._seed, samples, part)
         windows = MockSamples(vocab_size, self.task.window, self._seed, samples, part)
-        return self.of_windows(windows, training=part == 0)
+        return self.from_windows(windows, training=part == 0)
 
-    def _corruptor(self) -> Corruptor:
+    def _corruptor(self) -> SpanCorruptor:
         assert self.task.corruption is not None
         assert self._tokenizer.eos_id is not None
-        return Corruptor(
+        return SpanCorruptor(
             self.task.corruption,
             self._ngrams(),
             sentinel_ids(self._tokenizer),
@@ -137,20 +137,20 @@ class TaskSamples:
             self.shape.decoder,
         )
 
-    def _ngrams(self) -> NgramSpans | None:
+    def _ngrams(self) -> NgramSpanConfig | None:
         keys = self._keys
         if keys.geometric_dist is None:
             return None
         assert self.task.corruption is not None
         if keys.geometric_dist:
-            lengths = SpanLengths.geometric(keys.max_ngram_size, self.task.corruption.mean_span)
+            lengths = SpanLengthDistribution.geometric(keys.max_ngram_size, self.task.corruption.mean_span_length)
         else:
-            lengths = SpanLengths.harmonic(keys.max_ngram_size, longer_first=keys.favor_longer_ngrams)
+            lengths = SpanLengthDistribution.harmonic(keys.max_ngram_size, longer_first=keys.favor_longer_ngrams)
         if not keys.whole_word_masking:
-            return NgramSpans(lengths, None)
+            return NgramSpanConfig(lengths, None)
         tokenizer = self._tokenizer
         token_bytes = [tokenizer.decode_bytes([id_]) for id_ in range(tokenizer.vocab_size)]
-        return NgramSpans(lengths, word_edges(token_bytes))
+        return NgramSpanConfig(lengths, token_word_edges(token_bytes))
 
     def _mask_tokens(self) -> MaskTokens:
         tokenizer = self._tokenizer
@@ -176,7 +176,7 @@ class TaskSamples:
         Raises:
             UserError: it is set, and the tokenizer has no EOS token.
         """
-        return EndOfDocumentMasked(samples, self._eos("eod_mask_loss")) if self._keys.eod_mask_loss else samples
+        return EodMaskedSamples(samples, self._eos("eod_mask_loss")) if self._keys.eod_mask_loss else samples
 
     def _with_document_ids(self, samples: Samples) -> Samples:
         """Add document indices if the model needs them to keep documents apart.
@@ -185,12 +185,12 @@ class TaskSamples:
             UserError: it does, and the tokenizer has no EOS token.
         """
         names = [name for name in ("reset_position_ids", "reset_attention_mask") if getattr(self._keys, name)]
-        return NumberedDocuments(samples, self._eos(names[0])) if names else samples
+        return DocumentIdSamples(samples, self._eos(names[0])) if names else samples
 
     def _eos(self, key: str) -> int:
         if self._tokenizer.eos_id is None:
             raise UserError(
                 f"`model.data.{key}` (true) needs a tokenizer with an end-of-document token; the "
-                f"{self._tokenizer.to_document()['tokenizer']} tokenizer has none; set the key to false"
+                f"{self._tokenizer.to_dict()['tokenizer']} tokenizer has none; set the key to false"
             )
         return self._tokenizer.eos_id

@@ -15,7 +15,7 @@ def text_start(tokenizer: Tokenizer) -> list[int]:
     each after the EOS of the previous one, so a text does too.
     """
     if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.added_tokens()[0]
+        return tokenizer.post_processor_tokens()[0]
     if isinstance(tokenizer, SentencePieceTokenizer):
         return [] if tokenizer.special.bos is None else [tokenizer.special.bos]
     return [] if tokenizer.eos_id is None else [tokenizer.eos_id]

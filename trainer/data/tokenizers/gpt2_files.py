@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-END_OF_TEXT = "<|endoftext|>"
+EOS_TOKEN = "<|endoftext|>"
 
 
-def byte_level_definition(model: dict[str, Any], added: dict[str, int]) -> str:
+def byte_level_tokenizer_json(model: dict[str, Any], added: dict[str, int]) -> str:
     """Return the canonical `tokenizer.json` of a byte-level BPE with GPT-2's pre-tokenizer.
 
     Args:
@@ -35,7 +35,7 @@ def byte_level_definition(model: dict[str, Any], added: dict[str, int]) -> str:
     return json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
 
 
-def gpt2_definition(vocab: str, merges: str) -> str:
+def gpt2_tokenizer_json(vocab: str, merges: str) -> str:
     """Return the `tokenizer.json` equivalent to GPT-2's files.
 
     Args:
@@ -76,5 +76,5 @@ def gpt2_definition(vocab: str, merges: str) -> str:
         "merges": pairs,
     }
     # The end-of-text token is the only EOS of such a vocabulary, so it is added if missing; GPT-2's id is the last.
-    added = {END_OF_TEXT: vocabulary.get(END_OF_TEXT, max(vocabulary.values(), default=-1) + 1)}
-    return byte_level_definition(model, added)
+    added = {EOS_TOKEN: vocabulary.get(EOS_TOKEN, max(vocabulary.values(), default=-1) + 1)}
+    return byte_level_tokenizer_json(model, added)

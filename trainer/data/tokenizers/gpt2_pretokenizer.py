@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .token_bytes import byte_alphabet
+from .token_bytes import unicode_to_bytes
 
 if TYPE_CHECKING:
     import tokenizers
@@ -36,11 +36,12 @@ _ASCII_PUNCTUATION_CLASS = r"!-/:-@\[-`{-~\x00-\x08\x0e-\x1f\x7f"
 _CONTRACTIONS = "'(?:[sdmt]|ll|ve|re)"
 
 
-class WordTokenizer:
+class CachedWordTokenizer:
     """Encode texts word by word with a cache.
 
     Args:
-        library: a tokenizer of the `tokenizers` library for which `has_gpt2_words` is true, without a normalizer.
+        library: a tokenizer of the `tokenizers` library for which `uses_gpt2_pre_tokenizer` is true, without a
+            normalizer.
         dtype: of the ids.
     """
 
@@ -98,7 +99,7 @@ class _WordIds(dict[str, bytes]):
     def __init__(self, model: Any, dtype: np.dtype[Any]) -> None:
         self._model = model
         self._array_dtype = dtype
-        self._byte_characters = {byte: character for character, byte in byte_alphabet().items()}
+        self._byte_characters = {byte: character for character, byte in unicode_to_bytes().items()}
 
     def __missing__(self, word: str) -> bytes:
         spelled = word.encode("utf-8").decode("latin-1").translate(self._byte_characters)
@@ -110,7 +111,7 @@ class _WordIds(dict[str, bytes]):
         return ids
 
 
-def has_gpt2_words(definition: Mapping[str, Any]) -> bool:
+def uses_gpt2_pre_tokenizer(definition: Mapping[str, Any]) -> bool:
     """Return True if a parsed tokenizer.json uses GPT-2's regular expression, and added tokens that match literally.
 
     Added tokens with `lstrip`, `rstrip` or `single_word`, or with different `normalized` flags, are left to the

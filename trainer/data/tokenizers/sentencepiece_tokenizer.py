@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UserError
 from ..tasks.chat_template import ChatTemplate
-from .special_tokens import SpecialIds, find_special, special_from_document
-from .token_bytes import exact_lengths
-from .tokenizer import TokenIds, ids_of, text_of, utf8
+from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
+from .token_bytes import piece_byte_counts
+from .tokenizer import TokenIds, as_id_array, encode_utf8, text_of
 
 MAX_MODEL_BYTES = 32 << 20
 """Maximum size of a model file; that of mT5, with 250,100 pieces, has 4.3 MB."""
@@ -42,7 +42,7 @@ class SentencePieceTokenizer:
         UserError: the sentencepiece package is not installed.
     """
 
-    def __init__(self, model: bytes, added: Sequence[str], special: SpecialIds) -> None:
+    def __init__(self, model: bytes, added: Sequence[str], special: SpecialTokenIds) -> None:
         processor = _processor(model)
         pieces = processor.get_piece_size()
         known = {processor.id_to_piece(id_): id_ for id_ in range(pieces)}
@@ -74,7 +74,7 @@ class SentencePieceTokenizer:
         Raises:
             UserError: `text` contains a lone surrogate.
         """
-        utf8(text)
+        encode_utf8(text)
         return np.array(self._processor.encode(text, out_type=int), self._dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -97,7 +97,7 @@ class SentencePieceTokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         """Return the concatenated bytes of `ids`; control symbols and unknown ids are skipped."""
-        return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
+        return b"".join(self._pieces[id_] for id_ in as_id_array(ids).tolist() if id_ < self.vocab_size)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a piece or an added token."""
@@ -111,19 +111,19 @@ class SentencePieceTokenizer:
         """Return the number of UTF-8 bytes of each id, int64 [V]; all 0 if tokens do not add up to the text.
 
         They do for models with byte fallback and without text normalization (Llama, Mistral, Gemma). eos counts -1 for
-        the space added before every text, see `exact_lengths`; a "▁" in the text counts as a space.
+        the space added before every text, see `piece_byte_counts`; a "▁" in the text counts as a space.
         """
         if not self._lossless:
             return np.zeros(self.vocab_size, np.int64)
-        return exact_lengths(self._pieces, self.eos_id, space_first=self._space_first or self._space_last)
+        return piece_byte_counts(self._pieces, self.eos_id, adds_prefix_space=self._space_first or self._space_last)
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the model in base64, the added tokens, and the ids of the special tokens."""
         return {
             "tokenizer": "sentencepiece",
             "model": base64.b64encode(self._model).decode("ascii"),
             "added": list(self._added),
-            "special": self.special.to_document(),
+            "special": self.special.to_dict(),
         }
 
 
@@ -143,7 +143,7 @@ def define(model: bytes, named: Mapping[str, str], added: Sequence[str] = ()) ->
     ids = {processor.id_to_piece(id_): id_ for id_ in range(processor.get_piece_size())}
     new = [token for token in dict.fromkeys([*named.values(), *added]) if token not in ids]
     ids |= {token: len(ids) + n for n, token in enumerate(new)}
-    special = find_special(named, ids.get)
+    special = find_special_tokens(named, ids.get)
     model_ids = {
         "eos": processor.eos_id(),
         "bos": processor.bos_id(),
@@ -154,11 +154,11 @@ def define(model: bytes, named: Mapping[str, str], added: Sequence[str] = ()) ->
     ids_by_kind = {
         kind: id_ if kind not in named and id_ >= 0 else getattr(special, kind) for kind, id_ in model_ids.items()
     }
-    return SentencePieceTokenizer(model, new, SpecialIds(**ids_by_kind))
+    return SentencePieceTokenizer(model, new, SpecialTokenIds(**ids_by_kind))
 
 
-def sentencepiece_from_document(document: Mapping[str, Any]) -> SentencePieceTokenizer:
-    """Rebuild the tokenizer from `SentencePieceTokenizer.to_document`, read back from JSON.
+def sentencepiece_from_dict(document: Mapping[str, Any]) -> SentencePieceTokenizer:
+    """Rebuild the tokenizer from `SentencePieceTokenizer.to_dict`, read back from JSON.
 
     Raises:
         ValueError: it is not such a document.
@@ -175,7 +175,7 @@ def sentencepiece_from_document(document: Mapping[str, Any]) -> SentencePieceTok
         model = base64.b64decode(text, validate=True)
     except ValueError:
         raise ValueError("`model` must be base64") from None
-    return SentencePieceTokenizer(model, added, special_from_document(document["special"]))
+    return SentencePieceTokenizer(model, added, special_token_ids_from_dict(document["special"]))
 
 
 def _processor(model: bytes) -> Any:

@@ -24,7 +24,7 @@ _USUAL_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialIds:
+class SpecialTokenIds:
     """Ids of special tokens; None if the vocabulary has no such token.
 
     Attributes:
@@ -59,12 +59,12 @@ class SpecialIds:
             if id_ is not None and not 0 <= id_ < vocab_size:
                 raise ValueError(f"the id of the {kind} token ({str(id_)[:40]}) must be 0 to {vocab_size - 1}")
 
-    def to_document(self) -> dict[str, int | None]:
+    def to_dict(self) -> dict[str, int | None]:
         """Return the four ids by name."""
         return {kind: getattr(self, kind) for kind in KINDS}
 
 
-def find_special(named: Mapping[str, str], id_of: Callable[[str], int | None]) -> SpecialIds:
+def find_special_tokens(named: Mapping[str, str], id_of: Callable[[str], int | None]) -> SpecialTokenIds:
     """Find the special tokens of a vocabulary.
 
     Args:
@@ -83,11 +83,12 @@ def find_special(named: Mapping[str, str], id_of: Callable[[str], int | None]) -
         else:
             ids = (id_of(token) for token in _USUAL_NAMES[kind])
             found[kind] = next((id_ for id_ in ids if id_ is not None), None)
-    return SpecialIds(**found)
+    return SpecialTokenIds(**found)
 
 
-def special_from_document(document: object) -> SpecialIds:
-    """Rebuild the ids from `SpecialIds.to_document`, read back from JSON; `SpecialIds.check` compares them with a size.
+def special_token_ids_from_dict(document: object) -> SpecialTokenIds:
+    """Rebuild the ids from `SpecialTokenIds.to_dict`, read back from JSON; `SpecialTokenIds.check` compares them with a
+    size.
 
     Raises:
         ValueError: it is not such a document.
@@ -97,4 +98,4 @@ def special_from_document(document: object) -> SpecialIds:
     for kind, id_ in document.items():
         if id_ is not None and type(id_) is not int:
             raise ValueError(f"`special.{kind}` must be null or an id, not {type(id_).__name__}")
-    return SpecialIds(**document)
+    return SpecialTokenIds(**document)

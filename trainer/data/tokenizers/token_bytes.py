@@ -21,7 +21,7 @@ _LOSSLESS_SPLITS = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contigu
 Part = Mapping[str, Any]
 
 
-def byte_alphabet() -> dict[str, int]:
+def unicode_to_bytes() -> dict[str, int]:
     """Return GPT-2's `bytes_to_unicode`, inverted: byte by character.
 
     A byte that is visible Latin-1 is represented by itself, the others by characters from 256 on, in order.
@@ -31,7 +31,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-def pieces_of(
+def token_byte_strings(
     definition: Part, vocabulary: Mapping[str, int], added: Mapping[int, str], silent: Collection[int]
 ) -> list[bytes]:
     """Return the UTF-8 bytes of every token id, [largest id + 1]; empty for ids in `silent` and ids without a token.
@@ -53,7 +53,7 @@ def pieces_of(
     return pieces
 
 
-def puts_space_first(definition: Part) -> bool:
+def adds_prefix_space(definition: Part) -> bool:
     """Return True if encoding may add a space before the text, which decoding must remove."""
     if _always_prepends_space(definition):
         return True
@@ -66,7 +66,7 @@ def puts_space_first(definition: Part) -> bool:
     return not decoders or any(part["type"] in ("WordPiece", "BPEDecoder") for part in decoders)
 
 
-def token_lengths(
+def token_byte_counts(
     definition: Part, pieces: Sequence[bytes], vocabulary: Mapping[str, int], eos: int | None
 ) -> NDArray[np.int64]:
     """Return the number of bytes of each id, int64 [len(pieces)]; all 0 if tokens do not add up to the text.
@@ -76,9 +76,9 @@ def token_lengths(
     a "▁" that stands for a space, written literally in it.
     """
     if is_byte_level(definition, vocabulary):
-        return exact_lengths(pieces, eos, space_first=False)
+        return piece_byte_counts(pieces, eos, adds_prefix_space=False)
     if _is_byte_fallback_bpe(definition) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        return exact_lengths(pieces, eos, space_first=_always_prepends_space(definition))
+        return piece_byte_counts(pieces, eos, adds_prefix_space=_always_prepends_space(definition))
     return np.zeros(len(pieces), np.int64)
 
 
@@ -92,21 +92,21 @@ def is_byte_level(definition: Part, vocabulary: Mapping[str, int]) -> bool:
         and len(levels) > 0
         and not any(level.get("add_prefix_space", True) for level in levels)
         and all(step["type"] == "ByteLevel" or _is_lossless(step) for step in steps)
-        and byte_alphabet().keys() <= vocabulary.keys()
+        and unicode_to_bytes().keys() <= vocabulary.keys()
     )
 
 
-def exact_lengths(pieces: Sequence[bytes], eos: int | None, *, space_first: bool) -> NDArray[np.int64]:
+def piece_byte_counts(pieces: Sequence[bytes], eos: int | None, *, adds_prefix_space: bool) -> NDArray[np.int64]:
     """Return the length of each piece, int64 [len(pieces)].
 
     Args:
         pieces: the bytes of each id.
         eos: the id that ends documents.
-        space_first: encoding adds a space before every text. EOS then counts -1 byte, so that the counts of a document
-            sum to the size of its text; without EOS they cannot, and all are 0.
+        adds_prefix_space: encoding adds a space before every text. EOS then counts -1 byte, so that the counts of a
+            document sum to the size of its text; without EOS they cannot, and all are 0.
     """
     lengths = np.fromiter((len(piece) for piece in pieces), np.int64, len(pieces))
-    if space_first:
+    if adds_prefix_space:
         if eos is None:
             return np.zeros_like(lengths)
         lengths[eos] = -1
@@ -117,7 +117,7 @@ def _token_decoder(definition: Part) -> Callable[[str], bytes]:
     decoders = _steps(definition, "decoder")
     kinds = {part["type"] for part in decoders}
     if "ByteLevel" in kinds:
-        alphabet = byte_alphabet()
+        alphabet = unicode_to_bytes()
         return lambda token: (
             bytes(alphabet[character] for character in token)
             if all(character in alphabet for character in token)

@@ -1,7 +1,7 @@
 """The tokenizer interface, and the two tokenizers that need no file: bytes (ByT5's scheme) and characters.
 
 Tokenizers loaded from files are in `tokenizer_json.py` and `tokenizer_sentencepiece.py`; `tokenizer_files.py` loads
-them. Every checkpoint stores its tokenizer as a small JSON document (`to_document`). `from_document` validates it,
+them. Every checkpoint stores its tokenizer as a small JSON document (`to_dict`). `from_document` validates it,
 because a checkpoint may come from an untrusted source.
 """
 
@@ -19,7 +19,7 @@ from ..tasks.chat_template import ChatTemplate
 
 TokenIds = NDArray[np.uint16 | np.int32]
 
-MOST_SENTINELS = 10_000
+MAX_SENTINELS = 10_000
 _UNICODE_CHARACTERS = 0x110000 - 0x800
 """Number of code points that UTF-8 can encode: all but the surrogates."""
 
@@ -80,7 +80,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return a JSON document from which `from_document` rebuilds the tokenizer."""
         ...
 
@@ -104,8 +104,8 @@ class ByteTokenizer:
     _NAMES = ("<pad>", "</s>", "<unk>")
 
     def __init__(self, sentinels: int = 0) -> None:
-        if type(sentinels) is not int or not 0 <= sentinels <= MOST_SENTINELS:
-            raise ValueError(f"`sentinels` ({str(sentinels)[:40]}) must be 0 to {MOST_SENTINELS}")
+        if type(sentinels) is not int or not 0 <= sentinels <= MAX_SENTINELS:
+            raise ValueError(f"`sentinels` ({str(sentinels)[:40]}) must be 0 to {MAX_SENTINELS}")
         self.sentinels = sentinels
 
     @property
@@ -115,7 +115,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> NDArray[np.uint16]:
         """Return the token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
-        return self.encode_bytes(utf8(text))
+        return self.encode_bytes(encode_utf8(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text."""
@@ -131,7 +131,7 @@ class ByteTokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         """Return the bytes of `ids`; pad, eos, unk and ids outside the vocabulary are skipped."""
-        array = ids_of(ids) - self._FIRST_BYTE
+        array = as_id_array(ids) - self._FIRST_BYTE
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes()
 
     def token_bytes(self) -> NDArray[np.int64]:
@@ -153,7 +153,7 @@ class ByteTokenizer:
             return self._NAMES[id_]
         return f"<extra_id_{id_ - self._FIRST_SENTINEL}>" if self._FIRST_SENTINEL <= id_ < self.vocab_size else None
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the name of the scheme, and the number of sentinels if there are any."""
         return {"tokenizer": "byte-level", **({"sentinels": self.sentinels} if self.sentinels else {})}
 
@@ -185,7 +185,7 @@ class CharTokenizer:
         self._dtype = np.uint16 if len(characters) <= 1 << 16 else np.int32
 
     @classmethod
-    def of_texts(cls, texts: Sequence[str]) -> CharTokenizer:
+    def from_texts(cls, texts: Sequence[str]) -> CharTokenizer:
         """Build the tokenizer whose vocabulary is every character of `texts`."""
         return cls("".join(sorted(set().union(*texts))))
 
@@ -230,7 +230,7 @@ class CharTokenizer:
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of `ids`; ids outside the vocabulary are skipped."""
-        array = ids_of(ids)
+        array = as_id_array(ids)
         return "".join(self.characters[i] for i in array[array < self.vocab_size])
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
@@ -249,18 +249,18 @@ class CharTokenizer:
         """Return the UTF-8 length of each character; int64 [V]."""
         return np.array([len(character.encode("utf-8")) for character in self.characters], np.int64)
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the name of the scheme and the vocabulary as one string."""
         return {"tokenizer": "char", "characters": self.characters}
 
 
-def saved_document(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_state(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the document that a checkpoint stores: the tokenizer and its chat template."""
-    chat = {} if tokenizer.chat is None else {"chat": tokenizer.chat.to_document()}
-    return {**tokenizer.to_document(), **chat}
+    chat = {} if tokenizer.chat is None else {"chat": tokenizer.chat.to_dict()}
+    return {**tokenizer.to_dict(), **chat}
 
 
-def makes_same_tokens(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def is_same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if two tokenizer documents (possibly untrusted) map every text to the same ids.
 
     The post-processor of a Hugging Face tokenizer is ignored. Invalid documents compare by equality.
@@ -284,7 +284,7 @@ def from_document(document: object) -> Tokenizer:
     """Build the tokenizer of a document.
 
     Args:
-        document: output of `to_document` or `saved_document`, read back from JSON; fully validated.
+        document: output of `to_dict` or `tokenizer_state`, read back from JSON; fully validated.
 
     Raises:
         ValueError: it is not such a document; the message gives the reason.
@@ -309,19 +309,19 @@ def _tokenizer_from_document(document: dict[str, Any]) -> Tokenizer:
         case "byte-level" | "char", keys:
             raise ValueError(f"unexpected keys in a tokenizer document: {', '.join(sorted(map(repr, keys)))[:200]}")
         case "huggingface", _:
-            from .tokenizer_json import json_from_document
+            from .tokenizer_json import json_tokenizer_from_dict
 
-            return json_from_document(document)
+            return json_tokenizer_from_dict(document)
         case "sentencepiece", _:
-            from .sentencepiece_tokenizer import sentencepiece_from_document
+            from .sentencepiece_tokenizer import sentencepiece_from_dict
 
-            return sentencepiece_from_document(document)
+            return sentencepiece_from_dict(document)
         case name, _:
             known = "byte-level, char, huggingface and sentencepiece"
             raise ValueError(f"unknown tokenizer {str(name)[:40]!r}; known are {known}")
 
 
-def ids_of(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+def as_id_array(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """Return token ids as a flat array, int64 [N].
 
     Raises:
@@ -345,7 +345,7 @@ def text_of(data: bytes) -> str:
         raise UserError(f"not UTF-8 text: bad byte at offset {error.start}") from None
 
 
-def utf8(text: str) -> bytes:
+def encode_utf8(text: str) -> bytes:
     """Encode a text as UTF-8.
 
     Raises:

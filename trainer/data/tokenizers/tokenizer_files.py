@@ -15,13 +15,13 @@ from pathlib import Path
 from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
-from ..tasks.chat_files import SETTINGS, template_beside
+from ..tasks.chat_files import SETTINGS, load_chat_template
 from . import sentencepiece_tokenizer, tokenizer_json
-from .gpt2_files import gpt2_definition
+from .gpt2_files import gpt2_tokenizer_json
 from .sentencepiece_tokenizer import MAX_MODEL_BYTES
 from .tokenizer import ByteTokenizer, Tokenizer
 
-DESCRIPTION, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+TOKENIZER_JSON, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 _MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _MAX_TEXT_BYTES = 128 << 20
 _MAX_SETTINGS_BYTES = 32 << 20
@@ -34,19 +34,19 @@ class SpecialTokens:
     Attributes:
         eos: the token between documents; None uses the tokenizer's own settings, or the usual names.
         pad: the padding token; None likewise, falling back to eos.
-        more: tokens added to the vocabulary if it lacks them.
+        additional: tokens added to the vocabulary if it lacks them.
     """
 
     eos: str | None = None
     pad: str | None = None
-    more: Sequence[str] = ()
+    additional: Sequence[str] = ()
 
     def named(self) -> dict[str, str]:
         """Return the named tokens by kind."""
         return {kind: token for kind, token in (("eos", self.eos), ("pad", self.pad)) if token is not None}
 
 
-def tokenizer_of_keys(keys: TokenizerBlock) -> Tokenizer:
+def tokenizer_from_config(keys: TokenizerBlock) -> Tokenizer:
     """Load the tokenizer of `model.tokenizer`, for the libraries that read files.
 
     Raises:
@@ -61,17 +61,19 @@ def tokenizer_of_keys(keys: TokenizerBlock) -> Tokenizer:
     match keys.library:
         case "huggingface":
             name = "type" if keys.type else "model"
-            return open_description(_path(keys.type or keys.model, f"{section}.{name}"), f"{section}.{name}", special)
+            return load_tokenizer_json(
+                _path(keys.type or keys.model, f"{section}.{name}"), f"{section}.{name}", special
+            )
         case "megatron":
             vocabulary = _path(keys.vocab_file, f"{section}.vocab_file")
-            return open_gpt2(vocabulary, _path(keys.merge_file, f"{section}.merge_file"), section, special)
+            return load_gpt2(vocabulary, _path(keys.merge_file, f"{section}.merge_file"), section, special)
         case "sentencepiece":
-            return open_sentencepiece(_path(keys.model, f"{section}.model"), f"{section}.model", special)
+            return load_sentencepiece(_path(keys.model, f"{section}.model"), f"{section}.model", special)
         case library:
             raise ValueError(f"`library` ({library}) must be one that reads files")
 
 
-def open_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenizer:
+def load_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenizer:
     """Load the tokenizer of a file or folder of any supported kind.
 
     Args:
@@ -81,7 +83,7 @@ def open_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenize
         special: special tokens named by the user.
 
     Raises:
-        UserError: as `tokenizer_of_keys`.
+        UserError: as `tokenizer_from_config`.
     """
     if name == "byte-level":
         if special != SpecialTokens():
@@ -89,56 +91,57 @@ def open_tokenizer(name: str, named_by: str, special: SpecialTokens) -> Tokenize
         return ByteTokenizer()
     path = _path(name, named_by)
     if path.is_dir():
-        if (path / DESCRIPTION).is_file():
-            return open_description(path, named_by, special)
+        if (path / TOKENIZER_JSON).is_file():
+            return load_tokenizer_json(path, named_by, special)
         for model in _MODELS:
             if (path / model).is_file():
-                return open_sentencepiece(path / model, named_by, special)
-        if (path / VOCABULARY).is_file():
-            return open_gpt2(path / VOCABULARY, path / MERGES, named_by, special)
-        found = f"{DESCRIPTION}, {', '.join(_MODELS)}, or {VOCABULARY} with {MERGES}"
+                return load_sentencepiece(path / model, named_by, special)
+        if (path / VOCAB_FILE).is_file():
+            return load_gpt2(path / VOCAB_FILE, path / MERGES_FILE, named_by, special)
+        found = f"{TOKENIZER_JSON}, {', '.join(_MODELS)}, or {VOCAB_FILE} with {MERGES_FILE}"
         raise UserError(f"{named_by}: the folder {path} holds no tokenizer ({found})")
     if path.suffix == ".model":
-        return open_sentencepiece(path, named_by, special)
-    return open_description(path, named_by, special)
+        return load_sentencepiece(path, named_by, special)
+    return load_tokenizer_json(path, named_by, special)
 
 
-def open_description(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
+def load_tokenizer_json(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
     """Load a tokenizer.json, or its folder; EOS, BOS and padding come from a tokenizer_config.json in the folder."""
-    file = path / DESCRIPTION if path.is_dir() else path
+    file = path / TOKENIZER_JSON if path.is_dir() else path
     if not os.path.lexists(file):
-        kind = f"the folder {path} holds no {DESCRIPTION}" if path.is_dir() else f"there is no file {path}"
+        kind = f"the folder {path} holds no {TOKENIZER_JSON}" if path.is_dir() else f"there is no file {path}"
         raise UserError(
-            f"`{named_by}`: {kind}; stoker downloads no tokenizers: give the path of a {DESCRIPTION}, or of its folder"
+            f"`{named_by}`: {kind}; stoker downloads no tokenizers: give the path of a {TOKENIZER_JSON}, or of "
+            "its folder"
         )
     named = {**_configured_special_tokens(file.parent / SETTINGS, named_by), **special.named()}
     tokenizer = _build_json_tokenizer(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
-    tokenizer.chat = template_beside(file.parent, named_by)
+    tokenizer.chat = load_chat_template(file.parent, named_by)
     return tokenizer
 
 
-def open_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
+def load_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
     """Load GPT-2's byte-level BPE from its two files."""
     vocabulary = _text(vocab_file, _MAX_TEXT_BYTES, named_by)
     merges = _text(merge_file, _MAX_TEXT_BYTES, named_by)
     location = f"`{named_by}`: {vocab_file} and {merge_file}"
     try:
-        definition = gpt2_definition(vocabulary, merges)
+        definition = gpt2_tokenizer_json(vocabulary, merges)
     except ValueError as error:
         raise UserError(f"{location}: {error}") from None
     tokenizer = _build_json_tokenizer(definition, special.named(), special, location)
-    tokenizer.chat = template_beside(vocab_file.parent, named_by)
+    tokenizer.chat = load_chat_template(vocab_file.parent, named_by)
     return tokenizer
 
 
-def open_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
+def load_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
     """Load a SentencePiece .model file; missing special tokens get the ids after its last."""
     data = _bytes(path, MAX_MODEL_BYTES, named_by)
     try:
-        tokenizer = sentencepiece_tokenizer.define(data, special.named(), special.more)
+        tokenizer = sentencepiece_tokenizer.define(data, special.named(), special.additional)
     except ValueError as error:
         raise UserError(f"`{named_by}`: {path}: {error}") from None
-    tokenizer.chat = template_beside(path.parent, named_by)
+    tokenizer.chat = load_chat_template(path.parent, named_by)
     return tokenizer
 
 
@@ -146,7 +149,7 @@ def _build_json_tokenizer(
     definition: str, named: Mapping[str, str], special: SpecialTokens, location: str
 ) -> Tokenizer:
     try:
-        return tokenizer_json.define(tokenizer_json.canonical(definition), named, special.more)
+        return tokenizer_json.define(tokenizer_json.canonical(definition), named, special.additional)
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: fields of the wrong type
         raise UserError(f"{location}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
 

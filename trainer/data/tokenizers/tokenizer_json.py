@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UserError
 from ..tasks.chat_template import ChatTemplate
-from .gpt2_pretokenizer import WordTokenizer, has_gpt2_words
-from .special_tokens import SpecialIds, find_special, special_from_document
-from .token_bytes import is_byte_level, pieces_of, puts_space_first, token_lengths
-from .tokenizer import TokenIds, ids_of, text_of, utf8
+from .gpt2_pretokenizer import CachedWordTokenizer, uses_gpt2_pre_tokenizer
+from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
+from .token_bytes import adds_prefix_space, is_byte_level, token_byte_counts, token_byte_strings
+from .tokenizer import TokenIds, as_id_array, encode_utf8, text_of
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_DEFINITION_BYTES = 56 << 20
 """Maximum size of a definition as a JSON string; the tokenizer document of a checkpoint may have 64 MiB."""
-MAX_VOCABULARY = 1 << 22
+MAX_VOCAB_SIZE = 1 << 22
 """Maximum number of token ids; the largest known vocabularies have 262,144. Tables of this size are allocated."""
 
 
@@ -40,14 +40,14 @@ class JsonTokenizer:
         ValueError: the definition is too large, invalid, or has a part that is not supported.
     """
 
-    def __init__(self, definition: str, special: SpecialIds) -> None:
+    def __init__(self, definition: str, special: SpecialTokenIds) -> None:
         self._parsed = _parse(definition)
         self._tokenizer = _library_tokenizer(definition, self._parsed)
         self._definition = definition
         self._vocabulary = self._tokenizer.get_vocab()
         added = {id_: token.content for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self._pieces = pieces_of(self._parsed, self._vocabulary, added, special.ids())
-        self._space_first = puts_space_first(self._parsed)
+        self._pieces = token_byte_strings(self._parsed, self._vocabulary, added, special.ids())
+        self._space_first = adds_prefix_space(self._parsed)
         self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
         self.special = special
         self.chat: ChatTemplate | None = None
@@ -55,8 +55,8 @@ class JsonTokenizer:
         self.eos_id = special.eos
         self.pad_id = special.fill
         special.check(self.vocab_size)
-        has_fast_path = is_byte_level(self._parsed, self._vocabulary) and has_gpt2_words(self._parsed)
-        self._words = WordTokenizer(self._tokenizer, self._dtype) if has_fast_path else None
+        has_fast_path = is_byte_level(self._parsed, self._vocabulary) and uses_gpt2_pre_tokenizer(self._parsed)
+        self._words = CachedWordTokenizer(self._tokenizer, self._dtype) if has_fast_path else None
 
     def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`, [N].
@@ -79,7 +79,7 @@ class JsonTokenizer:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
             for text in texts:
-                utf8(text)  # the library's error for invalid Unicode is unclear
+                encode_utf8(text)  # the library's error for invalid Unicode is unclear
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"the tokenizer.json cannot tokenize this text: {reason}") from None
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
@@ -102,9 +102,9 @@ class JsonTokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         """Return the concatenated bytes of `ids`; special tokens and unknown ids are skipped."""
-        return b"".join(self._pieces[id_] for id_ in ids_of(ids).tolist() if id_ < self.vocab_size)
+        return b"".join(self._pieces[id_] for id_ in as_id_array(ids).tolist() if id_ < self.vocab_size)
 
-    def added_tokens(self) -> tuple[list[int], list[int]]:
+    def post_processor_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the post-processor adds before and after a text, as transformers does."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         positions = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
@@ -119,7 +119,7 @@ class JsonTokenizer:
         """Return the text of a special token."""
         return self._tokenizer.id_to_token(id_) if id_ in self.special.ids() else None
 
-    def encode_with_places(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
+    def encode_with_offsets(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
         """Return the token ids of `text`, [N], and the character offsets of each token, [N, 2].
 
         The offsets are those of the library; they may exclude spaces that are part of a token.
@@ -132,12 +132,14 @@ class JsonTokenizer:
         return ids, np.array(offsets, np.int64).reshape(-1, 2)
 
     def token_bytes(self) -> NDArray[np.int64]:
-        """Return the number of UTF-8 bytes of each id; 0 if tokens do not add up to the text, see `token_lengths`."""
-        return token_lengths(self._parsed, self._pieces, self._vocabulary, self.eos_id)
+        """Return the number of UTF-8 bytes of each id; 0 if tokens do not add up to the text, see
+        `token_byte_counts`.
+        """
+        return token_byte_counts(self._parsed, self._pieces, self._vocabulary, self.eos_id)
 
-    def to_document(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the definition as text, and the ids of the special tokens."""
-        return {"tokenizer": "huggingface", "definition": self._definition, "special": self.special.to_document()}
+        return {"tokenizer": "huggingface", "definition": self._definition, "special": self.special.to_dict()}
 
 
 def canonical(text: str) -> str:
@@ -168,7 +170,7 @@ def define(definition: str, named: Mapping[str, str], added: Sequence[str] = ())
     if missing:
         definition = _with_special_tokens(parsed, library, missing)
         library = _library_tokenizer(definition, parsed)
-    return JsonTokenizer(definition, find_special(named, library.token_to_id))
+    return JsonTokenizer(definition, find_special_tokens(named, library.token_to_id))
 
 
 def extended(document: Mapping[str, Any], tokens: Sequence[str]) -> JsonTokenizer:
@@ -179,7 +181,7 @@ def extended(document: Mapping[str, Any], tokens: Sequence[str]) -> JsonTokenize
     """
     parsed = _parse(document["definition"])
     definition = _with_special_tokens(parsed, _library_tokenizer(document["definition"], parsed), tokens)
-    return JsonTokenizer(definition, special_from_document(document["special"]))
+    return JsonTokenizer(definition, special_token_ids_from_dict(document["special"]))
 
 
 def _with_special_tokens(parsed: dict[str, Any], library: tokenizers.Tokenizer, tokens: Sequence[str]) -> str:
@@ -193,15 +195,15 @@ def _with_special_tokens(parsed: dict[str, Any], library: tokenizers.Tokenizer, 
     return _text(parsed)
 
 
-def json_from_document(document: Mapping[str, Any]) -> JsonTokenizer:
-    """Rebuild the tokenizer from `JsonTokenizer.to_document`, read back from JSON.
+def json_tokenizer_from_dict(document: Mapping[str, Any]) -> JsonTokenizer:
+    """Rebuild the tokenizer from `JsonTokenizer.to_dict`, read back from JSON.
 
     Raises:
         ValueError: it is not such a document.
     """
     if set(document) != {"tokenizer", "definition", "special"} or not isinstance(document["definition"], str):
         raise ValueError("a huggingface tokenizer document has a text `definition` and `special`, nothing else")
-    return JsonTokenizer(document["definition"], special_from_document(document["special"]))
+    return JsonTokenizer(document["definition"], special_token_ids_from_dict(document["special"]))
 
 
 def _library_tokenizer(definition: str, parsed: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -218,8 +220,8 @@ def _library_tokenizer(definition: str, parsed: Mapping[str, Any]) -> tokenizers
     except BaseException as error:  # a panic of the Rust library is not an Exception
         raise ValueError(f"the tokenizers library rejects it: {' '.join(str(error).split())[:200]}") from None
     ids = library.get_vocab().values()
-    if not ids or max(ids) >= MAX_VOCABULARY:
-        raise ValueError(f"token ids (largest: {max(ids, default='none')}) must exist and be below {MAX_VOCABULARY:,}")
+    if not ids or max(ids) >= MAX_VOCAB_SIZE:
+        raise ValueError(f"token ids (largest: {max(ids, default='none')}) must exist and be below {MAX_VOCAB_SIZE:,}")
     return library
 
 

@@ -8,25 +8,25 @@ from numpy.typing import NDArray
 from ...config.schema.root import RootBlock
 from ...utils.errors import UserError
 from ..sources.text_sources import Corpus
-from ..tasks.chat_files import template_of_key
+from ..tasks.chat_files import chat_template_from_config
 from ..tasks.sentinels import sentinel_ids
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 
-def tokenizer_of_text(root: RootBlock, corpus: Corpus) -> Tokenizer:
+def tokenizer_for_corpus(root: RootBlock, corpus: Corpus) -> Tokenizer:
     """Return the tokenizer of `model.tokenizer`; a char tokenizer covers the characters of all splits."""
     match root.model.tokenizer.library:
         case "byte-level":
             return ByteTokenizer()
         case "char":
-            return CharTokenizer.of_texts([text for texts in corpus.documents.values() for text in texts])
+            return CharTokenizer.from_texts([text for texts in corpus.documents.values() for text in texts])
         case _:
-            from .tokenizer_files import tokenizer_of_keys
+            from .tokenizer_files import tokenizer_from_config
 
-            return tokenizer_of_keys(root.model.tokenizer)
+            return tokenizer_from_config(root.model.tokenizer)
 
 
-def named_tokenizer(root: RootBlock) -> Tokenizer | None:
+def configured_tokenizer(root: RootBlock) -> Tokenizer | None:
     """Return the tokenizer of `model.tokenizer`; None for the default, which does not describe existing token ids.
 
     Raises:
@@ -41,12 +41,12 @@ def named_tokenizer(root: RootBlock) -> Tokenizer | None:
                 f"{root.model.data.data_impl}` has none; use the tokenizer that made the data"
             )
         case _:
-            from .tokenizer_files import tokenizer_of_keys
+            from .tokenizer_files import tokenizer_from_config
 
-            return tokenizer_of_keys(root.model.tokenizer)
+            return tokenizer_from_config(root.model.tokenizer)
 
 
-def with_chat(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
+def with_chat_template(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
     """Set the tokenizer's chat template to `model.tokenizer.chat_template`, if that is given.
 
     Raises:
@@ -55,14 +55,14 @@ def with_chat(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
     template = root.model.tokenizer.chat_template
     if template is not None:
         try:
-            tokenizer.chat = template_of_key(template, tokenizer)
+            tokenizer.chat = chat_template_from_config(template, tokenizer)
         except UserError:
             if tokenizer.chat is None:
                 raise
     return tokenizer
 
 
-def model_vocabulary(root: RootBlock, tokenizer: Tokenizer) -> int:
+def model_vocab_size(root: RootBlock, tokenizer: Tokenizer) -> int:
     """Return the vocabulary size of the model: that of its tokenizer, or `model.override_vocab_size`.
 
     Raises:
@@ -77,7 +77,7 @@ def model_vocabulary(root: RootBlock, tokenizer: Tokenizer) -> int:
     return override or tokenizer.vocab_size
 
 
-def bytes_of_ids(tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int64]:
+def padded_byte_counts(tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int64]:
     """Return the number of UTF-8 bytes of each id of the model, int64 [V]; see `Tokenizer.token_bytes`.
 
     Sentinels and padding of the vocabulary count 0.

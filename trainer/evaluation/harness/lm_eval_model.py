@@ -20,12 +20,12 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs  # pyright: ignore[reportMissingImports]
 from tqdm import tqdm
 
-from ...data.tasks.chat_files import chat_of
-from ...data.tasks.chat_template import ChatTemplate, Renderer
+from ...data.tasks.chat_files import get_chat_template
+from ...data.tasks.chat_template import ChatTemplate, RendererProcess
 from ...data.tokenizers.tokenizer import Tokenizer
 from ...utils import environment
 from ...utils.errors import UserError
-from .loglikelihood import Request, Score, Scorer, rolling_windows
+from .loglikelihood import LoglikelihoodScorer, Request, Score, rolling_windows
 
 _DEVICES = ("auto", "cpu", "cuda", "mps")
 _MAX_NEW_TOKENS = 256
@@ -81,14 +81,14 @@ class StokerLM(TemplateLM):
         self._tokenizer: Tokenizer = restored.tokenizer
         self._start = [] if self.backend == "seq2seq" else restored.text_start
         self._seed = seed
-        self._renderer: Renderer | None = None
+        self._renderer: RendererProcess | None = None
         self.max_length = restored.context if max_length is None else max_length
         if not 1 <= self.max_length <= restored.context:
             raise UserError(
                 f"lm-eval: max_length={max_length} must be from 1 to {restored.context:,}, the length of the samples "
                 f"of {restored.path}"
             )
-        self._scorer = Scorer(
+        self._scorer = LoglikelihoodScorer(
             restored.model,
             restored.tokenizer,
             restored.precision,
@@ -135,13 +135,13 @@ class StokerLM(TemplateLM):
         if not add_generation_prompt:
             raise UserError("lm-eval: tasks with a gen_prefix are not supported")
         if self._renderer is None:
-            self._renderer = self._chat.renderer()
+            self._renderer = self._chat.start_renderer()
             weakref.finalize(self, self._renderer.close)
         return self._renderer.prompt(chat_history)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
-        return chat_of(self._tokenizer)
+        return get_chat_template(self._tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Tokenize a text.

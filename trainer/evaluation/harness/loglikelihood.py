@@ -19,7 +19,7 @@ from ....models.t5 import T5
 from ...data.tokenizers.tokenizer import Tokenizer
 from ...device.precision import PrecisionPlan
 
-TOKENS_AT_ONCE = {"cuda": 1 << 15, "mps": 1 << 13, "cpu": 1 << 11}
+TOKENS_PER_BATCH = {"cuda": 1 << 15, "mps": 1 << 13, "cpu": 1 << 11}
 """Tokens per batch including padding, if no batch size is given."""
 _LOGITS_AT_ONCE = 1 << 27
 """Logits computed at once; half a GiB in fp32."""
@@ -73,7 +73,7 @@ class _Row(NamedTuple):
         return len(self.inputs) + len(self.decoder_inputs)
 
 
-class Scorer:
+class LoglikelihoodScorer:
     """Score continuations with a GPT or T5.
 
     Args:
@@ -82,7 +82,7 @@ class Scorer:
         precision: precision plan.
         device: device of the model.
         longest: context length; longer requests of a GPT, and longer contexts of a T5, are truncated on the left.
-        batch_size: requests per batch; None for as many as fit into `TOKENS_AT_ONCE`.
+        batch_size: requests per batch; None for as many as fit into `TOKENS_PER_BATCH`.
 
     Raises:
         ValueError: the model is neither GPT nor T5, or a number is below 1.
@@ -165,7 +165,7 @@ class Scorer:
     def _batches(self, rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
         first = 0
         while first < len(rows):
-            size = self._batch_size or max(1, TOKENS_AT_ONCE[self._device.type] // rows[first].tokens)
+            size = self._batch_size or max(1, TOKENS_PER_BATCH[self._device.type] // rows[first].tokens)
             yield rows[first : first + size]
             first += size
 
@@ -197,7 +197,7 @@ class Scorer:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if isinstance(self._model, T5):
-            return self._model.logits_of(hidden)
+            return self._model.compute_logits(hidden)
         weight, size = self._model.output_weight, self._model.vocab_size
         return token_logits(hidden, weight, vocab_size=size, softcap=self._model.logits_softcap)
 
@@ -209,17 +209,17 @@ class Scorer:
         return torch.tensor(numbers, dtype=torch.int64, device=self._device)
 
 
-def rolling_windows(tokens: Sequence[int], first: int, longest: int) -> Iterator[Request]:
+def rolling_windows(tokens: Sequence[int], prefix_token: int, longest: int) -> Iterator[Request]:
     """Yield windows that score every token of a text once, with as much context as fits.
 
     Args:
         tokens: token ids of the text.
-        first: token id that precedes the text.
+        prefix_token: token id that precedes the text.
         longest: context length. All windows but the last score this many tokens after one token of context; the last
             one is filled up with context.
     """
     if tokens:
-        yield Request([first], tokens[:longest])
+        yield Request([prefix_token], tokens[:longest])
     for start in range(longest, len(tokens), longest):
         end = min(start + longest, len(tokens))
         yield Request(tokens[max(end - longest - 1, 0) : start], tokens[start:end])

@@ -48,7 +48,7 @@ def hopper_delta(
     tl.store(base_2_pointer + out_offset, tl.where(empty, float("inf"), lse * LOG2E), mask=inside)
 
 
-def delta_and_base_2(
+def compute_delta_and_lse_base_2(
     out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute delta and the log-sum-exp in base 2, both (batch, heads, pitch) with pitch >= rows.
@@ -58,7 +58,7 @@ def delta_and_base_2(
     Args:
         out: contiguous (batch, rows, heads, head_dim).
         lse: (batch, heads, rows), natural.
-        out_gradient: like `out`, from `as_tma_reads`.
+        out_gradient: like `out`, from `make_tma_compatible`.
         lse_gradient: like `lse`, None for 0.
     """
     batch, rows, heads, head_dim = out.shape

@@ -21,7 +21,7 @@ _NUMBERS = (
 kernel: Any = jit(do_not_specialize=_NUMBERS)
 
 # upper bound of a tile's queries plus keys: a tile that overlaps the reach has distances below reach + SPAN
-SPAN = 256
+MAX_TILE_SPAN = 256
 
 
 @kernel
@@ -56,7 +56,7 @@ def distance_table(distance_bias: Tensor, scale: float) -> tuple[Tensor, int]:
         biases of the distances d and d + 1, of the second half those of d and d - 1.
     """
     heads, reach = distance_bias.shape[0], distance_bias.shape[1] // 2
-    extent = reach + SPAN
+    extent = reach + MAX_TILE_SPAN
     width = 2 * extent + 1
     table = distance_bias.new_empty(2, heads, width, 2, dtype=torch.promote_types(distance_bias.dtype, torch.float32))
     with on_device(table):
@@ -73,13 +73,13 @@ def distance_table(distance_bias: Tensor, scale: float) -> tuple[Tensor, int]:
     return table, extent
 
 
-def bands_of(reach: int) -> int:
+def num_bands(reach: int) -> int:
     """Return the maximum number of tiles of 64 queries within the reach of a block of 64 keys."""
     return (2 * reach + 126) // 64 + 1
 
 
 @kernel
-def line_kernel(
+def diagonal_sums_kernel(
     sums_pointer, line_pointer, batch, heads, key_blocks, bands, ROWS: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """Each program sums 64 distances of a head over sequences and key blocks, in order.
@@ -104,7 +104,7 @@ def line_kernel(
 
 
 @kernel
-def ends_kernel(
+def finalize_gradient_kernel(
     line_pointer, far_pointer, total_pointer, gradient_pointer,
     batch, heads, queries, length, begin, reach,
     HAS_FAR: tl.constexpr, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -149,7 +149,7 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
         reach: reach of the bias.
         offset: keys - queries.
     """
-    bands = bands_of(reach)
+    bands = num_bands(reach)
     batch, heads, key_blocks = sums.shape[:3]
     line = sums.new_empty(heads, (bands + 1) * 64)
     accumulate = tl.float64 if sums.dtype == torch.float64 else tl.float32
@@ -157,7 +157,7 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
     top = -64 * first - offset  # distance of (key 0, query 0) of band 0
     gradient = sums.new_empty(heads, 2 * reach + 1)
     with on_device(sums):
-        launch(line_kernel, heads * (bands + 1), sums.dtype, sums.device, {
+        launch(diagonal_sums_kernel, heads * (bands + 1), sums.dtype, sums.device, {
             "sums_pointer": sums,
             "line_pointer": line,
             "batch": batch,
@@ -167,7 +167,7 @@ def distance_gradient(sums: Tensor, far: Tensor | None, total: Tensor | None, re
             "ROWS": 32,
             "ACCUMULATE": accumulate,
         })  # fmt: skip
-        launch(ends_kernel, heads, sums.dtype, sums.device, {
+        launch(finalize_gradient_kernel, heads, sums.dtype, sums.device, {
             "line_pointer": line,
             "far_pointer": line if far is None else far,
             "total_pointer": line if total is None else total,

@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .diagonal_sums import allocate_scratch, store_diagonals
-from .persistent_loop import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
-from .score_tile import far_shifts, places, row_slopes, slope_of_head, with_distances
+from .persistent_loop import fill, jit, kernel, load_tile, next_tile, num_assigned_tiles, release, ring, wait_full
+from .score_tile import add_distance_bias, far_shifts, load_slope, places, row_slope_terms
 
 
 @jit
@@ -37,8 +37,8 @@ def _produce(
 ):  # fmt: skip
     """Load the keys and values of a tile, and the queries and output gradients that visit it, head by head."""
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        tile, pair = turn_of(order_pointer, order_width, iteration)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        tile, pair = next_tile(order_pointer, order_width, iteration)
         group, sequence = pair % groups, pair // groups
         slot = iteration % KEY_STAGES
         full = keys_ring[1].index(slot)
@@ -80,14 +80,14 @@ def _exponents(
             shift = far[1]
         elif key + s.shape[0] - 1 - query - offset > -reach:
             shift = 0.0
-            s = with_distances(s, distance_table + 2 * (key - query - offset), -1)
+            s = add_distance_bias(s, distance_table + 2 * (key - query - offset), -1)
     if HAS_SLOPE:  # as in `scores.biased`
         tile_key, tile_query = places(s)
         gap = (key - query - offset).to(gl.float32)
         if CAUSAL:
             s = s + slope * tile_key
             shift = slope * scale_log2 * gap
-            lse += row_slopes(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
+            lse += row_slope_terms(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
         else:
             s = s - slope * gl.abs(tile_key - tile_query + gap)
     # rows beyond the end have a score of 0, whose exponential may overflow
@@ -130,8 +130,8 @@ def _consume_both(
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        tile, pair = turn_of(order_pointer, order_width, iteration)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        tile, pair = next_tile(order_pointer, order_width, iteration)
         key = (tile * TILES + W) * BLOCK_N
         k = keys_ring[0].index(iteration % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
         v = values.index(iteration % KEY_STAGES * TILES + W).reshape([BLOCK_N, HEAD_DIM])
@@ -147,7 +147,7 @@ def _consume_both(
                 table_row = groups * heads_per_group + head
                 distance_table = distance_pointer + 2 * (table_row * (2 * extent + 1) + extent)
             far = far_shifts(distance_table, extent, scale_log2, HAS_DISTANCE)
-            slope = slope_of_head(slopes_pointer, head, scale_log2, HAS_SLOPE)
+            slope = load_slope(slopes_pointer, head, scale_log2, HAS_SLOPE)
             for i in range(first, query_tiles):
                 stage = step % STAGES
                 q = queries_ring[0].index(stage).reshape([BLOCK_M, HEAD_DIM])
@@ -200,8 +200,8 @@ def _consume_one(
     columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     zero = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores_layout)
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        tile, pair = turn_of(order_pointer, order_width, iteration)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        tile, pair = next_tile(order_pointer, order_width, iteration)
         key = tile * BLOCK_N
         k = keys_ring[0].index(iteration % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])
         v = values.index(iteration % KEY_STAGES).reshape([BLOCK_N, HEAD_DIM])

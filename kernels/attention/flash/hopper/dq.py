@@ -15,16 +15,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .persistent_loop import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
+from .persistent_loop import (
+    fill,
+    jit,
+    kernel,
+    load_tile,
+    next_tile,
+    num_assigned_tiles,
+    release,
+    ring,
+    store_tile,
+    wait_full,
+)
 from .score_tile import (
     biased,
     far_shifts,
-    hidden_scores,
-    key_tiles,
+    load_slope,
+    mask_scores,
+    num_key_tiles,
+    num_unmasked_tiles,
     places,
-    row_slopes,
-    slope_of_head,
-    tiles_without_mask,
+    row_slope_terms,
 )
 
 
@@ -36,11 +47,11 @@ def _produce(
 ):  # fmt: skip
     """Load queries and output gradients of both consumers, and the tiles of keys and values, the last first."""
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, iteration)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        row, pair = next_tile(order_pointer, order_width, iteration)
         head, sequence = pair % heads, pair // heads
         group = head // heads_per_group
-        num_tiles = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
+        num_tiles = num_key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
         for i in range(num_tiles):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
             fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
@@ -75,19 +86,19 @@ def _consume(
     out_gradient = out_gradients.index(W).reshape([BLOCK_M, HEAD_DIM])
     out_buffer = outs.index(W)
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, iteration)
-        num_tiles = key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        row, pair = next_tile(order_pointer, order_width, iteration)
+        num_tiles = num_key_tiles(row, offset, keys, 2 * BLOCK_M, BLOCK_N, CAUSAL)
         first = row * 2 * BLOCK_M + W * BLOCK_M
-        unmasked = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        unmasked = num_unmasked_tiles(first, offset, keys, BLOCK_N, CAUSAL)
         distance_table = distance_pointer
         if HAS_DISTANCE:
             distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
         far = far_shifts(distance_table, extent, scale_log2, HAS_DISTANCE)
-        slope = slope_of_head(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
+        slope = load_slope(slopes_pointer, pair % heads, scale_log2, HAS_SLOPE)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         lse = gl.load(lse_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
-        lse += row_slopes(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
+        lse += row_slope_terms(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
         delta = gl.load(delta_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
         dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
         row_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
@@ -105,7 +116,7 @@ def _consume(
                 s, distance_table, far, slope, start, first, offset, reach, scale_log2, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
             if num_tiles - 1 - i >= unmasked:
-                s = hidden_scores(s, start, first, offset, keys, CAUSAL)
+                s = mask_scores(s, start, first, offset, keys, CAUSAL)
             weight = gl.exp2(s * scale_log2 - gl.expand_dims(lse - shift, 1))
             product = warpgroup_mma_wait(0, deps=[pending_product])
             release(values_ring, step, STAGES)

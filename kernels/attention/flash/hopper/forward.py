@@ -19,8 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .persistent_loop import fill, jit, kernel, load_tile, release, ring, store_tile, turn_of, turns_of, wait_full
-from .score_tile import biased, far_shifts, hidden_scores, key_tiles, row_slopes, slope_of_head, tiles_without_mask
+from .persistent_loop import (
+    fill,
+    jit,
+    kernel,
+    load_tile,
+    next_tile,
+    num_assigned_tiles,
+    release,
+    ring,
+    store_tile,
+    wait_full,
+)
+from .score_tile import biased, far_shifts, load_slope, mask_scores, num_key_tiles, num_unmasked_tiles, row_slope_terms
 
 
 @jit
@@ -32,11 +43,11 @@ def _produce(
 ):  # fmt: skip
     """Load the queries of all consumers, and the tiles of keys and values from the last to the first."""
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, iteration)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        row, pair = next_tile(order_pointer, order_width, iteration)
         head, sequence = pair % heads, pair // heads
         group = head // heads_per_group
-        num_tiles = key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
+        num_tiles = num_key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
         for i in range(num_tiles):
             coordinates = [sequence, (num_tiles - 1 - i) * BLOCK_N, group, 0]
             fill(keys_ring, step, k_descriptor, coordinates, BLOCK_N * HEAD_DIM * 2, STAGES)
@@ -69,16 +80,16 @@ def _consume(
     q = queries_ring[0].index(W).reshape([BLOCK_M, HEAD_DIM])
     out_buffer = outs.index(W)
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, iteration)
-        num_tiles = key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        row, pair = next_tile(order_pointer, order_width, iteration)
+        num_tiles = num_key_tiles(row, offset, keys, CONSUMERS * BLOCK_M, BLOCK_N, CAUSAL)
         first = (row * CONSUMERS + W) * BLOCK_M
-        unmasked = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        unmasked = num_unmasked_tiles(first, offset, keys, BLOCK_N, CAUSAL)
         distance_table = distance_pointer
         if HAS_DISTANCE:
             distance_table = distance_pointer + 2 * (pair % heads * (2 * extent + 1) + extent)
         far = far_shifts(distance_table, extent, scale, HAS_DISTANCE)
-        slope = slope_of_head(slopes_pointer, pair % heads, scale, HAS_SLOPE)
+        slope = load_slope(slopes_pointer, pair % heads, scale, HAS_SLOPE)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         out = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
@@ -93,7 +104,7 @@ def _consume(
         s, shift = biased(
             s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
         )
-        s = hidden_scores(s, start, first, offset, keys, CAUSAL)
+        s = mask_scores(s, start, first, offset, keys, CAUSAL)
         maximum = gl.max(s, 1) * scale + shift
         # -inf until the first visible key, and -inf - -inf would be NaN
         safe = gl.where(maximum == float("-inf"), 0.0, maximum) - shift
@@ -116,7 +127,7 @@ def _consume(
                 s, distance_table, far, slope, start, first, offset, reach, scale, CAUSAL, HAS_DISTANCE, HAS_SLOPE
             )
             if num_tiles - 1 - i >= unmasked:
-                s = hidden_scores(s, start, first, offset, keys, CAUSAL)
+                s = mask_scores(s, start, first, offset, keys, CAUSAL)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale + shift)
             safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             rescale = gl.exp2(maximum - safe)
@@ -137,7 +148,7 @@ def _consume(
         inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, total), out_rows_layout)
         query = first + gl.arange(0, BLOCK_M, rows_layout)
         lse = maximum + gl.log2(gl.where(empty, 1.0, total))
-        lse = (lse - row_slopes(lse, slope, scale, CAUSAL, HAS_SLOPE)) * 0.6931471805599453
+        lse = (lse - row_slope_terms(lse, slope, scale, CAUSAL, HAS_SLOPE)) * 0.6931471805599453
         lse = gl.where(empty, float("-inf"), lse)
         gl.store(lse_pointer + pair.to(gl.int64) * queries + query, lse, mask=query < queries)
         out = warpgroup_mma_wait(0, deps=[pending_out])

@@ -8,15 +8,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from ..kernel_arguments import Problem, on_device
-from ..portable.forward import empty_results
-from .delta import delta_and_base_2
-from .distance_bias import bands_of, distance_table
+from ..portable.forward import allocate_outputs
+from .delta import compute_delta_and_lse_base_2
+from .distance_bias import distance_table, num_bands
 from .dkdv import hopper_dkdv
 from .dq import hopper_dq
 from .forward import hopper_forward
 from .launch_cache import Tiles, launch
 from .lse_forward import hopper_lse
-from .supported_calls import as_tma_reads
+from .supported_calls import make_tma_compatible
 from .tile_scheduler import tile_order, together
 
 LOG2E = 1.4426950408889634
@@ -24,7 +24,7 @@ _TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4
 _ROW = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-class Blocks(NamedTuple):
+class QueryTileConfig(NamedTuple):
     """Queries and keys of a consumer's tile, pipeline stages of keys and values, and consumer warp groups."""
 
     queries: int
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
         return {"BLOCK_M": self.queries, "BLOCK_N": self.keys, "STAGES": self.stages}
 
 
-class KeyBlocks(NamedTuple):
+class KeyTileConfig(NamedTuple):
     """Queries and keys of a consumer's tile, stages of queries, tiles of keys per program, and their stages."""
 
     queries: int
@@ -52,15 +52,25 @@ class KeyBlocks(NamedTuple):
         return dict(zip(names, self, strict=True))
 
 
-_FORWARD = {64: Blocks(64, 128, 2), 128: Blocks(64, 128, 2), 256: Blocks(64, 64, 2)}
+_FORWARD = {64: QueryTileConfig(64, 128, 2), 128: QueryTileConfig(64, 128, 2), 256: QueryTileConfig(64, 64, 2)}
 # three consumers if registers suffice: not with slopes or frequent bias lookups; nor causal, where masked edges grow
-_FORWARD_FULL = _FORWARD | {64: Blocks(64, 128, 2, consumers=3)}
+_FORWARD_FULL = _FORWARD | {64: QueryTileConfig(64, 128, 2, consumers=3)}
 _MANY_KEYS = 4096
-_DQ = {64: Blocks(64, 128, 2), 128: Blocks(64, 64, 2), 256: Blocks(64, 64, 1)}
-_DQ_SLOPES = _DQ | {64: Blocks(64, 64, 3)}  # slope sums over a wider tile need too many registers
-_DKDV = {64: KeyBlocks(64, 64, 2), 128: KeyBlocks(64, 64, 2), 256: KeyBlocks(64, 64, 2, tiles=1, key_stages=1)}
-_LSE = {64: Blocks(64, 128, 4, consumers=3), 128: Blocks(64, 128, 4, consumers=3), 256: Blocks(64, 64, 3, consumers=3)}
-_DKDV_DISTANCE = _DKDV | {128: KeyBlocks(64, 64, 2, key_stages=1)}  # diagonal sums need the shared memory of a stage
+_DQ = {64: QueryTileConfig(64, 128, 2), 128: QueryTileConfig(64, 64, 2), 256: QueryTileConfig(64, 64, 1)}
+_DQ_SLOPES = _DQ | {64: QueryTileConfig(64, 64, 3)}  # slope sums over a wider tile need too many registers
+_DKDV = {
+    64: KeyTileConfig(64, 64, 2),
+    128: KeyTileConfig(64, 64, 2),
+    256: KeyTileConfig(64, 64, 2, tiles=1, key_stages=1),
+}
+_LSE = {
+    64: QueryTileConfig(64, 128, 4, consumers=3),
+    128: QueryTileConfig(64, 128, 4, consumers=3),
+    256: QueryTileConfig(64, 64, 3, consumers=3),
+}
+_DKDV_DISTANCE = _DKDV | {
+    128: KeyTileConfig(64, 64, 2, key_stages=1)
+}  # diagonal sums need the shared memory of a stage
 
 
 def _row_tiles(tensor: Tensor, rows: int) -> Tiles:
@@ -71,7 +81,7 @@ def _row_tiles(tensor: Tensor, rows: int) -> Tiles:
     return Tiles(tensor, shape, strides, [1, rows, 1, shape[-1]], _TILE)
 
 
-def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Tensor:
+def _order_of_queries(q: Tensor, k: Tensor, blocks: QueryTileConfig, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     concurrent = together(heads // groups, 2 * keys * head_dim * q.element_size(), causal)
@@ -79,7 +89,7 @@ def _order_of_queries(q: Tensor, k: Tensor, blocks: Blocks, causal: bool) -> Ten
     return tile_order(False, queries, keys, rows, blocks.keys, causal, batch * heads, concurrent, q.device)
 
 
-def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyBlocks, causal: bool) -> Tensor:
+def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyTileConfig, causal: bool) -> Tensor:
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     concurrent = together(1, 2 * queries * head_dim * q.element_size() * (heads // groups), causal)
@@ -87,7 +97,7 @@ def _order_of_keys(q: Tensor, k: Tensor, blocks: KeyBlocks, causal: bool) -> Ten
     return tile_order(True, queries, keys, rows, blocks.queries, causal, batch * groups, concurrent, q.device)
 
 
-def _forward_blocks(head_dim: int, keys: int, problem: Problem) -> Blocks:
+def _forward_blocks(head_dim: int, keys: int, problem: Problem) -> QueryTileConfig:
     frequent_bias = problem.alibi_slopes is not None or (problem.distance_bias is not None and keys < _MANY_KEYS)
     return (_FORWARD if problem.right == 0 or frequent_bias else _FORWARD_FULL)[head_dim]
 
@@ -102,8 +112,8 @@ def _distance(problem: Problem) -> tuple[Tensor | None, int, int]:
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Compute the output, like `q` and contiguous, and the log-sum-exp (batch, heads, queries)."""
-    q, k, v = (as_tma_reads(tensor) for tensor in (q, k, v))
-    out, lse = empty_results(q, problem)
+    q, k, v = (make_tma_compatible(tensor) for tensor in (q, k, v))
+    out, lse = allocate_outputs(q, problem)
     _, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
     causal = problem.right == 0
@@ -141,7 +151,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
 
 def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: float, merge: bool) -> None:
     """Write the log-sum-exp to `lse` (batch, heads, queries), or merge it; `shift` is None without a causal mask."""
-    q, k = as_tma_reads(q), as_tma_reads(k)
+    q, k = make_tma_compatible(q), make_tma_compatible(k)
     queries, heads, head_dim = q.shape[1:]
     keys, groups = k.shape[1:3]
     blocks = _LSE[head_dim]
@@ -166,10 +176,11 @@ def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: 
         ))  # fmt: skip
 
 
-class Prepared(NamedTuple):
+class HopperBackwardInputs(NamedTuple):
     """Inputs of both backward kernels.
 
-    `lse` (base 2) and `delta` are (batch, heads, pitch), see `delta_and_base_2`; `distance` is from `_distance`.
+    `lse` (base 2) and `delta` are (batch, heads, pitch), see `compute_delta_and_lse_base_2`; `distance` is from
+    `_distance`.
     """
 
     q: Tensor
@@ -184,15 +195,15 @@ class Prepared(NamedTuple):
 def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
     problem: Problem,
-) -> Prepared:  # fmt: skip
+) -> HopperBackwardInputs:  # fmt: skip
     """Compute the inputs of both backward kernels."""
-    q, k, v, out_gradient = (as_tma_reads(tensor) for tensor in (q, k, v, out_gradient))
-    delta, base_2 = delta_and_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
-    return Prepared(q, k, v, out_gradient, base_2, delta, _distance(problem))
+    q, k, v, out_gradient = (make_tma_compatible(tensor) for tensor in (q, k, v, out_gradient))
+    delta, base_2 = compute_delta_and_lse_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
+    return HopperBackwardInputs(q, k, v, out_gradient, base_2, delta, _distance(problem))
 
 
 def launch_dq(
-    saved: Prepared, problem: Problem, *, far_sums: bool = False, slope_sums: bool = False
+    saved: HopperBackwardInputs, problem: Problem, *, far_sums: bool = False, slope_sums: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of q, contiguous, and with `far_sums` or `slope_sums` the row sums of `hopper_dq`."""
     q, k = saved.q, saved.k
@@ -238,7 +249,9 @@ def launch_dq(
     return gradient, row_sums
 
 
-def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def launch_dkdv(
+    saved: HopperBackwardInputs, problem: Problem, *, diagonals: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the gradients of k and v, contiguous; with `diagonals` also the sums of `store_diagonals`."""
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
@@ -247,7 +260,7 @@ def launch_dkdv(saved: Prepared, problem: Problem, *, diagonals: bool) -> tuple[
     blocks, causal = (_DKDV_DISTANCE if diagonals else _DKDV)[head_dim], problem.right == 0
     order = _order_of_keys(q, k, blocks, causal)
     k_gradient, v_gradient = k.new_empty(k.shape), k.new_empty(k.shape)
-    bands, key_blocks = bands_of(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
+    bands, key_blocks = num_bands(reach), -(-keys // (blocks.tiles * blocks.keys)) * blocks.tiles
     sums = saved.lse.new_zeros(batch, heads, key_blocks, bands, 128) if diagonals else None
     row_descriptors = {
         name: Tiles(rows, [batch * heads, queries], [rows.shape[2], 1], [1, blocks.queries], _ROW)

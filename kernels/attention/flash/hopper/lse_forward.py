@@ -12,8 +12,8 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .persistent_loop import fill, jit, kernel, load_tile, release, ring, turn_of, turns_of, wait_full
-from .score_tile import hidden_scores, key_tiles, tiles_without_mask
+from .persistent_loop import fill, jit, kernel, load_tile, next_tile, num_assigned_tiles, release, ring, wait_full
+from .score_tile import mask_scores, num_key_tiles, num_unmasked_tiles
 
 
 @jit
@@ -24,10 +24,10 @@ def _produce(
 ):  # fmt: skip
     """Load the queries of all consumers, and the tiles of keys from the last to the first."""
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, iteration)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        row, pair = next_tile(order_pointer, order_width, iteration)
         head, sequence = pair % heads, pair // heads
-        num_tiles = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
+        num_tiles = num_key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
         for w in gl.static_range(3):
             mbarrier.wait(queries_ring[2].index(w), (iteration & 1) ^ 1)
             mbarrier.expect(queries_ring[1].index(w), BLOCK_M * HEAD_DIM * 2)
@@ -51,11 +51,11 @@ def _consume(
     zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout)
     q = queries_ring[0].index(W).reshape([BLOCK_M, HEAD_DIM])
     step = 0
-    for iteration in range(turns_of(order_pointer, order_width)):
-        row, pair = turn_of(order_pointer, order_width, iteration)
-        num_tiles = key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
+    for iteration in range(num_assigned_tiles(order_pointer, order_width)):
+        row, pair = next_tile(order_pointer, order_width, iteration)
+        num_tiles = num_key_tiles(row, offset, keys, 3 * BLOCK_M, BLOCK_N, CAUSAL)
         first = (3 * row + W) * BLOCK_M
-        unmasked = tiles_without_mask(first, offset, keys, BLOCK_N, CAUSAL)
+        unmasked = num_unmasked_tiles(first, offset, keys, BLOCK_N, CAUSAL)
         maximum = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_layout)
         total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
         mbarrier.wait(queries_ring[1].index(W), iteration & 1)
@@ -66,7 +66,7 @@ def _consume(
             s = warpgroup_mma_wait(0, deps=[pending])
             release(keys_ring, step, STAGES)
             if num_tiles - 1 - i >= unmasked:
-                s = hidden_scores(s, (num_tiles - 1 - i) * BLOCK_N, first, offset, keys, CAUSAL)
+                s = mask_scores(s, (num_tiles - 1 - i) * BLOCK_N, first, offset, keys, CAUSAL)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * scale)
             # -inf until the first visible key, and -inf - -inf would be NaN
             safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)

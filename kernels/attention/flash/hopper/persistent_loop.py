@@ -27,13 +27,13 @@ store_tile: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_
 
 
 @jit
-def turns_of(order, width):
+def num_assigned_tiles(order, width):
     """Return the number of tiles of this program; `order` is from `tile_order`, with rows of `width` numbers."""
     return gl.load(order + gl.program_id(0) * width)
 
 
 @jit
-def turn_of(order, width, turn):
+def next_tile(order, width, turn):
     """Return the tile, and the (sequence, head) pair, of this program's iteration `turn`."""
     entry = order + gl.program_id(0) * width + 1 + 2 * turn
     return gl.load(entry), gl.load(entry + 1)

@@ -17,7 +17,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @jit
-def key_tiles(row, offset, keys, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def num_key_tiles(row, offset, keys, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """Return the number of key tiles that the queries of tile `row` visit; at least one, for the pipeline."""
     end = keys
     if CAUSAL:
@@ -26,7 +26,7 @@ def key_tiles(row, offset, keys, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUS
 
 
 @jit
-def tiles_without_mask(first, offset, keys, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def num_unmasked_tiles(first, offset, keys, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """Return the number of leading key tiles that are fully visible to all queries from `first` on."""
     clear = keys // BLOCK_N
     if CAUSAL:
@@ -35,7 +35,7 @@ def tiles_without_mask(first, offset, keys, BLOCK_N: gl.constexpr, CAUSAL: gl.co
 
 
 @jit
-def hidden_scores(s, start, first, offset, keys, CAUSAL: gl.constexpr):
+def mask_scores(s, start, first, offset, keys, CAUSAL: gl.constexpr):
     """Mask scores (queries, keys): -inf for keys beyond the end or, if CAUSAL, later than the query."""
     layout: gl.constexpr = s.type.layout
     key = start + gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
@@ -58,7 +58,7 @@ def far_shifts(distance_table, extent, scale, HAS_DISTANCE: gl.constexpr):
 
 
 @jit
-def with_distances(s, pairs, SIGN: gl.constexpr):
+def add_distance_bias(s, pairs, SIGN: gl.constexpr):
     """Add entries of the distance table to a tile, two at a time, since a thread holds adjacent columns.
 
     Args:
@@ -77,7 +77,7 @@ def with_distances(s, pairs, SIGN: gl.constexpr):
 
 
 @jit
-def slope_of_head(slopes_pointer, head, scale, HAS_SLOPE: gl.constexpr):
+def load_slope(slopes_pointer, head, scale, HAS_SLOPE: gl.constexpr):
     """Load the slope of a head, divided by the scale of the scores; `scale` is that scale times log2(e)."""
     slope = 0.0
     if HAS_SLOPE:
@@ -95,7 +95,7 @@ def places(tile):
 
 
 @jit
-def row_slopes(rows, slope, scale, CAUSAL: gl.constexpr, HAS_SLOPE: gl.constexpr):
+def row_slope_terms(rows, slope, scale, CAUSAL: gl.constexpr, HAS_SLOPE: gl.constexpr):
     """Return the per-row term that `biased` omits from the exponents of a tile; `rows` (1-D) provides the layout."""
     omitted = gl.zeros_like(rows)
     if HAS_SLOPE and CAUSAL:
@@ -111,7 +111,7 @@ def biased(
     """Return the scores plus the bias that varies within the tile, and a constant shift of all its exponents.
 
     `s`: (queries, keys) from query `first` and key `start` on; `far`: from `far_shifts`. A causal ALiBi bias is linear
-    along the keys; its term that is constant per row is omitted, see `row_slopes`.
+    along the keys; its term that is constant per row is omitted, see `row_slope_terms`.
     """
     shift = 0.0
     if HAS_DISTANCE:
@@ -120,7 +120,7 @@ def biased(
             shift = far[1]
         elif start + s.shape[1] - 1 - first - offset > -reach:
             shift = 0.0
-            s = with_distances(s, distance_table + 2 * (start - first - offset), 1)
+            s = add_distance_bias(s, distance_table + 2 * (start - first - offset), 1)
     if HAS_SLOPE:
         row, column = places(s)
         gap = (start - first - offset).to(gl.float32)

@@ -14,7 +14,7 @@ from ..kernel_arguments import Problem
 
 HEAD_DIMS = (64, 128, 256)
 # the diagonal sums of a tile of keys have 2 reach / 64 bands; for a larger reach they are not small compared to K and V
-LARGEST_REACH = 512
+MAX_REACH = 512
 
 
 @cache
@@ -32,7 +32,7 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def as_tma_reads(tensor: Tensor) -> Tensor:
+def make_tma_compatible(tensor: Tensor) -> Tensor:
     """Return the tensor (batch, rows, heads, head_dim) if TMA can read it, else a contiguous copy.
 
     TMA requires addresses and strides in multiples of 16 bytes, a contiguous last dimension and no expanded dimension.
@@ -47,7 +47,7 @@ def as_tma_reads(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def serves_scores(q: Tensor, k: Tensor, scale: float) -> bool:
+def supports_scores(q: Tensor, k: Tensor, scale: float) -> bool:
     """Return True if the Hopper kernels support the scores of these tensors."""
     if INTERPRETED or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -65,6 +65,6 @@ def serves(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> bool:
     distance, slopes = problem.distance_bias, problem.alibi_slopes
     if (distance is not None or slopes is not None) and q.shape[-1] > 128:
         return False
-    if distance is not None and (slopes is not None or distance.shape[1] // 2 > LARGEST_REACH):
+    if distance is not None and (slopes is not None or distance.shape[1] // 2 > MAX_REACH):
         return False
-    return serves_scores(q, k, problem.scale)
+    return supports_scores(q, k, problem.scale)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 # budget in the L2 cache for the heads processed concurrently; each of its two partitions holds a copy
-CACHED_BYTES = 8 << 20
+L2_BUDGET_BYTES = 8 << 20
 # fixed cost of a tile, in inner tiles: its first loads and the store of its results
 TILE_COST = 1.0
 
 
-def visits_of_queries(queries: int, keys: int, rows: int, columns: int, causal: bool) -> list[int]:
+def key_tiles_per_query_tile(queries: int, keys: int, rows: int, columns: int, causal: bool) -> list[int]:
     """Return the number of tiles of `columns` keys that each tile of `rows` queries visits."""
     ends = [min(keys, (tile + 1) * rows + keys - queries) if causal else keys for tile in range(-(-queries // rows))]
     return [max(1, -(-end // columns)) for end in ends]
 
 
-def visits_of_keys(queries: int, keys: int, rows: int, columns: int, causal: bool) -> list[int]:
+def query_tiles_per_key_tile(queries: int, keys: int, rows: int, columns: int, causal: bool) -> list[int]:
     """Return the number of tiles of `columns` queries that each tile of `rows` keys visits."""
     firsts = [max(0, tile * rows - (keys - queries)) // columns if causal else 0 for tile in range(-(-keys // rows))]
     return [max(0, -(-queries // columns) - first) for first in firsts]
@@ -56,7 +56,7 @@ def tile_order(
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Return `balanced` for a shape as an int32 tensor on the device: a row per program, at most one per SM."""
-    visits = (visits_of_keys if by_keys else visits_of_queries)(queries, keys, rows, columns, causal)
+    visits = (query_tiles_per_key_tile if by_keys else key_tiles_per_query_tile)(queries, keys, rows, columns, causal)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     lists = balanced(visits, pairs, together, min(len(visits) * pairs, processors))
     width = max(len(entries) for entries in lists)
@@ -66,4 +66,4 @@ def tile_order(
 
 def together(heads: int, bytes_per_head: int, causal: bool) -> int:
     """Return how many heads to process concurrently: several if causal, to balance tiles of different length."""
-    return heads * max(1, CACHED_BYTES // bytes_per_head) if causal else 1
+    return heads * max(1, L2_BUDGET_BYTES // bytes_per_head) if causal else 1

@@ -19,32 +19,32 @@ from ....launch import jit, next_power_of_2, tl
 from ..kernel_arguments import (
     Problem,
     accumulator_dtype,
-    config_of,
+    common_kernel_arguments,
     on_device,
     options_of,
     programs,
-    shared_arguments,
+    select_config,
     strides,
     tile_list,
-    with_plain_rows,
+    with_contiguous_rows,
 )
 from .tile import (
     LOG2E,
-    dense_place,
+    absolute_distances,
+    dense_tile,
     dot,
-    exponents,
     first_dropout_counter,
-    keys_taking_part,
     load_lse,
     load_rows,
-    packed_lengths,
-    pair_distances,
-    per_row_start,
+    packed_bounds,
+    per_row_offset,
     row_start,
+    score_exponents,
     score_gradients,
-    section_tiles,
-    sections,
+    section_bounds,
     store_rows,
+    tile_sections,
+    valid_keys,
 )
 
 DELTA_BLOCK = 64
@@ -61,7 +61,7 @@ def delta_kernel(
 
     delta: like lse. A packed tensor is treated as one sequence, since a row's delta depends on that row only.
     """
-    sequence, head, first = dense_place(tl.program_id(0), rows, heads, BLOCK_M, False)
+    sequence, head, first = dense_tile(tl.program_id(0), rows, heads, BLOCK_M, False)
     row = first + tl.arange(0, BLOCK_M)
     inside = row < rows
     out_rows = row_start(out_pointer, sequence, head, 0, stride_ob, stride_os, stride_oh)
@@ -69,7 +69,7 @@ def delta_kernel(
     out = load_rows(out_rows, first, stride_os, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     gradient = load_rows(gradient_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     delta = tl.sum(out.to(ACCUMULATE) * gradient.to(ACCUMULATE), 1)
-    offset = per_row_start(sequence, head, 0, heads, rows, False) + row
+    offset = per_row_offset(sequence, head, 0, heads, rows, False) + row
     lse = tl.load(lse_pointer + offset, mask=inside, other=float("-inf"))
     if HAS_LSE_GRADIENT:
         delta -= tl.load(lse_gradient_pointer + offset, mask=inside, other=0.0)
@@ -110,9 +110,9 @@ def dq_kernel(
         if PACKED:
             sequence = tl.load(tiles_pointer + 2 + 2 * tile)
             first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
         else:
-            sequence, head, first = dense_place(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
+            sequence, head, first = dense_tile(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
         offset = keys - queries
         query = first + tl.arange(0, BLOCK_M)
@@ -122,7 +122,7 @@ def dq_kernel(
         v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
         q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
         do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
-        row = per_row_start(sequence, head, start_q, heads, rows, PACKED) + query
+        row = per_row_offset(sequence, head, start_q, heads, rows, PACKED) + query
         q = load_rows(q_rows, first, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         out_gradient = load_rows(do_rows, first, stride_dos, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         lse = load_lse(lse_pointer, row, inside)
@@ -151,23 +151,23 @@ def dq_kernel(
         high_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
         slope_gradient = tl.zeros((BLOCK_M,), ACCUMULATE)
         last = tl.minimum(first + BLOCK_M, queries) - 1
-        bounds = sections(
+        bounds = tile_sections(
             first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
         )
         for section in range(
             0 if HAS_LEFT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_LEFT and not HAS_DISTANCE else 1
         ):
-            plain_start, plain_end, edge_end = section_tiles(section, bounds)
+            plain_start, plain_end, edge_end = section_bounds(section, bounds)
             far = tl.where(section == 1, far_low, far_high)
             for EDGE in tl.static_range(2):
                 begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
                 for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
                     key = start + tl.arange(0, BLOCK_N)
-                    key_mask = keys_taking_part(padding_base, key, keys, first_seen, EDGE, HAS_PADDING)
+                    key_mask = valid_keys(padding_base, key, keys, first_seen, EDGE, HAS_PADDING)
                     k = load_rows(k_rows, start, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
                     v = load_rows(v_rows, start, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
                     zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
-                    exponent, slope = exponents(
+                    exponent, slope = score_exponents(
                         dot(q, tl.trans(k), zeros, PRECISION),
                         query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right,
                         scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
@@ -194,7 +194,7 @@ def dq_kernel(
                             low_sum += tl.where(section == 1, tile_sum, 0.0)
                             high_sum += tl.where(section == 1, 0.0, tile_sum)
                     if SLOPE_SUMS:
-                        distances = pair_distances(query[:, None], key[None, :], offset, gradient)
+                        distances = absolute_distances(query[:, None], key[None, :], offset, gradient)
                         slope_gradient -= tl.sum(gradient * distances, 1)
 
         dq_rows = row_start(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
@@ -239,9 +239,9 @@ def dkdv_kernel(
         if PACKED:
             sequence = tl.load(tiles_pointer + 2 + 2 * tile)
             first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
         else:
-            sequence, group, first = dense_place(program, max_keys, groups, BLOCK_N, False)
+            sequence, group, first = dense_tile(program, max_keys, groups, BLOCK_N, False)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
         offset = keys - queries
         key = first + tl.arange(0, BLOCK_N)
@@ -251,7 +251,7 @@ def dkdv_kernel(
         padding_base = padding_pointer
         if HAS_PADDING:
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
-        key_mask = keys_taking_part(padding_base, key, keys, first_seen, True, HAS_PADDING)
+        key_mask = valid_keys(padding_base, key, keys, first_seen, True, HAS_PADDING)
         k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
         v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
         k = load_rows(k_rows, first, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
@@ -259,13 +259,13 @@ def dkdv_kernel(
         k_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
         v_gradient = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATE)
         last = tl.minimum(first + BLOCK_N, keys) - 1
-        bounds = sections(
+        bounds = tile_sections(
             first - offset, last - offset, queries, right, left, reach, BLOCK_M, HAS_RIGHT, HAS_LEFT, HAS_DISTANCE
         )
         for head in range(group * HEADS_PER_GROUP, (group + 1) * HEADS_PER_GROUP):
             q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
             do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
-            row_offset = per_row_start(sequence, head, start_q, heads, rows, PACKED)
+            row_offset = per_row_offset(sequence, head, start_q, heads, rows, PACKED)
             bias_base, distance_base = bias_pointer, distance_pointer
             far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
             if HAS_BIAS:
@@ -281,7 +281,7 @@ def dkdv_kernel(
             for section in range(
                 0 if HAS_RIGHT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_RIGHT and not HAS_DISTANCE else 1
             ):
-                plain_start, plain_end, edge_end = section_tiles(section, bounds)
+                plain_start, plain_end, edge_end = section_bounds(section, bounds)
                 far = tl.where(section == 1, far_high, far_low)
                 for EDGE in tl.static_range(2):
                     begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
@@ -293,7 +293,7 @@ def dkdv_kernel(
                         lse = load_lse(lse_pointer, row_offset + query, inside)
                         delta = tl.load(delta_pointer + row_offset + query, mask=inside, other=0.0)
                         zeros = tl.zeros((BLOCK_N, BLOCK_M), ACCUMULATE)
-                        exponent, slope = exponents(
+                        exponent, slope = score_exponents(
                             dot(k, tl.trans(q), zeros, PRECISION),
                             query[None, :], key[:, None], key_mask[:, None], queries, keys, offset, left, right,
                             scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base,
@@ -333,7 +333,7 @@ class Saved(NamedTuple):
     def arguments(self, problem: Problem) -> dict[str, object]:
         """Return the keyword arguments common to all kernels that recompute scores."""
         return {
-            **shared_arguments(self.q, self.k, self.v, problem),
+            **common_kernel_arguments(self.q, self.k, self.v, problem),
             **strides("do", self.out_gradient),
             "out_gradient_pointer": self.out_gradient,
             "lse_pointer": self.lse,
@@ -345,8 +345,13 @@ def prepare_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None
 ) -> Saved:
     """Compute delta, which includes the gradient of the log-sum-exp, since d lse / d score is the weight."""
-    q, k, v, out_gradient = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v), with_plain_rows(out_gradient)
-    out, delta = with_plain_rows(out), torch.empty_like(lse)
+    q, k, v, out_gradient = (
+        with_contiguous_rows(q),
+        with_contiguous_rows(k),
+        with_contiguous_rows(v),
+        with_contiguous_rows(out_gradient),
+    )
+    out, delta = with_contiguous_rows(out), torch.empty_like(lse)
     rows, heads, head_dim = out.shape[-3:]
     batch = out.shape[0] if out.ndim == 4 else 1
     if not lse.numel():
@@ -400,7 +405,7 @@ def launch_dq(
     if not (batch and q.shape[-3]):
         return q_gradient, scores, far, saved.lse.new_zeros(heads) if slope_sums else None
     slopes = torch.zeros_like(saved.lse) if slope_sums else None
-    config = config_of("dq", q, problem)
+    config = select_config("dq", q, problem)
     tiles = None
     if problem.cu_seqlens_q is not None:
         tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
@@ -434,7 +439,7 @@ def launch_dkdv(saved: Saved, problem: Problem) -> tuple[Tensor, Tensor]:
     batch, heads, groups = problem.batch(q), q.shape[-2], k.shape[-2]
     if not (batch and k.shape[-3]):
         return k_gradient, v_gradient
-    config = config_of("dkdv", q, problem)
+    config = select_config("dkdv", q, problem)
     tiles = None
     if problem.cu_seqlens_k is not None:
         tiles = tile_list(problem.cu_seqlens_k, k.shape[-3], config.keys)

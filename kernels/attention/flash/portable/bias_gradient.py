@@ -13,30 +13,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....launch import jit, tl
-from ..kernel_arguments import Problem, config_of, on_device, options_of, tile_list
+from ..kernel_arguments import Problem, on_device, options_of, select_config, tile_list
 from .backward import Saved
 from .tile import (
     LOG2E,
-    dense_place,
+    dense_tile,
     dot,
-    exponents,
     first_dropout_counter,
-    keys_taking_part,
     load_lse,
     load_rows,
-    packed_lengths,
-    per_row_start,
+    packed_bounds,
+    per_row_offset,
     row_start,
+    score_exponents,
     score_gradients,
+    valid_keys,
 )
 
 # target number of programs of the diagonal kernel: enough for the largest GPU; independent of the device, so that
 # results are too
-PROGRAMS_WANTED = 1024
+TARGET_PROGRAMS = 1024
 
 
 @jit
-def tile_gradient(
+def tile_score_gradient(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
     bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -69,17 +69,17 @@ def tile_gradient(
     if HAS_DROPOUT:
         seed = tl.load(rng_pointer)
         counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
-    key_mask = keys_taking_part(padding_base, key, keys, first_seen, True, HAS_PADDING)
+    key_mask = valid_keys(padding_base, key, keys, first_seen, True, HAS_PADDING)
     group = head // heads_per_group
     q_rows = row_start(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
     do_rows = row_start(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
     k_rows = row_start(k_pointer, sequence, group, start_k, stride_kb, stride_ks, stride_kh)
     v_rows = row_start(v_pointer, sequence, group, start_k, stride_vb, stride_vs, stride_vh)
-    row = per_row_start(sequence, head, start_q, heads, rows, PACKED) + query
+    row = per_row_offset(sequence, head, start_q, heads, rows, PACKED) + query
     q = load_rows(q_rows, first_query, stride_qs, inside, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     k = load_rows(k_rows, first_key, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
     zeros = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
-    exponent, slope = exponents(
+    exponent, slope = score_exponents(
         dot(q, tl.trans(k), zeros, PRECISION),
         query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right, scale, softcap, 0.0,
         alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
@@ -140,7 +140,7 @@ def bias_gradient_kernel(
     if visible:
         for sequence in range(sequence_begin, sequence_end):
             for head in range(head_begin, head_end):
-                accumulator += tile_gradient(
+                accumulator += tile_score_gradient(
                     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
                     bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
                     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -195,13 +195,13 @@ def distance_gradient_kernel(
         if PACKED:
             sequence = tl.load(tiles_pointer + 2 + 2 * tile)
             first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
         else:
-            sequence, _, first = dense_place(tile, max_queries, 1, BLOCK_M, False)
+            sequence, _, first = dense_tile(tile, max_queries, 1, BLOCK_M, False)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
         first_key = first + keys - queries + diagonal * BLOCK_N
         if (first_key < keys) & (first_key + BLOCK_N > 0):
-            accumulator += tile_gradient(
+            accumulator += tile_score_gradient(
                 q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer,
                 bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
                 stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -230,7 +230,7 @@ def launch_bias_gradient(saved: Saved, problem: Problem) -> Tensor:
     batch, heads = q.shape[0], q.shape[-2]
     queries, keys = problem.max_queries, problem.max_keys
     shape = (1,) * (4 - bias.ndim) + tuple(bias.shape)
-    config = config_of("bias_gradient", q, problem)
+    config = select_config("bias_gradient", q, problem)
     tiles_m, tiles_n = -(-queries // config.queries), -(-keys // config.keys)
     # for a dimension of size 1 in the call, broadcast or not makes no difference
     sum_queries, sum_keys = shape[2] == 1, shape[3] == 1
@@ -270,13 +270,13 @@ def launch_distance_gradient(saved: Saved, problem: Problem, far: Tensor) -> Ten
     farthest = min(reach - 1, problem.max_queries - 1, *([problem.right] if problem.right >= 0 else []))
     batch, rows = problem.batch(q), q.shape[-3]
     if nearest <= farthest and batch and rows:
-        config = config_of("distance_gradient", q, problem)
+        config = select_config("distance_gradient", q, problem)
         block = config.keys
         first_diagonal, last_diagonal = nearest // block, -(-farthest // block)
         diagonals = last_diagonal - first_diagonal + 1
         tiles = None if problem.cu_seqlens_q is None else tile_list(problem.cu_seqlens_q, rows, block)
         bound = -(-rows // block) * (batch if tiles is None else 1)
-        splits = max(1, min(bound, PROGRAMS_WANTED // (diagonals * heads)))
+        splits = max(1, min(bound, TARGET_PROGRAMS // (diagonals * heads)))
         partial = low.new_empty(splits, heads, diagonals, 2, block)
         with on_device(q):
             distance_gradient_kernel[(splits * heads * diagonals,)](

@@ -12,31 +12,31 @@ from ....launch import jit, tl
 from ..kernel_arguments import (
     Problem,
     accumulator_dtype,
-    config_of,
+    common_kernel_arguments,
     on_device,
     options_of,
     programs,
-    shared_arguments,
+    select_config,
     strides,
     tile_list,
-    with_plain_rows,
+    with_contiguous_rows,
 )
 from .tile import (
     LN2,
     LOG2E,
-    dense_place,
+    dense_tile,
     dot,
-    dropout_kept,
-    exponents,
     first_dropout_counter,
-    keys_taking_part,
     load_rows,
-    packed_lengths,
-    per_row_start,
+    packed_bounds,
+    per_row_offset,
     row_start,
-    section_tiles,
-    sections,
+    score_exponents,
+    section_bounds,
     store_rows,
+    tile_keep_mask,
+    tile_sections,
+    valid_keys,
 )
 
 
@@ -71,9 +71,9 @@ def forward_kernel(
         if PACKED:
             sequence = tl.load(tiles_pointer + 2 + 2 * tile)
             first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence)
+            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
         else:
-            sequence, head, first = dense_place(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
+            sequence, head, first = dense_tile(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
         offset = keys - queries
         query = first + tl.arange(0, BLOCK_M)
@@ -105,24 +105,24 @@ def forward_kernel(
         total = tl.zeros((BLOCK_M,), ACCUMULATE)
         accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
         last = tl.minimum(first + BLOCK_M, queries) - 1
-        bounds = sections(
+        bounds = tile_sections(
             first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
         )
         for section in range(
             0 if HAS_LEFT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_LEFT and not HAS_DISTANCE else 1
         ):
-            plain_start, plain_end, edge_end = section_tiles(section, bounds)
+            plain_start, plain_end, edge_end = section_bounds(section, bounds)
             far = tl.where(section == 1, far_low, far_high)
             # no pipelining of edge tiles with a bias lookup: they are too few to be worth the shared memory
             for EDGE in tl.static_range(2):
                 begin, end = (plain_end, edge_end) if EDGE else (plain_start, plain_end)
                 for start in tl.range(begin, end, BLOCK_N, num_stages=1 if EDGE and HAS_DISTANCE else None):
                     key = start + tl.arange(0, BLOCK_N)
-                    key_mask = keys_taking_part(padding_base, key, keys, first_seen, EDGE, HAS_PADDING)
+                    key_mask = valid_keys(padding_base, key, keys, first_seen, EDGE, HAS_PADDING)
                     k = load_rows(k_rows, start, stride_ks, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
                     v = load_rows(v_rows, start, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, EDGE or HAS_PADDING)
                     product = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE), PRECISION)
-                    exponent, _ = exponents(
+                    exponent, _ = score_exponents(
                         product, query[:, None], key[None, :], key_mask[None, :], queries, keys, offset, left, right,
                         scale, softcap, far, alibi_slope, bias_base, stride_bias_q, stride_bias_k, distance_base, reach,
                         EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
@@ -134,7 +134,7 @@ def forward_kernel(
                     rescale = tl.exp2(maximum - shift)
                     total = total * rescale + tl.sum(weight, 1)
                     if HAS_DROPOUT:
-                        kept = dropout_kept(seed, counter, query[:, None], key[None, :], max_keys, threshold)
+                        kept = tile_keep_mask(seed, counter, query[:, None], key[None, :], max_keys, threshold)
                         weight = tl.where(kept, weight, 0.0)
                     accumulator = dot(rounded(weight, v.dtype), v, accumulator * rescale[:, None], PRECISION)
                     maximum = new_maximum
@@ -144,25 +144,25 @@ def forward_kernel(
         lse = tl.where(empty, float("-inf"), (maximum + tl.log2(tl.where(empty, 1.0, total))) * LN2)
         out_rows = row_start(out_pointer, sequence, head, start_q, stride_ob, stride_os, stride_oh)
         store_rows(out_rows, first, stride_os, query < queries, accumulator, HEAD_DIM, BLOCK_M, BLOCK_D)
-        lse_row = lse_pointer + per_row_start(sequence, head, start_q, heads, rows, PACKED) + query
+        lse_row = lse_pointer + per_row_offset(sequence, head, start_q, heads, rows, PACKED) + query
         tl.store(lse_row, lse, mask=query < queries)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Compute the output, like `q`, and the log-sum-exp, (batch, heads, queries) or packed (heads, rows)."""
-    q, k, v = with_plain_rows(q), with_plain_rows(k), with_plain_rows(v)
-    out, lse = empty_results(q, problem)
+    q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
+    out, lse = allocate_outputs(q, problem)
     batch, heads = problem.batch(q), q.shape[-2]
     if not (batch and q.shape[-3]):
         return out, lse
-    config = config_of("forward", q, problem)
+    config = select_config("forward", q, problem)
     tiles = None
     if problem.cu_seqlens_q is not None:
         tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
     slots = programs(q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1)
     with on_device(q):
         forward_kernel[(slots * heads,)](
-            **shared_arguments(q, k, v, problem),
+            **common_kernel_arguments(q, k, v, problem),
             **strides("o", out),
             **options_of(config),
             out_pointer=out,
@@ -173,7 +173,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[T
     return out, lse
 
 
-def empty_results(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def allocate_outputs(q: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """Allocate output and log-sum-exp; if packed, initialized to 0 and -inf for rows outside of all sequences."""
     shape = (q.shape[-2], q.shape[0]) if problem.packed else (q.shape[0], q.shape[2], q.shape[1])
     lse_dtype = accumulator_dtype(q.dtype)

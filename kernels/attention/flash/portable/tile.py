@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ....interpreter_rounding import rounded
 from ....launch import HAS_TRITON, INTERPRETED, jit, tl
-from ...dropout import kept_by_dropout
+from ...dropout import philox_keep_mask
 
 
 def _constant(value):
@@ -40,7 +40,7 @@ def dot(a, b, accumulator, PRECISION: tl.constexpr):
 
 
 @jit
-def dense_place(program, rows, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+def dense_tile(program, rows, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     """Return sequence, head and first row of a program's tile; LAST_FIRST starts the longest causal tiles first."""
     tiles = tl.cdiv(rows, BLOCK)
     tile = program % tiles
@@ -50,7 +50,7 @@ def dense_place(program, rows, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.conste
 
 
 @jit
-def packed_lengths(cu_seqlens_q, cu_seqlens_k, sequence):
+def packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence):
     """Return start and length of a packed sequence's queries, and of its keys."""
     start_q = tl.load(cu_seqlens_q + sequence)
     start_k = tl.load(cu_seqlens_k + sequence)
@@ -70,7 +70,7 @@ def row_start(pointer, sequence, head, start, stride_b, stride_s, stride_h):
 
 
 @jit
-def per_row_start(sequence, head, start, heads, rows, PACKED: tl.constexpr):
+def per_row_offset(sequence, head, start, heads, rows, PACKED: tl.constexpr):
     """Return the offset of a sequence's first row in a tensor (batch, heads, rows), or packed (heads, rows)."""
     leading = tl.cast(head, tl.int64) if PACKED else tl.cast(sequence, tl.int64) * heads + head
     return leading * rows + start
@@ -108,7 +108,7 @@ def store_rows(pointer, first, stride, kept, tile, HEAD_DIM: tl.constexpr, BLOCK
 
 
 @jit
-def sections(
+def tile_sections(
     first, last, length, low, high, reach, BLOCK: tl.constexpr, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr,
     HAS_DISTANCE: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def sections(
 
 
 @jit
-def section_tiles(section, bounds):
+def section_bounds(section, bounds):
     """Return begin and end of a section's plain tiles, and the end of its edge tiles, which follow.
 
     Sections: 0 low side of the window, 1 distances <= -reach, 2 distances >= reach. The begin is selected here instead
@@ -158,7 +158,7 @@ def section_tiles(section, bounds):
 
 
 @jit
-def keys_taking_part(padding_pointer, key, keys, first_seen, EDGE: tl.constexpr, HAS_PADDING: tl.constexpr):
+def valid_keys(padding_pointer, key, keys, first_seen, EDGE: tl.constexpr, HAS_PADDING: tl.constexpr):
     """Return True for keys that exist, are visible to some query and are not padding; other rows of K, V load as 0."""
     key_mask = key >= 0
     if EDGE:
@@ -169,7 +169,7 @@ def keys_taking_part(padding_pointer, key, keys, first_seen, EDGE: tl.constexpr,
 
 
 @jit
-def pair_distances(query, key, offset, like):
+def absolute_distances(query, key, offset, like):
     """Return |key - query - offset| in the dtype of `like`; exact below 2^24 tokens.
 
     Positions are converted before broadcasting: one conversion per row and column instead of one per pair.
@@ -178,7 +178,7 @@ def pair_distances(query, key, offset, like):
 
 
 @jit
-def exponents(
+def score_exponents(
     product, query, key, key_mask, queries, keys, offset, left, right, scale, softcap, far_bias, alibi_slope,
     bias_pointer, stride_bias_q, stride_bias_k, distance_pointer, reach,
     EDGE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -209,7 +209,7 @@ def exponents(
         else:
             exponent = exponent + far_bias * LOG2E
     if HAS_SLOPE:
-        exponent = exponent - alibi_slope * pair_distances(query, key, offset, exponent)
+        exponent = exponent - alibi_slope * absolute_distances(query, key, offset, exponent)
     if EDGE or HAS_PADDING:
         visible = key_mask
         if EDGE and HAS_LEFT:
@@ -221,9 +221,9 @@ def exponents(
 
 
 @jit
-def dropout_kept(seed, first_counter, query, key, max_keys, threshold):
+def tile_keep_mask(seed, first_counter, query, key, max_keys, threshold):
     """Return the keep mask of a tile; `first_counter` is the counter of the first weight of the sequence and head."""
-    return kept_by_dropout(seed, first_counter + query.to(tl.int64) * max_keys + key, threshold)
+    return philox_keep_mask(seed, first_counter + query.to(tl.int64) * max_keys + key, threshold)
 
 
 @jit
@@ -244,7 +244,7 @@ def score_gradients(
     weight = tl.exp2(exponent - lse)
     dropped = weight
     if HAS_DROPOUT:
-        kept = dropout_kept(seed, first_counter, query, key, max_keys, threshold)
+        kept = tile_keep_mask(seed, first_counter, query, key, max_keys, threshold)
         dropped = tl.where(kept, weight * keep_scale, 0.0)
         value_product = tl.where(kept, value_product * keep_scale, 0.0)
     gradient = weight * (value_product - delta)
