@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cuda_sync import forbid_device_sync
-from tiers import DEVICES
+from tiers import DEVICES, extra
 
 from stoker.kernels.optim import adamw_kernel, multi_tensor
 from stoker.kernels.optim.adamw_kernel import adamw_step, reference_adamw_step, triton_adamw_step
@@ -95,7 +95,7 @@ def expected_after(state, gradients, **given):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("offset", "scaled"), [(0, False), (0, True), (1, True)])
+@pytest.mark.parametrize(("offset", "scaled"), [*extra((0, False), (0, True)), (1, True)])
 def test_many_tensors_of_any_size_equal_the_reference(device, kind, offset, scaled):
     state = arrays(kind, device, offset=offset)
     rates = torch.linspace(0.5, 8.0, len(SIZES), device=device) if scaled else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import cases
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -79,7 +80,7 @@ def same(mine: Tensor, theirs: Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, fast=12))
 def test_every_step_gives_what_the_whole_text_gives(case: str) -> None:
     """Texts of 1, 9 and 20 tokens go on together to the last slot; a second batch finds nothing of the first."""
     model = gpt(**CASES[case])

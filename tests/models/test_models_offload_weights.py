@@ -8,7 +8,7 @@ import pytest
 import torch
 from deferred_copies import DeferredCopies
 from test_models_offload import LAYERS, LEAST, assert_equal, loss_of, model_of
-from tiers import full_only
+from tiers import extra, full_only
 from torch import Tensor
 
 from stoker.models.build import get_stacks
@@ -48,12 +48,9 @@ def steps(model: Any, micro_batches: int = 2) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("t5", "activations", "changes"),
     [
-        (False, False, {}),
-        (False, True, {}),
         (False, True, {"num_moe_experts": 4, "moe_layer_recompute": True}),
-        (True, True, {}),
+        *extra((False, False, {}), (False, True, {}), (True, True, {})),
     ],
-    ids=["gpt", "with_activations", "moe_recompute", "t5"],
 )
 def test_steps_are_bit_equal(t5: bool, activations: bool, changes: dict[str, Any]) -> None:
     expected = steps(model_of(t5=t5, **changes))

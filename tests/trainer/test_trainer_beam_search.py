@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_fp64 import map_parameters
+from tiers import cases
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -110,7 +111,7 @@ CASES: list[dict[str, Any]] = [
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [their_t5, their_gpt])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases(CASES, fast=2), ids=str)
 def test_what_is_found_is_transformers(make: Any, case: dict[str, Any]) -> None:
     """Two texts at once: where one has ended, it must not change while the other goes on."""
     ends: set[bool] = set()

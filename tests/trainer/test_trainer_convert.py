@@ -21,6 +21,7 @@ from hf_folders import (
 )
 from hf_fp64 import keep_input_dtype
 from safetensors.torch import load_file
+from tiers import cases
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -81,7 +82,7 @@ def difference(reference: PreTrainedModel, ours: LanguageModel, tokens_per_text:
     return float((logits[..., :VOCAB] - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, fast=10))
 def test_round_trip_and_logits(name: str, tmp_path: Path) -> None:
     """HF -> stoker -> HF is the same files of weights, bit for bit; the logits of both are equal."""
     model = random_model(name)
