@@ -1,32 +1,30 @@
 """Shared fixtures and hooks; if stoker is not installed, the repository root is imported as the package."""
 
-import functools
 import gc
 import importlib.util
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import interpreter_speedups
 import pytest
-import quick_interpreter
-from forks import ForkServer
+from fork_server import ForkServer
 from hypothesis import settings
+from tiers import TIER
 
 # the same examples in every run, so that no test fails at random
 settings.register_profile("stoker", derandomize=True, deadline=None)
 settings.load_profile("stoker")
 
 gc.disable()  # until everything is imported, see `pytest_collection_finish`
-metadata.version = functools.cache(metadata.version)  # each run looks up a dozen versions, each from a file
 os.environ.setdefault("TRITON_INTERPRET", "1")
 # a shell ignores SIGINT for background jobs, and the processes started by tests would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parents[1]
+collect_ignore = ["data", "helpers", *(tier for tier in ("full", "gpu") if tier != TIER)]  # but where they are named
 
 if importlib.util.find_spec("stoker") is None:
     spec = importlib.util.spec_from_file_location(
@@ -39,31 +37,13 @@ if importlib.util.find_spec("stoker") is None:
     spec.loader.exec_module(module)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` and `full` tests unless selected with `-m gpu` or `-m full`."""
-    _mark_cases_full(items)
-    expression = config.getoption("-m") or ""
-    for mark in ("gpu", "full"):
-        if mark not in expression:
-            for item in items:
-                if item.get_closest_marker(mark):
-                    item.add_marker(pytest.mark.skip(reason=f"run with -m {mark}"))
+    """Deselect tests marked `gpu` unless STOKER_TEST_TIER=gpu."""
+    if TIER != "gpu":
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     if "triton.runtime.interpreter" in sys.modules:
-        quick_interpreter.install()
-
-
-def _mark_cases_full(items: list[pytest.Item]) -> None:
-    """Mark all cases except every nth of a test marked `every(n)` as `full`; `gpu` cases are not counted."""
-    counts: Counter[str] = Counter()
-    for item in items:
-        every = item.get_closest_marker("every")
-        if every is None or item.get_closest_marker("gpu") or item.get_closest_marker("full"):
-            continue
-        test = item.nodeid.partition("[")[0]
-        if counts[test] % every.args[0]:
-            item.add_marker(pytest.mark.full)
-        counts[test] += 1
+        interpreter_speedups.install()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -105,15 +85,15 @@ def compilers() -> Iterator[ForkServer]:
 
 
 @pytest.fixture
-def lab(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def harness(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Build and run tiny configurations."""
-    from key_lab import ConfigHarness
+    from config_harness import ConfigHarness
 
     return ConfigHarness(tmp_path, capsys, monkeypatch)
 
 
 @pytest.fixture
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the expert load figure of MoE runs, as if matplotlib were missing: drawing takes longer than the run."""
     from stoker.trainer.callbacks import expert_load
 
@@ -121,7 +101,7 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduce `pystd` to modules that begin with a, b or c: parsing the whole standard library takes seconds."""
     from stoker.trainer.data.sources import text_sources
 
@@ -130,9 +110,9 @@ def little_pystd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def seen_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def steps_without_sync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Make device synchronization in training steps an error from the third step on; return the steps that ran so."""
-    from device_waits import forbid_device_sync
+    from cuda_sync import forbid_device_sync
 
     from stoker.trainer.data.dataloader import GlobalBatch
     from stoker.trainer.lightning.lightning_module import LanguageModule

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from config_helpers import keep_last_overrides
 from hf_folders import letter_tokenizer, random_model, save
+from tiers import full_only, looped
 
 from stoker.trainer.cli.main import VERBS, main
 
@@ -41,7 +42,8 @@ def commands(kind: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-@pytest.mark.usefixtures("without_pictures", "little_pystd")
+@full_only
+@pytest.mark.usefixtures("without_plots", "small_pystd")
 def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
@@ -86,7 +88,7 @@ def test_scripts_named_in_the_pages_exist_and_ci_runs_the_main_ones():
         assert (ROOT / line.split()[1]).is_file(), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@looped("page", PAGES)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
@@ -107,7 +109,7 @@ def test_the_yaml_of_docs_finetune_is_a_run(tmp_path, monkeypatch, capsys):
     assert values["model.hidden_size"]["value"] == random_model("llama").config.hidden_size
 
 
-@pytest.mark.usefixtures("little_pystd")
+@pytest.mark.usefixtures("small_pystd")
 def test_the_lines_of_docs_library_run(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_utilities.core import imports
 from lightning_utilities.core.imports import RequirementCache
 
 TORCHMETRICS_EXTRAS = (
@@ -22,17 +23,21 @@ TORCHMETRICS_EXTRAS = (
 @contextmanager
 def _without_extras() -> Iterator[None]:
     """Report the packages in `TORCHMETRICS_EXTRAS` as not installed within this context."""
-    is_available = RequirementCache.__bool__
+    is_available, package_available = RequirementCache.__bool__, imports.package_available
 
     def is_available_and_not_extra(self: RequirementCache) -> bool:
         requirement: Any = self.requirement or self.module
         return not str(requirement).startswith(TORCHMETRICS_EXTRAS) and is_available(self)
 
+    def package_available_and_not_extra(package_name: str) -> bool:
+        return package_name not in TORCHMETRICS_EXTRAS and package_available(package_name)
+
     RequirementCache.__bool__ = is_available_and_not_extra
+    imports.package_available = package_available_and_not_extra
     try:
         yield
     finally:
-        RequirementCache.__bool__ = is_available
+        RequirementCache.__bool__, imports.package_available = is_available, package_available
 
 
 with _without_extras():

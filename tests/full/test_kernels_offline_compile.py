@@ -1,0 +1,55 @@
+"""Every Triton kernel compiles for sm_80, 90, 100 and 120 on a machine without a GPU, within its budget."""
+
+import importlib.util
+
+import pytest
+from fork_server import ForkServer
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton has no build for this platform"
+)
+
+# registers at most; nothing may spill. Recorded with Triton 3.9.0 and 3.6.0.
+REGISTERS = {
+    "adamw": 128,
+    "adamw_aligned": 64,
+    "count_assignments": 32,
+    "cross_entropy": 128,
+    "cross_entropy_smoothed": 128,
+    "cross_entropy_capped": 128,
+    "forked_norm_256": 96,
+    "forked_norm_256_again": 96,
+    "forked_norm_1024": 96,
+    "forked_norm_1024_again": 96,
+    "forked_norm_4096": 128,
+    "forked_norm_4096_again": 128,
+    "gated_forward": 64,
+    "gated_backward": 96,
+    "gated_projection": 96,
+    "lora_mlp_forward_16": 184,
+    "lora_mlp_forward_32": 192,
+    "lora_mlp_backward_16": 255,
+    "lora_mlp_backward_32": 255,
+    "narrow_products_16": 168,
+    "narrow_products_16_wide": 255,
+    "narrow_products_64": 255,
+    "narrow_update_16": 128,
+    "narrow_update_64": 128,
+    "place_assignments": 64,
+    "rotary_split": 96,
+    "rotary_split_backward": 96,
+    "scale": 64,
+    "scaled_sum": 64,
+    "sum_of_squares": 80,
+    "sum_of_squares_aligned": 32,
+}
+
+
+@pytest.mark.parametrize("capabilities", [[90], [80, 90, 100, 120]], ids=str)
+def test_kernels_compile_without_a_gpu_and_spill_nothing(compilers: ForkServer, capabilities: list[int]) -> None:
+    rows = compilers.call("offline_compile", "compiled", capabilities)
+    assert {(r["kernel"], r["capability"]) for r in rows} == {(k, c) for k in REGISTERS for c in capabilities}
+    for row in rows:
+        assert row["local"] == 0, row
+        assert row["stack"] == 0, row
+        assert row["registers"] <= REGISTERS[row["kernel"]], row

@@ -1,0 +1,112 @@
+"""Compile the decode kernels for GPUs that are not installed; prints JSON lines, one per variant.
+
+`python tests/helpers/decode_compile.py few` takes a few variants, `all` every width on every architecture. Must run in
+its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from offline_compile import CAPABILITIES, resources
+
+TYPES = {
+    "positions_pointer": "*i64", "lengths_pointer": "*i64", "lse_pointer": "*fp32", "distance_pointer": "*fp32",
+    "slopes_pointer": "*fp32", "parts_pointer": "*fp32", "cosine_pointer": "*fp32", "sine_pointer": "*fp32",
+    "key_cosine_pointer": "*fp32", "key_sine_pointer": "*fp32", "scale": "fp32", "softcap": "fp32",
+}  # fmt: skip
+OPTIONAL = {"distance_pointer": "HAS_DISTANCE", "slopes_pointer": "HAS_SLOPE", "lengths_pointer": "HAS_LENGTHS"}
+
+
+class Variant(NamedTuple):
+    """A kernel, its head width, dtype ("bf16" or "fp32"), number of KV splits and compute capability."""
+
+    kind: str
+    width: int
+    dtype: str
+    splits: int
+    capability: int
+    flags: tuple[str, ...] = ()
+
+
+def variants(which: str) -> Iterator[Variant]:
+    """Yield the variants to compile: a `few`, or `all`."""
+    yield Variant("split", 128, "bf16", 8, 90)
+    yield Variant("split", 64, "bf16", 1, 80, ("HAS_LENGTHS", "HAS_DISTANCE"))
+    yield Variant("sum", 128, "bf16", 64, 90)
+    yield Variant("append", 128, "bf16", 1, 90)
+    if which == "few":
+        return
+    for capability in CAPABILITIES:
+        for width in (32, 80, 128, 256):
+            for dtype in ("bf16", "fp32"):
+                yield Variant("split", width, dtype, 16, capability)
+        for flags in (("HAS_LEFT", "HAS_SOFTCAP", "HAS_SLOPE"), ("HAS_DISTANCE",)):
+            yield Variant("split", 128, "bf16", 16, capability, flags)
+        yield Variant("sum", 256, "bf16", 64, capability)
+        yield Variant("append", 80, "fp32", 1, capability, ("INTERLEAVED",))
+
+
+def compile_variant(variant: Variant) -> dict[str, Any]:
+    """Compile a variant; return its registers, spills, shared memory and instruction counts."""
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from stoker.kernels.attention import decode, kv_append
+
+    kernels = {"split": decode.split_kernel, "sum": decode.combine_kernel, "append": kv_append.append_kernel}
+    kernel = kernels[variant.kind]
+    dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16
+    values: dict[str, Any] = {name: name in variant.flags for name in kernel.arg_names if name.startswith("HAS_")}
+    values |= {
+        "HEAD_DIM": variant.width,
+        "BLOCK_D": max(16, 1 << (variant.width - 1).bit_length()),
+        "BLOCK_H": 16,
+        "BLOCK_N": decode.keys_per_tile(variant.width, dtype),
+        "SPLITS": variant.splits,
+        "HEADS": 16,
+        "GROUPS": 4,
+        "HALF": variant.width // 2,
+        "INTERLEAVED": "INTERLEAVED" in variant.flags,
+        "ACCUMULATE": tl.float32,
+        "PRECISION": "tf32" if variant.dtype == "fp32" else "ieee",
+    }
+    values |= {name: None for name, flag in OPTIONAL.items() if not values.get(flag, True)}
+    if variant.splits == 1 and variant.kind == "split":
+        values["lse_pointer"] = None
+    chosen = {name: value for name, value in values.items() if name in kernel.arg_names}
+    types = {
+        name: "constexpr"
+        if name in chosen
+        else TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32")
+        for name in kernel.arg_names
+    }
+    # divisible by 16 as in usual launches: addresses, strides and numbers of slots
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if types[name].startswith("*") or name.startswith("stride_")
+    }
+    source = ASTSource(fn=kernel, signature=types, constexprs=chosen, attrs=aligned)
+    more: dict[str, dict[str, int]] = {"split": {"num_stages": 2}, "append": {"num_warps": 1}}
+    options = decode.LAUNCH_OPTIONS | more.get(variant.kind, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options)
+    row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+    wide = len(re.findall(r"(?:ld\.global|cp\.async)[\w.:]*(?:\.v4\.b32|\.v2\.b64|\.cg\.shared)", compiled.asm["ptx"]))
+    return row | {"wide_loads": wide, "triton": triton.__version__}
+
+
+def compiled(which: str) -> list[dict[str, Any]]:
+    """Compile all variants and return their rows."""
+    return [compile_variant(variant) for variant in variants(which)]
+
+
+if __name__ == "__main__":
+    print(*map(json.dumps, compiled(sys.argv[1])), sep="\n")

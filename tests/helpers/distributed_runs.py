@@ -1,0 +1,231 @@
+"""Multi-rank training runs on gloo; the ranks are forked from a process that has imported torch.
+
+Tests use `DistributedRuns`; the functions below it run in the ranks. Every rank writes a record of its samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from fork_server import ForkServer
+from safetensors import safe_open
+from tiny_run import tiny_config
+from torch import Tensor
+
+SECONDS = 1800
+"""Timeout of a run."""
+EXACT: dict[str, Any] = {
+    "trainer__precision": "64",
+    "trainer__max_steps": 3,
+    "trainer__val_check_interval": 3,
+    "trainer__log_every_n_steps": 1,
+    "trainer__limit_val_batches": 0.0137,
+    "trainer__gradient_clip_val": 0.05,
+    "model__num_layers": 2,
+    "model__global_batch_size": 24,
+    "exp_manager__checkpoint_callback_params": {"save_top_k": -1},
+}
+"""fp64 with dropout, accumulation, and clipping below every gradient norm; 12 micro batches for 1, 2, 3, 4 or 6 ranks.
+
+Validation has 7 micro batches, which do not divide evenly over several ranks."""
+
+
+class DistributedRuns:
+    """Start runs of any number of ranks, one after the other.
+
+    Args:
+        folder: parent of the run directories.
+        forks: fork server.
+    """
+
+    def __init__(self, folder: Path, forks: ForkServer) -> None:
+        self.folder = folder
+        self._forks = forks
+
+    def run(self, name: str, ranks: int = 1, **changes: Any) -> Path:
+        """Train and return the run directory.
+
+        Args:
+            name: of the run; a run of the same name is reused.
+            ranks: number of ranks.
+            changes: of `EXACT`, in the format of `tiny_run.tiny_document`; in addition `offloads` lets a CPU offload
+                to fake host memory, `late` treats it as asynchronous to the host, and `told` is a (rank, step) that
+                receives SIGTERM.
+        """
+        directory = self.folder / name
+        if not directory.exists():
+            codes = self._forks.call("distributed_runs", "train", str(directory), ranks, EXACT | changes)
+            assert not any(codes), f"{name}: exit codes by rank {codes}"
+        return directory
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """Return the record of each rank."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("rank-*.json"))]
+
+
+def samples_by_step(directory: Path) -> list[list[list[int]]]:
+    """Return the checksums of the samples of every step, in the order of micro batches over all ranks."""
+    steps: list[dict[str, list[int]]] = [{} for _ in records(directory)[0]["steps"]]
+    for record in records(directory):
+        for step, parts in zip(steps, record["steps"], strict=True):
+            assert not step.keys() & parts.keys(), "two ranks took the same micro batch"
+            step |= parts
+    return [[step[str(number)] for number in range(len(step))] for step in steps]
+
+
+def tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+    """Return the full tensors of one kind of checkpoint file, assembled from the shards in all files."""
+    full: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    paths = sorted(checkpoint.glob(f"{kind}[-.]*safetensors"))
+    assert paths, f"no {kind} in {checkpoint}"
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            rows = json.loads((file.metadata() or {}).get("rows", "{}"))
+            for name in file.keys():  # noqa: SIM118
+                shard = file.get_tensor(name)
+                if shard.ndim == 0:
+                    shard = shard[None]
+                start, count = rows.get(name, (0, len(shard)))
+                full.setdefault(name, shard.new_full((count, *shard.shape[1:]), float("nan")))
+                full[name][start : start + len(shard)] = shard
+                filled[name] = filled.get(name, 0) + len(shard)
+    assert {name: len(tensor) for name, tensor in full.items()} == filled
+    return full
+
+
+def difference(checkpoint: Path, other: Path, kind: str) -> float:
+    """Return the largest relative difference, by norm, of any tensor in two checkpoints."""
+    first, second = tensors(checkpoint, kind), tensors(other, kind)
+    assert first.keys() == second.keys()
+    return max(
+        ((second[name] - tensor).norm() / tensor.norm().clamp(min=1e-30)).item() for name, tensor in first.items()
+    )
+
+
+# ---------------------------------------------------------------- run in the ranks
+
+
+class UnevenTargets:
+    """Samples with many ignored labels, so that ranks have very different numbers of targets, in one step even none.
+
+    In sample i, labels from index (i * i) % (S + 1) on are ignored; in samples 24 to 47, the second step of `EXACT`,
+    every other pair of samples has none.
+    """
+
+    def __init__(self, samples: Any) -> None:
+        self._all = samples
+        self.samples = samples.samples
+        self.sequence_length = samples.sequence_length
+
+    def batch(self, first: int, count: int) -> Any:
+        from stoker.trainer.data.dataloader import batch_tensors
+
+        fields = batch_tensors(self._all.batch(first, count))
+        labels = fields["labels"].clone()
+        for row, position in enumerate(range(first, first + count)):
+            empty = 24 <= position < 48 and position % 4 > 1
+            labels[row, 0 if empty else position * position % (labels.shape[1] + 1) :] = -100
+        return {**fields, "labels": labels}
+
+
+def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from stoker.trainer import train as run
+    from stoker.trainer.callbacks import expert_load, train_loop
+    from stoker.trainer.lightning.lightning_module import LanguageModule
+
+    build_data, training_step = run.build_data, LanguageModule.training_step
+    module_class: Any = LanguageModule
+    steps: list[dict[int, list[int]]] = []
+    targets: list[int] = []
+
+    def build_uneven(*arguments: Any, **named: Any) -> Any:
+        data = build_data(*arguments, **named)
+        return replace(data, train=UnevenTargets(data.train))
+
+    sigterm_at = changes.pop("told", None)
+
+    def record(module: Any, batch: Any, batch_idx: int) -> None:
+        if sigterm_at == [ranks.rank, len(steps) + 1]:
+            signal.raise_signal(signal.SIGTERM)
+        sums: dict[int, list[int]] = {}
+        for number, fields in batch.micro_batches():
+            rows = torch.cat([field.long() for _, field in sorted(fields.items())], dim=1).numpy()
+            sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
+        steps.append(sums)
+        targets.append(int(batch.targets))
+        training_step(module, batch, batch_idx)
+
+    if changes.pop("offloads", False):
+        import deferred_copies
+
+        deferred_copies.install()
+    if changes.pop("late", False):
+        train_loop.is_async = lambda device: True
+    expert_load.has_matplotlib = lambda: False  # drawing a figure takes longer than the run
+    run.build_data = build_uneven
+    module_class.training_step = record
+    result = run.run_training(tiny_config(directory, **changes), ranks)
+    assert result.exit_code == (143 if sigterm_at else 0)
+    validation = result.validation
+    values = [validation.loss, validation.tokens, validation.bytes] if validation else None
+    return {"steps": steps, "targets": targets, "validation": values}
+
+
+def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:
+    from torch._C._distributed_c10d import FileStore
+
+    from stoker.trainer.distributed.process_group import DistributedContext, init_distributed, shutdown_distributed
+
+    torch.set_num_threads(1)
+    store = FileStore(f"{directory}.store", size) if size > 1 else None
+    ranks = DistributedContext() if size == 1 else init_distributed(rank, size, rank, store=store, timeout=600)
+    record = _train(directory, ranks, changes)
+    ranks.barrier()
+    shutdown_distributed()
+    (directory / f"rank-{rank}.json").write_text(json.dumps(record))
+
+
+def _fork(*job: Any) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        _rank(*job)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _wait(pids: list[int]) -> list[int]:
+    """Return the exit codes; if a rank fails or the timeout expires, kill the others."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + SECONDS
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+        if time.monotonic() > deadline or (pid and codes[pid] > 0):
+            for left in set(pids) - codes.keys():
+                os.kill(left, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+def train(directory: str, size: int, changes: dict[str, Any]) -> list[int]:
+    """Train on `size` ranks, in a process without threads; return their exit codes."""
+    return _wait([_fork(Path(directory), size, rank, changes) for rank in range(size)])

@@ -1,0 +1,247 @@
+"""Compile every Triton kernel for GPUs that are not installed; run as a script it prints JSON lines.
+
+Must run in its own process, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CAPABILITIES = (80, 90, 100, 120)
+
+
+def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """Return (name, kernel, argument types, constexprs, launch options) of all kernels for a compute capability."""
+    import torch
+
+    from stoker.kernels import rms_norm_residual
+    from stoker.kernels.cross_entropy_kernels import _loss_and_gradient_kernel
+    from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
+    from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
+    from stoker.kernels.gated_down_projection import _backward_kernel as _projection_backward_kernel
+    from stoker.kernels.lora import lora_forward as narrow_updates
+    from stoker.kernels.lora import lora_gated_mlp, lora_grad
+    from stoker.kernels.moe import counting_sort
+    from stoker.kernels.optim import multi_tensor, sum_of_squares
+    from stoker.kernels.optim.adamw_kernel import _adamw_kernel
+    from stoker.kernels.scale_in_place import scale_kernel
+
+    table = {"table_pointer": "*i64", "tensors": "i32", "search_steps": "i32"}
+    scalars = dict.fromkeys(("decay_factor", "one_minus_beta1", "beta2", "one_minus_beta2", "eps"), "fp32")
+    on_device = dict.fromkeys(("grad_scale_pointer", "step_size_pointer", "correction2_root_pointer"), "*fp32")
+    adamw = table | on_device | scalars
+    fp32, bf16 = (multi_tensor.triton_dtype(dtype) for dtype in (torch.float32, torch.bfloat16))
+    arrays = {"PARAM": bf16, "MAIN": fp32, "GRAD": bf16, "EXP_AVG": fp32, "EXP_AVG_SQ": fp32}
+    loss = {
+        "logits_pointer": "*bf16",
+        "labels_pointer": "*i64",
+        "losses_pointer": "*fp32",
+        "denominator_pointer": "*fp32",
+        "row_stride": "i32",
+        "valid_vocab": "i32",
+        "padded_vocab": "i32",
+        "ignore_index": "i32",
+        "smoothing": "fp32",
+        "softcap": "fp32",
+    }
+    scaled_in_place = {"tensor_pointer": "*bf16", "factor_pointer": "*fp32"}
+    scaled_in_place |= dict.fromkeys(("size", "rounds", "stride"), "i32")
+    gated_forward = {"gate_up_pointer": "*bf16", "product_pointer": "*bf16", "width": "i32"}
+    gated_backward = {"gate_up_pointer": "*bf16", "product_gradient_pointer": "*bf16", "gradient_pointer": "*bf16"}
+    gated_backward |= {"width": "i32"}
+    gated_projection = gated_backward | {"product_pointer": "*bf16"}
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    parts = dict.fromkeys(("projected_pointer", "query_pointer", "key_pointer", "value_pointer"), "*bf16")
+    angles = {"cosine_pointer": "*fp32", "sine_pointer": "*fp32", "tokens": "i32", "angle_stride": "i32"}
+    strides = {f"{part}_stride_{of}": "i32" for part in ("query", "key", "value") for of in ("row", "token", "head")}
+    heads = {
+        "HEADS": 32,
+        "GROUPS": 8,
+        "HEAD_DIM": 80,
+        "HALF": 20,
+        "BLOCK_HEADS": 32,
+        "BLOCK_HALF": 32,
+        "BLOCK_REST": 64,
+    }
+    narrow = {f"{name}_pointer": "*bf16" for name in ("gradient", "lora_b", "low")}
+    narrow |= {f"{name}_pointer": "*fp32" for name in ("low_gradient", "lora_b_gradient")}
+    narrow |= dict.fromkeys(("rows", "columns", "chunk_rows", "gradient_stride", "low_stride"), "i32")
+    narrow |= {f"{place}_{of}": "i32" for place in ("second", "third") for of in ("column", "block")}
+    lora = {f"{name}_pointer": "*bf16" for name in ("gate_up", "up_low", "up_b")}
+    sizes = {"rows": "i32", "width": "i32"}
+    lora_forward = lora | {f"{name}_pointer": "*bf16" for name in ("down_a", "product", "down_low")}
+    lora_forward |= sizes | {"scale": "fp32"}
+    lora_backward = lora | {
+        f"{name}_pointer": "*bf16" for name in ("product_gradient", "down_low_gradient", "gate_up_gradient")
+    }
+    lora_backward |= {"down_a_gradient_pointer": "*fp32"} | sizes | {"chunk_rows": "i32", "scale": "fp32"}
+
+    forked = ("inputs", "weight", "residual_gradient", "first_gradient", "second_gradient", "gradient", "normed")
+    forked_norm_types = {f"{name}_pointer": "*bf16" for name in forked} | {"partial_pointer": "*fp32"}
+    forked_norm_types |= dict.fromkeys(("rows", "width", "chunk_rows"), "i32") | {"epsilon": "fp32"}
+
+    def forked_norm_of(width: int, again: bool) -> Any:
+        absent = "second_gradient_pointer" if again else "normed_pointer"
+        flags: dict[str, Any] = {"SECOND": not again, "WRITE_NORMED": again, "ZERO_CENTERED": True, absent: None}
+        constants = flags | rms_norm_residual.launch_options(width)
+        launch = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+        types = {name: kind for name, kind in forked_norm_types.items() if name != absent}
+        name = f"forked_norm_{width}" + "_again" * again
+        return name, rms_norm_residual.rms_norm_residual_backward_kernel, types, constants, launch
+
+    def split_options(tile: lora_grad.Tile, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        constants = tile.launch_options(rank)
+        launch = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+        return constants, launch
+
+    def lora_mlp(name: str, kernel: Any, signature: dict[str, str], tile: lora_grad.Tile, rank: int) -> Any:
+        constants, launch = split_options(tile, rank)
+        return f"lora_mlp_{name}_{rank}", kernel, signature, constants | {"KIND": "gelu_tanh", "PARTS": 2}, launch
+
+    def narrow_of(rank: int, columns: int = 2048) -> Any:
+        constants, launch = split_options(lora_grad.choose_tile(rank, columns), rank)
+        name = f"narrow_products_{rank}" + ("_wide" if columns > 2048 else "")
+        return name, lora_grad.lora_gradients_kernel, narrow, constants, launch
+
+    def update_of(rank: int) -> Any:
+        constants, launch = split_options(narrow_updates.TILE, rank)
+        kernel = narrow_updates.lora_update_kernel
+        return f"narrow_update_{rank}", kernel, update, constants | {"HAS_START": True}, launch
+
+    update = {f"{name}_pointer": "*bf16" for name in ("low", "lora_b", "start", "out")} | {"scale": "fp32"}
+    sizes = "rows columns blocks low_stride start_stride second_column third_column second_block third_block"
+    update |= dict.fromkeys(sizes.split(), "i32")
+    tile = lora_gated_mlp.backward_tile(divmod(capability, 10))
+    summed = {"partial_pointer": "*fp32", "factors_pointer": "*fp32", "scale": "fp32"}
+    summed |= {"sum_pointer": "*bf16", "scaled_pointer": "*bf16"}
+    summed |= dict.fromkeys(("pieces", "size", "second", "third", "width"), "i32")
+    sort = {"experts_pointer": "*i64", "kept_pointer": "*i1", **dict.fromkeys(("size", "experts", "blocks"), "i32")}
+    sort |= {f"{name}_pointer": "*i32" for name in ("counts", "sums", "order", "places")}
+    sorting = {"HAS_KEPT": True, "BLOCK": counting_sort.BLOCK}
+    return [
+        ("count_assignments", counting_sort.count_kernel, sort, sorting | {"BINS": 256}, {"num_warps": 4}),
+        ("place_assignments", counting_sort.place_kernel, sort, sorting, {"num_warps": 4}),
+        *(
+            forked_norm_of(width, again)
+            for width in (256, 1024, rms_norm_residual.MAX_WIDTH)
+            for again in (False, True)
+        ),
+        narrow_of(16, 8192),
+        *(of(rank) for of in (narrow_of, update_of) for rank in (16, lora_grad.MAX_RANK)),
+        (
+            "scaled_sum",
+            lora_grad.sum_kernel,
+            summed,
+            {"FACTORS": True, "PARTS": 3, "PIECES": 32, "BLOCK": 128},
+            {"num_warps": 4},
+        ),
+        *(
+            lora_mlp(*which, rank)
+            for rank in (16, lora_gated_mlp.MAX_RANK)
+            for which in (
+                ("forward", lora_gated_mlp.forward_kernel, lora_forward, lora_gated_mlp.forward_tile(rank)),
+                ("backward", lora_gated_mlp.backward_kernel, lora_backward, tile),
+            )
+        ),
+        *(
+            (
+                f"rotary_split{'_backward' * backward}",
+                fused_qkv_rope_kernel,
+                parts | angles | strides,
+                heads | {"INTERLEAVED": False, "BACKWARD": backward},
+                options,
+            )
+            for backward in (False, True)
+        ),
+        ("gated_forward", _forward_kernel, gated_forward, {"BLOCK": 1024, "KIND": "gelu"}, options),
+        ("gated_backward", _backward_kernel, gated_backward, {"BLOCK": 1024, "KIND": "gelu_tanh"}, options),
+        (
+            "gated_projection",
+            _projection_backward_kernel,
+            gated_projection,
+            {"BLOCK": 1024, "KIND": "gelu_tanh"},
+            options,
+        ),
+        ("scale", scale_kernel, scaled_in_place, {"BLOCK": 2048}, {"num_warps": 8}),
+        *(
+            (
+                f"adamw{'_aligned' * aligned}",
+                _adamw_kernel,
+                adamw,
+                arrays | {"SEPARATE_MAIN": True, "ALIGNED": aligned, "BLOCK": 1024},
+                options,
+            )
+            for aligned in (False, True)
+        ),
+        *(
+            (
+                f"sum_of_squares{'_aligned' * aligned}",
+                sum_of_squares.sum_of_squares_kernel,
+                table | {"partial_pointer": "*fp32"},
+                {"DTYPE": bf16, "ALIGNED": aligned, "BLOCK": sum_of_squares.BLOCK},
+                options | {"num_warps": 8},
+            )
+            for aligned in (False, True)
+        ),
+        *(
+            (
+                name,
+                _loss_and_gradient_kernel,
+                loss,
+                {"WITH_GRADIENT": True, "SMOOTHED": smoothed, "CAPPED": capped, "DIVIDED": True, "BLOCK": 4096},
+                options | {"num_warps": 8},
+            )
+            for name, smoothed, capped in (
+                ("cross_entropy", False, False),
+                ("cross_entropy_smoothed", True, False),
+                ("cross_entropy_capped", False, True),
+            )
+        ),
+    ]
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return registers, stack and spilled bytes of a compiled kernel, as reported by cuobjdump."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return {"registers": usage["REG"], "stack": usage["STACK"], "local": usage["LOCAL"]}
+
+
+def compiled(capabilities: Sequence[int] = CAPABILITIES, only: str = "") -> list[dict[str, Any]]:
+    """Compile all variants, or `only` one, and return their rows."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    rows: list[dict[str, Any]] = []
+    for capability in capabilities:
+        for name, kernel, signature, constants, options in cases(capability):
+            if only not in ("", name):
+                continue
+            order = {p: signature.get(p, "constexpr") for p in kernel.arg_names}
+            # divisible by 16 as in launches with usual widths; other kernels meet their budgets for any width
+            multiples = [n for n, p in enumerate(order) if signature.get(p, "fp32") != "fp32"]
+            attributes = {
+                (n,): [["tt.divisibility", 16]] for n in multiples if name.startswith(("forked", "lora", "narrow"))
+            }
+            source = ASTSource(fn=kernel, signature=order, constexprs=constants, attrs=attributes)
+            program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            row = {"kernel": name, "capability": capability, "triton": triton.__version__}
+            rows.append(row | resources(program.asm["cubin"]) | {"shared": program.metadata.shared})
+    return rows
+
+
+if __name__ == "__main__":
+    print(*map(json.dumps, compiled()), sep="\n")

@@ -1,0 +1,69 @@
+"""Tiers of the tests: which cases run in the one that STOKER_TEST_TIER names, `fast` (default), `full` or `gpu`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import pytest
+
+TIER = os.environ.get("STOKER_TEST_TIER", "fast")
+assert TIER in ("fast", "full", "gpu"), f"STOKER_TEST_TIER={TIER}: it is fast, full or gpu"
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if TIER == "gpu" else [])]
+
+T = TypeVar("T")
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+def cases(values: Iterable[T], fast: int) -> list[T]:
+    """Return all values, in the fast tier a subset of `fast` of them, always the same, in their order."""
+    values = list(values)
+    if TIER != "fast" or len(values) <= fast:
+        return values
+    return [values[i] for i in sorted(random.Random(0).sample(range(len(values)), fast))]
+
+
+def extra(*values: T) -> tuple[T, ...]:
+    """Return values that the fast tier leaves out."""
+    return () if TIER == "fast" else values
+
+
+def full_only(test: Test) -> Test:
+    """The outermost decorator of a test that the fast tier does not collect."""
+    return None if TIER == "fast" else test  # type: ignore[return-value]
+
+
+def looped(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Like `pytest.mark.parametrize`, but all cases are one test, which fails with every case that fails.
+
+    For cases that take milliseconds and share no fixture: a test of pytest costs more than they do.
+    """
+    keys = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else names
+    values = list(values)
+    assert values
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(test)
+
+        @functools.wraps(test)
+        def run(**rest: Any) -> None:
+            failures: list[BaseException] = []
+            for value in values:
+                case = dict(zip(keys, value if len(keys) > 1 else (value,), strict=True))
+                try:
+                    test(**case, **rest)
+                except (Exception, pytest.fail.Exception) as error:
+                    error.add_note(f"in the case {case}")
+                    failures.append(error)
+            if failures:
+                raise BaseExceptionGroup(f"{len(failures)} of {len(values)} cases of {test.__name__}", failures)
+
+        parameters = [parameter for name, parameter in signature.parameters.items() if name not in keys]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -1,0 +1,414 @@
+"""The command line: exit codes, what is imported, what is printed, and what happens when all goes wrong."""
+
+import errno
+import json
+import re
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_helpers import DATA, write
+from fork_server import ForkServer
+
+from stoker.trainer.cli import doctor, main
+from stoker.trainer.config import render
+from stoker.trainer.config.nemo.key_table import KEY_TABLE
+from stoker.trainer.config.schema.key_index import schema_keys
+from stoker.trainer.utils import environment
+from stoker.trainer.utils.errors import UserError, save_traceback
+
+ROOT = Path(__file__).resolve().parents[2]
+Captured = pytest.CaptureFixture[str]
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stoker", *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def test_torch_waits_for_a_valid_configuration(tmp_path: Path) -> None:
+    """One process runs the commands one after the other: what one of them imports is there for the next ones."""
+    commands = {
+        "--help": 0,
+        "train --help": 0,
+        "config model=gpt_125m": 0,
+        "config --schema": 0,
+        "train model.num_laers=3": 2,
+        "train model=nope": 2,
+        "trian": 2,
+    }
+    heavy = ["torch", "lightning", "pytorch_lightning", "numpy", "triton", "rich", "transformers", "tensorboard"]
+    script = (
+        "import sys\nfrom stoker.trainer.cli.main import main\n"
+        f"for command in {list(commands)}:\n"
+        "    try: code = main(command.split())\n"
+        "    except SystemExit as end: code = end.code or 0\n"
+        f"    print('\\nran', command, code, sorted(set({heavy}) & set(sys.modules)), flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
+    assert found == [f"ran {command} {code} []" for command, code in commands.items()], done.stderr
+
+
+def test_training_imports_none_of_the_large_libraries_that_it_does_not_use(forks: ForkServer) -> None:
+    """Also where they are installed, as they are here: Lightning's torchmetrics would."""
+    large = ["transformers", "matplotlib", "scipy", "sklearn", "pandas", "torchvision", "datasets", "peft"]
+    assert forks.call("fork_server", "imported", large) == [[], True], "matplotlib is available again afterwards"
+
+
+def test_python_m_and_the_console_script_are_one(tmp_path: Path) -> None:
+    done = run("config", "model.num_laers=3", "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "did you mean model.num_layers?" in done.stderr
+    assert json.loads(done.stdout)["problems"][0]["key"] == "model.num_laers"
+    assert "Traceback" not in done.stderr
+
+
+def test_overview_and_wrong_verbs(capsys: Captured) -> None:
+    assert main.main([]) == 2
+    assert main.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in main.VERBS)
+    assert main.main(["trian"]) == 2
+    assert "did you mean `stoker train`?" in capsys.readouterr().err
+    assert main.main(["model=gpt_tiny"]) == 2
+    assert "did you mean `stoker train`?" in capsys.readouterr().err
+    assert main.main(["--version"]) == 0
+
+
+def test_config_prints_values_with_origins(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "conf/model/mine", "num_layers: 3\nmcore_gpt: true\n")
+    assert main.main(["config", "model=mine", "trainer.max_steps=5", "--config-dir", "conf"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^  num_layers: 3 +# conf/model/mine.yaml:1$", out, re.MULTILINE)
+    assert re.search(r"^  max_steps: 5 +# trainer.max_steps=5 \(command line\)$", out, re.MULTILINE)
+    assert re.search(r"^  hidden_size: 768 +# default$", out, re.MULTILINE)
+    assert re.search(r"^  family: gpt +# default; own key$", out, re.MULTILINE)
+    assert re.search(r"^#   model.mcore_gpt: true +historical +conf/model/mine.yaml:2", out, re.MULTILINE)
+    assert "1 key of NeMo without effect here" in err
+
+
+def test_config_prints_a_file_that_can_be_used(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides = ["model=llama_1b", "name='a: b # c'", "env_vars.A='1'", "exp_manager.version='7'"]
+    assert main.main(["config", *overrides]) == 0
+    write(tmp_path, "again", capsys.readouterr().out)
+    assert main.main(["config", *overrides, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main.main(["config", "--json", "--config-dir", ".", "--config-name", "again"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert first["valid"]
+    assert again["digest"] == first["digest"]
+    assert again["keys"]["model.num_layers"]["origin"].startswith("again.yaml:")
+
+
+def test_config_accounts_for_every_key_even_with_errors(capsys: Captured) -> None:
+    arguments = [
+        "config",
+        "--config-dir",
+        str(DATA),
+        "--config-name",
+        "nemo_style_gpt",
+        "model.data.data_prefix=[]",
+        "model.data.index_mapping_dir=null",
+        "model.fp8=True",
+        "model.nope=1",
+    ]
+    assert main.main([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert not told["valid"]
+    assert {problem["key"] for problem in told["problems"]} == {"model.fp8", "model.nope"}
+    assert told["keys"]["model.nope"]["state"] == "unknown"
+    assert told["keys"]["model.pre_process"]["state"] == "historical"
+    assert set(schema_keys()) - {"env_vars"} <= set(told["keys"])
+    assert "2 errors in the configuration" in err
+    assert main.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1] == "2 errors in the configuration; nothing was started"
+
+
+def test_json_schema_knows_every_key(capsys: Captured) -> None:
+    assert main.main(["config", "--schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+
+    def properties(block: dict[str, Any]) -> dict[str, Any]:
+        return (
+            block["properties"]
+            if "properties" in block
+            else schema["$defs"][block["$ref"].rpartition("/")[2]]["properties"]
+        )
+
+    for path in schema_keys():
+        block = schema
+        for name in path.split("."):
+            block = properties(block)[name]
+    model = properties(properties(schema)["model"])
+    assert model["mcore_gpt"]["description"].startswith("historical")
+    assert {"type": "string", "pattern": r"\$\{"} in model["num_layers"]["anyOf"]
+
+
+def test_all_lists_every_key(capsys: Captured) -> None:
+    assert main.main(["config", "--all"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert listed == set(schema_keys()) | {row.pattern for row in KEY_TABLE}
+
+
+def test_the_docs_page_is_current() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == render.as_docs_page(), "run: stoker config --docs > docs/configuration.md"
+
+
+def failing(error: BaseException) -> Any:
+    def fail(*_: object) -> int:
+        raise error
+
+    return fail
+
+
+def test_a_bug_leaves_a_file_and_one_line(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main, "_config", failing(RuntimeError("broken\nin two lines")))
+    assert main.main(["config", "model=x"]) == 1
+    (file,) = tmp_path.glob("stoker-crash-*.txt")
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
+        f"internal error in stoker: RuntimeError: broken in two lines; the traceback is in {file.name}"
+    ]
+    assert "Traceback" in file.read_text()
+    assert "stoker config model=x" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UserError(["one", "two"], 2), 2, "one\ntwo"),
+        (UserError("full", 74), 74, "full"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), 74, "/x: No space left on device"),
+        (OSError(errno.EROFS, "Read-only file system"), 74, "Read-only"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, says: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "_config", failing(error))
+    assert main.main(["config"]) == code
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "exp_manager.wandb_logger_kwargs.api_key=hush",
+        "env_vars.API_KEY=hush",
+        "+env_vars={API_KEY: hush, B: 1}",
+        "exp_manager.mlflow_logger_kwargs.tracking_uri=http://me:hush@host",
+        "no.such.secret='hush hush'",
+        "my.password=(hush",
+    ],
+)
+def test_a_refused_secret_is_not_shown(override: str, capsys: Captured) -> None:
+    for form in ([], ["--json"]):
+        assert main.main(["config", "exp_manager.create_mlflow_logger=true", override, *form]) == 2
+        out, err = capsys.readouterr()
+        assert "hush" not in out + err
+        assert "***" in err
+
+
+def test_a_crash_file_holds_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main, "_config", failing(RuntimeError("x")))
+    assert main.main(["config", "a.api_key=hush", "b=1"]) == 1
+    (file,) = tmp_path.glob("stoker-crash-*.txt")
+    assert "stoker config a.api_key=*** b=1" in file.read_text()
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m stoker config --all | head -1; echo ${{PIPESTATUS[0]}}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""
+
+
+def test_train_sets_env_vars_and_hands_over(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    seen: dict[str, Any] = {}
+
+    def train(config: Any) -> int:
+        seen["steps"], seen["flag"] = config.root.trainer.max_steps, os.environ.get("STOKER_TEST_FLAG")
+        return 143
+
+    monkeypatch.setitem(sys.modules, "stoker.trainer.train", types.SimpleNamespace(train=train))  # type: ignore[arg-type]
+    monkeypatch.setenv("STOKER_TEST_FLAG", "1")
+    assert main.main(["train", "trainer.max_steps=3", "env_vars.STOKER_TEST_FLAG=true"]) == 143
+    assert seen == {"steps": 3, "flag": "1"}
+    assert main.main(["train", "env_vars.STOKER_TEST_FLAG=2"]) == 2
+    assert "contradicts the environment" in capsys.readouterr().err
+
+
+def test_a_sigterm_when_no_process_is_left_ends_with_143(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two starts of a run, or after the last process: no handler of the launcher is there."""
+    ended: list[int] = []
+    monkeypatch.setattr("stoker.trainer.cli.main.os._exit", ended.append)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def launch(config: Any, placement: Any, imports: Any) -> int:
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
+    try:
+        main.main(["train", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [143]
+
+
+def test_code_of_the_users_own_runs_where_env_vars_are_set_already(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, list[str]]] = []
+
+    def launch(config: Any, placement: Any, imports: list[str]) -> int:
+        launched.append((placement.world_size, imports))
+        return 0
+
+    monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
+    monkeypatch.setattr("stoker.trainer.cli.main._end_on_sigterm", lambda: None)
+    assert main.main(["train", "--import", "string", "env_vars.STOKER_TEST_FLAG=1"]) == 0
+    assert launched == [(1, ["string"])]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    started = types.SimpleNamespace(train=lambda config, placement: 7)
+    monkeypatch.setitem(sys.modules, "stoker.trainer.cli.elastic_entry", started)  # type: ignore[arg-type]
+    monkeypatch.setenv("STOKER_TEST_FLAG", "1")
+    words = ["train", "--import", "string", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"]
+    assert main.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
+    assert "--import" not in capsys.readouterr().err
+    monkeypatch.delenv("STOKER_TEST_FLAG")
+    assert main.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7
+    assert "after the modules of --import: STOKER_TEST_FLAG" in capsys.readouterr().err
+
+
+def test_doctor_reports_and_never_fails(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATEN", "0")
+
+    def broken() -> list[doctor.Finding]:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "CHECKS", (*doctor.CHECKS, broken))
+    assert main.main(["doctor", "--json"]) == 0
+    told = {line["what"]: line for line in json.loads(capsys.readouterr().out)}
+    assert {"Python", "torch", "CPU", "threads", "disk", "packages"} <= told.keys()
+    assert "did you mean NVTE_FLASH_ATTN?" in told["flag"]["says"]
+    assert told["broken"]["level"] == "warning"
+    assert main.main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith("Python")
+
+
+def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main.main(["doctor"]) == 1
+    assert "pip install torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "what", "fix"),
+    [
+        (["convert", "a"], "missing: TARGET", "write stoker convert SOURCE TARGET"),
+        (["preprocess", "a"], "missing: --output-prefix", "write stoker preprocess INPUT --output-prefix P"),
+        (["generate", "--chekpoint", "x"], "unknown: --chekpoint", "did you mean --checkpoint?"),
+        (["evaluate", "--what", "a b"], "unknown: --what", "`stoker evaluate --help` lists the options"),
+        (["plan", "--device"], "argument --device: expected one argument", "`stoker plan --help` lists the options"),
+        (["plan", "--trainer.max_steps=9"], "unknown: --trainer.max_steps=9", "write trainer.max_steps=9"),
+        (["plan", "--trainer.max_steps", "9"], "unknown: --trainer.max_steps", "write trainer.max_steps=9"),
+        (["train", "--num_layers=3"], "unknown: --num_layers=3", "write model.num_layers=3"),
+        (["train", "--config-path=x"], "unknown: --config-path=x", "write --config-dir x"),
+        (["config", "-cp", "x"], "unknown: -cp", "write --config-dir x"),
+        (["train", "-cn", "x"], "unknown: -cn", "write --config-name x"),
+        (["train", "--cfg", "job"], "unknown: --cfg", "`stoker config` shows the configuration"),
+        (["plan", "--info"], "unknown: --info", "`stoker config --all` shows every key"),
+        (["doctor", "--my.password=hush"], "unknown: --my.password=***", "`stoker doctor --help` lists the options"),
+        (["config", "--json", "--all"], "argument --all: not allowed with argument --json", "`stoker config --help`"),
+    ],
+)
+def test_a_wrong_option_is_one_line_and_the_way_out(typed: list[str], what: str, fix: str, capsys: Captured) -> None:
+    assert main.main(typed) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert (out, first.startswith(f"stoker {typed[0]}: {what}")) == ("", True)
+    assert second.startswith(f"    fix: {fix}")
+
+
+def test_an_empty_name_is_not_the_default(capsys: Captured) -> None:
+    assert main.main(["config", "--config-name", ""]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_a_current_directory_that_is_gone(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main.main(["config"]) == 2
+    assert capsys.readouterr().err == "the current directory no longer exists; change to one that does\n"
+
+
+def test_a_home_that_does_not_exist(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_CONF", "~nobody.at.all/conf")
+    assert main.main(["config"]) == 2
+    assert "STOKER_CONF" in capsys.readouterr().err
+
+
+def test_waiting_threads_spin_briefly_unless_the_caller_has_a_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, expected in (({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)):
+        variables: dict[str, str] = dict(given)
+        monkeypatch.setattr(environment.os, "environ", variables)
+        environment.prepare_process({"A": True})
+        assert variables.get("GOMP_SPINCOUNT") == expected
+        assert variables["A"] == "1"
+
+
+def test_segments_of_device_memory_grow_unless_the_caller_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
+    for platform, given, asked, expected in (
+        ("linux", {}, {}, grown),
+        ("linux", own, {}, own),
+        ("linux", {}, own, own),
+        ("win32", {}, {}, {}),
+    ):
+        variables: dict[str, str] = dict(given)
+        monkeypatch.setattr(environment.os, "environ", variables)
+        monkeypatch.setattr(environment.sys, "platform", platform)
+        environment.prepare_process(asked)
+        assert {name: value for name, value in variables.items() if "ALLOC" in name} == {**given, **asked}
+        environment.enable_expandable_segments()
+        assert {name: value for name, value in variables.items() if "ALLOC" in name} == expected
+
+
+def test_processes_that_crash_in_the_same_second_keep_a_trace_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "stoker-crash-now")
+    first, second = save_traceback("the cause"), save_traceback("lost another rank")
+    assert first is not None
+    assert second is not None
+    assert (first.read_text(), second.read_text()) == ("the cause", "lost another rank")

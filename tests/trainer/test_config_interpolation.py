@@ -1,0 +1,177 @@
+"""Interpolations mean what they mean in OmegaConf with NeMo's resolvers, within bounds, and never leave the set."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from stoker.trainer.config.interpolation import InterpolationError, Resolver
+from stoker.trainer.config.resolvers import RESOLVERS
+
+pytestmark = pytest.mark.filterwarnings("ignore:register_new_resolver")
+
+TREE: dict[str, Any] = {
+    "n": 12,
+    "x": 0.5,
+    "text": "word",
+    "yes": True,
+    "none": None,
+    "list": [1, "${n}", 3],
+    "model": {"hidden": 768, "heads": 12, "inner": {"a": 4, "up": "${..hidden}", "same": "${.a}"}},
+    "ref": "${model.hidden}",
+    "block": "${model.inner}",
+}
+
+
+@pytest.fixture(autouse=True)
+def _nemo_resolvers() -> Iterator[None]:
+    for name, function in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+    yield
+    OmegaConf.clear_resolvers()
+
+
+def ours(text: str, environ: dict[str, str] | None = None) -> Any:
+    return Resolver({**TREE, "probe": text}, environ or {}).resolve("probe").value
+
+
+def theirs(text: str) -> Any:
+    value = OmegaConf.create({**TREE, "probe": text})["probe"]
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+EXPRESSIONS = [
+    "${n}",
+    "${model.hidden}",
+    "${.n}",
+    "${model.inner.up}",
+    "${model.inner.same}",
+    "${ref}",
+    "${block}",
+    "${block.a}",
+    "${list}",
+    "${list.1}",
+    "${list[1]}",
+    "${model[heads]}",
+    "${none}",
+    "${yes}",
+    "a-${n}-${x}-${yes}-${none}",
+    "${text}${text}",
+    "${multiply:4,${n}}",
+    "${multiply:4, ${.n}}",
+    "${multiply: 4 , ${ n } }",
+    "${multiply:${model.hidden},${x}}",
+    "${sum:${n},-1}",
+    "${sum:1,2,3,4.5}",
+    "${divide_ceil:${n},5}",
+    "${divide_floor:${n},5}",
+    "${multiply:${divide_floor:${model.hidden},${model.heads}},${sum:1,1}}",
+    "${oc.select:nothing,7}",
+    "${oc.select:nothing}",
+    "${oc.select:n,7}",
+    "${oc.select:'model.hidden',7}",
+    "\\${n}",
+    "\\\\${n}",
+    "a\\b${n}",
+    "\\${n} ${n}",
+    "plain",
+    "$n {n}",
+    "${mo${none_}del.hidden}".replace("${none_}", ""),
+    "${${text_ref}}".replace("${text_ref}", "n"),
+]
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_as_omegaconf(text: str) -> None:
+    expected = theirs(text)
+    assert (ours(text), type(ours(text))) == (expected, type(expected))
+
+
+@given(st.text(alphabet="${}.:,n\\'x m", max_size=12))
+def test_never_another_value_than_omegaconf(text: str) -> None:
+    """Where both give a value it is the same; what one refuses the other may, but nothing else is raised."""
+    try:
+        mine = ours(text)
+    except InterpolationError:
+        return
+    try:
+        expected = theirs(text)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        return
+    assert mine == expected or str(mine).strip() == str(expected).strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("${nothing}", "`nothing`, which does not exist"),
+        ("${model.nothing}", "`model.nothing`"),
+        ("${probe}", "refers to itself"),
+        ("${n", "without `}`"),
+        ("${}", "empty"),
+        ("${....n}", "goes above the root"),
+        ("${eval:1}", "use one of multiply"),
+        ("${multiply:a,2}", "takes numbers"),
+        ("${multiply:${yes},2}", "takes numbers"),
+        ("${divide:1,0}", "divide by zero"),
+        ("${divide_floor:1,2,3}", "takes 2 numbers"),
+        ("a ${block}", "inserts a list or a block into text"),
+        ("${oc.env:NOT_SET}", "`NOT_SET`, which is not set"),
+        ("${multiply:" + "9" * 400 + ",2}", "64 bits"),
+        ("${sum:'a}", "an unterminated quote"),
+    ],
+)
+def test_refusals(text: str, says: str) -> None:
+    with pytest.raises(InterpolationError, match=r".") as caught:
+        ours(text)
+    assert says in str(caught.value)
+
+
+def test_circles_name_the_way() -> None:
+    resolver = Resolver({"a": "${b.c}", "b": {"c": "${d}"}, "d": "${a}"}, {})
+    with pytest.raises(InterpolationError, match=r"`a` -> `b\.c` -> `d` -> `a`"):
+        resolver.resolve("a")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {f"k{i}": f"${{k{i + 1}}}${{k{i + 1}}}" for i in range(40)} | {"k40": "x" * 40},
+        {f"k{i}": {"l": f"${{k{i + 1}}}", "r": f"${{k{i + 1}}}"} for i in range(40)} | {"k40": 1},
+        {f"k{i}": f"${{k{i + 1}}}" for i in range(500)} | {"k500": 1},
+        {"k0": "${" * 5000},
+        {"k0": "${sum:" * 500 + "1" + "}" * 500},
+    ],
+    ids=["text", "blocks", "chain", "open", "nested"],
+)
+def test_expansion_is_bounded(tree: dict[str, Any]) -> None:
+    with pytest.raises(InterpolationError):
+        Resolver(tree, {}).resolve("k0")
+
+
+def test_environment_is_known_and_typed() -> None:
+    tree = {"a": "${oc.env:W}", "b": "${multiply:2,${a}}", "c": "${oc.env:W}/x", "d": "${oc.env:NO,7}", "e": 1}
+    resolver = Resolver(tree, {"W": "64"}, is_text=lambda path: path == "c")
+    assert [resolver.resolve(key).value for key in "abcde"] == [64, 128, "64/x", 7, 1]
+    assert [resolver.resolve(key).from_environment for key in "abcde"] == [True, True, True, True, False]
+
+
+def test_missing_stays_missing() -> None:
+    resolver = Resolver({"a": "???", "b": "${a}", "c": "${sum:${a},1}", "d": "x${a}"}, {})
+    assert {resolver.resolve(key).value for key in "bcd"} == {"???"}
+
+
+def test_division() -> None:
+    assert RESOLVERS["divide"](4096, 32) == 128
+    assert isinstance(RESOLVERS["divide"](4096, 32), int)
+    assert math.isclose(RESOLVERS["divide"](1, 4), 0.25)
+    assert (RESOLVERS["divide_ceil"](7, 2), RESOLVERS["divide_floor"](-7, 2), RESOLVERS["subtract"](1, 3)) == (
+        4,
+        -4,
+        -2,
+    )

@@ -1,0 +1,92 @@
+"""Ranks of a run: which process gets which, and one signal that stops all of them; real commands are in tests/full."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed_runs import DistributedRuns, records
+from tiny_run import tiny_document
+
+from stoker.trainer.config.load import config_from_document
+from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
+from stoker.trainer.distributed import launcher
+from stoker.trainer.distributed.placement import Placement, resolve_placement
+from stoker.trainer.utils.environment import worker_environment
+from stoker.trainer.utils.errors import UserError
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(tmp_path, forks):
+    """Without a launcher; what that does with a signal is tested below."""
+    keys = {"trainer__max_steps": 1000, "trainer__val_check_interval": 1000, "trainer__limit_val_batches": 0}
+    run = DistributedRuns(tmp_path, forks).run("run", 2, told=[1, 3], model__fsdp=True, **keys)
+    (steps,) = {len(record["steps"]) for record in records(run)}
+    assert 3 <= steps < 1000
+    assert checkpoints(run) == [f"step-{steps}"]
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == steps
+
+
+def test_a_signal_before_the_first_process_is_heard(tmp_path, monkeypatch):
+    """A worker that is started after it gets it too."""
+    popen = subprocess.Popen
+
+    def interrupted(*command: Any, **settings: Any) -> Any:
+        if settings["env"]["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return popen(*command, **settings)
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", interrupted)
+    config = config_from_document(tiny_document(tmp_path, trainer__devices=2))
+    assert launcher.launch(config, Placement(world_size=2, ranks_per_node=2)) == 143
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")]
+)
+def test_ranks_that_are_dealt_out_over_the_machines_are_refused(names):
+    """Two of a machine would take the same GPU."""
+    trainer = TrainerBlock.model_validate({"devices": 2, "num_nodes": 2})
+    meeting = {"MASTER_ADDR": "first", "MASTER_PORT": "29400"}
+    for rank in range(4):
+        found = resolve_placement(trainer, meeting | dict(zip(names, (str(rank), "4", str(rank % 2)), strict=True)))
+        assert (found.node_rank, found.local_rank) == (rank // 2, rank % 2)
+    with pytest.raises(UserError, match="must be number 0: fill one machine after the other"):
+        resolve_placement(trainer, meeting | dict(zip(names, ("2", "4", "1"), strict=True)))
+
+
+BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4"}
+"""What SLURM sets in a batch script, where nothing has started a process for each device."""
+
+
+def test_a_batch_script_without_srun_starts_its_processes_itself():
+    assert resolve_placement(TrainerBlock.model_validate({"devices": 4}), BATCH) == Placement(4, 4)
+    with pytest.raises(UserError, match="on the first machine alone; start stoker with srun"):
+        resolve_placement(TrainerBlock.model_validate({"devices": 2, "num_nodes": 2}), BATCH)
+
+
+@pytest.mark.parametrize(("tasks", "is_refused"), [("1", False), ("2", False), ("3", True), ("8", True)])
+def test_srun_starts_one_process_for_each_device_or_machine(tasks, is_refused):
+    """Otherwise each of them would start all processes."""
+    trainer = TrainerBlock.model_validate({"devices": 2, "num_nodes": 2})
+    environ = {"MASTER_ADDR": "first", "MASTER_PORT": "29400", **BATCH, "SLURM_STEP_NUM_TASKS": tasks}
+    if is_refused:
+        with pytest.raises(UserError, match=f"make 4 processes, but srun started {tasks}"):
+            resolve_placement(trainer, environ)
+    else:
+        assert resolve_placement(trainer, environ).rank is None
+
+
+def test_a_worker_has_env_vars_before_it_imports_anything():
+    place: Any = {"rank": 1, "world_size": 2, "local_rank": 1, "ranks_per_node": 2, "address": ("first", 1)}
+    found = worker_environment(**place, env_vars={"OMP_NUM_THREADS": 3, "SWITCH": True, "RANK": 7})
+    assert (found["OMP_NUM_THREADS"], found["SWITCH"], found["RANK"]) == ("3", "1", "1")

@@ -1,0 +1,553 @@
+"""Keys whose effect takes more than one observable of one configuration: each has a story of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from config_harness import (
+    AVERAGES,
+    CALLBACK,
+    CPU,
+    DATA,
+    MANAGER,
+    MODEL,
+    OPTIM,
+    SAVES,
+    STOPPING,
+    STOPS,
+    TEXT,
+    TOKENIZER,
+    TRAINER,
+    VALIDATES,
+    Changes,
+    ConfigHarness,
+)
+from config_helpers import load, problems
+from deferred_copies import DeferredCopies
+from deferred_copies import install as install_deferred_copies
+from key_observables import (
+    checkpoints,
+    first_batch,
+    layout,
+    stopped_by,
+    task_batch,
+    task_config,
+    tokenizer_files,
+    tokens_of_text,
+    trained,
+    training_loss,
+    validation_losses,
+)
+
+from stoker.models import build
+from stoker.models.build import decide_compile
+from stoker.models.config.key_block import ConfigBlock
+from stoker.trainer import train
+from stoker.trainer.callbacks import profiler
+from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
+from stoker.trainer.callbacks.early_stopping import EarlyStopping
+from stoker.trainer.checkpoint import async_saver
+from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
+from stoker.trainer.checkpoint.reader import find_checkpoint
+from stoker.trainer.cli import elastic_entry, main
+from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
+from stoker.trainer.config.run_config import RunConfig
+from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
+from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core import factory, run_summary
+from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.data.datasets.samples import MockSamples
+from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.distributed.placement import Placement
+from stoker.trainer.distributed.placement import resolve_placement as place_processes
+from stoker.trainer.evaluation.held_out_loss import EvaluationResult
+from stoker.trainer.lightning import lightning_module
+from stoker.trainer.loggers import logger_backends
+from stoker.trainer.optim import optimizer_factory as optim_build
+from stoker.trainer.optim.ema import EMA
+from stoker.trainer.plan import inputs
+from stoker.trainer.utils.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("without_plots", "small_pystd")
+
+
+SCENARIOS: dict[str, Callable[[ConfigHarness], None]] = {}
+
+
+def story(*keys: str) -> Callable[[Callable[[ConfigHarness], None]], Callable[[ConfigHarness], None]]:
+    """What the function shows is the effect of these keys."""
+
+    def note(told: Callable[[ConfigHarness], None]) -> Callable[[ConfigHarness], None]:
+        SCENARIOS.update(dict.fromkeys(keys, told))
+        return told
+
+    return note
+
+
+@story("env_vars")
+def variables_are_set_for_training(harness: ConfigHarness) -> None:
+    harness.monkeypatch.setenv("STOKER_TEST", "")
+    harness.monkeypatch.delenv("STOKER_TEST")
+    seen: list[str | None] = []
+    harness.monkeypatch.setattr("stoker.trainer.train.train", lambda _: seen.append(os.environ.get("STOKER_TEST")) or 0)
+    assert main.main(["train", "data=mock"]) == 0
+    assert main.main(["train", "data=mock", "env_vars.STOKER_TEST=true"]) == 0
+    assert seen == [None, "1"]
+
+
+@story("trainer.devices", "trainer.num_nodes")
+def processes_are_placed(harness: ConfigHarness) -> None:
+    def placed(changes: Changes, **environ: str) -> tuple[int, int, int]:
+        found = place_processes(harness.root(changes).trainer, environ)
+        return found.world_size, found.ranks_per_node, found.node_rank
+
+    assert placed({}) == (1, 1, 0)
+    assert placed({TRAINER + "devices": 3}) == (3, 3, 0)
+    meeting = {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "NODE_RANK": "1"}
+    assert placed({TRAINER + "devices": 3, TRAINER + "num_nodes": 2}, **meeting) == (6, 3, 1)
+    with pytest.raises(UserError, match="NODE_RANK"):
+        placed({TRAINER + "num_nodes": 2})
+
+
+@story("model.fsdp", "model.fsdp_shard_size")
+def parameters_are_cut(harness: ConfigHarness) -> None:
+    cut = {MODEL + "fsdp": True}
+    hybrid = {**cut, MODEL + "fsdp_sharding_strategy": "hybrid"}
+    found = [
+        layout(harness, {}),
+        layout(harness, {OPTIM + "name": "distributed_fused_adam"}),
+        layout(harness, cut),
+        layout(harness, {**hybrid, MODEL + "fsdp_shard_size": 2}),
+    ]
+    assert [(each.replicas, each.shards) for each in found] == [(4, 1), (1, 4), (1, 4), (2, 2)]
+    assert len({str(each) for each in found}) == len(found)
+
+
+@story("trainer.process_timeout")
+def a_process_that_waits_gives_up(harness: ConfigHarness) -> None:
+    timeouts: list[float] = []
+
+    def join(*place: int, store: Any, timeout: float) -> Any:
+        timeouts.append(timeout)
+        raise UserError("enough")
+
+    harness.monkeypatch.setattr(elastic_entry, "join", join)
+    harness.monkeypatch.setenv("RANK", "0")
+    harness.monkeypatch.setenv("WORLD_SIZE", "2")
+    for changes in ({}, {TRAINER + "process_timeout": 7.0}):
+        document = harness.document(changes)
+        config = RunConfig(RootBlock.model_validate(document), document=document)
+        with pytest.raises(UserError, match="enough"):
+            elastic_entry.train(config, Placement(2, 2, rank=0))
+    assert timeouts == [600.0, 7.0]
+
+
+@story("model.rampup_batch_size")
+def the_batch_grows(harness: ConfigHarness) -> None:
+    grows = harness.metrics({MODEL + "rampup_batch_size": [2, 2, 4]})
+    assert [row["consumed_samples"] for row in grows if "loss" in row] == [2, 4, 8, 12]
+
+
+@story(CALLBACK + "async_save")
+def checkpoints_are_written_beside_training(harness: ConfigHarness) -> None:
+    names: list[str] = []
+    write = async_saver.write_checkpoint
+
+    def record(*arguments: Any) -> Path:
+        names.append(threading.current_thread().name)
+        return write(*arguments)
+
+    harness.monkeypatch.setattr(async_saver, "write_checkpoint", record)
+    for beside in (False, True):
+        kept = checkpoints(harness, {**SAVES, CALLBACK + "async_save": beside, CALLBACK + "save_top_k": -1})
+        assert kept == ["step-1", "step-2", "step-3", "step-4"]
+    assert names == ["MainThread"] * 4 + ["checkpoint"] * 4
+
+
+@story(MANAGER + "resume_from_checkpoint", MANAGER + "resume_if_exists", MANAGER + "resume_ignore_no_checkpoint")
+def runs_go_on(harness: ConfigHarness) -> None:
+    saves = {MANAGER + "create_checkpoint_callback": True}
+    first = harness.run({**saves, TRAINER + "max_steps": 2})
+    assert find_checkpoint(first.directory)[0].state.step == 2
+
+    def steps(changes: Changes, directory: Path | None = None) -> list[int]:
+        directory = harness.run(changes, directory).directory
+        return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+    assert steps({}) == [1, 2, 3, 4]
+    assert steps({MANAGER + "resume_from_checkpoint": str(first.directory)}) == [3, 4]
+    assert steps({MANAGER + "resume_if_exists": True}, first.directory) == [1, 2, 3, 4]
+    with pytest.raises(UserError, match="already holds checkpoints"):
+        harness.run({MANAGER + "resume_if_exists": False}, first.directory)
+    with pytest.raises(UserError, match="resume_ignore_no_checkpoint"):
+        harness.run({MANAGER + "resume_ignore_no_checkpoint": False})
+
+
+@story(CALLBACK + "dirpath")
+def checkpoints_go_where_they_should(harness: ConfigHarness) -> None:
+    elsewhere = harness.folder / "elsewhere"
+    harness.run({MANAGER + "create_checkpoint_callback": True, CALLBACK + "dirpath": str(elsewhere)})
+    assert [path.name for path in elsewhere.glob("step-*")] == ["step-4"]
+
+
+@story(CALLBACK + "monitor", CALLBACK + "mode")
+def the_smallest_validation_loss_is_kept(harness: ConfigHarness) -> None:
+    measured = iter([3.0, 1.0, 2.0, 4.0])
+
+    def evaluate(*_: Any, **__: Any) -> EvaluationResult:
+        return EvaluationResult(loss=next(measured), tokens=1, bytes=0)
+
+    harness.monkeypatch.setattr(factory, "evaluate", evaluate)
+    keeps_one = {**VALIDATES, TRAINER + "val_check_interval": 1, CALLBACK + "save_top_k": 1}
+    assert checkpoints(harness, {**keeps_one, CALLBACK + "save_last": False}) == ["step-2"]
+
+
+@story(STOPPING + "monitor", STOPPING + "mode", STOPPING + "strict", STOPPING + "check_finite")
+def early_stopping_watches_its_metric(harness: ConfigHarness) -> None:
+    assert "val_loss" in str(stopped_by(harness, STOPS))
+    assert "(loss " in str(stopped_by(harness, {**STOPS, STOPPING + "monitor": "reduced_train_loss"}))
+    below = {**STOPS, STOPPING + "patience": 9, STOPPING + "stopping_threshold": 0.1}
+    assert [stopped_by(harness, {**below, STOPPING + "mode": mode}) is None for mode in ("min", "max")] == [True, False]
+    absent = {**STOPS, STOPPING + "monitor": "bits_per_byte", TRAINER + "limit_val_batches": 0}
+    with pytest.raises(UserError, match="was not measured"):
+        harness.run(absent)
+    assert stopped_by(harness, {**absent, STOPPING + "strict": False}) is None
+    for wish, stops in ((True, True), (False, False)):
+        params = EarlyStoppingParams.model_validate({"check_finite": wish})
+        assert (
+            EarlyStopping(params, EarlyStoppingState.model_validate({})).check(float("nan"))[0] is not None
+        ) == stops
+
+
+@story(CALLBACK + "train_time_interval")
+def checkpoints_come_by_the_clock(harness: ConfigHarness) -> None:
+    timed = {CALLBACK + "save_top_k": -1, CALLBACK + "train_time_interval": "00:00:00:00"}
+    assert checkpoints(harness, timed) == ["step-1", "step-2", "step-3", "step-4"]
+
+
+@story(MANAGER + "files_to_copy")
+def files_are_copied(harness: ConfigHarness) -> None:
+    directory = harness.run({MANAGER + "files_to_copy": [str(harness.text)]}).directory
+    assert (directory / "files" / "text.txt").read_text() == harness.text.read_text()
+    with pytest.raises(UserError, match="files_to_copy"):
+        harness.run({MANAGER + "files_to_copy": [str(harness.folder / "missing")]})
+
+
+@story(MANAGER + "ema.cpu_offload")
+def the_average_lies_in_host_memory(harness: ConfigHarness) -> None:
+    weight = torch.zeros(2, device="meta")
+    for offload in (True, False):
+        average = EMA({"w": torch.zeros(2)}, decay=0.5, cpu_offload=offload)
+        assert average.local_shards()["w"].local.device.type == "cpu"
+    assert EMA({"w": weight}, decay=0.5).local_shards()["w"].local.device.type == "meta"
+    assert validation_losses(harness, AVERAGES) == validation_losses(
+        harness, {**AVERAGES, MANAGER + "ema.cpu_offload": True}
+    )
+
+
+WANDB = ("project", "name", "entity", "group", "job_type", "tags", "notes", "save_dir", "id", "offline")
+MLFLOW = ("experiment_name", "run_name", "tracking_uri", "save_dir", "prefix", "tags", "artifact_location", "run_id")
+EVENTS = ("max_queue", "flush_secs", "filename_suffix")
+
+
+@story(
+    *(f"{MANAGER}{switch}" for switch in ("create_wandb_logger", "create_mlflow_logger")),
+    *(f"{MANAGER}wandb_logger_kwargs.{name}" for name in WANDB),
+    *(f"{MANAGER}mlflow_logger_kwargs.{name}" for name in MLFLOW),
+    *(f"{MANAGER}summary_writer_kwargs.{name}" for name in EVENTS),
+)
+def loggers_get_their_settings(harness: ConfigHarness) -> None:
+    """Each setting reaches its logger; what the loggers do with it is in test_trainer_loggers.py."""
+    made: dict[str, Any] = {}
+
+    class Sink:
+        def __init__(self, *given: Any, **_: Any) -> None:
+            keys = next(item for item in given if isinstance(item, ConfigBlock))
+            made[type(keys).__name__] = keys.model_dump()
+
+        def log(self, step: int, figures: Any, group: str) -> None: ...
+
+        def close(self, *, failed: bool) -> None: ...
+
+    for name in ("WandbLogger", "MLflowLogger", "TensorBoardLogger"):
+        harness.monkeypatch.setattr(logger_backends, name, Sink)
+    harness.monkeypatch.setattr(logger_backends.importlib.util, "find_spec", lambda _: True)
+    on = {f"create_{name}_logger": True for name in ("wandb", "mlflow", "tensorboard")}
+    harness.run(
+        {MANAGER + switch: value for switch, value in on.items()} | {MANAGER + "wandb_logger_kwargs.project": "p"}
+    )
+    assert made["WandbBlock"]["project"] == "p"
+    assert set(made["WandbBlock"]) == set(WANDB)
+    assert set(made["MlflowBlock"]) == set(MLFLOW)
+    assert set(made["SummaryWriterBlock"]) == set(EVENTS)
+
+
+MEMORY = "model.memory_profile."
+
+
+@story(*(MEMORY + name for name in ("enabled", "start_step", "end_step", "rank", "output_path")))
+def memory_is_recorded(harness: ConfigHarness) -> None:
+    asked: list[tuple[Any, ...]] = []
+    harness.monkeypatch.setattr(profiler, "MemorySnapshotRecorder", lambda *given: asked.append(given))
+    keys = {MEMORY + "enabled": True, MEMORY + "start_step": 2, MEMORY + "end_step": 3, MEMORY + "rank": 1}
+    root = harness.root({**keys, MEMORY + "output_path": str(harness.folder)})
+    for rank in (0, 1):
+        profiler.build_profilers(root, harness.folder, CPU, print, rank)
+    assert [given[:3] for given in asked] == [(harness.folder, 2, 3)]
+    with pytest.raises(UserError, match="memory_profile"):
+        harness.run(keys)
+
+
+OFFLOADING = MODEL + "cpu_offloading"
+
+
+@story(*(OFFLOADING + end for end in ("", "_num_layers", "_activations", "_weights")))
+def layers_lie_in_host_memory(harness: ConfigHarness) -> None:
+    auto = {OFFLOADING: True, MODEL + "num_layers": 4, TRAINER + "accelerator": "auto", TRAINER + "max_steps": 1}
+    if not torch.cuda.is_available():
+        assert "`model.cpu_offloading` (True) has no effect on cpu" in harness.printed(auto)
+    made: list[DeferredCopies] = []
+    install_deferred_copies(harness.monkeypatch)
+    harness.monkeypatch.setattr(build, "copies_of", lambda device: lambda: (made.append(DeferredCopies()), made[-1])[1])
+
+    def sent(changes: Changes) -> int:
+        """Bytes that a forward copies to the host of a pretended GPU."""
+        changes = {MODEL + "num_layers": 4, **changes}
+        made.clear()
+        tokens = torch.arange(8).repeat(2, 1)
+        harness.model(changes).loss(tokens, tokens, 1.0)
+        return sum(size for copies in made for name, size in copies.events if name == "send")
+
+    on = {OFFLOADING: True, OFFLOADING + "_num_layers": 2}
+    both, none = sent(on), sent({**on, OFFLOADING: False})
+    activations, weights = (sent({**on, f"{OFFLOADING}_{other}": False}) for other in ("weights", "activations"))
+    assert none == 0 < min(activations, weights)
+    assert both == activations + weights
+    assert sent({**on, OFFLOADING + "_num_layers": 1}) * 2 == both
+    assert sent({OFFLOADING: True}) * 2 == both * 3  # all layers but one
+
+
+@story(MODEL + "cpu_offloading_optimizer")
+def the_optimizer_lies_in_host_memory(harness: ConfigHarness) -> None:
+    harness.monkeypatch.setattr(optim_build, "PinnedStateCopyEngine", lambda device: (device, "copies"))
+    on, off = (harness.root({MODEL + "cpu_offloading_optimizer": on}).model for on in (True, False))
+    cuda = torch.device("cuda", 0)
+    assert optim_build.host_copy_engine(on, cuda) == (cuda, "copies")
+    assert optim_build.host_copy_engine(off, cuda) is None
+    assert optim_build.host_copy_engine(on, CPU) is None
+    auto = {MODEL + "cpu_offloading_optimizer": True, TRAINER + "accelerator": "auto"}
+    assert "`model.cpu_offloading_optimizer` (True) has no effect on cpu" in harness.printed(auto)
+
+
+@story(MODEL + "enable_cuda_graph")
+def micro_batches_are_recorded(harness: ConfigHarness) -> None:
+    made: list[Any] = []
+    for part in (train, factory, run_summary, inputs):
+        harness.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
+    harness.monkeypatch.setattr(factory, "CapturedMicroBatches", lambda step, *_: made.append(step) or step)
+    harness.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
+    assert len(made) == 1
+
+
+@story(TRAINER + "max_skipped_steps", TRAINER + "loss_spike_threshold")
+def steps_are_watched(harness: ConfigHarness) -> None:
+    bad, good = (float("nan"), 1.0), (1.0, 1.0)
+    policy = LossMonitor(1, None, LoopState.model_validate({}))
+    policy.update(1, [bad, good, bad])
+    with pytest.raises(DivergedError, match="step 4"):
+        policy.update(4, [bad])
+    losses = [(1.0 + 0.01 * (step % 7), 1.0) for step in range(150)] + [(3.0, 1.0)] * 20
+    assert [
+        len(LossMonitor(1, limit, LoopState.model_validate({})).update(1, losses)) for limit in (4.0, 1e6, None)
+    ] == [
+        1,
+        0,
+        0,
+    ]
+
+
+@story(MODEL + "hidden_dropout")
+def embeddings_attention_and_mlp_drop(harness: ConfigHarness) -> None:
+    rates: list[float] = []
+
+    def dropout(values: torch.Tensor, rate: float) -> torch.Tensor:
+        rates.append(rate)
+        return values
+
+    harness.monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    training_loss(harness, {MODEL + "hidden_dropout": 0.2, MODEL + "num_layers": 2})
+    assert rates == [0.2] * (1 + 2 * 2)
+
+
+@story(MODEL + "compile")
+def null_compiles_on_a_gpu(harness: ConfigHarness) -> None:
+    choices = [decide_compile(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
+    assert choices == [True, True, False]
+
+
+@story(MODEL + "seed")
+def dropout_is_seeded(harness: ConfigHarness) -> None:
+    seeds: set[int] = set()
+    harness.monkeypatch.setattr(lightning_module, "micro_batch_seed", lambda seed, *_: seeds.add(seed) or seed)
+    harness.run({MODEL + "seed": 5})
+    assert seeds == {5}
+
+
+@story(MODEL + "restore_from_path")
+def a_run_begins_where_another_ended(harness: ConfigHarness) -> None:
+    first = harness.run({"exp_manager.create_checkpoint_callback": True})
+    assert trained(harness, {}) != trained(harness, {MODEL + "restore_from_path": str(first.directory)})
+
+
+@story(TOKENIZER + "type", TOKENIZER + "vocab_file", TOKENIZER + "merge_file")
+def tokenizers_are_read_from_files(harness: ConfigHarness) -> None:
+    files = tokenizer_files(harness)
+    folder = harness.folder / "tokenizer"
+    megatron = {TOKENIZER + "library": "megatron", **files, TOKENIZER + "type": "GPT2BPETokenizer"}
+    merged = tokens_of_text(harness, megatron)
+    assert merged != tokens_of_text(harness, {**megatron, TOKENIZER + "merge_file": str(folder / "fewer.txt")})
+    other = json.loads((folder / "vocab.json").read_text())
+    other["to"], other["be"] = other["be"], other["to"]
+    (folder / "other.json").write_text(json.dumps(other))
+    assert merged != tokens_of_text(harness, {**megatron, TOKENIZER + "vocab_file": str(folder / "other.json")})
+    huggingface = {TOKENIZER + "library": "huggingface", TOKENIZER + "type": files[TOKENIZER + "type"]}
+    assert merged != tokens_of_text(harness, huggingface)
+    text = ["data=text", f"model.data.path={harness.text}"]
+    refused = problems(*text, "model.tokenizer.library=megatron", "model.tokenizer.type=BertWordPieceCase")
+    assert TOKENIZER + "type" in refused
+    assert TOKENIZER + "merge_file" in problems(*text, "tokenizer=gpt2", "model.tokenizer.vocab_file=v")
+
+
+@story(TOKENIZER + "model")
+def a_tokenizer_model_is_a_file_too(harness: ConfigHarness) -> None:
+    path = tokenizer_files(harness)[TOKENIZER + "type"]
+    library = {TOKENIZER + "library": "huggingface"}
+    by_model = tokens_of_text(harness, {**library, TOKENIZER + "model": path})
+    assert by_model == tokens_of_text(harness, {**library, TOKENIZER + "type": path})
+    both = ["tokenizer=huggingface", f"model.tokenizer.type={path}", f"model.tokenizer.model={path}"]
+    assert TOKENIZER + "type" in problems("data=text", f"model.data.path={harness.text}", *both)
+    with pytest.raises(UserError, match="downloads no tokenizers"):
+        tokens_of_text(harness, {**library, TOKENIZER + "model": "meta-llama/Llama-3.1-8B"})
+
+
+@story(
+    TOKENIZER + "additional_special_tokens",
+    TOKENIZER + "special_tokens.eos_token",
+    TOKENIZER + "special_tokens.pad_token",
+)
+def special_tokens_are_named_and_added(harness: ConfigHarness) -> None:
+    path = tokenizer_files(harness)[TOKENIZER + "type"]
+    base = {**TEXT, DATA + "path": str(harness.text), TOKENIZER + "library": "huggingface", TOKENIZER + "type": path}
+
+    def built(**special: Any) -> Any:
+        keys = {TOKENIZER + key: value for key, value in special.items()}
+        tokenizer = build_data(harness.root({**base, **keys})).tokenizer
+        return tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id
+
+    assert built() == (259, 257, 257)
+    assert built(additional_special_tokens=["<a>", "<b>"]) == (261, 257, 257)
+    assert built(special_tokens={"eos_token": "be"}) == (259, 258, 257)
+    assert built(special_tokens={"pad_token": "to"}) == (259, 257, 256)
+
+
+@story(TOKENIZER + "special_tokens.mask_token")
+def bert_hides_tokens_behind_the_named_one(harness: ConfigHarness) -> None:
+    path = tokenizer_files(harness)[TOKENIZER + "type"]
+    bert = {DATA + "dataset_type": "bert", TOKENIZER + "library": "huggingface", TOKENIZER + "type": path}
+    for special, name in (({}, "<extra_id_0>"), ({"mask_token": "<hide>"}, "<hide>")):
+        built = build_data(task_config(harness, {**bert, TOKENIZER + "special_tokens": special}))
+        hidden = built.tokenizer.token_id(name)
+        assert hidden is not None
+        assert (built.train.batch(0, 8)["tokens"] == hidden).any()
+        assert built.tokenizer.token_id("<hide>") == (hidden if special else None)
+
+
+@story(DATA + "path")
+def text_is_read_from_there(harness: ConfigHarness) -> None:
+    other = harness.folder / "other.txt"
+    other.write_text("Whether 'tis nobler in the mind to suffer " * 20)
+    batches = [first_batch(harness, {**TEXT, DATA + "path": str(path)}) for path in (harness.text, other)]
+    assert batches[0] != batches[1]
+
+
+def tokens_on_disk(harness: ConfigHarness, name: str, first: int) -> str:
+    """A set of 40 documents of 10 tokens, counted up from `first`."""
+    with IndexedWriter(harness.folder / name, "u2") as writer:
+        for number in range(40):
+            writer.add_document(range(first + 2 * number, first + 2 * number + 10))
+        writer.finish()
+    return str(harness.folder / name)
+
+
+@story(DATA + "data_impl")
+def sources_differ(harness: ConfigHarness) -> None:
+    files = {
+        "text": {DATA + "path": str(harness.text)},
+        "mmap": {DATA + "data_prefix": tokens_on_disk(harness, "a", 3)},
+    }
+    streams = [name for name in BUILT_IN_DATASETS if name not in PAIR_SOURCES]
+    found = [first_batch(harness, {DATA + "data_impl": name, **files.get(name, {})}) for name in streams]
+    pairs = {DATA + "dataset_type": "seq2seq"}
+    found += [task_batch(harness, pairs), task_batch(harness, {**pairs, DATA + "data_impl": "pystd_docstring"})]
+    assert all(found.count(batch) == 1 for batch in found)
+    assert "did you mean model.data.data_impl=mmap?" in problems("model.data.data_impl=mmpa")[DATA + "data_impl"].fix
+    assert "use mmap or text" in problems("model.data.data_impl=text_mmap")[DATA + "data_impl"].rule
+
+
+@story(DATA + "data_prefix", DATA + "shuffle_documents", DATA + "index_mapping_dir")
+def tokens_come_from_there(harness: ConfigHarness) -> None:
+    a, b = tokens_on_disk(harness, "a", 3), tokens_on_disk(harness, "b", 150)
+    folder = harness.folder / "index"
+
+    def drawn(prefix: Any, **more: Any) -> list[list[int]]:
+        changes = {DATA + "data_impl": "mmap", DATA + "data_prefix": prefix}
+        return first_batch(harness, {**changes, **{DATA + name: value for name, value in more.items()}}, 20)
+
+    first, second, both = drawn(a), drawn(b), drawn([0.25, a, 0.75, b])
+    assert sum(min(row) >= 150 for row in both) == 15
+    assert drawn({"train": b, "validation": a}, splits_string="1") != second, "not cut"
+    assert drawn(a, shuffle_documents=False) != first
+    assert drawn(a, index_mapping_dir=str(folder)) == first
+    assert list(folder.glob("*.npy"))
+
+
+@story(DATA + "dataset_kwargs")
+def installed_data_get_their_arguments(harness: ConfigHarness) -> None:
+    def samples(data: Any, split: str, sequence_length: int, tokenizer: Any, seed: int) -> Any:
+        top = data["dataset_kwargs"]["top"]
+        return MockSamples(top, sequence_length, seed, 1000) if split == "train" else None
+
+    point = EntryPoint("mine", "package:samples", "stoker.datasets")
+    harness.monkeypatch.setattr(EntryPoint, "load", lambda self: samples)
+    for module_name in (
+        "trainer.data.sources.dataset_plugins",
+        "trainer.data.build_datasets",
+        "trainer.fields.rules.data_rules",
+    ):
+        harness.monkeypatch.setattr(f"stoker.{module_name}.dataset_plugins", lambda: {"mine": point})
+    changes = {DATA + "data_impl": "mine", DATA + "path": None}
+    batches = [first_batch(harness, {**changes, DATA + "dataset_kwargs": {"top": top}}) for top in (10, 20)]
+    assert max(map(max, batches[0])) < 10 <= max(map(max, batches[1]))
+    loaded = load("model.data.data_impl=mine", "model.data.dataset_kwargs.top=5").root.model.data
+    assert loaded.dataset_kwargs == {"top": 5}
+
+
+@story(DATA + "seq_length")
+def a_second_length_must_be_the_first(harness: ConfigHarness) -> None:
+    both = ["data=mock", "model.encoder_seq_length=32"]
+    assert load(*both, "model.data.seq_length=32").root.model.data.seq_length == 32
+    assert list(problems(*both, "model.data.seq_length=64")) == [DATA + "seq_length"]
+    assert len(first_batch(harness, {DATA + "seq_length": 4})[0]) == 4
+
+
+@pytest.mark.parametrize("told", dict.fromkeys(SCENARIOS.values()), ids=lambda told: told.__name__)
+def test_scenario(told: Callable[[ConfigHarness], None], harness: ConfigHarness) -> None:
+    told(harness)
