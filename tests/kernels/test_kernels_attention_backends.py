@@ -536,7 +536,8 @@ def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPa
     (package / "pytorch.py").write_text("import os\nSEEN = os.environ.get('CUDNN_PATH')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for module in ("nvidia", "nvidia.cudnn", "transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+        monkeypatch.setitem(sys.modules, module, None)  # so that what is imported here is removed again
+        del sys.modules[module]
     assert str(wheel) == transformer_engine.import_transformer_engine().SEEN
     assert loaded == ["libcudnn.so.9", "libcudnn_graph.so.9"]
     assert "CUDNN_PATH" not in os.environ

@@ -182,13 +182,14 @@ def test_large_scores():
         )
 
 
-@pytest.mark.usefixtures("stages")
-def test_strided_inputs():
+def test_strided_inputs(stages):
+    """The kernels give the same bits; a matrix product of PyTorch may sum in another order for other strides."""
+    bounds: dict[str, Any] = {"rtol": 0.0, "atol": 0.0} if stages == "triton" else {"rtol": 1e-5, "atol": 1e-6}
     q, k, v, out_gradient, lse_gradient = inputs(9, 20)
     views: Any = [t.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0) for t in (q, k, v, out_gradient)]
     strided = results(ours, *views, lse_gradient, causal=True)
     for got, wanted in zip(strided, results(ours, q, k, v, out_gradient, lse_gradient, causal=True), strict=True):
-        assert torch.equal(got, wanted)
+        torch.testing.assert_close(got, wanted, **bounds)
 
 
 @pytest.mark.parametrize(
