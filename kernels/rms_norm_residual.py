@@ -127,8 +127,8 @@ def triton_backward(
     """Launch the kernel.
 
     Returns:
-        Gradient of `inputs`; partial gradients of `weight`, fp32 (chunks, width), to be summed; with `again` the norm
-        of `inputs`, else None.
+        Gradient of `inputs`; partial gradients of `weight`, fp32 (chunks, width), to be summed; with `with_normed` the
+        norm of `inputs`, else None.
     """
     inputs, residual_gradient, first_gradient = (x.contiguous() for x in (inputs, residual_gradient, first_gradient))
     second_gradient = None if second_gradient is None else second_gradient.contiguous()
@@ -280,7 +280,7 @@ class _RMSNormResidualLinear(torch.autograd.Function):
 
 
 def can_fuse_residual(residual: Tensor, weight: Tensor) -> bool:
-    """Return True if `forked_rms_norm` can be used: in a compiled layer, for a trained norm, where Triton runs.
+    """Return True if `rms_norm_residual` can be used: in a compiled layer, for a trained norm, where Triton runs.
 
     Not in eager mode, where the memory estimate counts what autograd saves for the unfused layer, nor for a frozen
     norm, whose compiled backward already runs at memory bandwidth.
@@ -299,11 +299,11 @@ def rms_norm_residual(
         weight: (h,).
         epsilon: as in `rms_norm`.
         zero_centered: as in `rms_norm`.
-        twice: return the norm's output twice, for two consumers, whose gradients the kernel adds.
+        two_outputs: return the norm's output twice, for two consumers, whose gradients the kernel adds.
 
     Returns:
-        Residual, norm, and with `twice` the norm again, else None; differentiable once. All must be used, since the
-        kernel reads the gradients of all, also where they are zeros.
+        Residual, norm, and with `two_outputs` the norm again, else None; differentiable once. All must be used, since
+        the kernel reads the gradients of all, also where they are zeros.
     """
     with torch.no_grad():  # plain PyTorch, which the compiler fuses with preceding operations
         normed = rms_norm(residual, weight, epsilon=epsilon, zero_centered=zero_centered)

@@ -46,7 +46,7 @@ def assemble(
 
     Args:
         model: slice of the model.
-        form: shape of the samples of training and evaluation.
+        batch_spec: shape of the samples of training and evaluation.
         decisions: attention backends by label (`PlannedAttention.label`).
         backends: attention function for each kind of call, by name of the attention (`PlannedAttention.name`).
     """

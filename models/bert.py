@@ -34,7 +34,7 @@ class BERT(nn.Module):
         head: bias-free output projection; None ties it to `token_embedding`.
         head_bias: add a bias to the logits.
         vocab_size: vocabulary size without padding.
-        form: shape of the samples of training and evaluation.
+        batch_spec: shape of the samples of training and evaluation.
         max_positions: maximal sequence length, None for no limit.
         dropout: dropout of the embeddings, in training.
         label_smoothing: label smoothing factor, in training.

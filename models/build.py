@@ -81,7 +81,7 @@ def build_model(
         dtype: dtype of the parameters.
         flags: attention settings from environment variables.
         micro_batch_size: samples per call.
-        form: shape of the samples of training and evaluation.
+        batch_spec: shape of the samples of training and evaluation.
         compute_dtype: compute dtype under autocast; None: `dtype`.
         kinds: kinds of call the model is built for; it raises on any other.
         sharding: shards the parameters over processes; None for no sharding.
@@ -102,7 +102,7 @@ def build_model(
         dtype=compute_dtype or dtype,
         flags=flags,
         micro_batch_size=micro_batch_size,
-        batch_spec=replace(batch_spec, length=batch_spec.seq_length + peft.virtual_tokens)
+        batch_spec=replace(batch_spec, seq_length=batch_spec.seq_length + peft.virtual_tokens)
         if isinstance(peft, PromptSlice)
         else batch_spec,
         kinds=kinds,
@@ -243,7 +243,7 @@ def plan_model(
         dtype: compute dtype.
         flags: attention settings from environment variables.
         micro_batch_size: samples per call.
-        form: shape of the samples of training and evaluation.
+        batch_spec: shape of the samples of training and evaluation.
         kinds: kinds of call the model is built for.
         peft: PEFT scheme.
 
@@ -301,9 +301,9 @@ def enable_offloading(model: LanguageModel, model_slice: FamilySlice, make_engin
     """Enable the CPU offloading of activations and weights that the slice asks for; weights must be on their device.
 
     Args:
-        model: built from `described`.
-        described: slice of the model.
-        make_copies: factory of copy engines; weights and activations get separate streams.
+        model: built from `model_slice`.
+        model_slice: slice of the model.
+        make_engine: factory of copy engines; weights and activations get separate streams.
 
     Raises:
         ValueError: weight offloading with sharded weights.

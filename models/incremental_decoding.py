@@ -20,8 +20,8 @@ class Decoder(Protocol):
     """Incremental decoder of a batch of sequences. Shapes never change, so a step can be captured as a CUDA graph.
 
     Attributes:
-        rows: batch size.
-        slots: maximal sequence length; further tokens overwrite the last one.
+        batch_size: batch size.
+        max_length: maximal sequence length; further tokens overwrite the last one.
     """
 
     batch_size: int
@@ -53,11 +53,11 @@ class GPTDecoder:
 
     Args:
         model: in evaluation mode.
-        rows: batch size.
-        slots: maximal sequence length, prompt included.
+        batch_size: batch size.
+        max_length: maximal sequence length, prompt included.
 
     Raises:
-        ValueError: the model has fewer positions than `slots`.
+        ValueError: the model has fewer positions than `max_length`.
     """
 
     def __init__(self, model: GPT, batch_size: int, max_length: int) -> None:
@@ -72,7 +72,7 @@ class GPTDecoder:
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """See `Decoder.begin`."""
+        """See `Decoder.prefill`."""
         model = self._model
         lengths = lengths + self._virtual_tokens
         self._cache.reset(lengths)
@@ -114,13 +114,13 @@ class T5Decoder:
 
     Args:
         model: in evaluation mode.
-        rows: batch size of the decoder.
-        slots: maximal length of a decoder sequence.
+        batch_size: batch size of the decoder.
+        max_length: maximal length of a decoder sequence.
         max_encoder_length: maximal length of an encoder sequence.
         rows_per_encoding: number of consecutive decoder rows per encoder sequence, as of beams.
 
     Raises:
-        ValueError: `rows` is not a multiple of `per_memory`, or the model has too few positions.
+        ValueError: `batch_size` is not a multiple of `rows_per_encoding`, or the model has too few positions.
     """
 
     def __init__(

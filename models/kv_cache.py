@@ -79,8 +79,8 @@ class KVCache:
     """KV caches of all layers of a stack, reused from batch to batch.
 
     Args:
-        layers: number of layers.
-        rows: batch size.
+        num_layers: number of layers.
+        batch_size: batch size.
         groups: key and value heads.
         slots: maximal sequence length.
         head_dim: width of a head.

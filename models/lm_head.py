@@ -42,7 +42,7 @@ def add_decode_position_embeddings(embedded: Tensor, table: PositionEmbedding | 
     Args:
         embedded: (rows, 1, hidden_size).
         table: learned position embedding, or None.
-        places: positions of the tokens, int64 (rows, 1).
+        positions: positions of the tokens, int64 (rows, 1).
     """
     if table is None:
         return embedded

@@ -396,7 +396,7 @@ def _run_layers(
     padding: Tensor | None,
     routed: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Run consecutive layers; return the statistics for `Layer.count` too, since this may be recomputed."""
+    """Run consecutive layers; return the statistics for `Layer.update_statistics` too, since this may be recomputed."""
     collected: list[Tensor | None] = []
     for layer in layers:
         hidden, sums = layer(hidden, rotary, kind, packed, memory, terms, padding, None, routed)

@@ -50,7 +50,7 @@ class T5(nn.Module):
         head_bias: add a bias to the logits.
         output_scale: factor of the decoder's output before the head.
         vocab_size: vocabulary size without padding.
-        form: shape of the samples of training and evaluation.
+        batch_spec: shape of the samples of training and evaluation.
         max_positions: maximal sequence lengths of encoder and decoder, None for no limit.
         dropouts: dropout of the embeddings of encoder and decoder, in training.
         label_smoothing: label smoothing factor, in training.

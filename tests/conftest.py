@@ -97,7 +97,7 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the expert load figure of MoE runs, as if matplotlib were missing: drawing takes longer than the run."""
     from stoker.trainer.callbacks import expert_load
 
-    monkeypatch.setattr(expert_load, "can_draw", lambda: False)
+    monkeypatch.setattr(expert_load, "has_matplotlib", lambda: False)
 
 
 @pytest.fixture

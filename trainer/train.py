@@ -79,7 +79,7 @@ class TrainingResult:
         checkpoint: the newest checkpoint of this process, or the one it resumed from; None if there is none.
         step: completed optimizer steps.
         validation: the last validation of this process, or None.
-        stopped_by: why it stopped before `max_steps` (a signal's name, `trainer.max_time=...`), or None.
+        stop_reason: why it stopped before `max_steps` (a signal's name, `trainer.max_time=...`), or None.
         exit_code: 0, 130 after SIGINT, 143 after SIGTERM.
         model: the trained model, on its device.
         data: the training data.

@@ -384,7 +384,7 @@ class Backend:
         name: value of `attention_backend`.
         family: unit that keys and flags enable or disable.
         why_not: function that returns why the backend does not support a call, or None if it does.
-        takes_documents: packed documents are passed as `cu_seqlens`; otherwise as a (queries, keys) mask.
+        supports_cu_seqlens: packed documents are passed as `cu_seqlens`; otherwise as a (queries, keys) mask.
         supports_distance_bias: a distance bias is passed as a vector per head; otherwise as a dense (queries, keys)
             bias.
         supports_alibi_slopes: ALiBi slopes are passed as such; otherwise as a dense bias.

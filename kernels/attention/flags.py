@@ -64,7 +64,7 @@ class AttentionFlags:
         flash_v4: NVTE_FLASH_ATTN_V4; False disables FlashAttention 4 in `te_flash`.
         masked_softmax_fusion: NVTE_MASKED_SOFTMAX_FUSION; False disables the fused softmax of `unfused`.
         debug: NVTE_DEBUG times NVTE_DEBUG_LEVEL; from 1 on the reasons are printed as well as logged.
-        given: name and value of every NVTE_* variable that is set, sorted.
+        set_variables: name and value of every NVTE_* variable that is set, sorted.
     """
 
     flash: bool = True

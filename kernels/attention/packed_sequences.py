@@ -17,15 +17,15 @@ class PackedSequences(NamedTuple):
     synchronizes with the device.
 
     Attributes:
-        documents: document id of each token within its row, starting at 0, non-decreasing; int32 (batch, tokens).
-        ends: document boundaries in the flattened rows; see `cu_seqlens`.
+        document_ids: document id of each token within its row, starting at 0, non-decreasing; int32 (batch, tokens).
+        padded_cu_seqlens: document boundaries in the flattened rows; see `cu_seqlens`.
         with_mask: additive mask (batch, 1, tokens, tokens): 0 within a document (up to the query itself if causal),
             -inf elsewhere. In the dtype of the queries, so that layers need no converted copy. None if the backend
             does not need it.
-        key_document_ids: document ids of the keys in cross-attention, int32 (batch, keys); `documents` then belongs to
-            the queries, and `mask` is (batch, 1, queries, keys). None in self-attention.
-        padded_key_cu_seqlens: document boundaries in the flattened keys, as many entries as `ends`; None in
-            self-attention.
+        key_document_ids: document ids of the keys in cross-attention, int32 (batch, keys); `document_ids` then belongs
+            to the queries, and `mask` is (batch, 1, queries, keys). None in self-attention.
+        padded_key_cu_seqlens: document boundaries in the flattened keys, as many entries as `padded_cu_seqlens`; None
+            in self-attention.
     """
 
     document_ids: Tensor

@@ -322,11 +322,11 @@ def lora_gated_mlp(
         scale: alpha / r.
         kind: one of `GATES`.
         norm: as in `lora_linear`.
-        onto: residual that the result is added to, (..., out), or None.
+        residual: residual that the result is added to, (..., out), or None.
 
     Returns:
-        (..., out), differentiable once with respect to `inputs`, `onto` and LoRA's matrices. Saved for the backward:
-        `inputs` or the input of their norm, the projection (..., 2 f), and tensors of width r or 2 r.
+        (..., out), differentiable once with respect to `inputs`, `residual` and LoRA's matrices. Saved for the
+        backward: `inputs` or the input of their norm, the projection (..., 2 f), and tensors of width r or 2 r.
 
     Raises:
         ValueError: shapes do not match, or `kind` is unknown.

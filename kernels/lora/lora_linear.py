@@ -248,10 +248,10 @@ def lora_linear(
         dropout: dropout probability of the input of `lora_a`; 0 outside training.
         norm: factors whose product is `inputs`, saved for the backward instead of it; its gain is frozen. None saves
             `inputs`.
-        onto: residual that the result is added to, (..., out), or None.
+        residual: residual that the result is added to, (..., out), or None.
 
     Returns:
-        (..., out), differentiable once with respect to `inputs`, `onto`, `lora_a` and `lora_b`.
+        (..., out), differentiable once with respect to `inputs`, `residual`, `lora_a` and `lora_b`.
 
     Raises:
         ValueError: shapes do not match.

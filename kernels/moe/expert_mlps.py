@@ -61,13 +61,13 @@ def expert_mlp(
             batched matmuls of `capacity` rows, do not synchronize with the host; `sequential`, the reference, loops
             over the experts and reads counts on the host. `auto`: `grouped_mm` where it runs on CUDA, the fastest
             there, else `triton` where supported, else `sequential`.
-        onto: residual that the result is added to, (T, h), of a dtype no narrower than `hidden`, or None. The fused
+        residual: tensor that the result is added to, (T, h), of a dtype no narrower than `hidden`, or None. The fused
             implementation adds it before rounding.
 
     Returns:
-        (T, h) in the dtype of `hidden`, with `onto` in the wider of both; accumulated over the k experts in fp32 (fp64
-        with fp64). Differentiable once with respect to `hidden`, `gates`, `onto`, weights and biases; unused experts
-        get zero gradients.
+        (T, h) in the dtype of `hidden`, with `residual` in the wider of both; accumulated over the k experts in fp32
+        (fp64 with fp64). Differentiable once with respect to `hidden`, `gates`, `residual`, weights and biases; unused
+        experts get zero gradients.
 
     Raises:
         ValueError: shapes or dtypes do not match, or an argument is invalid.

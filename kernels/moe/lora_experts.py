@@ -24,11 +24,11 @@ class LoRAMatrices(NamedTuple):
     """LoRA matrices of one projection of all experts.
 
     Attributes:
-        down: LoRA's A, (E, parts * r, in).
-        up: LoRA's B, (E, out, r).
-        parts: rows of `up` in each part of a fused projection, as in `lora_linear`.
+        lora_a: LoRA's A, (E, parts * r, in).
+        lora_b: LoRA's B, (E, out, r).
+        parts: rows of `lora_b` in each part of a fused projection, as in `lora_linear`.
         scale: alpha / r.
-        dropout: dropout probability of the input of `down`; 0 outside training.
+        dropout: dropout probability of the input of `lora_a`; 0 outside training.
     """
 
     lora_a: Tensor
@@ -85,7 +85,7 @@ def lora_expert_mlp(
         kept: as in `expert_mlp`.
         capacity: rows computed per expert; None for no padding.
         dropout: as in `expert_mlp`.
-        one_by_one: loop over the experts, which reads counts on the host.
+        sequential: loop over the experts, which reads counts on the host.
 
     Returns:
         (T, h) in the dtype of `hidden`, differentiable with respect to `hidden`, `gates` and the LoRA matrices.

@@ -168,7 +168,9 @@ def triton_gather(hidden: Tensor, order: Tensor, topk: int, gates: Tensor | None
 
 
 def triton_combine(rows: Tensor, gates: Tensor | None, places: Tensor, residual: Tensor | None = None) -> Tensor:
-    """`reference_combine` by Triton; with a residual `onto` (T, h) added before rounding, in the dtype of `onto`."""
+    """`reference_combine` by Triton; with a residual `residual` (T, h) added before rounding, in the dtype of
+    `residual`.
+    """
     rows, places = rows.contiguous(), places.contiguous()
     gates = None if gates is None else gates.contiguous()
     residual = None if residual is None else residual.contiguous()

@@ -32,7 +32,7 @@ def sequential_experts(
 ) -> Tensor:
     """`expert_mlp` by a loop over the experts, which reads counts on the host.
 
-    `dropout_mask`: scaled dropout mask, (T, k, f).
+    `dropout_keep_mask`: scaled dropout mask, (T, k, f).
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros_like(hidden, dtype=wide)

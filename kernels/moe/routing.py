@@ -157,7 +157,7 @@ def sinkhorn_routing(logits: Tensor, topk: int, *, training: bool, token_mask: T
         logits: (T, E), any floating dtype.
         topk: experts per token, 1 to E.
         training: balance the load.
-        real: (T,) bool, False for padding, which is not balanced; None without padding.
+        token_mask: (T,) bool, False for padding, which is not balanced; None without padding.
 
     Raises:
         ValueError: an argument is invalid.
@@ -201,11 +201,11 @@ def capacity_mask(
     (`probs`), the first ones among equal gates.
 
     Args:
-        choice: routing of T tokens.
+        routing: routing of T tokens.
         experts: E.
         capacity: tokens per expert, at least 0; may exceed T.
         policy: `probs` or `position`.
-        real: (T,) bool, False for padding, which is never kept and takes no capacity; None without padding.
+        token_mask: (T,) bool, False for padding, which is never kept and takes no capacity; None without padding.
 
     Raises:
         ValueError: an argument is invalid.
@@ -255,8 +255,8 @@ def tokens_per_expert(experts: Tensor, num_experts: int, *, token_mask: Tensor |
 
     Args:
         experts: (T, k) int64.
-        number: E.
-        real: (T,) bool, False for padding, which is not counted; None without padding.
+        num_experts: E.
+        token_mask: (T,) bool, False for padding, which is not counted; None without padding.
     """
     chosen = experts[:, :, None] == torch.arange(num_experts, device=experts.device)
     if token_mask is not None:
@@ -293,7 +293,7 @@ def load_balancing_loss(
         counts: tokens routed to each expert before dropping, (E,).
         topk: experts per token.
         tokens: number of tokens in `counts`; None for those of `probabilities` without padding.
-        real: (T,) bool, False for padding, which is not counted; None without padding.
+        token_mask: (T,) bool, False for padding, which is not counted; None without padding.
     """
     if token_mask is not None:
         probabilities = probabilities * token_mask[:, None]
@@ -308,7 +308,7 @@ def z_loss(logits: Tensor, *, token_mask: Tensor | None = None) -> Tensor:
 
     Args:
         logits: (T, E), any floating dtype.
-        real: (T,) bool, False for padding, which is not counted; None without padding.
+        token_mask: (T,) bool, False for padding, which is not counted; None without padding.
     """
     return _mean(_wide(logits).logsumexp(dim=-1).square(), token_mask)
 
@@ -318,7 +318,7 @@ def router_entropy(probabilities: Tensor, *, token_mask: Tensor | None = None) -
 
     Args:
         probabilities: (T, E).
-        real: (T,) bool, False for padding, which is not counted; None without padding.
+        token_mask: (T,) bool, False for padding, which is not counted; None without padding.
     """
     return _mean(torch.special.entr(probabilities.detach()).sum(dim=-1), token_mask)
 

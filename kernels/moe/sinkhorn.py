@@ -26,7 +26,7 @@ def sinkhorn_column_factors(logits: Tensor, token_mask: Tensor | None = None) ->
 
     Args:
         logits: (T, E), fp32 or fp64.
-        real: (T,) bool, False for padding rows, which are excluded; None without padding.
+        token_mask: (T,) bool, False for padding rows, which are excluded; None without padding.
     """
     if not len(logits):  # amax of no rows raises, and addmv does not broadcast
         return logits.new_ones(logits.shape[1])

@@ -103,9 +103,9 @@ def tile_config(
             gated activation; `outer`, the gradient of an expert's matrix.
         dtype: dtype of the operands.
         capability: compute capability of the GPU, 90 for sm_90; None in the interpreter.
-        low: experts have so few rows that tiles of `FEW_ROWS_BLOCK_M` waste less.
+        few_rows: experts have so few rows that tiles of `FEW_ROWS_BLOCK_M` waste less.
         aligned: all widths and strides are multiples of 16 elements.
-        erf: the activation is the exact GELU, whose intermediates need the registers of half a gated tile.
+        exact_gelu: the activation is the exact GELU, whose intermediates need the registers of half a gated tile.
     """
     if capability is None:
         return _INTERPRETER[kind]

@@ -18,7 +18,7 @@ class Tiles(NamedTuple):
     Attributes:
         experts: expert of each tile, (bound,); E for the rows after the last expert's.
         rows: first row of each tile, (bound,).
-        number: number of tiles, (1,).
+        num_tiles: number of tiles, (1,).
         experts_by_load: experts in descending order of their number of rows, (E,).
         block: rows of a tile.
     """

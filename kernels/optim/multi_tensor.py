@@ -66,9 +66,9 @@ class TensorTable(NamedTuple):
 
     Attributes:
         columns: int64 (columns, tensors) on the device.
-        tensors: number of tensors.
+        num_tensors: number of tensors.
         search_steps: steps of the binary search for a program's tensor.
-        programs: number of programs to launch.
+        num_programs: number of programs to launch.
     """
 
     columns: Tensor

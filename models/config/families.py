@@ -20,7 +20,7 @@ def family_slice(keys: FamilyKeys, *, vocab_size: int, batch_spec: BatchSpec) ->
     Args:
         keys: configuration of the model.
         vocab_size: vocabulary size of the tokenizer.
-        form: shape of the samples of training and evaluation.
+        batch_spec: shape of the samples of training and evaluation.
 
     Raises:
         ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.

@@ -106,7 +106,7 @@ def moe_slice(keys: StackKeys, *, is_t5: bool = False) -> MoESlice | None:
 
     Args:
         keys: keys of the stack, already validated by the rules.
-        of_t5: the stack belongs to a T5, where a single expert is a dense MLP and the default router is top-1
+        is_t5: the stack belongs to a T5, where a single expert is a dense MLP and the default router is top-1
             `sinkhorn`, as in NeMo.
     """
     if keys.num_moe_experts is None or not has_experts(keys, is_t5=is_t5):

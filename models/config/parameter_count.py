@@ -94,7 +94,8 @@ def count_parameters(
     Args:
         keys: configuration of the model.
         vocab_size: vocabulary size of the tokenizer.
-        form: shape of the samples, which determines the rows of learned position embeddings; None: from the keys alone.
+        batch_spec: shape of the samples, which determines the rows of learned position embeddings; None: from the keys
+            alone.
         active: count the active parameters per token: only `topk` experts of a layer.
     """
     model = family_slice(

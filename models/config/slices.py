@@ -50,7 +50,7 @@ class AttentionSlice:
         causal: causal attention.
         window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
         softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
-        distance: position bias on the scores, if any.
+        position_bias: position bias on the scores, if any.
         qk_norm: norms over each query and key head.
         head_scale: a learned factor for each head.
         use_flash_attention: None for any backend family, True without unfused, False without flash.
@@ -204,7 +204,7 @@ class GPTSlice:
 
 
 def resolve_window(keys: StackKeys, *, causal: bool, max_length: int | None = None) -> tuple[int, int] | None:
-    """Resolve the attention window; None if it masks nothing in sequences of up to `longest` tokens (None: any)."""
+    """Resolve the attention window; None if it masks nothing in sequences of up to `max_length` tokens (None: any)."""
     left, right = (
         -1 if max_length is not None and side >= max_length - 1 else side for side in keys.window_size or (-1, -1)
     )
@@ -213,7 +213,7 @@ def resolve_window(keys: StackKeys, *, causal: bool, max_length: int | None = No
 
 
 def attention_slice(keys: StackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
-    """Resolve the self-attention, for sequences of up to `longest` tokens (None: any)."""
+    """Resolve the self-attention, for sequences of up to `max_length` tokens (None: any)."""
     head_dim = head_dim_of(keys)
     return AttentionSlice(
         heads=keys.num_attention_heads,

@@ -118,4 +118,4 @@ def _cross_attention(keys: T5Keys, self_attention: AttentionSlice) -> AttentionS
     distance = self_attention.position_bias
     if keys.decoder.relative_position_bias_self_attention_only or (distance and distance.kind != "relative"):
         distance = None
-    return replace(self_attention, causal=False, window=None, distance=distance)
+    return replace(self_attention, causal=False, window=None, position_bias=distance)

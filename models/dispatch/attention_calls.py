@@ -86,7 +86,7 @@ def attention_calls(
         dtype: compute dtype.
         batch: micro batch size.
         seq_length: sequence length of a sample.
-        longest: maximal sequence length in generation.
+        max_length: maximal sequence length in generation.
         packed: samples of training and evaluation hold several documents, with attention within documents only.
         deterministic: results must be bitwise reproducible.
     """
@@ -141,7 +141,7 @@ def decision_for(decisions: Mapping[str, BackendSelection], label: str) -> Backe
     """Return the decision for a call.
 
     Args:
-        made: decisions of a model by label.
+        decisions: decisions of a model by label.
         label: kind of call, prefixed by the name of the attention if there are several (`PlannedAttention.label`).
 
     Raises:

@@ -51,8 +51,9 @@ def plan_attentions(model: FamilySlice, batch_spec: BatchSpec, context: CallCont
 
     Args:
         model: slice of the model.
-        form: shape of the samples of training and evaluation. In generation, prompts and outputs are never packed.
-        facts: properties common to all calls.
+        batch_spec: shape of the samples of training and evaluation. In generation, prompts and outputs are never
+            packed.
+        context: properties common to all calls.
     """
     match model:
         case T5Slice():

@@ -42,9 +42,9 @@ class Architecture:
         model_type: `model_type` of config.json.
         name: class name of the language model, as in `architectures`.
         family: stoker model family.
-        parts: mappings of config.json fields.
+        field_mappings: mappings of config.json fields.
         weights: mapping of weights.
-        also: other classes with the same weights and additional ones, which are ignored.
+        aliases: other classes with the same weights and additional ones, which are ignored.
         ignored_fields: fields that do not change results, in addition to `COMMON`.
     """
 

@@ -25,7 +25,7 @@ class HFConfig:
     """A config.json and properties of its weights.
 
     Attributes:
-        config: fields of config.json.
+        fields: fields of config.json.
         has_separate_head: the weights have an output head that differs from the token embeddings.
     """
 
@@ -76,7 +76,7 @@ class KeyField:
         kind: `size` (integer >= 1), `count` (integer >= 0), `number` (> 0), `share` (in [0, 1)) or `switch` (boolean).
         default: value if the field is absent.
         nullable: null is allowed, with the same meaning on both sides.
-        also: other names of the field, in older versions.
+        aliases: other names of the field, in older versions.
         write_none: write null too.
         value: function of the keys that gives the value to write; None: the value of the first key.
     """
@@ -324,7 +324,7 @@ def validate_value(name: str, value: Any, kind: Kind) -> Any:
 
 
 def format_value(value: Any, max_length: int = 60) -> str:
-    """Format an untrusted value or name for a message: on one line, printable, at most `most` characters."""
+    """Format an untrusted value or name for a message: on one line, printable, at most `max_length` characters."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else " ".join(str(value).split())
     text = "".join(char if char.isprintable() else "?" for char in text)
     return text if len(text) <= max_length else f"{text[: max_length - 3]}..."

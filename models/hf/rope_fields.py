@@ -17,7 +17,7 @@ class RotaryFields:
 
     Args:
         base: field of the base in older versions.
-        part: field of the rotated fraction of a head in older versions; None if whole heads are rotated.
+        fraction: field of the rotated fraction of a head in older versions; None if whole heads are rotated.
         default_fraction: rotated fraction if the field is absent.
         default_base: base if the field is absent.
     """

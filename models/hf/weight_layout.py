@@ -102,7 +102,7 @@ class ConcatenatedRows:
     """Fused matrix or bias: the tensors concatenated along the rows.
 
     Args:
-        shares: proportions of the rows, as attributes of `Geometry` (`heads`, `groups`); empty for equal parts.
+        proportions: proportions of the rows, as attributes of `Geometry` (`heads`, `groups`); empty for equal parts.
     """
 
     proportions: tuple[str, ...] = ()
@@ -152,7 +152,7 @@ class PerExpert:
     """Stacked expert weights (experts, rows, columns), stored as one or several matrices per expert, expert by expert.
 
     Args:
-        parts: number of matrices per expert, concatenated along the rows in equal parts.
+        matrices_per_expert: number of matrices per expert, concatenated along the rows in equal parts.
     """
 
     matrices_per_expert: int = 1

@@ -51,9 +51,9 @@ class ParameterMapping:
     """One stoker parameter and its Hugging Face tensors.
 
     Attributes:
-        ours: name of the parameter.
+        parameter: name of the parameter.
         shape: shape of the parameter.
-        theirs: name and shape of each tensor.
+        hf_tensors: name and shape of each tensor.
         layout: layout of the parameter as these tensors.
     """
 
@@ -83,13 +83,13 @@ class WeightMap:
     """Weight mapping of an architecture.
 
     Attributes:
-        rows: the table.
+        rules: the table.
         head: Hugging Face name of the output head, which is absent or a copy of `embedding` in a model that ties it.
         embedding: Hugging Face name of the token embeddings.
-        copies: tensors that duplicate others in every model and may be absent (pattern, and name of the original).
+        duplicates: tensors that duplicate others in every model and may be absent (pattern, and name of the original).
         buffers: patterns of tensors that are not learned.
-        left_out: patterns of weights that are ignored, since they belong to heads for other tasks.
-        renamed: patterns and replacements for names of other versions.
+        ignored: patterns of weights that are ignored, since they belong to heads for other tasks.
+        renames: patterns and replacements for names of other versions.
     """
 
     rules: tuple[WeightRule, ...]

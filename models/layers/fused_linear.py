@@ -12,7 +12,7 @@ class FusedLinear(nn.Linear):
     """Linear layer that can save the input of a preceding norm instead of its output, and fuse a residual add."""
 
     def add_to_residual(self, residual: Tensor, hidden: Tensor) -> Tensor:
-        """Return `stream + linear(hidden)`, with `stream` (..., out) the residual and `hidden` (..., in)."""
+        """Return `stream + linear(hidden)`, with `residual` (..., out) the residual and `hidden` (..., in)."""
         raise NotImplementedError
 
     def can_skip_norm_output(self, norm: LayerNorm | RMSNorm) -> bool:
@@ -32,7 +32,7 @@ def can_skip_norm_output(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
 
 
 def linear_add_residual(residual: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return `stream + linear(hidden)`, or `linear(hidden)` if the residual `stream` is None."""
+    """Return `stream + linear(hidden)`, or `linear(hidden)` if the residual `residual` is None."""
     if residual is None:
         return linear(hidden)
     return linear.add_to_residual(residual, hidden) if isinstance(linear, FusedLinear) else residual + linear(hidden)

@@ -68,8 +68,8 @@ class RMSNorm(nn.Module):
         """Return the residual stream and its norm, whose fused backward sums the gradients of both.
 
         Args:
-            stream: residual stream (..., hidden_size).
-            twice: return the norm for a second reader too. Every returned tensor must be used in the loss.
+            residual: residual stream (..., hidden_size).
+            two_outputs: return the norm for a second reader too. Every returned tensor must be used in the loss.
         """
         if not can_fuse_residual(residual, self.weight):
             return BranchInput(residual, self(residual))

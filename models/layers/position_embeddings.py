@@ -39,7 +39,7 @@ class RotaryEmbedding(ComputedTable):
 
     Args:
         dim: rotated channels of a head, even.
-        positions: maximal sequence length.
+        max_positions: maximal sequence length.
         base: base of the frequencies.
         position_scale: factor of every position (position interpolation).
         scaling: frequency scaling for long contexts, None for unscaled frequencies.
@@ -106,7 +106,7 @@ class XPosEmbedding(ComputedTable):
 
     Args:
         dim: channels of a head, even; all of them are rotated.
-        positions: maximal sequence length.
+        max_positions: maximal sequence length.
     """
 
     tables: Tensor

@@ -150,7 +150,7 @@ class PinnedMemoryPool:
     (experts that run one after the other), the pool grows only to the largest step's needs, except for the waste of
     buffers of more than a third of a slab.
 
-    `take` must be called by one thread at a time; `give_back` is safe from any thread at any time.
+    `allocate` must be called by one thread at a time; `release` is safe from any thread at any time.
 
     Args:
         pinned: allocate page-locked memory, for copies that are asynchronous to the host.

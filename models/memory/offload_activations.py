@@ -7,7 +7,7 @@ schedule of TransformerEngine's `cpu_offload` (since 2.10). If layers are recomp
 fetched at the latest when the backward reaches the chunk after it.
 
 Not offloaded: parameters, tensors shared by all layers (cos/sin tables, masks, the encoder output), tensors smaller
-than `LEAST_SIZE`, and the input of the first layer that is not offloaded. A tensor saved by several operations is
+than `MIN_RMS`, and the input of the first layer that is not offloaded. A tensor saved by several operations is
 copied once.
 
 The saved-tensor hooks also see what compiled layers save; of a fully recomputed layer they see only its input.
@@ -34,11 +34,11 @@ class ActivationOffload:
 
     Args:
         copies: copy engine of the stack's device.
-        layers: number of leading layers to offload, N.
+        num_layers: number of leading layers to offload, N.
         least_size: minimal bytes of an offloaded tensor.
 
     Attributes:
-        layers: N.
+        num_layers: N.
         copies: as given.
         sent_bytes: bytes copied to the host in the last forward.
     """
@@ -53,7 +53,7 @@ class ActivationOffload:
         """Begin a forward through all layers.
 
         Args:
-            layers: number of layers of the stack, L > N.
+            num_layers: number of layers of the stack, L > N.
             shared: nested tuples of tensors shared by all layers, which are not offloaded.
         """
         self.sent_bytes = 0
@@ -62,7 +62,9 @@ class ActivationOffload:
 
 
 class ForwardPass:
-    """Offloading of one forward through a stack and its backward: wrap each layer in `layers`, then call `after`."""
+    """Offloading of one forward through a stack and its backward: wrap each layer in `layers`, then call
+    `post_forward`.
+    """
 
     def __init__(
         self, owner: ActivationOffload, copies: CopyEngine, offloaded: int, layers: int, shared: object, least_size: int

@@ -28,7 +28,7 @@ class WeightOffload:
     Args:
         copies: copy engine of the stack's device; not that of its activations, whose queues would delay these copies.
         layers: all layers of the stack, with unsharded weights.
-        offloaded: number of leading layers to offload; fewer than all.
+        num_offloaded: number of leading layers to offload; fewer than all.
         least_size: minimal bytes of an offloaded weight.
 
     Raises:

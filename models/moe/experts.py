@@ -59,7 +59,9 @@ class Experts(nn.Module):
         return self._mlp(tokens, routed, None)
 
     def add_to_residual(self, residual: Tensor, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return the residual `stream` (tokens, hidden_size) plus the expert outputs; fused kernels include the add."""
+        """Return the residual `residual` (tokens, hidden_size) plus the expert outputs; fused kernels include the
+        add.
+        """
         if type(self) is not Experts:  # a subclass with its own forward
             return residual + self(tokens, routing)
         return self._mlp(tokens, routing, residual)

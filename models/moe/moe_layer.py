@@ -30,7 +30,7 @@ class MoE(nn.Module):
     Attributes:
         recompute: in training, save only the input and recompute router and experts in the backward.
         preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
-        statistics: fp32 (experts + 6): sum of `Routing.sums` since it was last zeroed; non-persistent.
+        statistics: fp32 (experts + 6): sum of `Routing.statistics` since it was last zeroed; non-persistent.
         loss_share: fp32 scalar: share of a micro batch in its global batch, a factor of the gradients of the auxiliary
             losses; non-persistent.
         expert_bias: fp32 (experts,), persistent; None without.
@@ -120,12 +120,14 @@ class MoE(nn.Module):
         router_tokens = tokens if router_input is None else router_input.flatten(0, 1)
         routed = self.router(router_tokens, self.expert_bias, self.loss_share, real, use_capacity=use_capacity)
         if residual is not None and self.shared is None:
-            return self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed).view_as(hidden), routed.sums
+            return self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed).view_as(
+                hidden
+            ), routed.statistics
         output = self.experts(tokens, routed)
         if self.shared is not None:
             output = output + self.shared(tokens)
         output = output.view_as(hidden)
-        return (output if residual is None else residual + output), routed.sums
+        return (output if residual is None else residual + output), routed.statistics
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the module, keeping its buffers in fp32.

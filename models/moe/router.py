@@ -27,17 +27,17 @@ from ...kernels.moe.routing import (
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 
 STATISTIC_NAMES = ("load_balancing_loss", "z_loss", "entropy", "dropped", "assignments", "calls")
-"""Names of the entries of `Routing.sums` after the tokens per expert."""
+"""Names of the entries of `Routing.statistics` after the tokens per expert."""
 
 
 class Routing(NamedTuple):
     """Expert assignments of the tokens of one call.
 
     Attributes:
-        choice: expert indices (tokens, topk) and their gates.
-        kept: bool (tokens, topk), False for assignments dropped at capacity or of padding; None keeps all.
+        assignment: expert indices (tokens, topk) and their gates.
+        keep_mask: bool (tokens, topk), False for assignments dropped at capacity or of padding; None keeps all.
         capacity: maximal tokens per expert, None for no limit.
-        sums: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `SUMS`.
+        statistics: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `SUMS`.
     """
 
     assignment: RoutingResult

@@ -28,7 +28,7 @@ class LoRAMLP(MLP):
     Args:
         base: MLP on the meta device, whose modules are reused.
         lora: LoRA settings, which target at least one of the projections.
-        is_one_operation: use the fused kernel in training on a GPU, see `LoRASlice.can_fuse_mlp`; otherwise,
+        fused: use the fused kernel in training on a GPU, see `LoRASlice.can_fuse_mlp`; otherwise,
             and elsewhere, run the projections separately.
     """
 

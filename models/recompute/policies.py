@@ -32,7 +32,7 @@ class RecomputePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FullRecompute:
-    """Full recompute of the first `number` layers, saving one input per chunk of `chunk` layers.
+    """Full recompute of the first `num_layers` layers, saving one input per chunk of `chunk_size` layers.
 
     With chunks of one layer, activation checkpointing is inside the compiled graph of the layer: the compiler fuses the
     recomputation into the backward and drops what is not needed, above all the last matmul.
@@ -95,8 +95,8 @@ class CoreAttentionRecompute:
 
     Attributes:
         numbers: indices of the layers.
-        own: apply to self-attention; False if its backend saves no scores.
-        cross: apply to cross-attention, likewise.
+        self_attention: apply to self-attention; False if its backend saves no scores.
+        cross_attention: apply to cross-attention, likewise.
     """
 
     numbers: Sequence[int]
@@ -153,10 +153,10 @@ def recompute_policies(
     """Yield the recompute policies of a stack.
 
     Args:
-        described: slice of the stack.
+        stack_slice: slice of the stack.
         decisions: attention backends of the model by label.
-        own: label of the stack's self-attention in training.
-        cross: label of its cross-attention in training; None without.
+        self_attention: label of the stack's self-attention in training.
+        cross_attention: label of its cross-attention in training; None without.
         offloads: CPU offloading is active, which requires a GPU.
     """
     recompute = stack_slice.recompute

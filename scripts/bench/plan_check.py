@@ -326,7 +326,7 @@ def main() -> None:
             print(f"{number}: {sampled.name}: {plan.allocated / GIB:.1f} GiB at {plan.memory.peak.where}, {time}")
         return
     until = deadline(arguments.seconds)
-    report = table(check(arguments.seed, arguments.runs, arguments.together, arguments.results, until))
+    report = table(check(arguments.seed, arguments.runs, arguments.merged, arguments.results, until))
     print(report)
     if arguments.report:
         arguments.report.write_text(report)

@@ -109,7 +109,7 @@ def machine() -> Row:
 
 
 def print_row(name: str, measure: Callable[[], Row]) -> None:
-    """Run one contender in this process and print its row, or a row with the failure, for `run_alone` to read."""
+    """Run one contender in this process and print its row, or a row with the failure, for `run_in_process` to read."""
     try:
         row = measure()
     except Exception as error:  # the table shows whatever a peer raises

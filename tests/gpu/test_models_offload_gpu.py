@@ -281,7 +281,7 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, steps_without_sync: l
 def test_offload_is_built_for_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
     copies_of = build.copy_engine_factory
-    monkeypatch.setattr(build, "copies_of", lambda device: (made.append(device), copies_of(device))[1])
+    monkeypatch.setattr(build, "copy_engine_factory", lambda device: (made.append(device), copies_of(device))[1])
     keys = GPTKeys.model_validate({**STACK, "encoder_seq_length": TOKENS, "cpu_offloading": True})
     facts: Any = {"device": "cuda", "dtype": torch.bfloat16, "flags": AttentionFlags(), "micro_batch_size": 1}
     form = BatchSpec(seq_length=TOKENS)

@@ -128,7 +128,7 @@ def install(patch: Any = None) -> None:
     """
     least_size = 512
     replace, change = (setattr, operator.setitem) if patch is None else (patch.setattr, patch.setitem)
-    replace(build, "copies_of", lambda device: DeferredCopies)
+    replace(build, "copy_engine_factory", lambda device: DeferredCopies)
     for part in (ActivationOffload, WeightOffload):
         defaults: Any = part.__init__.__kwdefaults__
         change(defaults, "least_size", least_size)

@@ -164,7 +164,7 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
             rows = torch.cat([field.long() for _, field in sorted(fields.items())], dim=1).numpy()
             sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
         steps.append(sums)
-        targets.append(int(batch.targets))
+        targets.append(int(batch.num_targets))
         training_step(module, batch, batch_idx)
 
     if changes.pop("offloads", False):

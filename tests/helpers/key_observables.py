@@ -105,7 +105,7 @@ def router_calls(harness: ConfigHarness, changes: Changes) -> Any:
     model = harness.model(changes)
     (router, *_) = (layer.router for layer in find_moe_layers(model).values())
     seen: list[torch.dtype] = []
-    router.register_forward_hook(lambda _module, _arguments, routed: seen.append(routed.choice.gates.dtype))
+    router.register_forward_hook(lambda _module, _arguments, routed: seen.append(routed.assignment.gates.dtype))
     model.loss(torch.arange(8)[None], torch.arange(8)[None], 1.0).backward()
     return seen
 
@@ -439,7 +439,7 @@ def device(harness: ConfigHarness, changes: Changes) -> Any:
 
 def arithmetic(harness: ConfigHarness, changes: Changes) -> Any:
     chosen = plan(harness, changes)
-    return chosen.weights, chosen.main_weights, chosen.autocast
+    return chosen.param_dtype, chosen.main_weights, chosen.autocast_dtype
 
 
 def activation(harness: ConfigHarness, changes: Changes) -> Any:
@@ -476,7 +476,7 @@ def tokens_of_file(harness: ConfigHarness, changes: Changes) -> Any:
     model = harness.folder / "tokenizer.model"
     model.write_bytes(b"a model")
     stub = CharTokenizer.from_texts([harness.text.read_text() + "\0"])
-    harness.monkeypatch.setattr(sentencepiece_tokenizer, "define", lambda *_: stub)
+    harness.monkeypatch.setattr(sentencepiece_tokenizer, "build_sentencepiece_tokenizer", lambda *_: stub)
     files = tokenizer_files(harness)
     if changes[TOKENIZER + "library"] == "sentencepiece":
         files = {TOKENIZER + "model": str(model)}

@@ -42,10 +42,10 @@ class ThreadRanks(DistributedContext):
         super().__init__(rank, world_size)
         self._gathered = gathered
 
-    def apart(self) -> DistributedContext:
+    def with_own_group(self) -> DistributedContext:
         return self
 
-    def gather(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         self._gathered.texts[self.rank] = text
         self._gathered.barrier.wait()
         texts = list(self._gathered.texts)

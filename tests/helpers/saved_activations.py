@@ -52,7 +52,7 @@ def simulate_cuda(monkeypatch: Any) -> Iterator[None]:
         for module in _BY_TRITON:
             patch.setattr(module, "triton_runs_on", lambda tensor: True)
         for module in (permute, expert_mlps):
-            patch.setattr(module, "by_triton", lambda tensor: True)
+            patch.setattr(module, "use_triton", lambda tensor: True)
         patch.setattr(ops, "_check_triton_serves", lambda q: None)
         # on a GPU dropout saves its mask as bool
         patch.setattr(torch.nn.functional, "dropout", lambda x, p, *_: torch.native_dropout(x, p, True)[0])

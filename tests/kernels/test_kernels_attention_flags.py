@@ -34,7 +34,7 @@ def test_flags_default_to_on() -> None:
     assert not read_flags({}).notes()
     assert {*FIELD_OF, *LEVELS} == set(SUPPORTED_FLAGS)
     assert len(KNOWN_FLAGS) == len(set(KNOWN_FLAGS))
-    assert {*FIELD_OF.values(), "debug", "given"} == {field.name for field in fields(AttentionFlags)}
+    assert {*FIELD_OF.values(), "debug", "set_variables"} == {field.name for field in fields(AttentionFlags)}
 
 
 @looped("name", FIELD_OF)

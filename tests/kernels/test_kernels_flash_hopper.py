@@ -224,7 +224,7 @@ def hopper_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         answers.append(serves(*arguments))
         return answers[-1]
 
-    monkeypatch.setattr(ops, "serves", watched)
+    monkeypatch.setattr(ops, "supports", watched)
     return answers
 
 
@@ -275,7 +275,7 @@ def test_accuracy_with_slopes(hopper_calls: list[bool], head_dim: int, causal: b
 @CAUSAL
 @HEAD_DIMS
 def test_portable_kernels_are_as_accurate(monkeypatch: pytest.MonkeyPatch, head_dim: int, causal: bool) -> None:
-    monkeypatch.setattr(ops, "serves", lambda *_: False)
+    monkeypatch.setattr(ops, "supports", lambda *_: False)
     for reach in (0, 100):
         case = Case(head_dim=head_dim, causal=causal, queries=257, keys=300, heads=4, groups=2, reach=reach)
         assert_accurate(flash_attention, case, torch.bfloat16, "cuda")

@@ -49,7 +49,7 @@ SHAPES = [(6, 40), (8, 1024), (34, 1500), (1200, 24)]
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 def test_gradients_are_those_of_fp64(rows: int, width: int, twice: bool, device: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(rms_norm_residual, "MAX_PROGRAMS", 12)
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 12)
     zero_centered = width == 40
     stream, weight, outer = case(rows, width, torch.float32, device)
     outer = outer[: 2 + twice]
@@ -85,7 +85,7 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
 def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
     rows: int, width: int, learns: bool, biased: bool, device: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(rms_norm_residual, "MAX_PROGRAMS", 12)
+    monkeypatch.setattr(module, "MAX_PROGRAMS", 12)
     zero_centered, out = width == 40, 16
     stream, gain, (on, *_) = case(rows, width, torch.float32, device)
     generator = torch.Generator().manual_seed(1)

@@ -298,7 +298,7 @@ def test_the_custom_operation_is_well_formed():
 
 @pytest.mark.parametrize("onto", [None, torch.zeros(24, 16)])
 def test_keeps_tokens_and_first_projection_only(onto):
-    case = make(24, 3, 2, 16, 40) | {"onto": onto}
+    case = make(24, 3, 2, 16, 40) | {"residual": onto}
     for name in ("hidden", "gates", "up", "down"):
         case[name].requires_grad_()
     saved: list[torch.Tensor] = []

@@ -147,7 +147,7 @@ def test_the_experts_add_to_the_stream_where_nothing_is_between(
     """And a step is the same as where the layer adds what they give."""
     added: list[bool] = []
     to_stream, run = Experts.add_to_residual, MoE.forward_with_statistics
-    monkeypatch.setattr(Experts, "added_to", lambda self, *given: added.append(True) or to_stream(self, *given))
+    monkeypatch.setattr(Experts, "add_to_residual", lambda self, *given: added.append(True) or to_stream(self, *given))
     ours = gpt(normalization="rmsnorm", **keys)
     told = train(ours)
     assert bool(added) == together
@@ -157,7 +157,7 @@ def test_the_experts_add_to_the_stream_where_nothing_is_between(
         output, sums = run(self, *given, **more)
         return (output if onto is None else onto + output), sums
 
-    monkeypatch.setattr(MoE, "run", runs_apart)
+    monkeypatch.setattr(MoE, "forward_with_statistics", runs_apart)
     torch.testing.assert_close(told, train(apart), rtol=1e-12, atol=0.0)
     expected = gradients(apart)
     for name, gradient in gradients(ours).items():
@@ -254,10 +254,10 @@ def test_the_expert_bias_moves_the_choice_and_no_gate() -> None:
     tokens, share = torch.randn(9, 32, dtype=torch.float64), torch.ones(())
     bias = torch.tensor([0.0, 0.0, 100.0, 0.0])
     free, pushed = router(tokens, torch.zeros(4), share), router(tokens, bias, share)
-    assert set(pushed.choice.experts.flatten().tolist()) == {2}
-    assert len(set(free.choice.experts.flatten().tolist())) > 1
+    assert set(pushed.assignment.experts.flatten().tolist()) == {2}
+    assert len(set(free.assignment.experts.flatten().tolist())) > 1
     probabilities = (tokens @ router.weight.T).softmax(dim=1)
-    torch.testing.assert_close(pushed.choice.gates[:, 0], probabilities[:, 2])
+    torch.testing.assert_close(pushed.assignment.gates[:, 0], probabilities[:, 2])
 
 
 def test_a_token_above_capacity_gets_nothing_but_the_shared_expert() -> None:
@@ -298,7 +298,7 @@ def test_router_arithmetic_is_wide_in_a_narrow_model() -> None:
     layer = find_moe_layers(model)["decoder.layers.0.mlp"]
     tokens = torch.randn(32, 32).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        choice: RoutingResult = layer.router(tokens, None, torch.ones(())).choice
+        choice: RoutingResult = layer.router(tokens, None, torch.ones(())).assignment
     logits = tokens.float() @ layer.router.weight.float().T
     expected = logits.topk(2, dim=1)
     assert choice.gates.dtype == torch.float32

@@ -50,7 +50,7 @@ def t5(*, encoder: bool, **form: Any) -> T5:
     """With experts in one of its stacks."""
     stacks = {"encoder": STACK if encoder else DENSE, "decoder": DENSE if encoder else STACK}
     keys = T5Keys.model_validate({name: stack | RELATIVE for name, stack in stacks.items()})
-    model = built(keys, decoder_length=WRITTEN, **form)
+    model = built(keys, decoder_seq_length=WRITTEN, **form)
     assert isinstance(model, T5)
     return model
 

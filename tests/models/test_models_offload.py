@@ -392,7 +392,7 @@ def test_chunks_are_fetched_before_the_backward_reads_them(size: int, layers: in
     copies.check_all_freed()
 
 
-@pytest.mark.parametrize("broken", ["host", "send"])
+@pytest.mark.parametrize("broken", ["allocate_host", "copy_to_host"])
 def test_a_host_without_memory_is_one_error_and_leaves_nothing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-made entries die in silence (an error in `__del__` is a warning, which fails here), and steps go on."""
     model = model_of()
@@ -491,7 +491,7 @@ def test_activations_and_weights_of_a_model_share_a_slab(monkeypatch: pytest.Mon
     make = copy_engine_factory(torch.device("cuda", 0))
     assert make is not None
     made: list[Any] = [make() for _ in range(4)]
-    buffers = [copies.host(1000) for copies in made]
+    buffers = [copies.allocate_host(1000) for copies in made]
     assert len({buffer.untyped_storage().data_ptr() for buffer in buffers}) == 1
     assert len({buffer.data_ptr() for buffer in buffers}) == 4
     assert [copies.host_bytes for copies in made] == [host_copies.SLAB_BYTES] * 4

@@ -274,7 +274,7 @@ def test_slices_become_parts_of_the_stacks(monkeypatch: pytest.MonkeyPatch) -> N
     enable_offloading(model, described, lambda: (made.append(DeferredCopies()), made[-1])[1])
     assert len(made) == 2  # weights do not queue behind activations
     assert part.activation_offload is not None
-    assert part.activation_offload.layers == LAYERS - 1
+    assert part.activation_offload.num_layers == LAYERS - 1
     assert part.weight_offload is not None
 
 

@@ -188,7 +188,7 @@ def test_bf16_and_autocast_are_as_good_as_their_dtype(monkeypatch: pytest.Monkey
     dtypes: list[torch.dtype] = []
     real = PackedSequences.from_documents
     monkeypatch.setattr(
-        PackedSequences, "of", lambda numbers, **how: dtypes.append(how["dtype"]) or real(numbers, **how)
+        PackedSequences, "from_documents", lambda numbers, **how: dtypes.append(how["dtype"]) or real(numbers, **how)
     )
     tokens, _, documents = batch()
     truth = gpt().hidden_states(tokens, documents)
@@ -270,7 +270,9 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     made: list[PackedSequences] = []
     given: list[PackedSequences] = []
     real = PackedSequences.from_documents
-    monkeypatch.setattr(PackedSequences, "of", lambda *args, **options: made.append(real(*args, **options)) or made[-1])
+    monkeypatch.setattr(
+        PackedSequences, "from_documents", lambda *args, **options: made.append(real(*args, **options)) or made[-1]
+    )
     model = gpt(num_layers=3)
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda _, args: given.append(args[3]))
@@ -285,7 +287,9 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
 def test_no_mask_is_made_for_a_backend_that_takes_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PackedSequences] = []
     real = PackedSequences.from_documents
-    monkeypatch.setattr(PackedSequences, "of", lambda *args, **options: made.append(real(*args, **options)) or made[-1])
+    monkeypatch.setattr(
+        PackedSequences, "from_documents", lambda *args, **options: made.append(real(*args, **options)) or made[-1]
+    )
     tokens, labels, documents = batch()
     losses, gradients = [], []
     for backend in ("unfused", "triton"):

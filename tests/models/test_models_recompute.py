@@ -97,7 +97,7 @@ def t5(**changes: Any) -> T5:
     stack = STACK | {"position_embedding_type": "relative", "num_layers": 3}
     of = {name: changes.pop(name, {}) for name in ("encoder", "decoder")}
     keys = {name: stack | changes | own for name, own in of.items()} | {"seq_length": TOKENS}
-    model = built(T5Keys.model_validate(keys), decoder_length=8, padded=True)
+    model = built(T5Keys.model_validate(keys), decoder_seq_length=8, padded=True)
     assert isinstance(model, T5)
     return model
 

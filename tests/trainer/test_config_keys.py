@@ -177,7 +177,7 @@ def test_settings_of_a_feature_share_one_error(monkeypatch: pytest.MonkeyPatch) 
     assert problem.key == "model.fp8"
     to_come = KeyRow("model.future.*", KeyState.NOT_YET, "a feature to come")
     monkeypatch.setattr(
-        key_states, "row_of", lambda path, *_: to_come if path.startswith("model.future.") else find_row(path)
+        key_states, "find_row", lambda path, *_: to_come if path.startswith("model.future.") else find_row(path)
     )
     (problem,) = problems(*(f"+model.future.k{i}=1" for i in range(9))).values()
     assert len(problem.related) == 6

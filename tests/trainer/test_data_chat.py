@@ -155,7 +155,7 @@ def test_a_hostile_template_ends_in_one_line(name: str) -> None:
     ids=["loops", "nested"],
 )
 def test_a_template_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
+    monkeypatch.setattr(chat_template, "RENDER_TIMEOUT", 1.0)
     with (
         pytest.raises(UserError, match=r"stopped: it exceeded the limit of 1 seconds|needs more than"),
         ChatTemplate(source).start_renderer() as renderer,
@@ -236,7 +236,7 @@ def test_a_conversation_that_a_template_refuses_is_named(tmp_path: Path) -> None
     refused = Chat([{"role": "system", "content": "Be  brief"}, *CHAT])
     with pytest.raises(UserError, match=r"begins with 'Be brief': .* it says: Only user and assistant"):
         list(encode_chats([Chat(CHAT), refused], tokenizer, answer_only=True))
-    placed = refused._replace(where="line 7 of chats.jsonl")
+    placed = refused._replace(location="line 7 of chats.jsonl")
     with pytest.raises(UserError, match=r"^line 7 of chats\.jsonl, the conversation that begins with 'Be brief': "):
         list(encode_chats([Chat(CHAT), placed], tokenizer, answer_only=True))
 

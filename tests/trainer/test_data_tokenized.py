@@ -294,7 +294,7 @@ def test_a_record_of_very_many_inputs_is_read(tmp_path):
 
 def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path):
     class OfTwo(DistributedContext):
-        def raise_together(self, error):
+        def raise_on_all_ranks(self, error):
             assert error is None
 
     made = {}

@@ -106,7 +106,7 @@ def test_the_plan_counts_what_is_kept_and_copied() -> None:
         root = load("experiment=llama_1b_bench", *given, batch).root
         return make_plan(root, gpu_target(root, parse_gpu("h100"), 2)).memory
 
-    layer = planned("bf16-true", "bf16", 1).layers[0].memory.parameters
+    layer = planned("bf16-true", "bf16", 1).layers[0].memory.num_parameters
     for precision, asked, micro_batches, sums, copy in (
         ("bf16", "fp32", 1, True, 0),
         ("bf16", "fp32", 2, True, 0),
@@ -118,7 +118,7 @@ def test_the_plan_counts_what_is_kept_and_copied() -> None:
         memory, same = (
             planned(precision, key, micro_batches) for key in (asked, "fp32" if precision == "bf16" else "bf16")
         )
-        assert (memory.held.gradient_sums > 0) == sums
+        assert (memory.persistent.gradient_sums > 0) == sums
         of_layers = [
             next(moment for moment in each.moments if moment.where.startswith("layer 3,")).working
             for each in (memory, same)

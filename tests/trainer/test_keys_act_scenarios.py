@@ -139,7 +139,7 @@ def a_process_that_waits_gives_up(harness: ConfigHarness) -> None:
         timeouts.append(timeout)
         raise UserError("enough")
 
-    harness.monkeypatch.setattr(elastic_entry, "join", join)
+    harness.monkeypatch.setattr(elastic_entry, "init_distributed", join)
     harness.monkeypatch.setenv("RANK", "0")
     harness.monkeypatch.setenv("WORLD_SIZE", "2")
     for changes in ({}, {TRAINER + "process_timeout": 7.0}):
@@ -316,7 +316,9 @@ def layers_lie_in_host_memory(harness: ConfigHarness) -> None:
         assert "`model.cpu_offloading` (True) has no effect on cpu" in harness.printed(auto)
     made: list[DeferredCopies] = []
     install_deferred_copies(harness.monkeypatch)
-    harness.monkeypatch.setattr(build, "copies_of", lambda device: lambda: (made.append(DeferredCopies()), made[-1])[1])
+    harness.monkeypatch.setattr(
+        build, "copy_engine_factory", lambda device: lambda: (made.append(DeferredCopies()), made[-1])[1]
+    )
 
     def sent(changes: Changes) -> int:
         """Bytes that a forward copies to the host of a pretended GPU."""
@@ -530,7 +532,7 @@ def installed_data_get_their_arguments(harness: ConfigHarness) -> None:
     for module_name in (
         "trainer.data.sources.dataset_plugins",
         "trainer.data.build_datasets",
-        "trainer.fields.rules.data_rules",
+        "trainer.config.rules.data_rules",
     ):
         harness.monkeypatch.setattr(f"stoker.{module_name}.dataset_plugins", lambda: {"mine": point})
     changes = {DATA + "data_impl": "mine", DATA + "path": None}

@@ -177,7 +177,7 @@ def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path,
         raise UserError("cannot write the run's logs", EXIT_IO)
 
     def fail(self):
-        monkeypatch.setattr(RunLogger, "note", refuse)
+        monkeypatch.setattr(RunLogger, "log_to_file", refuse)
         raise UserError("cannot write checkpoint", EXIT_IO)
 
     monkeypatch.setattr("stoker.trainer.callbacks.train_loop.TrainLoopCallback._reduce_flags", fail)

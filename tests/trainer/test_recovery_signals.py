@@ -320,7 +320,7 @@ def test_running_out_of_memory_is_two_lines_and_the_checkpoint_stays(tmp_path, m
 
 def test_a_stop_that_only_another_process_has_seen_before_the_first_step_is_a_stop_here(tmp_path):
     class Other(DistributedContext):
-        def agree_now(self, flags):
+        def all_reduce_flags(self, flags):
             return flags | StopFlag.TERMINATED
 
     result = run_training(tiny_config(tmp_path), Other())

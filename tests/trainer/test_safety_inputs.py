@@ -366,7 +366,7 @@ def test_wicked_chat_templates(
 ) -> None:
     """They are rendered in a process of their own, which is all that is started."""
     pytest.importorskip("jinja2")
-    monkeypatch.setattr("stoker.trainer.data.tasks.chat_template.SECONDS", 1.0 if kind == "time" else 20.0)
+    monkeypatch.setattr("stoker.trainer.data.tasks.chat_template.RENDER_TIMEOUT", 1.0 if kind == "time" else 20.0)
     template, says = TEMPLATES[kind]
     (place.folder / "chat_template.jinja").write_text(template.replace("MARKER", str(place.marker)))
     chat = place.folder.parent / "chat.jsonl"

@@ -119,8 +119,8 @@ def test_generate_answers_with_the_names_of_sentinels(
         read.extend(prompts)
         yield from ([token] for token in following)
 
-    monkeypatch.setattr(text_generator.DecodeLoop, "run", run)
-    monkeypatch.setattr(text_generator.DecodeLoop, "end", lambda *_: None)
+    monkeypatch.setattr(text_generator.DecodeLoop, "generate", run)
+    monkeypatch.setattr(text_generator.DecodeLoop, "finish_row", lambda *_: None)
     assert main.main(["generate", "--checkpoint", str(trained / "run"), "--prompt", "<extra_id_2>"]) == 0
     assert read == [[ids[2], tokenizer.eos_id]]
     assert capsys.readouterr().out == "<extra_id_0>x\n"

@@ -144,7 +144,7 @@ def test_what_is_found_is_transformers(make: Any, case: dict[str, Any]) -> None:
             ended = 1 in text
             ends.add(ended)
             assert list(mine.tokens) == (text[: text.index(1)] if ended else text)
-            assert mine.ended == ended
+            assert mine.ended_by_eos == ended
             assert mine.score == pytest.approx(float(theirs.sequences_scores[row]), rel=1e-4, abs=1e-5)
     assert True in ends
 

@@ -17,7 +17,7 @@ def parameters(dtype=torch.float32, seed=0):
 
 
 def averages(ema):
-    return {name: piece.local for name, piece in ema.pieces().items()}
+    return {name: piece.local for name, piece in ema.local_shards().items()}
 
 
 def train(weights, step):

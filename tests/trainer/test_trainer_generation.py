@@ -143,7 +143,7 @@ def test_a_text_that_has_ended_makes_no_other_be_read_again(monkeypatch: pytest.
         begun.append(tokens.shape[1])
         return begin(self, tokens, lengths)
 
-    monkeypatch.setattr(GPTDecoder, "begin", counted)
+    monkeypatch.setattr(GPTDecoder, "prefill", counted)
     written = generator(model, context).generate([long, [7]], StoppingCriteria(11, eos_ids={first}))
     assert written[0].tokens == []
     assert len(written[1].tokens) == 11
@@ -396,7 +396,7 @@ def test_a_conversation_goes_through_the_template(
         stops.extend(limits.stop_strings)
         return write(self, prompts, limits, *rest)
 
-    monkeypatch.setattr(Generator, "write", seen)
+    monkeypatch.setattr(Generator, "generate", seen)
     file = tmp_path / "prompts.jsonl"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     file.write_text(json.dumps({"messages": messages}) + '\n{"prompt": "hello"}\n')

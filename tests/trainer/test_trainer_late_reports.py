@@ -41,13 +41,13 @@ CLOCKS = ("time", "step_seconds", "tokens_per_second", "memory_gib", "mfu")
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_load, "can_draw", lambda: False)
+    monkeypatch.setattr(expert_load, "has_matplotlib", lambda: False)
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ordinary reports are finished after the next step, whatever the device."""
-    monkeypatch.setattr(train_loop, "runs_behind", lambda device: True)
+    monkeypatch.setattr(train_loop, "is_async", lambda device: True)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"validation {number}")
 
     monkeypatch.setattr(LanguageModule, "training_step", stepped)
-    monkeypatch.setattr(RunLogger, "report", reported)
+    monkeypatch.setattr(RunLogger, "log_step", reported)
     monkeypatch.setattr(RunLogger, "log_validation", validated)
     return found
 
@@ -119,7 +119,7 @@ def test_figures_and_checkpoints_are_those_of_reports_at_once(tmp_path: Path, mo
     """With experts, a checkpoint right after a step whose line is not made yet, and a run that is cut there."""
     settings = EXPERTS | {"trainer__max_steps": 6, "trainer__val_check_interval": 6}
     run_training(tiny_config(tmp_path / "at once", **settings))
-    monkeypatch.setattr(train_loop, "runs_behind", lambda device: True)
+    monkeypatch.setattr(train_loop, "is_async", lambda device: True)
     run_training(tiny_config(tmp_path / "late", **settings))
     assert lines(tmp_path / "late") == lines(tmp_path / "at once")
     assert states(tmp_path / "late") == states(tmp_path / "at once")
@@ -237,13 +237,15 @@ class Reported:
         self.device = device
         self.reports: list[StepReport] = []
         self.observers = observers or ProfilerList([], print)
-        self.module: Any = SimpleNamespace(step=0, lr=0.0, device=torch.device("cuda", 0), take_unread=self.take_unread)
-        journal: Any = SimpleNamespace(report=self.report, say=print)
+        self.module: Any = SimpleNamespace(
+            step=0, lr=0.0, device=torch.device("cuda", 0), read_metrics_async=self.read_metrics_async
+        )
+        journal: Any = SimpleNamespace(log_step=self.report, log=print)
         policy = LossMonitor(0, None, LoopState.model_validate({}))
         rates = ThroughputFactors(tokens_per_sample=10, flops_per_token=1.0, peak_flops=None)
         self.step_reports = StepReporter(journal, policy, rates, lambda step: 3 * step, self.observers, None)
 
-    def take_unread(self) -> Callable[[], list[tuple[float, float]]]:
+    def read_metrics_async(self) -> Callable[[], list[tuple[float, float]]]:
         sent = self.device.event()
         sent.record(None)
 
@@ -301,7 +303,7 @@ def test_a_slow_host_is_part_of_the_steps_it_belongs_to(device: Device) -> None:
 
 
 def test_a_profile_that_is_written_before_the_line_is_no_part_of_its_step(device: Device) -> None:
-    profiler: Any = SimpleNamespace(aside=0.0)
+    profiler: Any = SimpleNamespace(overhead_seconds=0.0)
     observers = ProfilerList([], print)
     observers._observers = [profiler]
     profiler.phase = ProfilerList([], print).phase
@@ -312,7 +314,7 @@ def test_a_profile_that_is_written_before_the_line_is_no_part_of_its_step(device
     run.step_reports.start(run.module, restart=True)
     run.step(20.0)
     device.host = device.busy_until + 1000.0  # it waits for the device, and takes its time
-    profiler.aside += 1000.0
+    profiler.overhead_seconds += 1000.0
     run.step_reports.finish()
     run.step_reports.start(run.module, restart=True)
     run.step_reports.finish()
@@ -401,10 +403,10 @@ def test_a_report_begins_without_a_wait_and_says_the_same(
         with forbid_device_sync():
             begin(self, module, restart=restart)
 
-    monkeypatch.setattr(StepReporter, "begin", watched)
+    monkeypatch.setattr(StepReporter, "start", watched)
     run_training(tiny_config(tmp_path / "late", **settings))
     assert told.index("step 3") < told.index("line 2") < told.index("step 4")
-    monkeypatch.setattr(train_loop, "runs_behind", lambda device: False)
+    monkeypatch.setattr(train_loop, "is_async", lambda device: False)
     run_training(tiny_config(tmp_path / "at once", **settings))
     assert lines(tmp_path / "late") == lines(tmp_path / "at once")
     assert states(tmp_path / "late") == states(tmp_path / "at once")

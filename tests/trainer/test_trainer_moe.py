@@ -347,7 +347,7 @@ def lines(directory):
 def unbroken(tmp_path_factory):
     directory = tmp_path_factory.mktemp("moe") / "unbroken"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_load, "can_draw", lambda: False)
+        patch.setattr(expert_load, "has_matplotlib", lambda: False)
         run_training(tiny_config(directory, **MOE, exp_manager__create_csv_logger=True))
     return directory
 
@@ -399,7 +399,7 @@ def test_a_dense_model_has_no_figures_of_experts(tmp_path, capsys):
 
 
 def test_without_matplotlib_a_run_says_what_is_missing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(expert_load, "can_draw", lambda: False)
+    monkeypatch.setattr(expert_load, "has_matplotlib", lambda: False)
     run_training(tiny_config(tmp_path, **MOE, trainer__max_steps=2, trainer__limit_val_batches=0))
     assert capsys.readouterr().out.count("pip install 'stoker[plots]'") == 1
     assert [path.name for path in tmp_path.glob("expert_load*")] == ["expert_load.json"]

@@ -143,7 +143,7 @@ def test_the_picture(tmp_path):
 
 
 def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_load, "can_draw", lambda: False)
+    monkeypatch.setattr(expert_load, "has_matplotlib", lambda: False)
     load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
     load.save(plot=True, last=True)
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
@@ -151,9 +151,9 @@ def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, monkeypat
 
 def test_a_picture_that_fails_is_told_once_and_stops_nothing(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(expert_load, "can_draw", lambda: True)
+    monkeypatch.setattr(expert_load, "has_matplotlib", lambda: True)
     load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3), report=said.append)  # type: ignore[arg-type]
-    monkeypatch.setattr(ExpertLoadHistory, "draw", lambda self: 1 / 0)
+    monkeypatch.setattr(ExpertLoadHistory, "write_png", lambda self: 1 / 0)
     load.save(plot=True, last=True)
     load.save(plot=True, last=True)
     assert said == ["warning: the expert load cannot be plotted: ZeroDivisionError: division by zero"]
@@ -169,13 +169,13 @@ def test_a_full_disk_ends_the_run_with_its_code(tmp_path, monkeypatch):
 def test_pictures_take_a_small_part_of_the_time(tmp_path, monkeypatch):
     now, drawn = [0.0], []
     monkeypatch.setattr(expert_load.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(expert_load, "can_draw", lambda: True)
+    monkeypatch.setattr(expert_load, "has_matplotlib", lambda: True)
 
     def draw(self):
         drawn.append(now[0])
         now[0] += 1.0
 
-    monkeypatch.setattr(ExpertLoadHistory, "draw", draw)
+    monkeypatch.setattr(ExpertLoadHistory, "write_png", draw)
     load = ExpertLoadMetrics({}, ranks=None, load_map=filled(tmp_path / "x.json", 3))  # type: ignore[arg-type]
     while now[0] < 120:
         load.save(plot=True)

@@ -52,7 +52,7 @@ def host_of(optimizer):
 
 
 def state(optimizer):
-    return {name: piece.local.clone() for name, piece in optimizer.pieces().items()}
+    return {name: piece.local.clone() for name, piece in optimizer.local_shards().items()}
 
 
 def check_equal(model, optimizer, other, other_optimizer):
@@ -251,7 +251,7 @@ def test_a_bucket_comes_while_one_is_updated_and_one_leaves():
     events, count = copies.events, len(moves)
     at = {event: place for place, event in enumerate(events)}
     assert count > NUM_SLOTS + 1
-    assert all(len(bucket.copies) == 1 for bucket in moves)  # so that numbers of copies are those of buckets
+    assert all(len(bucket.transfers) == 1 for bucket in moves)  # so that numbers of copies are those of buckets
     for number in range(count):
         assert at["fetch", number] < at["fetched", number] < at["update", number] < at["send", number]
         if number + 1 < count:  # the next one is on its way before this one is updated
@@ -332,7 +332,7 @@ def pretend(monkeypatch):
     def copies(keys, device):
         return StreamCopies() if keys.cpu_offloading_optimizer else None
 
-    monkeypatch.setattr(optimizer_factory, "host_copies", copies)
+    monkeypatch.setattr(optimizer_factory, "host_copy_engine", copies)
     monkeypatch.setattr(base_optimizer, "plan_buckets", lambda states, _: plan_buckets(states, BUCKET))
 
 

@@ -255,7 +255,7 @@ each = pytest.mark.parametrize("kind", OPTIMIZER_FACTORIES)
 
 
 def everything(model, optimizer):
-    return [*model.parameters(), *(piece.local for piece in optimizer.pieces().values())]
+    return [*model.parameters(), *(piece.local for piece in optimizer.local_shards().values())]
 
 
 @each

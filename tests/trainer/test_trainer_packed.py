@@ -77,7 +77,9 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
 ) -> None:
     seen: list[torch.Tensor] = []
     real = PackedSequences.from_documents
-    monkeypatch.setattr(PackedSequences, "of", lambda numbers, **how: seen.append(numbers) or real(numbers, **how))
+    monkeypatch.setattr(
+        PackedSequences, "from_documents", lambda numbers, **how: seen.append(numbers) or real(numbers, **how)
+    )
     planned: list[bool] = []
     plan = parts.plan_model
 

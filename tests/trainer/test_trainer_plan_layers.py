@@ -272,7 +272,7 @@ def test_what_is_offloaded_is_where_the_engine_has_it(monkeypatch):
     for number, layer in enumerate(model.decoder.layers):
         layer.register_full_backward_pre_hook(lambda *_, number=number: held.update({number: copies.held}))
     loss = model.loss(tokens, tokens, 1.0)
-    monkeypatch.setattr(timeline, "LEAST_SIZE", 1)
+    monkeypatch.setattr(timeline, "MIN_OFFLOAD_BYTES", 1)
     plan = memory_plan(facts)
     assert sum(map(offloaded_bytes, plan.layers)) == pytest.approx(engine.sent_bytes, rel=0.01)
     loss.backward()

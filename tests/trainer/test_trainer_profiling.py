@@ -27,9 +27,9 @@ CPU = torch.device("cpu")
 
 def run_steps(observer, steps, work=lambda number: None):
     for number in range(1, steps + 1):
-        observer.before(number)
+        observer.on_step_start(number)
         work(number)
-        observer.after(number)
+        observer.on_step_end(number)
     observer.close()
 
 

@@ -347,7 +347,7 @@ def test_an_interval_that_has_passed_saves_at_once_on_one_process(tmp_path):
 
 
 def test_bits_per_byte_that_a_tokenizer_does_not_give_decide_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(ByteTokenizer, "token_bytes", lambda tokenizer: np.zeros(tokenizer.vocab_size, np.int64))
+    monkeypatch.setattr(ByteTokenizer, "token_byte_counts", lambda tokenizer: np.zeros(tokenizer.vocab_size, np.int64))
     stopping = {"monitor": "bits_per_byte", "strict": True}
     keys = {"exp_manager__create_early_stopping_callback": True, "trainer__max_steps": 4}
     with pytest.raises(UserError, match=r"early_stopping_callback_params.monitor. \(bits_per_byte\) is never measured"):

@@ -30,7 +30,7 @@ class LossMonitor:
 
     Attributes:
         skipped_steps: steps skipped since the start of training because gradients were not finite.
-        skipped_in_a_row: number of consecutive skipped steps up to the last one.
+        consecutive_skipped_steps: number of consecutive skipped steps up to the last one.
     """
 
     def __init__(self, max_skipped_steps: int, spike_threshold: float | None, state: LoopState) -> None:

@@ -43,7 +43,7 @@ class ExpertLoadMetrics:
         per_layer: names of the layers with per-layer metrics.
         load_map: load history file, on rank 0 only.
         state: `sums` to resume from.
-        say: prints a message.
+        report: prints a message.
 
     Attributes:
         sums: statistics since the last regular report; empty right after one. Saved in every checkpoint, so that a
@@ -208,7 +208,7 @@ def build_expert_load_metrics(
         ranks: ranks of the run.
         resumed_at: step the run resumes from.
         state: `ExpertLoadMetrics.sums` at that step.
-        say: prints a message.
+        report: prints a message.
     """
     layers = find_moe_layers(model)
     if not layers:

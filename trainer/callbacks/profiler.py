@@ -30,7 +30,7 @@ class Profiler(Protocol):
     """Interface of a profiler.
 
     Attributes:
-        aside: total profiling overhead in seconds, such as writing a trace, to be excluded from step times.
+        overhead_seconds: total profiling overhead in seconds, such as writing a trace, to be excluded from step times.
     """
 
     overhead_seconds: float
@@ -57,8 +57,8 @@ class ProfilerList:
     """A list of profilers; one that cannot write its files is dropped with a warning, and the run continues.
 
     Args:
-        observers: the profilers, in the order in which they are called.
-        say: logs a line.
+        profilers: the profilers, in the order in which they are called.
+        log: logs a line.
     """
 
     def __init__(self, profilers: Sequence[Profiler], log: LogFunction) -> None:
@@ -125,7 +125,7 @@ def build_profilers(
         root: configuration with `trainer.profiler`, `trainer.profile_steps` and `model.memory_profile`.
         directory: the run directory; profiles go to its subdirectory `profile`.
         device: device of this process.
-        say: logs a line.
+        log: logs a line.
         rank: rank of this process. Times and traces are those of rank 0.
         steps_before: completed steps of the run when this process starts, for file names.
     """
@@ -207,7 +207,7 @@ class TraceProfiler(_StepRange):
         first: first traced step of this process.
         last: last traced step of this process.
         device: device to trace besides the CPU.
-        say: logs a line of the table.
+        log: logs a line of the table.
         steps_before: completed steps of the run when this process starts, for file names.
     """
 
@@ -271,7 +271,7 @@ class PhaseTimer:
 
     Args:
         directory: output directory of `times.txt`.
-        say: logs a line of the table.
+        log: logs a line of the table.
         clock: returns the time in seconds.
     """
 
@@ -337,7 +337,7 @@ class MemorySnapshotRecorder(_StepRange):
         first: first recorded step of this process.
         last: last recorded step of this process.
         device: the CUDA device.
-        say: logs a line.
+        log: logs a line.
         rank: rank of this process.
         steps_before: completed steps of the run when this process starts, for file names.
     """

@@ -59,11 +59,11 @@ class StepReporter:
     """Report training steps, synchronously or deferred by one step.
 
     Args:
-        journal: the run's logger.
-        policy: monitors the metrics of every step.
-        rates: tokens and FLOPs of a sample.
+        logger: the run's logger.
+        monitor: monitors the metrics of every step.
+        throughput: tokens and FLOPs of a sample.
         consumed_samples: number of samples trained on after a number of steps.
-        observers: profilers, whose overhead is excluded from step times.
+        profilers: profilers, whose overhead is excluded from step times.
         expert_load: statistics of the expert load; None without experts.
     """
 

@@ -49,27 +49,28 @@ class TrainLoopCallback(pl.Callback):
 
     Args:
         root: the configuration.
-        journal: the run's logger.
-        stop: signals and time limits of this process.
-        rates: tokens and FLOPs of a sample, for throughput and MFU.
+        logger: the run's logger.
+        stop_handler: signals and time limits of this process.
+        throughput: tokens and FLOPs of a sample, for throughput and MFU.
         validate: runs the validation; None without one.
         save: saves a checkpoint; None without checkpoints.
-        checkpoints: the directory `save` writes to.
+        checkpoint_directory: the directory `save` writes to.
         consumed_samples: number of samples trained on after a number of steps.
         state: loop state of the checkpoint the run resumes from.
-        metrics: metrics of the step the run resumes from.
-        agree: all-reduces the flags of all ranks; called once after every step, and between validation batches.
-        answers_late: `agree` is asynchronous and returns the result of the previous call.
-        average: exponential moving average of the weights, or None.
-        observers: profilers.
+        resumed_metrics: metrics of the step the run resumes from.
+        all_reduce_flags: all-reduces the flags of all ranks; called once after every step, and between validation
+            batches.
+        flags_are_async: `all_reduce_flags` is asynchronous and returns the result of the previous call.
+        ema: exponential moving average of the weights, or None.
+        profilers: profilers.
         expert_load: statistics of the expert load; None without experts.
 
     Attributes:
         validation: the last validation result.
         validation_pending: the validation of the last step was interrupted and is still to be run.
         checkpoint: the last checkpoint written.
-        stopped_by: why training stopped before `max_steps`, or None. Set at construction if the resumed run had already
-            been ended by early stopping.
+        stop_reason: why training stopped before `max_steps`, or None. Set at construction if the resumed run had
+            already been ended by early stopping.
     """
 
     def __init__(

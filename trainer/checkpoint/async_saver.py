@@ -18,11 +18,11 @@ class CheckpointSaver:
     Args:
         directory: directory of the `step-N` checkpoints.
         ranks: the ranks that write together.
-        clean: called by rank 0 after each complete checkpoint, to apply retention.
-        beside: write in a background thread while training continues; ranks then use a separate process group.
+        apply_retention: called by rank 0 after each complete checkpoint, to apply retention.
+        async_save: write in a background thread while training continues; ranks then use a separate process group.
 
     Raises:
-        UserError: (from `save` and `finish`) the disk is full, read-only or not writable.
+        UserError: (from `save` and `wait`) the disk is full, read-only or not writable.
     """
 
     def __init__(

@@ -191,7 +191,7 @@ class Checkpoint:
         """Load the weights into a model of the same geometry, in place.
 
         Args:
-            model: its `base_tensors` (for an adapter, `trained_of`) tensors are filled; DTensors are supported.
+            model: its `base_tensors` (for an adapter, `trainable_tensors`) tensors are filled; DTensors are supported.
             cast: convert dtypes that differ from the model's instead of raising.
 
         Raises:

@@ -43,7 +43,7 @@ class RunDirectory:
         checkpoints: directory of the `step-N` checkpoints.
         locks: file descriptors that lock the run directory, and a `checkpoints` directory elsewhere, while open; None
             if files cannot be locked.
-        made: directories created for this run, removed on exit if the run fails before `save_run_record`.
+        created: directories created for this run, removed on exit if the run fails before `save_run_record`.
     """
 
     path: Path

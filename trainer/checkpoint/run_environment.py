@@ -42,7 +42,7 @@ def describe_environment(device: torch.device, environ: Mapping[str, str] | None
 
     Args:
         device: device of the run.
-        variables: environment of the process, of which the relevant variables are recorded; None records none.
+        environ: environment of the process, of which the relevant variables are recorded; None records none.
     """
     packages: dict[str, str] = {}
     for name in _PACKAGES:

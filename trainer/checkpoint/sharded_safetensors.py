@@ -73,8 +73,8 @@ def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, ca
 
     Args:
         paths: all files of a kind.
-        wanted: local shards by name; the files together must hold exactly these tensors, in full.
-        any_dtype: convert values of other dtypes instead of raising.
+        shards: local shards by name; the files together must hold exactly these tensors, in full.
+        cast: convert values of other dtypes instead of raising.
 
     Raises:
         DamagedFileError: a file is not safetensors, or rows are missing or duplicated.
@@ -117,10 +117,10 @@ class FullTensors:
 
 
 class OverlaidTensors:
-    """The tensors of `below`, overridden by those of `above`.
+    """The tensors of `base`, overridden by those of `override`.
 
     Attributes:
-        facts: dtype and shape by name, of the tensor that is read.
+        specs: dtype and shape by name, of the tensor that is read.
     """
 
     def __init__(self, base: FullTensors, override: FullTensors) -> None:

@@ -29,7 +29,7 @@ class ArgumentParser(argparse.ArgumentParser):
     """Parser of one subcommand; invalid arguments raise `UserError` with a suggested fix.
 
     Args:
-        words: the arguments after the subcommand.
+        arguments: the arguments after the subcommand.
         settings: arguments of `argparse.ArgumentParser`.
     """
 

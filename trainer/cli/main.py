@@ -44,7 +44,7 @@ class Verb:
     """A subcommand.
 
     Attributes:
-        about: one-line description for the overview.
+        summary: one-line description for the overview.
         composes: takes configuration overrides only: `train`, `finetune`, `config`.
         accepts_imports: accept `--import`.
     """

@@ -96,8 +96,8 @@ def sweep(
         config_name: see `load_run_config`.
         config_dir: see `load_run_config`.
         overrides: overrides of the command line, some with several values.
-        start: runs a job.
-        say: prints to standard error.
+        run_job: runs a job.
+        log: prints to standard error.
         finetune: load each job as `stoker finetune` does.
 
     Returns:
@@ -331,7 +331,7 @@ def _run_one(run: SweepRun, start: RunJob, say: Callable[[str], None]) -> SweepR
     except UserError as error:
         code, problem = error.exit_code, error.lines[0]
         say("\n".join(error.lines))
-    return replace(run, exit_code=code, problem=problem, figures=read_metrics(run))
+    return replace(run, exit_code=code, error=problem, metrics=read_metrics(run))
 
 
 @contextmanager

@@ -32,8 +32,8 @@ class SweepRun:
         placement: placement of the processes.
         directory: the run directory.
         exit_code: exit code; None if it has not run.
-        problem: first line of the error.
-        figures: last step, and the last and best value of the metric that ranks checkpoints.
+        error: first line of the error.
+        metrics: last step, and the last and best value of the metric that ranks checkpoints.
     """
 
     job: Job
@@ -65,8 +65,8 @@ def read_record(directory: Path, jobs: Sequence[Job], can_resume: bool, director
     Args:
         directory: the sweep directory.
         jobs: the jobs of the current sweep.
-        resumes: resuming an earlier sweep is enabled.
-        elsewhere: the keys to change for another directory, for messages.
+        can_resume: resuming an earlier sweep is enabled.
+        directory_keys: the keys to change for another directory, for messages.
 
     Raises:
         UserError: the directory holds another sweep, or one that may not be resumed.
@@ -97,7 +97,7 @@ def read_record(directory: Path, jobs: Sequence[Job], can_resume: bool, director
 def mark_finished(run: SweepRun, recorded: dict[str, Any]) -> SweepRun:
     """Mark a job as done if it was already finished with the same configuration."""
     if recorded.get("exit_code") == EXIT_OK and recorded.get("configuration") == run.config.digest:
-        return replace(run, exit_code=EXIT_OK, figures=read_metrics(run))
+        return replace(run, exit_code=EXIT_OK, metrics=read_metrics(run))
     return run
 
 

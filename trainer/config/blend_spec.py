@@ -19,7 +19,7 @@ class Blend:
     Attributes:
         paths: as written by the user.
         weights: one per path; all 1 if none were given.
-        weighted: weights were given.
+        has_weights: weights were given.
     """
 
     paths: tuple[str, ...]

@@ -43,7 +43,7 @@ class Composition:
         tree: keys and values as written.
         origins: file and line of each leaf, `conf/model/x.yaml:12`.
         files: the files, in merge order.
-        packaged: leaves set by a file of this package.
+        packaged_paths: leaves set by a file of this package.
         notes: notes on content that is ignored.
     """
 

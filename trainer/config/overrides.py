@@ -55,7 +55,7 @@ class ParsedOverrides:
     """Parsed overrides by kind.
 
     Attributes:
-        choices: group choices, for Hydra.
+        group_choices: group choices, for Hydra.
         value_overrides: value overrides, in the order given.
         problems: overrides that could not be parsed or contradict each other.
     """

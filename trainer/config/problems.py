@@ -45,7 +45,7 @@ class Problem:
         origin: origin of the value.
         rule: the violated rule, with the actual value.
         fix: the way out; empty if the rule implies it.
-        also: other keys the rule concerns, with values and origins.
+        related: other keys the rule concerns, with values and origins.
     """
 
     key: str

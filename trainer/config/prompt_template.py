@@ -26,7 +26,7 @@ class PromptTemplate:
         ValueError: it does not end with the answer, contains it twice, or has an unmatched brace.
 
     Attributes:
-        names: the fields in order, the answer last.
+        fields: the fields in order, the answer last.
     """
 
     def __init__(self, text: str, label_key: str) -> None:

@@ -99,7 +99,7 @@ def checkpoint_directory(root: RootBlock, run_directory: Path) -> Path:
 
     Args:
         root: the configuration.
-        run: the run directory.
+        run_directory: the run directory.
 
     Raises:
         UserError: the path is invalid.

@@ -18,7 +18,7 @@ class Corruption(NamedTuple):
 
 
 def clipped_geometric_mean(mean: float, max_length: int) -> float:
-    """Return the mean of a geometric distribution with `mean` after clipping to `longest`."""
+    """Return the mean of a geometric distribution with `mean` after clipping to `max_length`."""
     return mean * (1 - (1 - 1 / mean) ** max_length)
 
 

@@ -134,10 +134,10 @@ def find_base_of_adapter(checkpoint: Checkpoint, base_path: Path | None = None) 
 
     Args:
         checkpoint: a full model or an adapter.
-        named: current path of the base weights; None for the path recorded in the checkpoint.
+        base_path: current path of the base weights; None for the path recorded in the checkpoint.
 
     Raises:
-        UserError: the base weights do not exist, or `named` is given but the checkpoint has no base weights.
+        UserError: the base weights do not exist, or `base_path` is given but the checkpoint has no base weights.
     """
     if not checkpoint.is_adapter or checkpoint.state.base is None:
         if base_path is not None:

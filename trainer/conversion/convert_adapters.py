@@ -66,7 +66,7 @@ def convert_adapter(
         dtype: output dtype; None keeps the dtype of each tensor.
         tokenizer: `--tokenizer`, for a merged Hugging Face model.
         model_type: `--model-type`, the architecture of the base in transformers.
-        average: `--ema`, use the moving average of the trained parameters.
+        ema: `--ema`, use the moving average of the trained parameters.
 
     Returns:
         Summary lines.

@@ -75,7 +75,7 @@ class MappedModel:
         tokenizer: tokenizer loaded from them.
         placed: mapping of each parameter.
         geometry: attention geometry of the model.
-        left_out: names of weights that stoker does not support and skips.
+        skipped: names of weights that stoker does not support and skips.
     """
 
     architecture: Architecture
@@ -133,7 +133,7 @@ class HFSource:
 
     Attributes:
         path: the folder or file.
-        fields: name of the source of `config`, for messages.
+        config_name: name of the source of `config`, for messages.
         config: fields of config.json.
         architecture: Hugging Face architecture.
         tensors: weights.

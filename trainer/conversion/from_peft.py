@@ -172,7 +172,7 @@ def convert_adapter_tensors(
         folder: the adapter.
         root: configuration of the model, including `model.peft`.
         tokenizer: tokenizer of the model.
-        wanted: names and shapes of the trainable parameters.
+        shapes: names and shapes of the trainable parameters.
 
     Raises:
         UserError: the adapter does not match; lists the differences.

@@ -86,7 +86,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
             loaded, and damaged ones are reported on standard error. Or a Hugging Face folder.
         device_name: `auto` (a CUDA GPU if there is one, else the CPU), `cpu`, `cuda` or `mps`.
         base: current path of the base weights of an adapter; None for the path recorded in the checkpoint.
-        average: load the EMA of the trained weights.
+        ema: load the EMA of the trained weights.
 
     Raises:
         UserError: there is no usable model or no such device, or the base weights of an adapter are missing.

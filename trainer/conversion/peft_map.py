@@ -49,7 +49,7 @@ class LoRATarget:
     """A stoker linear layer, or one projection of all experts of a layer, and its Hugging Face modules.
 
     Attributes:
-        ours: stoker names of A and B.
+        parameter_names: stoker names of A and B.
         modules: Hugging Face module names; for experts all of expert 0 first.
         placed: mapping of the weight.
         is_moe: A and B have a leading expert dimension.

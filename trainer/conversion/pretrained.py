@@ -35,7 +35,7 @@ class PretrainedWeights:
     Attributes:
         path: the `step-N` directory or Hugging Face folder.
         checkpoint: the stoker checkpoint; None for a Hugging Face folder.
-        complaints: one message for each damaged checkpoint that was skipped.
+        warnings: one message for each damaged checkpoint that was skipped.
     """
 
     path: Path

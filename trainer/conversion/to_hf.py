@@ -102,7 +102,7 @@ def convert_to_hf(
         model_type: architecture; None for the first that supports the model.
         shard_bytes: maximum file size; a larger tensor gets a file of its own.
         base: base weights to merge the adapter in `source` into; None for a whole model.
-        average: convert the moving average of the weights.
+        ema: convert the moving average of the weights.
 
     Returns:
         Summary lines.

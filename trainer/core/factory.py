@@ -322,7 +322,7 @@ def build_graph_capture(
 ) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
-    With `enable_cuda_graph: null`, a capture that runs out of memory is logged with `say` and falls back to eager.
+    With `enable_cuda_graph: null`, a capture that runs out of memory is logged with `log` and falls back to eager.
     """
     if not uses_cuda_graph(root, device, world_size, model.attention_decisions):
         return None

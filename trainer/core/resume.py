@@ -145,7 +145,7 @@ def check_resume_compatibility(
 
     Args:
         checkpoint: the checkpoint to resume from.
-        now: state of the run at step 0.
+        current: state of the run at step 0.
         tokenizer_document: tokenizer of the run.
         root: configuration of the run.
 

@@ -81,9 +81,9 @@ class MicroBatchIndices(NamedTuple):
     """Micro batches of one rank in one step.
 
     Attributes:
-        first: data position of the first sample of the global batch.
-        size: micro batch size.
-        numbers: micro batch indices; micro batch j starts at sample first + j * size.
+        first_sample: data position of the first sample of the global batch.
+        micro_batch_size: micro batch size.
+        indices: micro batch indices; micro batch j starts at sample first + j * size.
     """
 
     first_sample: int
@@ -96,7 +96,7 @@ class RankBatchSampler:
     """Batch sampler of one rank: its micro batches of every step.
 
     Attributes:
-        plan: batch plan of the run.
+        schedule: batch plan of the run.
         micro_batch_size: samples per micro batch.
         rank: rank of this process.
         world_size: number of ranks.

@@ -56,11 +56,11 @@ class Data:
         fingerprint: SHA-256 of the text (a name for mock data): equal data have equal fingerprints. Of tokenized data
             only blocks spread evenly over the ids are hashed.
         description: one paragraph for the log.
-        token_bytes: number of UTF-8 bytes of each token id, int64 [V]; converts nats per token to bits per byte.
+        token_byte_counts: number of UTF-8 bytes of each token id, int64 [V]; converts nats per token to bits per byte.
         corpus: the text by split; None for tokenized, mock, plugin and paired data.
         pairs: text pairs of an encoder-decoder model by split; None for all other data.
         examples: fine-tuning examples of a GPT by split; None for all other data.
-        has_own_splits: the pairs or examples come with their own splits; `model.data.splits_string` is ignored.
+        has_predefined_splits: the pairs or examples come with their own splits; `model.data.splits_string` is ignored.
     """
 
     tokenizer: Tokenizer

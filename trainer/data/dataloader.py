@@ -55,9 +55,9 @@ class GlobalBatch:
     """Local samples of one optimizer step.
 
     Attributes:
-        numbers: indices of the micro batches in the global batch.
+        indices: indices of the micro batches in the global batch.
         fields: tensors by name, [B, ...]. `labels` is int64, with `IGNORE_INDEX` at ignored positions.
-        targets: fp32 scalar tensor, the number of local labels that are not ignored; its sum over ranks is the
+        num_targets: fp32 scalar tensor, the number of local labels that are not ignored; its sum over ranks is the
             denominator of every micro batch's loss.
     """
 
@@ -162,8 +162,8 @@ class PrefetchingDataLoader:
     """Dataloader over an endless sequence of global batches.
 
     Args:
-        samples: training dataset.
-        parts: batch sampler of this rank.
+        dataset: training dataset.
+        batch_sampler: batch sampler of this rank.
         device: device to copy batches to.
         num_workers: worker processes; 0 uses a thread.
     """

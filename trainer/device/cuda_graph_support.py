@@ -30,7 +30,7 @@ def uses_cuda_graph(
     Args:
         root: the configuration.
         device: device of this process.
-        processes: number of processes of the run.
+        world_size: number of processes of the run.
         decisions: see `cuda_graph_unsupported_reason`.
 
     Raises:
@@ -50,7 +50,7 @@ def cuda_graph_unsupported_reason(
     Args:
         root: the configuration.
         device: device of this process.
-        processes: number of processes of the run.
+        world_size: number of processes of the run.
         decisions: attention backend decisions in training, which make some recomputation a no-op; None if unknown, then
             all recomputation counts.
     """

@@ -19,7 +19,7 @@ def deterministic_algorithms(mode: bool | Literal["warn"]) -> Iterator[None]:
     """Context in which torch uses deterministic algorithms only.
 
     Args:
-        wish: `trainer.deterministic`; an operation without a deterministic algorithm raises (True) or warns (`warn`).
+        mode: `trainer.deterministic`; an operation without a deterministic algorithm raises (True) or warns (`warn`).
     """
     if not mode:
         yield

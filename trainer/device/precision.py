@@ -16,9 +16,9 @@ class PrecisionPlan:
 
     Attributes:
         name: description for the log.
-        weights: dtype of the model's parameters.
+        param_dtype: dtype of the model's parameters.
         main_weights: the optimizer keeps and updates fp32 copies of lower-precision parameters.
-        autocast: compute dtype (torch.autocast) if it differs from that of the weights, else None.
+        autocast_dtype: compute dtype (torch.autocast) if it differs from that of the weights, else None.
     """
 
     name: str

@@ -19,11 +19,11 @@ class Placement:
     Attributes:
         world_size: number of processes.
         ranks_per_node: processes per node.
-        node: rank of this node.
-        nodes: number of nodes.
+        node_rank: rank of this node.
+        num_nodes: number of nodes.
         rank: rank of this process, if torchrun or srun started one process per device; None if the launcher starts
             them.
-        address: rendezvous host and port, or None for a single-node run started by the launcher.
+        rendezvous: rendezvous host and port, or None for a single-node run started by the launcher.
     """
 
     world_size: int

@@ -25,7 +25,7 @@ def run_with_restarts(
         config: run configuration.
         placement: processes on this node.
         restarts: maximum number of restarts without a new checkpoint.
-        say: prints a message.
+        report: prints a message.
         imports: modules given by `--import`.
 
     Raises:

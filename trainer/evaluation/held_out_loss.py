@@ -98,10 +98,10 @@ def evaluate(
         limit_batches: maximum number of batches; None for all.
         device: device of the model.
         ranks: ranks that evaluate together; each gets the total result. None: this process alone.
-        is_told_to_stop: called after each batch but the last; must return the same value on all ranks.
+        should_stop: called after each batch but the last; must return the same value on all ranks.
 
     Raises:
-        StoppedError: `is_told_to_stop` returned True.
+        StoppedError: `should_stop` returned True.
         ValueError: `batch_size` or `limit_batches` below 1.
         UserError: all labels are ignored.
     """

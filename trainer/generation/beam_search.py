@@ -50,7 +50,7 @@ class Hypothesis:
     Attributes:
         score: length-normalized log-probability.
         tokens: token ids, without the eos token.
-        ended: finished by an eos token, not by the length limit.
+        ended_by_eos: finished by an eos token, not by the length limit.
     """
 
     score: float
@@ -129,10 +129,10 @@ def run_beam_search(
         decoder: decoder with `beams` consecutive rows per prompt.
         prompts: token ids, none empty.
         search: beam search settings.
-        most: maximum number of new tokens.
+        max_new_tokens: maximum number of new tokens.
         eos_ids: eos token ids.
         device: device of the decoder.
-        within: returns the autocast context of a step.
+        autocast: returns the autocast context of a step.
         decoder_start_id: decoder start token of T5, as in `DecodeLoop`; None for GPT.
 
     Returns:

@@ -40,13 +40,13 @@ class DecodeLoop:
     Args:
         decoder: the model with the KV cache of a batch.
         sampling: sampling parameters.
-        most: maximum number of new tokens per sequence.
-        vocabulary: number of logits per row.
+        max_new_tokens: maximum number of new tokens per sequence.
+        vocab_size: number of logits per row.
         device: device of the decoder.
-        within: returns the autocast context of a step.
-        start: decoder start token of an encoder-decoder; None for a decoder-only model, which continues its prompts. In
-            that case sequences that fill the KV cache continue from their last half.
-        recorded: allow CUDA graph capture of a step.
+        autocast: returns the autocast context of a step.
+        decoder_start_id: decoder start token of an encoder-decoder; None for a decoder-only model, which continues its
+            prompts. In that case sequences that fill the KV cache continue from their last half.
+        cuda_graph: allow CUDA graph capture of a step.
     """
 
     def __init__(

@@ -131,8 +131,8 @@ class TextStreamer:
 
     Args:
         tokenizer: decodes ids to bytes.
-        stop: strings that end the text; not included in it.
-        names: text of tokens without text of their own, such as sentinels.
+        stop_strings: strings that end the text; not included in it.
+        token_names: text of tokens without text of their own, such as sentinels.
     """
 
     def __init__(

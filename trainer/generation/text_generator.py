@@ -35,7 +35,7 @@ class GenerationOutput:
     Attributes:
         tokens: generated token ids without the eos token, including those of a stop string.
         text: generated text up to the first stop string, without it.
-        ended: ended by an eos token or stop string, not by the length limit.
+        is_finished: ended by an eos token or stop string, not by the length limit.
     """
 
     tokens: list[int]
@@ -49,8 +49,8 @@ class StoppingCriteria:
 
     Attributes:
         max_new_tokens: maximum number of new tokens.
-        stop: stop strings; the text ends before them.
-        ends: eos token ids; None uses the tokenizer's eos.
+        stop_strings: stop strings; the text ends before them.
+        eos_ids: eos token ids; None uses the tokenizer's eos.
     """
 
     max_new_tokens: int
@@ -69,7 +69,7 @@ class Generator:
         precision: precision plan.
         device: device of the model.
         context: context length of a GPT; a longer sequence is truncated to its last half and continued.
-        names: text for tokens without one, such as sentinels.
+        token_names: text for tokens without one, such as sentinels.
 
     Raises:
         UserError: the model cannot generate text.
@@ -392,7 +392,7 @@ def generate_batch(
     stop_ids: Collection[int] | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
 ) -> list[GenerationOutput]:
-    """Generate texts with a restored checkpoint, see `Generator.write`.
+    """Generate texts with a restored checkpoint, see `Generator.generate`.
 
     Args:
         restored: the checkpoint.

@@ -101,9 +101,9 @@ class CapturedMicroBatches:
         run: forward and backward of a micro batch (tensors by name, loss denominator); returns the detached loss. It
             must not synchronize with the device.
         parameters: parameters of the model.
-        give_up: called with a warning when capture fails, for instance because a graph keeps the memory of a micro
+        on_failure: called with a warning when capture fails, for instance because a graph keeps the memory of a micro
             batch reserved; the run continues without graphs. None: raise instead.
-        record: `record`, or a substitute for tests without a CUDA device.
+        capture: `capture`, or a substitute for tests without a CUDA device.
     """
 
     def __init__(

@@ -36,14 +36,15 @@ class LanguageModule(pl.LightningModule):
         model: a model with `batch_loss(fields, denominator)`, as all families have.
         optimizer: optimizer of the parameters of `model`.
         schedule: learning rate by completed steps.
-        feed: dataloader of global batches, starting at `step`.
+        dataloader: dataloader of global batches, starting at `step`.
         precision: autocast of the forward pass.
         seed: seed of dropout, combined with step and micro batch.
         step: completed optimizer steps.
         ranks: the ranks of the run.
         data_parallel: the data-parallel strategy of the model; None for one process.
-        recorder: wraps the function that runs a micro batch with CUDA graph capture, see `cuda_graph.py`; None: eager.
-        experts: expert load balancing, called before and after each step; None without experts.
+        graph_capture: wraps the function that runs a micro batch with CUDA graph capture, see `cuda_graph.py`; None:
+            eager.
+        expert_balancer: expert load balancing, called before and after each step; None without experts.
 
     Attributes:
         unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.
@@ -145,7 +146,7 @@ class LanguageModule(pl.LightningModule):
         """Start copying loss and gradient norm of the steps since the last call to the host, oldest first.
 
         Returns:
-            A function that waits for the values and returns them: with `ExpertLoadMetrics.take`, the only host sync.
+            A function that waits for the values and returns them: with `ExpertLoadMetrics.collect`, the only host sync.
         """
         if not self.pending_metrics:
             return list

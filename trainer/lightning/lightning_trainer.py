@@ -22,7 +22,8 @@ def fit(
 ) -> None:
     """Run Lightning's training loop from the module's step to `max_steps`.
 
-    The trainer is barebones: logging, validation, checkpointing and precision are implemented by `loop` and `module`.
+    The trainer is barebones: logging, validation, checkpointing and precision are implemented by `callback` and
+        `module`.
     It launches no processes, whatever the cluster environment.
     """
     with _quiet_lightning():

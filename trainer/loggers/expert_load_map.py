@@ -122,7 +122,7 @@ class ExpertLoadHistory:
         atomic_write(self._path, text.encode() + b"\n")
 
     def write_png(self) -> None:
-        """Write the heat map, unless it is up to date; requires `can_draw()`.
+        """Write the heat map, unless it is up to date; requires `has_matplotlib()`.
 
         Raises:
             OSError: the file cannot be written.

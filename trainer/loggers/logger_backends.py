@@ -280,8 +280,8 @@ class BackgroundLogger:
     The first error of the thread is raised once, by the next `log`; records that could not be sent are counted.
 
     Args:
-        sink: the wrapped logger.
-        seconds_to_finish: longest time `close` waits for queued records.
+        logger: the wrapped logger.
+        close_timeout: longest time `close` waits for queued records.
     """
 
     def __init__(self, logger: MetricLogger, close_timeout: float = _CLOSE_TIMEOUT_SECONDS) -> None:

@@ -20,15 +20,15 @@ from .step_report import StepReport
 
 
 class RunLogger:
-    """Log metrics and lines of a run to files, terminal and loggers. Active on rank 0; `silent` on the others.
+    """Log metrics and lines of a run to files, terminal and loggers. Active on rank 0; `disabled` on the others.
 
     A context manager: on exit it closes everything, and the loggers learn if the run failed.
 
     Args:
-        directory: the run directory; None writes nothing (`silent`).
-        panel: the terminal; None prints nothing.
+        directory: the run directory; None writes nothing (`disabled`).
+        progress: the terminal; None prints nothing.
         resumed_at: the step the run resumes from; metrics of later steps are dropped, as those steps are run again.
-        validates_again: also drop the validation metrics of that step.
+        drop_validation: also drop the validation metrics of that step.
 
     Raises:
         UserError: the files cannot be written (exit code 74).

@@ -21,7 +21,7 @@ class StepReport:
         tokens_per_second: throughput over the same time.
         mfu: model FLOPs over the dense bf16 peak of all devices of the run.
         memory_gib: peak memory of the device, or of the process on a CPU.
-        experts: expert load since the last regular report (`ExpertLoadMetrics.take`); empty without experts.
+        experts: expert load since the last regular report (`ExpertLoadMetrics.collect`); empty without experts.
     """
 
     step: int

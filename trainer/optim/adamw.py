@@ -30,7 +30,7 @@ class AdamW(Optimizer):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         scale_parameter: multiply the learning rate of a weight, but not its weight decay, by its RMS, at least
-            `LEAST_SIZE`.
+            `MIN_RMS`.
         fused: rows of each projection of a fused weight, by suffix of the parameter name; `scale_parameter` takes the
             RMS of each projection separately.
         common: the other arguments of `Optimizer`.
@@ -108,7 +108,7 @@ class AdamW(Optimizer):
         return [rows]
 
     def _rms(self, mains: list[Tensor], counts: list[int]) -> Tensor:
-        """Return the RMS of each weight, at least `LEAST_SIZE`, from its local shard and its full element count."""
+        """Return the RMS of each weight, at least `MIN_RMS`, from its local shard and its full element count."""
         norms = torch._foreach_norm(mains, 2, dtype=arithmetic_dtype(mains[0]))  # pyright: ignore[reportPrivateImportUsage]
         shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])  # pyright: ignore[reportPrivateImportUsage]
         return self.sum_over_shards(torch.stack(shares).square()).sqrt().clamp(min=MIN_RMS)

@@ -24,9 +24,9 @@ class EMA:
         decay: decay per update.
         every_n_steps: steps between updates.
         cpu_offload: keep the averages in host memory.
-        settle: synchronize with pending copies of weights to host memory; called before the host reads them.
-        piece_of: returns the local shard of a weight that this rank averages.
-        spread: all-gather the weights; called after this rank's shards have changed.
+        wait_for_copies: synchronize with pending copies of weights to host memory; called before the host reads them.
+        local_shard: returns the local shard of a weight that this rank averages.
+        all_gather_weights: all-gather the weights; called after this rank's shards have changed.
     """
 
     def __init__(

@@ -37,7 +37,8 @@ class HostState:
     Attributes:
         plan: as given.
         memory: all host memory, uint8.
-        tensors: views of the state in host memory by key, for each group and parameter; call `settle` before reading.
+        tensors: views of the state in host memory by key, for each group and parameter; call `synchronize` before
+            reading.
     """
 
     def __init__(self, plan: BucketPlan, copies: CopyEngine) -> None:

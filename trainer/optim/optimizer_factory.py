@@ -121,7 +121,7 @@ def min_state_elements(keys: AnyModelBlock, vocab_size: int, trainable: int | No
     Args:
         keys: configuration of the model.
         vocab_size: vocabulary size of the tokenizer.
-        trained: number of trainable parameters, if others are frozen; None: all.
+        trainable: number of trainable parameters, if others are frozen; None: all.
     """
     parameters = count_parameters(keys, vocab_size) if trainable is None else trainable
     kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)

@@ -71,7 +71,7 @@ class BucketSlice:
     Attributes:
         index: index of the parameter in its group.
         state: locations of its state tensors in the memory of the bucket.
-        cut: element range `start, stop`, if the bucket has only these, as vectors; None: all.
+        element_range: element range `start, stop`, if the bucket has only these, as vectors; None: all.
     """
 
     index: int
@@ -90,7 +90,7 @@ class Bucket:
     Attributes:
         group: index of the parameter group.
         slices: parameters, in order.
-        copies: transfers between host memory and the bucket's memory.
+        transfers: transfers between host memory and the bucket's memory.
         size: bytes of the bucket's memory.
     """
 
@@ -135,7 +135,7 @@ def plan_buckets(groups: Sequence[Sequence[StateShape]], bucket_bytes: int = BUC
 
     Args:
         groups: state shapes, for each group and each parameter in it.
-        limit: maximal bytes of a bucket; a state that must be on the device as a whole may be larger.
+        bucket_bytes: maximal bytes of a bucket; a state that must be on the device as a whole may be larger.
     """
     homes: list[tuple[Mapping[str, TensorLocation], ...]] = []
     buckets: list[Bucket] = []

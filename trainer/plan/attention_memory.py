@@ -25,9 +25,9 @@ class SavedTensors(NamedTuple):
     Attributes:
         part: of the layer: `stream`, `norm`, `attention`, `scores`, `mlp`, `activation`, `experts`, `dropout`,
             `weights`.
-        size: bytes per micro batch.
+        num_bytes: bytes per micro batch.
         module: entry of `activations_checkpoint_modules` that recomputes it; None if no entry does.
-        also: a second entry that is required as well; None without.
+        also_requires: a second entry that is required as well; None without.
         alternative_module: another entry that recomputes it by itself; None without.
     """
 
@@ -49,7 +49,7 @@ class AttentionMemory:
     """Memory of one attention.
 
     Attributes:
-        kept: tensors saved for the backward pass, except the input of the first projection.
+        saved: tensors saved for the backward pass, except the input of the first projection.
         working: peak working memory of the backward pass in bytes: gradients and accumulators.
         working_recomputed: the same if its scores are recomputed.
         beside_scores: bytes saved additionally (or fewer, if negative) then: inputs of the scores instead of copies.
@@ -68,7 +68,7 @@ class AttentionTokens:
     Attributes:
         queries: tokens projected to queries.
         keys: tokens projected to keys and values.
-        across: cross-attention, with a separate projection for keys and values.
+        is_cross: cross-attention, with a separate projection for keys and values.
     """
 
     queries: int

@@ -17,9 +17,9 @@ class LossMemory:
 
     Attributes:
         forward: peak bytes of the forward pass: chunks of logits, gradients of the head's weight and of its input.
-        kept: bytes saved for the backward pass: both gradients.
+        saved: bytes saved for the backward pass: both gradients.
         backward: peak bytes of the backward pass, which scales the gradients (in place on a GPU).
-        parameters: number of parameters of the head, whose gradient exists from then on.
+        num_parameters: number of parameters of the head, whose gradient exists from then on.
     """
 
     forward: int

@@ -71,7 +71,7 @@ class ByteWidths:
     Attributes:
         weights: of parameters and their gradients.
         compute: of matmul operands.
-        stream: of the residual stream.
+        residual: of the residual stream.
     """
 
     weights: int
@@ -101,11 +101,12 @@ class StackInputs:
         compiled: layers run through torch.compile.
         trained_projections: projections whose weights or LoRA updates are trained, and which therefore save their
             input.
-        spares_norms: these projections save the residual stream, not the norm's output; see `models.normed_linear`.
+        skips_norm_outputs: these projections save the residual stream, not the norm's output; see
+            `models.normed_linear`.
         fused_lora_mlp: MLPs with LoRA run as one fused operation; see `kernels.lora_gated_mlp`.
         lora_experts: experts have LoRA updates; see `kernels.moe.lora_experts`.
         trains_router: the MoE router is trained.
-        begins: index of the first layer whose backward pass runs.
+        first_trained_layer: index of the first layer whose backward pass runs.
     """
 
     name: str
@@ -147,10 +148,10 @@ class RunInputs:
     """All inputs of an estimate.
 
     Attributes:
-        keys: configuration of the model and its batches.
+        model_config: configuration of the model and its batches.
         target: device and software.
         family: configuration of the model family.
-        form: shape of a sample.
+        batch_spec: shape of a sample.
         stacks: stacks in forward order.
         precision: dtypes of the run.
         layout: sharding layout; None for one process.
@@ -238,7 +239,7 @@ def collect_inputs(
     peft = peft_slice(keys.peft)
     layer_form = form  # prompt tuning lengthens the sequences that layers see
     if isinstance(peft, PromptSlice):
-        layer_form = replace(form, length=form.seq_length + peft.virtual_tokens)
+        layer_form = replace(form, seq_length=form.seq_length + peft.virtual_tokens)
     decisions: dict[str, BackendSelection] = {}
     for planned in plan_attentions(family, layer_form, common):
         calls: dict[CallKind, AttentionCall] = {"training": planned.calls["training"]}

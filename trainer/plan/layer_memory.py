@@ -34,14 +34,14 @@ class LayerMemory:
         has_experts: it is an MoE layer, whose second norm is recomputed only together with the experts.
         scores_recompute_bytes: additional (or, if negative, fewer) bytes saved if attention scores are recomputed.
         activation_recompute_bytes: bytes saved only if the activation function of the MLP is recomputed.
-        mlp: tensors saved by the MLP or the experts if nothing is recomputed, except their normalized input.
+        mlp_saved: tensors saved by the MLP or the experts if nothing is recomputed, except their normalized input.
         other_saved: all other tensors saved if nothing is recomputed.
-        normed: bytes of the normalized input of the MLP.
-        parts: number of sublayers, each with its own norm: attention, cross-attention, MLP.
+        mlp_input_bytes: bytes of the normalized input of the MLP.
+        num_sublayers: number of sublayers, each with its own norm: attention, cross-attention, MLP.
         mlp_working: working memory of the backward pass of the MLP, in bytes.
         attention_working: working memory of the backward pass of attention, in bytes.
         attention_working_recomputed: the same if its scores are recomputed.
-        parameters: number of parameters.
+        num_parameters: number of parameters.
     """
 
     input_bytes: int
@@ -121,7 +121,7 @@ def layer_memory(facts: StackInputs, *, is_moe: bool) -> LayerMemory:
 
     Args:
         facts: inputs of its stack.
-        experts: it is an MoE layer.
+        is_moe: it is an MoE layer.
     """
     stack, widths, tokens = facts.stack, facts.widths, facts.tokens
     e, s = widths.compute, widths.residual

@@ -197,7 +197,9 @@ def _attentions(facts: StackInputs) -> Iterator[tuple[AttentionSlice, BackendSel
 
 
 def attention_core_work(facts: StackInputs, *, recompute_scores: bool = False) -> Work:
-    """Forward work of the cores of all attentions of a layer; `again`: the backward pass recomputes the scores."""
+    """Forward work of the cores of all attentions of a layer; `recompute_scores`: the backward pass recomputes the
+    scores.
+    """
     total = Work()
     for attention, decision, work in _attentions(facts):
         from_log_sum_exp = (

@@ -33,8 +33,8 @@ class Plan:
     """Estimated memory and step time of a run.
 
     Attributes:
-        facts: inputs of the estimate.
-        parameters: number of parameters.
+        inputs: inputs of the estimate.
+        num_parameters: number of parameters.
         num_active_parameters: number of parameters active for each token.
         memory: memory of each rank.
         time: step time; None without a GPU, or if its peak is not known.
@@ -185,7 +185,7 @@ def gpu_target(root: RootBlock, gpu: GPUSpec, world_size: int = 1) -> Target:
 
     Args:
         root: validated configuration.
-        card: the GPU.
+        gpu: the GPU.
         world_size: number of processes.
     """
     from ..device.attention_software import assumed_software, run_flags

@@ -50,7 +50,7 @@ class CurrentOverrides:
 
     Attributes:
         keys: dotted paths that are set, on the command line or in a file.
-        typed: for those on the command line, path to the argument as typed.
+        arguments: for those on the command line, path to the argument as typed.
     """
 
     keys: frozenset[str]
@@ -96,7 +96,7 @@ def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int =
         root: validated configuration.
         target: device and software.
         plan: of the unchanged run.
-        most: maximum number of changes.
+        limit: maximum number of changes.
     """
     found: list[Change] = []
     offloading = _offloading(root, target, plan)

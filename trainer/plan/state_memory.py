@@ -35,7 +35,7 @@ class PersistentState:
         weights: parameters in the dtype of the model.
         main_weights: fp32 copies of the parameters in the optimizer.
         optimizer: all other optimizer state.
-        average: exponential moving average (EMA) of the weights.
+        ema: exponential moving average (EMA) of the weights.
         gradient_sums: fp32 accumulators of gradients over micro batches.
         tables: rotary cos/sin tables, masks of packed documents.
         batches: samples on the device.

@@ -73,7 +73,7 @@ class LayerInStack:
     Attributes:
         name: description such as `layer 3 of the encoder`.
         stack: its stack.
-        number: index in the stack.
+        index: index in the stack.
         memory: memory of the layer.
         recompute: activation checkpointing of the stack.
     """
@@ -172,7 +172,7 @@ class MemoryPlan:
     """Memory of a run on CUDA.
 
     Attributes:
-        held: memory that exists during the whole run.
+        persistent: memory that exists during the whole run.
         peak: moment with the most memory.
         moments: all moments that can be the peak.
         layers: of all stacks.

@@ -32,10 +32,11 @@ class ParameterCounts(NamedTuple):
     """Parameter counts of a model.
 
     Attributes:
-        all: all parameters, including those that PEFT adds.
-        trained: trainable parameters.
-        sizes: (number of elements, number of dimensions) of each trainable tensor; empty without PEFT.
-        begins: for each stack, index of the first layer whose backward pass runs; earlier layers need no gradients.
+        total: all parameters, including those that PEFT adds.
+        trainable: trainable parameters.
+        trainable_tensors: (number of elements, number of dimensions) of each trainable tensor; empty without PEFT.
+        first_backward_layers: for each stack, index of the first layer whose backward pass runs; earlier layers need
+            no gradients.
     """
 
     total: int

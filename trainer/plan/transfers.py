@@ -20,7 +20,7 @@ class LayerChunk:
     """Layers that run as one: a single layer, or a recomputed chunk. All times are in seconds.
 
     Attributes:
-        numbers: indices of the layers.
+        layers: indices of the layers.
         forward: time of the forward pass.
         backward: time of the backward pass with recomputation.
         activations: time of the copy of all saved activations, in one direction.
@@ -77,7 +77,7 @@ def stall_seconds(chunks: Sequence[LayerChunk], num_resident: int) -> float:
     """Return the seconds the forward and backward pass of a stack stall on copies.
 
     Args:
-        runs: of the stack in forward order.
+        chunks: of the stack in forward order.
         num_resident: number of layers that are not offloaded, L - N.
     """
     return _forward_stall(chunks, num_resident) + _backward_stall(chunks, num_resident)
@@ -93,12 +93,16 @@ def _offloaded_bytes(layer: LayerInStack) -> tuple[int, int]:
 
 
 def _first_activations_on_device(numbers: range, away: int) -> int:
-    """Index of the first layer whose activations are still on the device when `numbers` run (`ForwardPass.layers`)."""
+    """Index of the first layer whose activations are still on the device when `numbers` run
+    (`ForwardPass.offload_saved_tensors`).
+    """
     return min(numbers.start, numbers.stop - away)
 
 
 def _first_weights_on_device(numbers: range, away: int) -> int:
-    """Index of the first layer whose weights are still on the device after `numbers` ran (`WeightOffload.after`)."""
+    """Index of the first layer whose weights are still on the device after `numbers` ran
+    (`WeightOffload.post_forward`).
+    """
     return min(numbers.start, numbers.stop - max(2, away) + 1)
 
 

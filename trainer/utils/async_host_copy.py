@@ -47,7 +47,7 @@ class DeviceTimestamp:
 
     Args:
         device: the timed device.
-        aside: total seconds to exclude so far, such as time spent writing a profile.
+        excluded_seconds: total seconds to exclude so far, such as time spent writing a profile.
     """
 
     def __init__(self, device: torch.device, excluded_seconds: float) -> None:

@@ -35,7 +35,7 @@ def user_path(text: str, source: str) -> Path:
 
     Args:
         text: the path.
-        named_by: configuration key or variable it comes from, for error messages.
+        source: configuration key or variable it comes from, for error messages.
 
     Raises:
         UserError: no such home directory, or not a valid path.

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """Local shard: rows `start` to `start + len(local)` of a tensor of `rows` rows.
+    """Local shard: rows `first_row` to `start + len(local)` of a tensor of `num_rows` rows.
 
     Attributes:
         local: local rows; a scalar is not sharded.
-        start: first local row.
-        rows: rows of the full tensor; 1 for a scalar.
-        copy: index of this rank among those with the same rows.
-        copies: number of ranks with the same rows.
+        first_row: first local row.
+        num_rows: rows of the full tensor; 1 for a scalar.
+        replica: index of this rank among those with the same rows.
+        num_replicas: number of ranks with the same rows.
     """
 
     local: Tensor

@@ -90,7 +90,7 @@ class Verdict:
         value: its value.
         state: its state; None for an unknown key.
         note: description or reason, for a key that does not act.
-        refusal: the error; empty if the key is accepted.
+        error: the error; empty if the key is accepted.
         fix: the way out of the error.
     """
 

@@ -251,5 +251,5 @@ def run_rules(context: RuleContext) -> list[Finding]:
 
 
 def _concerns_user(finding: Finding, context: RuleContext) -> bool:
-    known = finding.keys[0] not in context.environ
+    known = finding.keys[0] not in context.environment
     return not known or any(key in context.given for key in finding.keys)

@@ -34,7 +34,7 @@ def env_vars_match_environment(context: RuleContext) -> Iterator[Finding]:
     """`env_vars` must not conflict with the caller's environment."""
     for name, value in context.root.env_vars.items():
         text = format_variable(value)
-        exported = context.environ.get(name)
+        exported = context.environment.get(name)
         if exported is not None and exported != text:
             yield Finding(
                 "error",
@@ -46,7 +46,7 @@ def env_vars_match_environment(context: RuleContext) -> Iterator[Finding]:
 
 def nvte_flags_are_known(context: RuleContext) -> Iterator[Finding]:
     """Warn about unknown NVTE_* variables, which TransformerEngine ignores silently."""
-    names = dict.fromkeys([*context.root.env_vars, *context.environ])
+    names = dict.fromkeys([*context.root.env_vars, *context.environment])
     for name in names:
         if name.upper().startswith("NVTE") and name not in KNOWN_FLAGS:
             near = closest(name, KNOWN_FLAGS)

@@ -80,7 +80,7 @@ def mlflow_settings_act(context: RuleContext) -> Iterator[Finding]:
             "`tracking_uri` must not hold a user or a password",
             "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
         )
-    if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in context.environ):
+    if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in context.environment):
         where = f"{at}.tracking_uri" if keys.tracking_uri is not None else "MLFLOW_TRACKING_URI"
         yield no_effect(f"{at}.save_dir", where, f"with `{where.rpartition('.')[2]}`, where the runs are stored")
     if keys.run_id is not None:

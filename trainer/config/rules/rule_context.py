@@ -16,15 +16,15 @@ class RuleContext:
     Attributes:
         root: the typed keys.
         given: paths set by a file or an override; all others have their default.
-        own: the subset of `given` set by the user, not by a packaged file.
-        variables: the caller's environment variables.
+        set_by_user: the subset of `given` set by the user, not by a packaged file.
+        environment: the caller's environment variables.
         from_environment: paths whose values refer to the environment (`${oc.env:NAME}`); saved unresolved.
     """
 
     root: RootBlock
     given: frozenset[str]
     set_by_user: frozenset[str]
-    environ: Mapping[str, str]
+    environment: Mapping[str, str]
     from_environment: frozenset[str] = frozenset()
 
 

@@ -28,7 +28,7 @@ class SchemaKey:
     Attributes:
         path: dotted path.
         default: default value, as plain data.
-        meaning: description (the docstring of the field).
+        description: description (the docstring of the field).
         kind: accepted type in words: `an integer >= 1, or null`.
         choices: accepted values, if they are a closed list.
         own: True for a key of stoker's that NeMo does not have.

@@ -70,7 +70,7 @@ class BlendedSamples:
     """Endless training samples of several datasets, by weight; each is read in its own order, epoch after epoch.
 
     Args:
-        parts: the endless samples of each dataset, of one sequence length.
+        datasets: the endless samples of each dataset, of one sequence length.
         weights: one per dataset; see `BlendSchedule`.
 
     Attributes:
@@ -104,7 +104,7 @@ class BlendedDictSamples:
     """`BlendedSamples` for samples whose batches are dicts of tensors, with the same keys.
 
     Args:
-        parts: the endless samples of each dataset.
+        datasets: the endless samples of each dataset.
         weights: one per dataset; see `BlendSchedule`.
     """
 

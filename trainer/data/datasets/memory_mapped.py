@@ -80,7 +80,7 @@ class MappedTraining:
         source: the documents; at least one token.
         sequence_length: S, tokens in a sample.
         seed: of the permutations.
-        part: random stream of the dataset in a blend.
+        rng_stream: random stream of the dataset in a blend.
         shuffle_documents: False keeps the order of the file; the windows are still in random order.
         cache: stores the index arrays.
         cache_key: identifies the tokens, such as their hash.

@@ -39,7 +39,7 @@ class RowShuffle:
     Args:
         rows: number of rows.
         seed: of the permutations; None for evaluation: a single pass in the same order for all runs.
-        part: random stream of the dataset in a blend.
+        rng_stream: random stream of the dataset in a blend.
     """
 
     def __init__(self, rows: int, seed: int | None, rng_stream: int = 0) -> None:
@@ -69,8 +69,8 @@ class PairSamples:
         pairs: at least one; each fits into a row.
         shape: of the rows.
         seed: of permutations and random draws; None for evaluation.
-        packs: pack several pairs into a row.
-        part: random stream of the dataset in a blend.
+        pack_rows: pack several pairs into a row.
+        rng_stream: random stream of the dataset in a blend.
     """
 
     def __init__(

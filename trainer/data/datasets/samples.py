@@ -157,7 +157,7 @@ class MockSamples:
         sequence_length: S, tokens in a sample.
         seed: of the tokens.
         samples: positions repeat after this many.
-        part: random stream of the split (0 train, 1 validation, 2 test).
+        rng_stream: random stream of the split (0 train, 1 validation, 2 test).
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, seed: int, samples: int, rng_stream: int = 0) -> None:

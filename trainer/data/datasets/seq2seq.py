@@ -70,8 +70,8 @@ class PairShape(NamedTuple):
     """Size of every row.
 
     Attributes:
-        encoder: S, tokens on the encoder side.
-        decoder: T, tokens on the decoder side.
+        encoder_length: S, tokens on the encoder side.
+        decoder_length: T, tokens on the decoder side.
         pad_id: pads both sides; also the decoder's start token.
     """
 
@@ -177,7 +177,7 @@ class SplitWindows:
 
     Args:
         windows: of N tokens.
-        divide: splits a text, int64 [1 to N], into a pair, using a random generator; returns None if it is too short.
+        split: splits a text, int64 [1 to N], into a pair, using a random generator; returns None if it is too short.
         shape: of the rows; each pair must fit.
         seed: of the random generator; for evaluation the same for all runs.
     """
@@ -224,7 +224,7 @@ class MockPairs:
         shape: of the rows.
         seed: of the tokens.
         samples: positions repeat after this many.
-        part: random stream of the split (0 train, 1 validation, 2 test).
+        rng_stream: random stream of the split (0 train, 1 validation, 2 test).
     """
 
     def __init__(self, vocab_size: int, shape: PairShape, seed: int, samples: int, rng_stream: int = 0) -> None:

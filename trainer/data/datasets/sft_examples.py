@@ -17,10 +17,10 @@ class Example(NamedTuple):
 
     Attributes:
         tokens: ids, [N].
-        counted: loss mask: True for tokens to predict, bool [N].
-        prompt: number of tokens before the last answer.
+        loss_mask: loss mask: True for tokens to predict, bool [N].
+        prompt_length: number of tokens before the last answer.
         prompt_text: the prompt as text; used by simple baselines that scores are compared with.
-        answer: the last answer as text.
+        answer_text: the last answer as text.
     """
 
     tokens: TokenIds
@@ -36,8 +36,8 @@ class Examples:
 
     Attributes:
         examples: those with at least one token to predict.
-        cut: number of examples truncated to the length of a row.
-        left_out: number of examples without a token to predict, before or after truncation.
+        num_truncated: number of examples truncated to the length of a row.
+        num_skipped: number of examples without a token to predict, before or after truncation.
         skipped_lengths: token counts of the left-out examples that lost their tokens to predict by truncation.
     """
 
@@ -75,7 +75,7 @@ def truncate_examples(found: Iterable[Example], length: int) -> Examples:
         num_truncated += is_truncated
         truncated = example
         if is_truncated:
-            truncated = example._replace(tokens=example.tokens[: length + 1], counted=example.loss_mask[: length + 1])
+            truncated = example._replace(tokens=example.tokens[: length + 1], loss_mask=example.loss_mask[: length + 1])
         if truncated.loss_mask[1:].any():
             examples.append(truncated)
         else:

@@ -26,9 +26,9 @@ class ExampleSamples:
         length: S, tokens in a row.
         pad_id: pads the rows.
         seed: of the training order; None for evaluation: a single pass in the same order for all runs.
-        packs: pack several examples into a row.
-        tells_padding: add `padding` to batches, bool [B, S]: True for tokens, False for padding.
-        part: random stream of the dataset in a blend.
+        pack_rows: pack several examples into a row.
+        with_padding_mask: add `padding` to batches, bool [B, S]: True for tokens, False for padding.
+        rng_stream: random stream of the dataset in a blend.
 
     Attributes:
         sequence_length: S.

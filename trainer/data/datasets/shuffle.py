@@ -18,13 +18,13 @@ def shuffled_indices(
     """Yield a random permutation of 0 to `count - 1` in chunks.
 
     The permutation sorts independent random words, one per index, which makes it uniform. The range of the words is
-    divided into equal intervals of about `piece` words each; each interval is sorted separately, and the words are
+    divided into equal intervals of about `chunk_size` words each; each interval is sorted separately, and the words are
     generated again for each, which is much faster than storing them. The chunk size does not change the order.
 
     Args:
         make_rng: returns the random generator at its initial state.
         count: number of indices.
-        piece: approximate number of indices sorted at once.
+        chunk_size: approximate number of indices sorted at once.
 
     Yields:
         int64 arrays, which together contain each index once.

@@ -48,7 +48,7 @@ class TokenizedDataset:
 
     Attributes:
         reader: its memory-mapped files.
-        document: the tokenizer that made it, as in a checkpoint; None without PREFIX.json.
+        tokenizer_document: the tokenizer that made it, as in a checkpoint; None without PREFIX.json.
         fingerprint: SHA-256 over the index, the size of the ids, and 4 KiB at each of 1,024 positions spread evenly
             over them (all of them up to 4 MiB), in hexadecimal: a change of a few ids in place may go unnoticed.
     """
@@ -63,7 +63,7 @@ class TokenizedSplits:
     """The datasets of `model.data.data_prefix`.
 
     Attributes:
-        sets: by path as written by the user.
+        datasets: by path as written by the user.
         blends: of each split.
         fingerprint: of the datasets, weights and splits.
     """

@@ -40,7 +40,7 @@ class Job:
         reading: format of the documents.
         append_eod: end each document with EOS.
         workers: number of processes.
-        stop: stop at the first document that is rejected.
+        stop_on_error: stop at the first document that is rejected.
         overwrite: replace an existing result.
     """
 
@@ -95,7 +95,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[
     Args:
         job: the arguments.
         on_progress: called about twice a second.
-        say: logs a line.
+        log: logs a line.
 
     Raises:
         UserError: inputs, tokenizer or output are unusable; finished parts are kept.

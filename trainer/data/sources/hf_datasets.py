@@ -27,7 +27,7 @@ class DatasetRecords(NamedTuple, Generic[RecordT]):
 
     Attributes:
         records: by split.
-        has_own_splits: the dataset comes with its own splits; otherwise the proportions define them.
+        has_predefined_splits: the dataset comes with its own splits; otherwise the proportions define them.
     """
 
     records: dict[Split, list[RecordT]]

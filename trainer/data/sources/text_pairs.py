@@ -35,7 +35,7 @@ class TextPairs:
         name: of the data, for messages.
         pairs: of each split, in a fixed order.
         fingerprint: SHA-256 of all pairs, in hexadecimal.
-        has_own_splits: the data come with their own splits.
+        has_predefined_splits: the data come with their own splits.
     """
 
     name: str
@@ -69,7 +69,7 @@ class TokenPairs:
         UserError: a text cannot be tokenized; the message gives the number of its pair.
 
     Attributes:
-        cut: number of truncated inputs and of truncated targets.
+        num_truncated: number of truncated inputs and of truncated targets.
     """
 
     def __init__(self, pairs: Iterable[TextPair], tokenizer: Tokenizer, shape: PairShape) -> None:

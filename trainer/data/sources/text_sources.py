@@ -46,7 +46,7 @@ class Corpus:
         documents: the texts of each split, in a fixed order.
         fingerprint: SHA-256 of (relative path, SHA-256 of the content) of every file, in hexadecimal.
         files: number of files read.
-        left_out: description of the skipped files of a folder, for the log; empty if there are none.
+        skipped_files: description of the skipped files of a folder, for the log; empty if there are none.
     """
 
     name: str
@@ -132,13 +132,13 @@ def read_text(
     """Read a text file, which is cut by position in characters, or a folder, whose files are assigned by hash.
 
     All regular files below a folder are read, except hidden ones (a leading dot), empty ones, and those whose names say
-    that they are not plain text, which `Corpus.left_out` lists.
+    that they are not plain text, which `Corpus.skipped_files` lists.
 
     Args:
         path: the file or folder.
         proportions: fractions of train, validation and test.
         named_by: the key or option that gave the path, for messages.
-        trains: the text is for a training run, which could read other kinds of files; used for messages.
+        for_training: the text is for a training run, which could read other kinds of files; used for messages.
 
     Raises:
         UserError: the path is missing, unreadable, empty, not UTF-8, or not plain text; the message gives the path and
@@ -170,8 +170,8 @@ def _read_folder(path: Path, proportions: Proportions) -> Corpus:
     shown = ", ".join(str(file.relative_to(path)) for file in others[:_MAX_LISTED]) + ", ..." * (
         len(others) > _MAX_LISTED
     )
-    left_out = f"{pluralize(len(others), 'file')} skipped, not plain text by name: {shown}" if others else ""
-    return replace(_by_hash(str(path), files, proportions), left_out=left_out)
+    skipped = f"{pluralize(len(others), 'file')} skipped, not plain text by name: {shown}" if others else ""
+    return replace(_by_hash(str(path), files, proportions), skipped_files=skipped)
 
 
 def _read_file(path: Path, proportions: Proportions) -> Corpus:

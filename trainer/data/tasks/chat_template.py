@@ -86,7 +86,7 @@ class Chat(NamedTuple):
     Attributes:
         messages: the messages in order.
         tools: descriptions of functions that the assistant may call, for templates that support them.
-        where: file and line, for messages; not part of the text.
+        location: file and line, for messages; not part of the text.
     """
 
     messages: Sequence[Message]
@@ -99,7 +99,7 @@ class RenderedChat(NamedTuple):
 
     Attributes:
         text: the rendered text.
-        answers: character spans (begin, end) written by the assistant.
+        assistant_spans: character spans (begin, end) written by the assistant.
     """
 
     text: str

@@ -52,7 +52,7 @@ class ChatRenderer:
         TemplateError: the template is invalid.
 
     Attributes:
-        marks_answers: the template marks the assistant's text itself, with `{% generation %}`.
+        has_generation_tag: the template marks the assistant's text itself, with `{% generation %}`.
     """
 
     has_generation_tag: bool = False

@@ -26,7 +26,7 @@ class MaskTokens(NamedTuple):
         mask_id: the mask token.
         eos_id: ends documents; never selected.
         pad_id: pads short windows.
-        others: ids of random replacements, int64 [n].
+        replacement_ids: ids of random replacements, int64 [n].
     """
 
     mask_id: int
@@ -47,7 +47,7 @@ class MaskedWindows:
         ngrams: NeMo's spans; None selects every token independently.
         special: special tokens and replacements.
         seed: of the selection; for evaluation the same for all runs.
-        numbers: add `documents`, int32 [B, S]: the document index of each token.
+        with_document_ids: add `documents`, int32 [B, S]: the document index of each token.
     """
 
     def __init__(

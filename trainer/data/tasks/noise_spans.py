@@ -80,14 +80,14 @@ class SpanLengthDistribution(NamedTuple):
     """Length distribution of NeMo's spans, in words for whole word masking, else in tokens.
 
     Attributes:
-        bounds: cumulative distribution function at 1, 2, ..., float64 [longest].
+        cdf: cumulative distribution function at 1, 2, ..., float64 [longest].
     """
 
     cdf: NDArray[np.float64]
 
     @classmethod
     def geometric(cls, max_length: int, mean: float) -> SpanLengthDistribution:
-        """Build SpanBERT's distribution (arXiv 1907.10529, 3.1): geometric with this mean, clipped to `longest`.
+        """Build SpanBERT's distribution (arXiv 1907.10529, 3.1): geometric with this mean, clipped to `max_length`.
 
         The mean after clipping is `corruption.clipped_geometric_mean`.
         """

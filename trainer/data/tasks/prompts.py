@@ -45,8 +45,8 @@ class PromptEncoder:
     Attributes:
         template: formats prompt and answer.
         tokenizer: of the model.
-        start: token ids before a prompt.
-        end: token ids after an answer: EOS, or none.
+        prefix_ids: token ids before a prompt.
+        suffix_ids: token ids after an answer: EOS, or none.
         answer_only: only the answer and its EOS are predicted.
         length: S, tokens in a row.
         truncation_fields: fields that are truncated if a record is longer than a row; after that, answers at their end.

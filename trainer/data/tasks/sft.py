@@ -42,7 +42,7 @@ class Records:
         sets: the records of each file of each split.
         input_of: returns the part of a record whose hash determines its split.
         weights: sampling probabilities of the training files; None samples in proportion to their sizes.
-        has_own_splits: the data come with their own splits.
+        has_predefined_splits: the data come with their own splits.
     """
 
     name: str

@@ -119,7 +119,7 @@ class SampleFactory:
         return PairSamples(pairs, self.shape, seed, pack_rows=self.task.packed, rng_stream=rng_stream)
 
     def mock(self, vocab_size: int, samples: int, rng_stream: int) -> AnySamples:
-        """Build random samples; `part` is the random stream of the split (0 train, 1 validation, 2 test)."""
+        """Build random samples; `rng_stream` is the random stream of the split (0 train, 1 validation, 2 test)."""
         if self.task.is_encoder_decoder:
             return MockPairs(vocab_size, self.shape, self._seed, samples, rng_stream)
         windows = MockSamples(vocab_size, self.task.window, self._seed, samples, rng_stream)

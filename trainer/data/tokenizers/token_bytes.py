@@ -34,13 +34,14 @@ def unicode_to_bytes() -> dict[str, int]:
 def token_byte_strings(
     definition: Part, vocabulary: Mapping[str, int], added: Mapping[int, str], special_ids: Collection[int]
 ) -> list[bytes]:
-    """Return the UTF-8 bytes of every token id, [largest id + 1]; empty for ids in `silent` and ids without a token.
+    """Return the UTF-8 bytes of every token id, [largest id + 1]; empty for ids in `special_ids` and ids without a
+    token.
 
     Args:
         definition: the parsed `tokenizer.json`.
         vocabulary: id by token.
         added: tokens that are spelled literally, by id.
-        silent: ids of special tokens.
+        special_ids: ids of special tokens.
 
     Raises:
         ValueError: the decoder is of an unsupported type.

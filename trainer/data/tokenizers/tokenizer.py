@@ -1,7 +1,7 @@
 """The tokenizer interface, and the two tokenizers that need no file: bytes (ByT5's scheme) and characters.
 
 Tokenizers loaded from files are in `tokenizer_json.py` and `tokenizer_sentencepiece.py`; `tokenizer_files.py` loads
-them. Every checkpoint stores its tokenizer as a small JSON document (`to_dict`). `from_document` validates it,
+them. Every checkpoint stores its tokenizer as a small JSON document (`to_dict`). `tokenizer_from_dict` validates it,
 because a checkpoint may come from an untrusted source.
 """
 
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         vocab_size: number of token ids; ids are 0 to vocab_size - 1.
         eos_id: the token that separates documents; None if the vocabulary has none.
         pad_id: pads short sequences; its labels are masked, so any id will do.
-        chat: the chat template from the tokenizer's files or from the user; None without one.
+        chat_template: the chat template from the tokenizer's files or from the user; None without one.
     """
 
     chat_template: ChatTemplate | None
@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON document from which `from_document` rebuilds the tokenizer."""
+        """Return a JSON document from which `tokenizer_from_dict` rebuilds the tokenizer."""
         ...
 
 

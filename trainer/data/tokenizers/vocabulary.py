@@ -78,7 +78,7 @@ def model_vocab_size(root: RootBlock, tokenizer: Tokenizer) -> int:
 
 
 def padded_byte_counts(tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int64]:
-    """Return the number of UTF-8 bytes of each id of the model, int64 [V]; see `Tokenizer.token_bytes`.
+    """Return the number of UTF-8 bytes of each id of the model, int64 [V]; see `Tokenizer.token_byte_counts`.
 
     Sentinels and padding of the vocabulary count 0.
     """

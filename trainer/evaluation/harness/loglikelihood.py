@@ -215,7 +215,7 @@ def rolling_windows(tokens: Sequence[int], prefix_token: int, max_length: int) -
     Args:
         tokens: token ids of the text.
         prefix_token: token id that precedes the text.
-        longest: context length. All windows but the last score this many tokens after one token of context; the last
+        max_length: context length. All windows but the last score this many tokens after one token of context; the last
             one is filled up with context.
     """
     if tokens:

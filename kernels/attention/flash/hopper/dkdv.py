@@ -81,7 +81,7 @@ def _exponents(
     s, lse, distance_table, far, slope, key, query, offset, keys, scale_log2, reach,
     CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr,
 ):  # fmt: skip
-    """Return the exponents (keys, queries) of a tile that starts at `key` and `query`; `far` is from `far_shifts`."""
+    """Return the exponents (keys, queries) of a tile that starts at `key` and `query`; `far` is from `far_bias`."""
     layout: gl.constexpr = s.type.layout
     row = gl.expand_dims(gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)

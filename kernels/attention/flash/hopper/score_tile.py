@@ -110,7 +110,7 @@ def add_bias(
 ):  # fmt: skip
     """Return the scores plus the bias that varies within the tile, and a constant shift of all its exponents.
 
-    `s`: (queries, keys) from query `first` and key `start` on; `far`: from `far_shifts`. A causal ALiBi bias is linear
+    `s`: (queries, keys) from query `first` and key `start` on; `far`: from `far_bias`. A causal ALiBi bias is linear
     along the keys; its term that is constant per row is omitted, see `row_slope_terms`.
     """
     shift = 0.0
