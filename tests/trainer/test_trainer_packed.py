@@ -84,7 +84,7 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
     plan = parts.plan_model
 
     def spy(*model, **facts):
-        planned.append(facts["form"].packed)
+        planned.append(facts["batch_spec"].packed)
         return plan(*model, **facts)
 
     monkeypatch.setattr(parts, "plan_model", spy)
@@ -194,7 +194,7 @@ def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytes
     seen: list[tuple[int, ...]] = []
     real = PackedSequences.from_documents
     monkeypatch.setattr(
-        PackedSequences, "of", lambda numbers, **how: seen.append(numbers.shape) or real(numbers, **how)
+        PackedSequences, "from_documents", lambda numbers, **how: seen.append(numbers.shape) or real(numbers, **how)
     )
     root = tiny_config(tmp_path, model__data=data_of(texts, **BOTH)).root
     measure_step_time(root, build_data(root), CPU, 0.01)
@@ -211,7 +211,7 @@ def test_the_feed_carries_documents_with_their_tokens(num_workers: int) -> None:
     batch = next(iter(feed))
     feed.close()
     parts = list(batch.micro_batches())
-    assert [part.index for part in parts] == [0, 1, 2]
+    assert [part.number for part in parts] == [0, 1, 2]
     for part in parts:
         assert part.fields["documents"].dtype == torch.int32
         assert torch.equal(part.fields["documents"], document_ids(part.fields["tokens"], 1))

@@ -150,7 +150,7 @@ def test_null_is_bf16_on_a_gpu_that_has_it(monkeypatch, capability, weights):
     [
         {"dtype": torch.bfloat16, "main_weights": True},
         {"dtype": torch.bfloat16},
-        {"dtype": torch.float32, "autocast": torch.bfloat16},
+        {"dtype": torch.float32, "autocast_dtype": torch.bfloat16},
     ],
     ids=["main weights", "pure", "autocast"],
 )
