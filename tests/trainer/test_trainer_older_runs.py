@@ -1,0 +1,72 @@
+"""A run written by stoker 0.1.0 resumes, loads, evaluates, generates and converts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.trainer.checkpoint.reader import find_checkpoint
+from stoker.trainer.cli.main import main
+from stoker.trainer.config.load import config_from_document, load_saved_config
+from stoker.trainer.conversion.load_model import load_model
+from stoker.trainer.conversion.to_hf import convert_to_hf
+from stoker.trainer.generation.text_generator import Generator, StoppingCriteria
+from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import EXIT_OK
+
+FIXTURE = Path(__file__).parents[1] / "data" / "run_0_1_0"
+EXPECTED = json.loads((FIXTURE / "expected.json").read_text())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run directory; the working directory is its parent, where the data are."""
+    shutil.copytree(FIXTURE, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return Path("run")
+
+
+def test_resumes(run: Path) -> None:
+    document = copy.deepcopy(load_saved_config(run / "config.resolved.json").document)
+    document["trainer"]["max_steps"] = 4
+    assert run_training(config_from_document(document)).step == 4
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {str(line["step"]): line["loss"] for line in lines if "loss" in line}
+    assert list(losses) == ["1", "2", "3", "4"]  # from the checkpoint, not from the start
+    assert {step: losses[step] for step in EXPECTED["losses"]} == pytest.approx(EXPECTED["losses"], rel=1e-6)
+    checkpoint, complaints = find_checkpoint(run)
+    assert (checkpoint.state.step, complaints) == (4, [])
+
+
+def test_evaluates(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(run), "--device", "cpu", "--json"]) == EXIT_OK
+    result = json.loads(capsys.readouterr().out)
+    assert {key: result[key] for key in EXPECTED["evaluation"]} == pytest.approx(EXPECTED["evaluation"], rel=1e-6)
+
+
+def test_generates(run: Path) -> None:
+    loaded = load_model(run, "cpu")
+    assert (loaded.state.step, loaded.state.versions["stoker"]) == (2, "0.1.0")
+    prompt = [*loaded.prompt_prefix, *loaded.tokenizer.encode("So long").tolist()]
+    (output,) = Generator.from_restored(loaded).generate([prompt], StoppingCriteria(1))
+    assert len(output.text) == 1
+
+
+@pytest.mark.parametrize("name", ["config.resolved.json", "checkpoints/step-2/config.json"])
+def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
+    assert load_saved_config(run / name).document == json.loads((run / name).read_text())
+
+
+def test_converts_to_hugging_face_and_back(run: Path, tmp_path: Path) -> None:
+    convert_to_hf(run, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    loaded = load_model(run, "cpu")
+    ours, theirs = loaded.model.state_dict(), load_model(tmp_path / "hf", "cpu").model.state_dict()
+    assert theirs.keys() == ours.keys()
+    rows = loaded.tokenizer.vocab_size  # those that pad the embeddings are not converted
+    assert [key for key in ours if not torch.equal(theirs[key][:rows], ours[key][:rows])] == []
