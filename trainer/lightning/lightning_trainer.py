@@ -98,7 +98,7 @@ class _ResidentStrategy(SingleDeviceStrategy):
 
 
 class MeshStrategy(ParallelStrategy):
-    """Strategy for several ranks whose model is already replicated (`distributed.replicated`) or sharded.
+    """Strategy for several ranks whose model is already replicated (`distributed.ddp`) or sharded.
 
     Gradients, clipping, checkpoints and data order are handled elsewhere; this gives Lightning and callbacks the ranks
     and basic collectives.
