@@ -1,8 +1,8 @@
 """Compose YAML files with Hydra's defaults lists, recording the file and line of every value.
 
 Hydra computes the defaults list (groups, packages, `override`, `optional`). Files are read by `yaml_reader.py` with
-size limits and merged here, leaf by leaf, later files over earlier ones. No Hydra run directory, `hydra` node, global state
-or instantiation; interpolations are not resolved here.
+size limits and merged here, leaf by leaf, later files over earlier ones. No Hydra run directory, `hydra` node, global
+state or instantiation; interpolations are not resolved here.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ def fit(
 ) -> None:
     """Run Lightning's training loop from the module's step to `max_steps`.
 
-    The trainer is barebones: logging, validation, checkpointing and precision are implemented by `callback` and
-        `module`.
+    The trainer is barebones: `callback` and `module` implement logging, validation, checkpointing and precision.
     It launches no processes, whatever the cluster environment.
     """
     with _quiet_lightning():

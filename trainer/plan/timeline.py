@@ -136,7 +136,7 @@ class LayerInStack:
 
     @property
     def on_cuda(self) -> bool:
-        """True if it runs on a GPU; otherwise nothing is offloaded."""
+        """True if the run is on a GPU; otherwise nothing is offloaded."""
         return self.stack.attention.call.device == "cuda"
 
     @property
