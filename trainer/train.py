@@ -167,9 +167,9 @@ def _prepare_and_train(
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         step = resumed.state.step if resumed else 0
         if ranks.is_rank_zero:
-            panel = ProgressDisplay(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
+            progress = ProgressDisplay(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
             validates_again = resumed is not None and resumed.state.loop.validation_due
-            logger = RunLogger.open(config, directory.path, panel, resumed_at=step, drop_validation=validates_again)
+            logger = RunLogger.open(config, directory.path, progress, resumed_at=step, drop_validation=validates_again)
         else:
             logger = RunLogger.disabled()
         with logger:
