@@ -113,7 +113,7 @@ def gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind:
         gate_up: (..., 2 f), the gate in the first half of the last dimension; under autocast, cast to its dtype.
         weight: (n, f), likewise.
         bias: (n,), likewise, or None.
-        kind: one of `GATES`, as in `gated_activation`.
+        kind: one of `GATED_ACTIVATIONS`, as in `gated_activation`.
 
     Returns:
         (..., n), differentiable once on a GPU.

@@ -35,7 +35,7 @@ class Llama3Scaling:
 
     @property
     def attention_factor(self) -> float:
-        """Factor of the rotated queries and keys (`attention_factor` in Hugging Face)."""
+        """Scale of the rotated queries and keys (`attention_factor` in Hugging Face)."""
         return 1.0
 
     def apply(self, frequencies: Sequence[float], base: float) -> list[float]:

@@ -167,29 +167,29 @@ def _prepare_and_train(
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         step = resumed.state.step if resumed else 0
         if ranks.is_rank_zero:
-            panel = ProgressDisplay(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
+            progress = ProgressDisplay(root.trainer.max_steps, live=root.trainer.enable_progress_bar, title=root.name)
             validates_again = resumed is not None and resumed.state.loop.validation_due
-            journal = RunLogger.open(config, directory.path, panel, resumed_at=step, drop_validation=validates_again)
+            logger = RunLogger.open(config, directory.path, progress, resumed_at=step, drop_validation=validates_again)
         else:
-            journal = RunLogger.disabled()
-        with journal:
+            logger = RunLogger.disabled()
+        with logger:
             for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
-                journal.log(line)
+                logger.log(line)
             plan = plan_run(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
             for line in summary_lines(plan) if plan is not None else ():
-                journal.log(line)
+                logger.log(line)
             try:
                 with _report_out_of_memory(root, device, plan):
-                    result = _train(config, device, precision, data, directory, resumed, journal, stop, ranks)
+                    result = _train(config, device, precision, data, directory, resumed, logger, stop, ranks)
                 if plan is not None and device.type == "cuda" and result.step > (resumed.state.step if resumed else 0):
                     allocated = torch.cuda.max_memory_allocated(device)
-                    journal.log(measured_line(plan, allocated, torch.cuda.max_memory_reserved(device)))
+                    logger.log(measured_line(plan, allocated, torch.cuda.max_memory_reserved(device)))
                 for line in describe_offload_traffic(result.model):
-                    journal.log(line)
+                    logger.log(line)
                 return result
             except UserError as error:
                 with suppress(UserError):  # if run.log cannot be written either, keep the original error
-                    journal.log_to_file("\n".join(error.lines))
+                    logger.log_to_file("\n".join(error.lines))
                 raise
 
 
@@ -236,7 +236,7 @@ def _train(
     data: Data,
     directory: RunDirectory,
     resumed: Checkpoint | None,
-    journal: RunLogger,
+    logger: RunLogger,
     stop: StopHandler,
     ranks: DistributedContext,
 ) -> TrainingResult:
@@ -248,15 +248,15 @@ def _train(
     model = build_model(root, data, precision, device, data_parallel)
     if resumed is None:
         for line in load_pretrained_weights(root, model, data.tokenizer, base):
-            journal.log(line)
+            logger.log(line)
     optimizer = build_optimizer(root, model, precision, data_parallel)
     if resumed is not None:
         changes = check_resume_compatibility(resumed, start, data.tokenizer.to_dict(), root)
         load_resumed_weights(resumed, model, base, root)
         for warning in changes:  # logged only after the weights fit
-            journal.log(f"warning: {warning}")
+            logger.log(f"warning: {warning}")
         resumed.load_optimizer(optimizer)
-        journal.log(f"resuming from {resumed.path}, {pluralize(resumed.state.consumed_samples, 'sample')} consumed")
+        logger.log(f"resuming from {resumed.path}, {pluralize(resumed.state.consumed_samples, 'sample')} consumed")
         start = start.model_copy(
             update={
                 "step": resumed.state.step,
@@ -265,68 +265,68 @@ def _train(
                 "metrics": resumed.state.metrics,
             }
         )
-    average = build_ema(root, model, optimizer, data_parallel)
-    if average is not None and resumed is not None:
+    ema = build_ema(root, model, optimizer, data_parallel)
+    if ema is not None and resumed is not None:
         if resumed.has_ema:
-            resumed.load_ema(average.local_shards())
+            resumed.load_ema(ema.local_shards())
         else:
-            journal.log(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
+            logger.log(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
     processes = [
         json.loads(text) for text in ranks.all_gather_text(json.dumps(describe_process(ranks, device, config.digest)))
     ]
     if ranks.is_rank_zero:
         save_run_record(config, directory, device, processes)
     for line in summarize_run(root, model, data, precision, device, data_parallel.layout if data_parallel else None):
-        journal.log(line)
+        logger.log(line)
     for line in describe_optimizer_offload(root, optimizer, device):
-        journal.log(line)
+        logger.log(line)
     flags = attention_flags(root)
-    log = journal.log if flags.debug else journal.log_to_file
+    log = logger.log if flags.debug else logger.log_to_file
     for text in (*flags.notes(), *format_selections(model.attention_decisions)):
         log(text)
 
-    plan = BatchSchedule(
+    batch_schedule = BatchSchedule(
         keys.global_batch_size,
         first_step=start.step,
         consumed=start.consumed_samples,
         ramp_up=parse_ramp_up(keys.rampup_batch_size, keys.global_batch_size),
     )
-    batches = RankBatchSampler(plan, keys.micro_batch_size, ranks.rank, ranks.world_size)
-    feed = PrefetchingDataLoader(data.train, batches, device, keys.data.num_workers)
+    batches = RankBatchSampler(batch_schedule, keys.micro_batch_size, ranks.rank, ranks.world_size)
+    dataloader = PrefetchingDataLoader(data.train, batches, device, keys.data.num_workers)
     module = LanguageModule(
         model,
         optimizer,
         build_schedule(keys.optim, root.trainer.max_steps),
-        feed,
+        dataloader,
         precision,
         seed=keys.seed,
         step=start.step,
         ranks=ranks,
         data_parallel=data_parallel,
-        graph_capture=build_graph_capture(root, model, device, ranks.world_size, journal.log),
+        graph_capture=build_graph_capture(root, model, device, ranks.world_size, logger.log),
         expert_balancer=build_expert_balancer(
-            root, model, lambda step: plan.batch_size(step) // keys.micro_batch_size, ranks
+            root, model, lambda step: batch_schedule.batch_size(step) // keys.micro_batch_size, ranks
         ),
     )
     params = root.exp_manager.checkpoint_callback_params
     clean = build_retention(root, directory.checkpoints, stop)
     saver = CheckpointSaver(directory.checkpoints, ranks, clean, async_save=params.async_save)
-    observers = build_profilers(root, directory.path, device, journal.log, ranks.rank, start.step)
-    loop = TrainLoopCallback(
+    profilers = build_profilers(root, directory.path, device, logger.log, ranks.rank, start.step)
+    train_loop = TrainLoopCallback(
         root,
-        journal,
+        logger,
         stop,
         build_throughput(root, model, device, ranks.world_size),
         validate=build_validation(root, model, data, precision, device, ranks, data_parallel),
-        save=build_save(config, data, start, module, plan, saver, average),
+        save=build_save(config, data, start, module, batch_schedule, saver, ema),
         checkpoint_directory=directory.checkpoints,
-        consumed_samples=plan.consumed_samples,
+        consumed_samples=batch_schedule.consumed_samples,
         state=start.loop,
         resumed_metrics=start.metrics,
         all_reduce_flags=ranks.all_reduce_flags_async,
         flags_are_async=ranks.world_size > 1,
-        ema=average,
-        profilers=observers,
+        ema=ema,
+        profilers=profilers,
         expert_load=build_expert_load_metrics(
             root,
             model,
@@ -334,38 +334,38 @@ def _train(
             ranks,
             resumed_at=start.step,
             state=start.loop.expert_load,
-            report=journal.log,
+            report=logger.log,
         ),
     )
-    if start.step >= root.trainer.max_steps and not loop.validation_pending:
-        journal.log(
+    if start.step >= root.trainer.max_steps and not train_loop.validation_pending:
+        logger.log(
             f"this run is finished: step {start.step:,} of `trainer.max_steps` ({root.trainer.max_steps:,}); raise it "
             "to continue training"
         )
     try:
-        if loop.validation_pending:
-            loop.run_pending_validation(module)
-        stopped_by = loop.stop_reason
+        if train_loop.validation_pending:
+            train_loop.run_pending_validation(module)
+        stopped_by = train_loop.stop_reason
         if start.step < root.trainer.max_steps and stopped_by is None:
             stopped_by = stop.apply_flags(ranks.all_reduce_flags(stop.flags))  # signals received during setup
         if start.step < root.trainer.max_steps and stopped_by is None:
-            with closing(feed):
-                fit(module, loop, root.trainer.max_steps, device, ranks)
+            with closing(dataloader):
+                fit(module, train_loop, root.trainer.max_steps, device, ranks)
     finally:
-        observers.close()
+        profilers.close()
         saver.wait()
-    is_done = module.step >= root.trainer.max_steps and not loop.validation_pending
-    stopped_by = None if is_done else loop.stop_reason or stopped_by or stop.reason
-    if stopped_by is not None and module.step == start.step and stop.signal is None and loop.stop_reason is None:
-        journal.log(f"warning: {stopped_by} elapsed before the first step, and would again; raise it")
-    # Not `loop.checkpoint`: retention (`save_top_k`) may have deleted it.
-    written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if loop.checkpoint else None
-    journal.log(_last_line(root, directory, module.step, written, stopped_by))
+    is_done = module.step >= root.trainer.max_steps and not train_loop.validation_pending
+    stopped_by = None if is_done else train_loop.stop_reason or stopped_by or stop.reason
+    if stopped_by is not None and module.step == start.step and stop.signal is None and train_loop.stop_reason is None:
+        logger.log(f"warning: {stopped_by} elapsed before the first step, and would again; raise it")
+    # Not `train_loop.checkpoint`: retention (`save_top_k`) may have deleted it.
+    written = next(reversed(checkpoint_paths(directory.checkpoints)), None) if train_loop.checkpoint else None
+    logger.log(_last_line(root, directory, module.step, written, stopped_by))
     return TrainingResult(
         directory=directory.path,
         checkpoint=written or (resumed.path if resumed else None),
         step=module.step,
-        validation=loop.validation,
+        validation=train_loop.validation,
         stop_reason=stopped_by,
         exit_code=stop.exit_code if stopped_by else EXIT_OK,
         model=model,

@@ -22,7 +22,7 @@ MIN_SM, MAX_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash 
 MIN_TRITON = (3, 6)
 MIN_TE, TE_UPPER_BOUND = (2, 18), (3, 0)  # 2.18 brought NVTE_FLASH_ATTN_V2, _V3 and _V4
 MIN_FLASH_ATTN, FLASH_ATTN_UPPER_BOUND = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought Blackwell; TransformerEngine needs it too
-MAX_HOPPER_REACH = 512  # R of a distance bias in the sm_90 kernels, see flash/hopper/gate.py
+MAX_HOPPER_REACH = 512  # R of a distance bias in the sm_90 kernels, see flash/hopper/supported_calls.py
 INSTALL_TE = "pip install 'stoker[te]'"
 INSTALL_FLASH_ATTN = "pip install 'stoker[flash]'"
 
@@ -202,7 +202,7 @@ def why_not_triton(call: AttentionCall, installed: InstalledSoftware) -> str | N
 
 
 def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
-    """True if `triton` runs the call with its sm_90 kernels: the conditions of `flash/hopper/gate.py`."""
+    """True if `triton` runs the call with its sm_90 kernels: the conditions of `flash/hopper/supported_calls.py`."""
     options = (call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"))
     widths = (64, 128) if call.bias_is_relative else (64, 128, 256)
     return (
@@ -388,8 +388,8 @@ class Backend:
         supports_distance_bias: a distance bias is passed as a vector per head; otherwise as a dense (queries, keys)
             bias.
         supports_alibi_slopes: ALiBi slopes are passed as such; otherwise as a dense bias.
-        compiles: torch.compile traces it without a graph break.
-        keeps_scores: saves a (queries, keys) matrix per head for the backward pass.
+        supports_compile: torch.compile traces it without a graph break.
+        saves_scores: saves a (queries, keys) matrix per head for the backward pass.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Backend selection for an attention call, from the table in `support.py`. Pure functions: no torch, no device."""
+"""Backend selection for an attention call, from the table in `backend_support.py`. Pure: no torch, no device."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class PackedSequences(NamedTuple):
     Attributes:
         document_ids: document id of each token within its row, starting at 0, non-decreasing; int32 (batch, tokens).
         padded_cu_seqlens: document boundaries in the flattened rows; see `cu_seqlens`.
-        with_mask: additive mask (batch, 1, tokens, tokens): 0 within a document (up to the query itself if causal),
+        mask: additive mask (batch, 1, tokens, tokens): 0 within a document (up to the query itself if causal),
             -inf elsewhere. In the dtype of the queries, so that layers need no converted copy. None if the backend
             does not need it.
         key_document_ids: document ids of the keys in cross-attention, int32 (batch, keys); `document_ids` then belongs
@@ -41,7 +41,7 @@ class PackedSequences(NamedTuple):
         """Build from the document ids of a micro batch, for self-attention.
 
         Args:
-            documents: see the attribute.
+            documents: see `document_ids`.
             dtype: of the queries.
             causal: also mask later keys of the same document.
             with_mask: build the mask, for backends without support for `cu_seqlens`.
@@ -57,8 +57,8 @@ class PackedSequences(NamedTuple):
         A document may lack queries or keys; a query whose document has no keys is fully masked.
 
         Args:
-            documents: of the queries, see the attribute.
-            key_document_ids: of the keys.
+            documents: document ids of the queries; see `document_ids`.
+            key_documents: of the keys.
             dtype: of the queries.
             with_mask: build the mask, for backends without support for `cu_seqlens`.
         """
@@ -73,7 +73,7 @@ class PackedSequences(NamedTuple):
             ValueError: the mask was not built.
         """
         if self.mask is None:
-            raise ValueError("`packed` must hold a mask for this backend; build it with PackedSequences.of(mask=True).")
+            raise ValueError("`packed` must hold a mask for this backend; build it with `with_mask=True`.")
         return self.mask
 
     def cu_seqlens(self) -> Tensor:

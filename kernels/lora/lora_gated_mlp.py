@@ -320,7 +320,7 @@ def lora_gated_mlp(
         down_a: (r, f).
         down_b: (out, r).
         scale: alpha / r.
-        kind: one of `GATES`.
+        kind: one of `GATED_ACTIVATIONS`.
         norm: as in `lora_linear`.
         residual: residual that the result is added to, (..., out), or None.
 

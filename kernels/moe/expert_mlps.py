@@ -50,7 +50,7 @@ def expert_mlp(
         gates: weights of these experts, (T, k), fp32 (fp64 with fp64).
         up: (E, f, h), or gated (E, 2 f, h) with the rows [gate | up].
         down: (E, h, f).
-        nonlinearity: a name in `kernels.activations.NONLINEARITIES`, one of `GATES` if gated.
+        nonlinearity: a name in `kernels.activations.NONLINEARITIES`, one of `GATED_ACTIVATIONS` if gated.
         gated: multiply the activated gate by the up projection.
         up_bias: (E, f), gated (E, 2 f), or None.
         down_bias: (E, h), or None.

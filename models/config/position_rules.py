@@ -1,4 +1,4 @@
-"""Cross-field rules of position embeddings and attention windows; see `rules.py` for the rest of a stack."""
+"""Cross-field rules of position embeddings and attention windows; see `model_rules.py` for the rest of a stack."""
 
 from __future__ import annotations
 

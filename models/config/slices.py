@@ -137,7 +137,7 @@ class StackSlice:
 
         Args:
             layer: 0-based index of the layer.
-            offloads: CPU offloading is active, which needs a GPU.
+            offloading: CPU offloading is active, which needs a GPU.
         """
         if self.recompute is not None and layer < self.recompute.layers:
             return frozenset()

@@ -12,7 +12,7 @@ class FusedLinear(nn.Linear):
     """Linear layer that can save the input of a preceding norm instead of its output, and fuse a residual add."""
 
     def add_to_residual(self, residual: Tensor, hidden: Tensor) -> Tensor:
-        """Return `stream + linear(hidden)`, with `residual` (..., out) the residual and `hidden` (..., in)."""
+        """Return `residual + linear(hidden)`, with `residual` (..., out) and `hidden` (..., in)."""
         raise NotImplementedError
 
     def can_skip_norm_output(self, norm: LayerNorm | RMSNorm) -> bool:
@@ -22,7 +22,7 @@ class FusedLinear(nn.Linear):
         raise NotImplementedError
 
     def forward_with_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
-        """Return `linear(norm(hidden))` for a norm that `spares` accepts."""
+        """Return `linear(norm(hidden))` for a norm that `can_skip_norm_output` accepts."""
         raise NotImplementedError
 
 
@@ -32,7 +32,7 @@ def can_skip_norm_output(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
 
 
 def linear_add_residual(residual: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return `stream + linear(hidden)`, or `linear(hidden)` if the residual `residual` is None."""
+    """Return `residual + linear(hidden)`, or `linear(hidden)` if `residual` is None."""
     if residual is None:
         return linear(hidden)
     return linear.add_to_residual(residual, hidden) if isinstance(linear, FusedLinear) else residual + linear(hidden)
@@ -43,7 +43,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `linear(norm(hidden))`, saving `hidden` for the backward instead of the norm output.
 
-    The norm output is not needed (`spares`), or it is recomputed in the backward.
+    The norm output is not needed (`can_skip_norm_output`), or it is recomputed in the backward.
 
     Args:
         norm: applied to `hidden`.

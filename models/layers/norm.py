@@ -15,9 +15,9 @@ class BranchInput(NamedTuple):
     """Residual stream and input of a residual branch.
 
     Attributes:
-        stream: residual stream that the branch output is added to.
-        normed: input of the branch, normed unless `norm` is given.
-        second_hidden: a second handle on `normed` for a second reader, so that its gradient arrives separately; None
+        residual: residual stream that the branch output is added to.
+        hidden: input of the branch, normed unless `norm` is given.
+        second_hidden: a second handle on `hidden` for a second reader, so that its gradient arrives separately; None
             for one reader.
         norm: norm that the branch applies itself, so that its output is not saved; None if it has been applied.
     """

@@ -84,7 +84,7 @@ class ForwardPass:
         """Context manager that offloads the tensors saved by these layers.
 
         Args:
-            numbers: indices of the layers, counted from 0: one, or a chunk that is recomputed together; in order.
+            indices: indices of the layers, counted from 0: one, or a chunk that is recomputed together; in order.
             modules: the layers, whose parameters are not offloaded.
         """
         # With chunks, the nearest saved input to prefetch is that of the chunk before.

@@ -37,7 +37,7 @@ class Routing(NamedTuple):
         assignment: expert indices (tokens, topk) and their gates.
         keep_mask: bool (tokens, topk), False for assignments dropped at capacity or of padding; None keeps all.
         capacity: maximal tokens per expert, None for no limit.
-        statistics: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `SUMS`.
+        statistics: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `STATISTIC_NAMES`.
     """
 
     assignment: RoutingResult

@@ -13,7 +13,7 @@ from offline_compile import resources
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield (name, kernel, constexprs) of each kernel as launched by `hopper/launch.py`."""
+    """Yield (name, kernel, constexprs) of each kernel as launched by `hopper/launchers.py`."""
     from stoker.kernels.attention.flash.hopper import launchers
 
     for head_dim in (64, 128, 256):

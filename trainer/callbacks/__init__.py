@@ -1,1 +1,1 @@
-"""What happens between steps: validation, checkpoints, reports, stopping."""
+"""Callbacks between steps: validation, checkpoints, reports, stopping."""

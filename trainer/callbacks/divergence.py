@@ -47,7 +47,7 @@ class LossMonitor:
         """Process the metrics of the steps since the last call.
 
         Args:
-            first: number of the first of these steps.
+            first_step: number of the first of these steps.
             values: loss (nats per token) and gradient norm of each step.
 
         Returns:

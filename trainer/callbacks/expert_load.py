@@ -1,6 +1,6 @@
 """Expert load metrics: statistics accumulated by the MoE layers since the last report.
 
-The layers accumulate them in training mode only (`models.moe.layer.MoE.statistics`); validation is not included.
+The layers accumulate them in training mode only (`models.moe.moe_layer.MoE.statistics`); validation is not included.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def loss_deviation(losses: Sequence[float]) -> tuple[float, float, float] | None
     reference.
 
     Args:
-        losses: finite training losses, oldest first, nats per token; only the last `REFERENCE + RECENT` are used.
+        losses: finite training losses, oldest first, nats per token; only the last `NUM_REFERENCE_LOSSES +
+            NUM_RECENT_LOSSES` are used.
 
     Returns:
         The deviations (negative if below), the median of the latest losses and that of the reference; None while there

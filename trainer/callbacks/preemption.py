@@ -1,8 +1,8 @@
 """Graceful stop on SIGINT, SIGTERM and time limits.
 
 A run stops between two steps, and on a signal also between two validation batches; the resumed run then starts with
-that validation. Signals and clocks differ between ranks, so after every step each rank contributes its flags, `Agree`
-all-reduces them, and all ranks act on the result.
+that validation. Signals and clocks differ between ranks, so after every step each rank contributes its flags, an
+`AllReduceFlags` reduces them, and all ranks act on the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LIMITS = {StopFlag.MAX_TIME: "trainer.max_time", StopFlag.MAX_TIME_PER_RUN: "ex
 
 
 def local_flags(flags: int) -> int:
-    """Return the flags as is: `Agree` for a single process."""
+    """Return the flags as is: the `AllReduceFlags` of a single process."""
     return flags
 
 

@@ -4,7 +4,7 @@ It keeps its own schedule by step: Lightning's `val_check_interval` counts from 
 training, so a resumed run validates and saves at the same steps.
 
 Every rank has one. Metrics and steps are the same on all ranks; signals and clocks are not, so those are all-reduced
-first (`stop.Agree`).
+first (`preemption.AllReduceFlags`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .reporting import StepReporter, ThroughputFactors
 
 ValidateFunction = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
 """Run a validation of a number of global batches (None: as configured); the second argument is polled between batches,
-and `evaluation.StoppedError` is raised when it returns True."""
+and `EvaluationInterruptedError` is raised when it returns True."""
 SaveFunction = Callable[[int, Mapping[str, float], LoopState], Path]
 """Save a checkpoint of a step, with the finite metrics of that step and the loop state; return its path."""
 

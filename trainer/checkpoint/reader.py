@@ -12,9 +12,9 @@
         tokenizer.json         the tokenizer document
         manifest.json          size and SHA-256 of all other files
 
-Each rank writes its own tensor file (`tensor_files`); a checkpoint loads on any number of ranks.
+Each rank writes its own tensor file (`sharded_safetensors.py`); a checkpoint loads on any number of ranks.
 
-A checkpoint is valid if every file has the size and hash recorded in the manifest. `checkpoint_writing.py` writes
+A checkpoint is valid if every file has the size and hash recorded in the manifest. `writer.py` writes
 checkpoints and applies retention.
 """
 

@@ -47,7 +47,7 @@ def shard_files(kind: str, names: Iterable[str]) -> list[str]:
 
 
 def write_shards(path: Path, shards: Mapping[str, LocalShard]) -> FileRecord:
-    """Write this rank's share of the rows of every tensor, see `Piece.share`."""
+    """Write this rank's share of the rows of every tensor, see `LocalShard.part_to_save`."""
     shares = {name: piece.part_to_save() for name, piece in shards.items()}
     written = {name: share for name, share in shares.items() if share.num_rows}
     rows = {

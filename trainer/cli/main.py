@@ -125,7 +125,7 @@ def _dispatch(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_arguments, run = _parts(name, verb)
+    add_arguments, run = _verb_functions(name, verb)
     add_arguments(parser)
     if verb.accepts_imports:
         parser.add_argument(
@@ -154,7 +154,7 @@ def _unknown_verb(name: str) -> list[str]:
     return [f"stoker {name}: there is no such verb; {hint}"]
 
 
-def _parts(
+def _verb_functions(
     name: str, verb: Verb
 ) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
     if name in ("train", "finetune"):

@@ -1,8 +1,8 @@
 """Compose YAML files with Hydra's defaults lists, recording the file and line of every value.
 
-Hydra computes the defaults list (groups, packages, `override`, `optional`). Files are read by `yaml_file.py` with size
-limits and merged here, leaf by leaf, later files over earlier ones. No Hydra run directory, `hydra` node, global state
-or instantiation; interpolations are not resolved here.
+Hydra computes the defaults list (groups, packages, `override`, `optional`). Files are read by `yaml_reader.py` with
+size limits and merged here, leaf by leaf, later files over earlier ones. No Hydra run directory, `hydra` node, global
+state or instantiation; interpolations are not resolved here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Composition:
 
 
 class YamlSource(ConfigSource):
-    """Hydra config source for one directory of YAML files, read by `yaml_file.py`."""
+    """Hydra config source for one directory of YAML files, read by `yaml_reader.py`."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(provider="stoker", path=f"{self.scheme()}://{directory}")

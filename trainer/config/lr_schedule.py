@@ -56,7 +56,7 @@ class CosineAnnealing:
 class WarmupPolicy:
     """Linear warm-up lr * (step + 1) / (warmup + 1), then `lr` up to `max_steps`, then `min_lr`.
 
-    Subclasses have the same warm-up and end, and their own decay in between (`decayed`).
+    Subclasses have the same warm-up and end, and their own decay in between (`decayed_lr`).
 
     Attributes:
         lr: peak learning rate.
@@ -85,11 +85,11 @@ class WarmupPolicy:
 
     @property
     def decay_steps(self) -> int:
-        """Steps from `start` to `max_steps`."""
+        """Steps from `decay_start` to `max_steps`."""
         return self.max_steps - self.decay_start
 
     def decayed_lr(self, step: int) -> float:
-        """Return the learning rate between `start` and `max_steps`."""
+        """Return the learning rate between `decay_start` and `max_steps`."""
         return self.lr
 
 

@@ -8,7 +8,7 @@
 | fsdp `full` (ZeRO-3) | 1 x R | one layer at a time | sharded | every micro batch |
 | fsdp `hybrid` | R/s x s | one layer at a time | sharded | every micro batch |
 
-`replicated.py` implements the first two, `sharded.py` the others.
+`trainer/distributed/ddp.py` implements the first two, `trainer/distributed/fsdp.py` the others.
 
 Sources: Rajbhandari et al. 2020, arXiv 1910.02054 (ZeRO); Zhao et al. 2023, arXiv 2304.11277 (FSDP).
 """

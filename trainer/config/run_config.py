@@ -42,7 +42,7 @@ class RunConfig:
         document: the configuration as saved, in plain containers; environment values unresolved (`${oc.env:NAME}`).
         findings: warnings and notes to print once.
         historical_keys: paths of accepted keys that have no effect here.
-        account: every effective key and every given key that does not act, for `stoker config`.
+        key_reports: every effective key and every given key that does not act, for `stoker config`.
         files: the YAML files that were merged.
     """
 

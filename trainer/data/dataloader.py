@@ -1,7 +1,7 @@
 """Prefetching dataloader: the local micro batches of each global batch, on the device.
 
-The data position depends on the number of consumed samples only (`batching`), so the dataloader has no state to save.
-For CUDA devices batches are pinned and copied on a side stream, one step ahead.
+The data position depends on the number of consumed samples only (`batch_sampler.py`), so the dataloader has no state to
+save. For CUDA devices batches are pinned and copied on a side stream, one step ahead.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def capture(run: RunMicroBatch, fields: Fields, denominator: Tensor, parameters:
 
     Raises:
         UserError: an operation in it cannot be captured.
-        RuntimeError: out of memory, see `memory.is_out_of_memory`.
+        RuntimeError: out of memory, see `utils.host_memory.is_out_of_memory`.
     """
     own_fields, own_denominator = {name: field.clone() for name, field in fields.items()}, denominator.clone()
     before = [parameter.grad for parameter in parameters]

@@ -22,8 +22,7 @@ def fit(
 ) -> None:
     """Run Lightning's training loop from the module's step to `max_steps`.
 
-    The trainer is barebones: logging, validation, checkpointing and precision are implemented by `callback` and
-        `module`.
+    The trainer is barebones: `callback` and `module` implement logging, validation, checkpointing and precision.
     It launches no processes, whatever the cluster environment.
     """
     with _quiet_lightning():
@@ -98,7 +97,7 @@ class _ResidentStrategy(SingleDeviceStrategy):
 
 
 class MeshStrategy(ParallelStrategy):
-    """Strategy for several ranks whose model is already replicated (`distributed.replicated`) or sharded.
+    """Strategy for several ranks whose model is already replicated (`distributed.ddp`) or sharded.
 
     Gradients, clipping, checkpoints and data order are handled elsewhere; this gives Lightning and callbacks the ranks
     and basic collectives.

@@ -89,7 +89,7 @@ class ExpertLoadHistory:
 
     @property
     def document(self) -> LoadDocument:
-        """The current contents of the file."""
+        """Current content of the file, as plain data."""
         return LoadDocument(layers=self._layers, experts=self._experts, stride=self._stride, rows=tuple(self._rows))
 
     def add(self, step: int, tokens: Sequence[Sequence[float]], *, regular: bool) -> None:

@@ -306,7 +306,7 @@ class BackgroundLogger:
             raise self._error
 
     def close(self, *, failed: bool) -> None:
-        """Wait up to `seconds_to_finish` for queued records.
+        """Wait up to `close_timeout` seconds for queued records.
 
         Raises:
             RuntimeError: records were not sent.

@@ -1,4 +1,4 @@
-"""Run logger: writes metrics and log lines to metrics.jsonl, run.log, the terminal and the loggers of `loggers.py`."""
+"""Run logger: metrics and log lines to metrics.jsonl, run.log, the terminal and the loggers of `logger_backends.py`."""
 
 from __future__ import annotations
 

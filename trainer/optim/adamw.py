@@ -1,4 +1,4 @@
-"""Fused AdamW (arXiv 1711.05101): one pass over weights, moments and gradients (`kernels.adamw`).
+"""Fused AdamW (arXiv 1711.05101): one pass over weights, moments and gradients (`kernels.optim.adamw_kernel`).
 
 With `scale_parameter`, the step of each weight is proportional to its RMS, as in Adafactor: nanoT5's AdamWScale (Nawrot
 2023, arXiv 2309.02373), without which AdamW does not train T5 with the large learning rates of Adafactor.

@@ -3,7 +3,7 @@
 Everything stays on the device: the gradient norm and the clip coefficient are tensors, without host synchronization.
 A step whose gradient norm is not finite changes neither weights nor state, and is not counted.
 
-With sharded parameters, an optimizer updates the local shard (`distributed.pieces`), and communicates with the other
+With sharded parameters, an optimizer updates the local shard (`utils.local_shard`), and communicates with the other
 shards through `sum_over_shards` and `gather_rows`.
 
 Main weights and state may be kept in host memory (`model.cpu_offloading_optimizer`, see `host_state`): an update then

@@ -52,7 +52,8 @@ class AttentionMemory:
         saved: tensors saved for the backward pass, except the input of the first projection.
         working: peak working memory of the backward pass in bytes: gradients and accumulators.
         working_recomputed: the same if its scores are recomputed.
-        beside_scores: bytes saved additionally (or fewer, if negative) then: inputs of the scores instead of copies.
+        scores_recompute_bytes: bytes saved additionally (or fewer, if negative) then: inputs of the scores instead of
+            copies.
     """
 
     saved: tuple[SavedTensors, ...]
@@ -131,7 +132,7 @@ def attention_memory(
 
 
 def recomputes_from_log_sum_exp(attention: AttentionSlice, decision: BackendSelection) -> bool:
-    """True if recomputed scores are restored from log-sum-exps (`kernels.attention.scores_again`)."""
+    """True if recomputed scores are restored from log-sum-exps (`kernels.attention.recompute_scores`)."""
     return decision.backend == "unfused" and attention.masked_softmax_fusion and supports_call(decision.call)
 
 

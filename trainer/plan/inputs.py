@@ -102,8 +102,8 @@ class StackInputs:
         trained_projections: projections whose weights or LoRA updates are trained, and which therefore save their
             input.
         skips_norm_outputs: these projections save the residual stream, not the norm's output; see
-            `models.normed_linear`.
-        fused_lora_mlp: MLPs with LoRA run as one fused operation; see `kernels.lora_gated_mlp`.
+            `models.layers.fused_linear`.
+        fused_lora_mlp: MLPs with LoRA run as one fused operation; see `kernels.lora.lora_gated_mlp`.
         lora_experts: experts have LoRA updates; see `kernels.moe.lora_experts`.
         trains_router: the MoE router is trained.
         first_trained_layer: index of the first layer whose backward pass runs.

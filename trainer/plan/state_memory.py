@@ -41,7 +41,7 @@ class PersistentState:
         batches: samples on the device.
         workspace: of cuBLAS.
         on_host: main weights and optimizer state in host memory instead.
-        average_on_host: EMA in host memory instead.
+        ema_on_host: EMA in host memory instead.
     """
 
     weights: int

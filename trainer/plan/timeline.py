@@ -136,7 +136,7 @@ class LayerInStack:
 
     @property
     def on_cuda(self) -> bool:
-        """True if it runs on a GPU; otherwise nothing is offloaded."""
+        """True if the run is on a GPU; otherwise nothing is offloaded."""
         return self.stack.attention.call.device == "cuda"
 
     @property
@@ -273,7 +273,8 @@ def _moments(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Mom
 class _StackOnDevice:
     """Device memory of the layers of a stack with CPU offloading.
 
-    The first N of L layers are offloaded; `models.offload` and `models.offload_weights` define when they are copied.
+    The first N of L layers are offloaded; `offload_activations.py` and `offload_weights.py`
+    in `models/memory/` define when they are copied.
 
     Args:
         layers: all layers in forward order.

@@ -1,6 +1,6 @@
 """Simulate CPU offloading to find how long a step stalls on copies between the GPU and its host.
 
-The schedule is that of `models.offload` for activations and of `models.offload_weights` for weights. Activations are
+The schedule is that of `models/memory/offload_activations.py` and `models/memory/offload_weights.py`. Activations are
 copied to the host while their layer runs, weights after it; both must have been copied some layers later, and are
 prefetched some layers before the backward pass needs them. Layers of a recomputed chunk run, wait and copy as one. The
 link does one copy at a time in each direction.
@@ -129,7 +129,7 @@ class _Copies:
 
     Args:
         clock: simulated time.
-        layer_seconds: time of each copy, by the index of its (first) layer.
+        seconds: time of each copy, by the index of its (first) layer.
     """
 
     def __init__(self, clock: _Clock, seconds: dict[int, float]) -> None:

@@ -1,4 +1,4 @@
-"""Atomic, durable file writes; separate from `safe_io.py`, which imports torch."""
+"""Atomic, durable file writes; separate from `safetensors_io.py`, which imports torch."""
 
 from __future__ import annotations
 

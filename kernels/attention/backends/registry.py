@@ -70,7 +70,7 @@ def get_attention_function(decision: BackendSelection, *, masked_softmax_fusion:
     """Return the attention function of the selected backend.
 
     Args:
-        decision: result of `choose`; its call determines whether the function must be deterministic.
+        decision: result of `select_backend`; its call determines whether the function must be deterministic.
         masked_softmax_fusion: allow `unfused` to use the fused softmax kernel.
     """
     function = ATTENTION_FUNCTIONS[decision.backend]

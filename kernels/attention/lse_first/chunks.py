@@ -129,7 +129,7 @@ class GradientWriter:
         )
 
     def copy_back(self, index: int, gradients: tuple[Tensor, ...]) -> None:
-        """Start copying the gradients that the kernels wrote to `room`."""
+        """Start copying the gradients that the kernels wrote to the tensors of `get_buffers`."""
         if self.direct:
             return
         self.copies.wait_stream(self.compute)

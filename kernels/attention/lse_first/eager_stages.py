@@ -1,4 +1,4 @@
-"""The three stages in plain PyTorch, for tensors that the Triton kernels do not support; interface of `kernels.py`."""
+"""The three stages in plain PyTorch, for tensors the Triton kernels do not support; same interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run `stoker preprocess`: from inputs to `P.bin`, `P.idx` and `P.json`, in parts that survive a kill."""
+"""Run `stoker preprocess`: from inputs to `P.bin`, `P.idx` and `P.json` (P: output prefix), resumable part by part."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PreprocessResult:
-    """Result of the command.
+    """Result of `stoker preprocess`.
 
     Attributes:
-        summary: the content of P.json.
+        summary: the content of `P.json`.
         rejection_summary: one line for each kind of rejection, with its first location.
         already_done: the result already existed.
         resumed_parts: parts that an earlier run had finished.

@@ -21,7 +21,7 @@ class RecordSource(Generic[RecordT]):
     Attributes:
         name: of the data, for messages.
         sets: the records of each file of each split; training files may have sampling probabilities.
-        has_own_splits: the data come with their own splits; `model.data.splits_string` is ignored.
+        has_predefined_splits: the data come with their own splits; `model.data.splits_string` is ignored.
     """
 
     name: str

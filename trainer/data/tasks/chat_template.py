@@ -1,6 +1,6 @@
 """Chat templates: Jinja templates that come with tokenizers and format a conversation as one text.
 
-They are rendered in a separate process (`template_process.py`), in Jinja's sandbox, with time and memory limits.
+They are rendered in a separate process (`chat_template_process.py`), in Jinja's sandbox, with time and memory limits.
 The template is part of the tokenizer, and so saved with every checkpoint.
 """
 

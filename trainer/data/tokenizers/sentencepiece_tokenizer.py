@@ -110,8 +110,8 @@ class SentencePieceTokenizer:
     def token_byte_counts(self) -> NDArray[np.int64]:
         """Return the number of UTF-8 bytes of each id, int64 [V]; all 0 if tokens do not add up to the text.
 
-        They do for models with byte fallback and without text normalization (Llama, Mistral, Gemma). eos counts -1 for
-        the space added before every text, see `piece_byte_counts`; a "▁" in the text counts as a space.
+        They add up with byte fallback and without text normalization (Llama, Mistral, Gemma). EOS counts -1 for the
+        space added before every text, see `piece_byte_counts`; a "▁" in the text counts as a space.
         """
         if not self._lossless:
             return np.zeros(self.vocab_size, np.int64)

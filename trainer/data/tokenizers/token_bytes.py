@@ -72,9 +72,9 @@ def token_byte_counts(
 ) -> NDArray[np.int64]:
     """Return the number of bytes of each id, int64 [len(pieces)]; all 0 if tokens do not add up to the text.
 
-    They do if tokenization is lossless: byte-level BPE, and BPE with byte fallback, without a normalizer that changes
-    text (NFC, lower case). The sum may be smaller, but never larger, than the size of the text: for a special token, or
-    a "▁" that stands for a space, written literally in it.
+    They add up if tokenization is lossless: byte-level BPE, and BPE with byte fallback without a normalizer that
+    changes text (NFC, lower case). The sum may be smaller, but never larger, than the size of the text: for a special
+    token, or a "▁" that stands for a space, written literally in it.
     """
     if is_byte_level(definition, vocabulary):
         return piece_byte_counts(pieces, eos, adds_prefix_space=False)

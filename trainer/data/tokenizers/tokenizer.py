@@ -1,8 +1,8 @@
 """The tokenizer interface, and the two tokenizers that need no file: bytes (ByT5's scheme) and characters.
 
-Tokenizers loaded from files are in `tokenizer_json.py` and `tokenizer_sentencepiece.py`; `tokenizer_files.py` loads
-them. Every checkpoint stores its tokenizer as a small JSON document (`to_dict`). `tokenizer_from_dict` validates it,
-because a checkpoint may come from an untrusted source.
+Tokenizers loaded from files are in `tokenizer_json.py` and `sentencepiece_tokenizer.py`; `tokenizer_files.py` loads
+them. Every checkpoint stores its tokenizer as a small JSON document (`to_dict`). `tokenizer_document.py` validates it
+when it is read (`tokenizer_from_dict`), because a checkpoint may come from an untrusted source.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _consume(
             product = warpgroup_mma_wait(0, deps=[pending_product])
             release(values_ring, step, STAGES)
             gradient = weight * (product - gl.expand_dims(delta, 1))
-            if FAR_SUMS:  # in blocks of 64 keys, since `diagonals.py` sums the other blocks of 64
+            if FAR_SUMS:  # in blocks of 64 keys, since `diagonal_sums.py` sums the other blocks of 64
                 lowest = start - (first + BLOCK_M - 1) - offset
                 if lowest >= reach:
                     row_sum += gl.sum(gradient, 1)
