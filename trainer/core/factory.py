@@ -352,6 +352,6 @@ def build_ema(
         **(
             {}
             if data_parallel is None
-            else {"piece_of": data_parallel.local_shard, "spread": data_parallel.after_update}
+            else {"local_shard": data_parallel.local_shard, "all_gather_weights": data_parallel.after_update}
         ),
     )
