@@ -184,7 +184,7 @@ def test_serves_compiled_norms_that_learn_and_keeps_no_more(
     leaves = [stream, matrix, norm.weight]
     plain, operations, kept = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)  # on a CPU
-    monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(module, "triton_runs_on", lambda tensor: True)
     ours, operations, ours_kept = traced(part, stream, leaves)
     assert sum("forked_norm_backward" in name for name in operations) == 1
     assert full(ours_kept) <= full(kept)
@@ -214,7 +214,7 @@ def test_projection_serves_compiled_norms_that_shall_not_be_kept(
     leaves = [stream, norm.weight, *linear.parameters()]
     plain, operations, kept = traced(part, stream, leaves)
     assert not any("forked_norm" in name for name in operations)  # on a CPU
-    monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(module, "triton_runs_on", lambda tensor: True)
     ours, operations, ours_kept = traced(part, stream, leaves)
     assert sum("forked_norm_backward_with_normed" in name for name in operations) == 1
     assert sum(x.numel() for x in ours_kept) <= sum(x.numel() for x in kept)
