@@ -254,7 +254,7 @@ def check(seed: int, count: int, together: int, results: Path, until: float | No
         with budget.reserve(plan.needed):
             row = run_in_process(command, until)
         # it may have failed for memory that another run used: repeat it alone
-        if together > 1 and row and ("refused" in row or row["recorded"] != plan.facts.uses_cuda_graph):
+        if together > 1 and row and ("refused" in row or row["recorded"] != plan.inputs.uses_cuda_graph):
             with budget.reserve(budget.size):
                 row = run_in_process(command, until)
         if row is None:

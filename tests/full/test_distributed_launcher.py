@@ -84,7 +84,7 @@ class Job:
 
     @property
     def error(self) -> str:
-        """What it has said on stderr."""
+        """Return its standard error so far."""
         return self._error.read_text()
 
     @property

@@ -30,7 +30,7 @@ def runs(tmp_path_factory, forks):
 
 
 def check_same(runs: DistributedRuns, scheme: str, layout: str, **changes: Any) -> None:
-    """What two ranks train is what one does, in fp64."""
+    """Two ranks train what one process does, in fp64."""
     shared = {**STEPS, **SCHEMES[scheme], "model__peft__peft_scheme": scheme, **changes}
     kind = f"{scheme}{'-experts' * bool(changes)}"
     optimizer = {"model__optim__name": "fused_adam"}

@@ -177,7 +177,7 @@ def hopper_backend(harness: ConfigHarness, changes: Changes) -> Any:
 
 
 def softmax_fusion(harness: ConfigHarness, changes: Changes) -> Any:
-    """Whether unfused attention of a layer may use the fused softmax."""
+    """Return True if unfused attention of a layer may use the fused softmax."""
     layer = harness.model(changes).decoder.layers[0]
     assert isinstance(layer, Layer)
     function = layer.attention.backends["training"]

@@ -86,7 +86,7 @@ def gradients_of(kind, step, device):
 
 
 def expected_after(state, gradients, **given):
-    """What the reference makes of the arrays in fp32, rounded."""
+    """Return the reference step of the arrays in fp32, rounded."""
     before = [[tensor.to(torch.float32, copy=True) for tensor in part] for part in (state[1], gradients, *state[2:])]
     reference_adamw_step(before[0], *before, **given, **SETTINGS)
     after = [before[0], before[0], *before[2:]]

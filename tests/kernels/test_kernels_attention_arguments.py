@@ -1,4 +1,4 @@
-"""What the attention functions refuse: each refusal names the argument, what it is and the rule, before any launch."""
+"""Argument checks of the attention functions: each error names the argument, what it is and the rule, before any launch."""
 
 from __future__ import annotations
 
