@@ -1,4 +1,4 @@
-"""Argument checks of the attention functions: each error names the argument, what it is and the rule, before any launch."""
+"""Argument checks of the attention functions: each error names the argument, what it is and the rule."""
 
 from __future__ import annotations
 
