@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import networkx
+
 ROOMS = ("kernels", "models", "trainer")
 Kind = Literal["load", "type", "lazy"]
 CYCLES: Mapping[str, frozenset[Kind]] = {
@@ -72,31 +74,9 @@ def imports_of(module: Module, names: Mapping[str, Module]) -> Iterator[tuple[st
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one module, largest first (Tarjan 1972)."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        order[name] = low[name] = len(order)
-        stack.append(name)
-        for other in graph.get(name, ()):
-            if other not in order:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], order[other])
-        if low[name] == order[name]:
-            at = stack.index(name)
-            if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    for name in sorted(graph):
-        if name not in order:
-            visit(name)
-    return sorted(found, key=len, reverse=True)
+    """Strongly connected components of more than one module, largest first."""
+    found = networkx.strongly_connected_components(networkx.DiGraph(graph))
+    return sorted((sorted(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
 
 
 def functions(module: Module) -> Iterator[tuple[int, str]]:
@@ -113,21 +93,12 @@ def count_lines(root: Path, folder: str) -> tuple[int, int]:
 
 
 def net_lines(root: Path, since: str) -> Iterator[str]:
-    """Lines of Python added and removed since a commit, for code and for tests and scripts."""
+    """Lines added and removed since a commit: code (with the data files beside it), tests and scripts."""
     for title, folders in (("code", ROOMS), ("tests", ("tests",)), ("scripts", ("scripts",))):
-        command = [
-            "git",
-            "-C",
-            str(root),
-            "diff",
-            "--numstat",
-            "-M",
-            since,
-            "--",
-            *(f"{room}/*.py" for room in folders),
-        ]
-        rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
-        counts = [tuple(map(int, row.split()[:2])) for row in rows if row]
+        patterns = [f"{folder}/*.{ending}" for folder in folders for ending in ("py", "yaml")]
+        command = ["git", "-C", str(root), "diff", "--numstat", "-M", since, "--", *patterns]
+        rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        counts = [tuple(map(int, row.split()[:2])) for row in rows]
         added, removed = sum(one for one, _ in counts), sum(other for _, other in counts)
         yield f"  {title:8} +{added:,} -{removed:,} = {added - removed:+,}"
 

@@ -12,7 +12,6 @@ measured copy bandwidth of this GPU, divided by the time of a step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,19 +19,7 @@ from typing import Any
 
 import torch
 from peers import Shape
-from rounds import (
-    Length,
-    Row,
-    add_arguments,
-    deadline,
-    environment_line,
-    failures,
-    print_row,
-    read_rows,
-    result,
-    run_rounds,
-    time_windows,
-)
+from rounds import Length, Row, environment_line, failures, result, run_benchmark, time_windows
 
 PROMPT, NEW = 128, 256
 LENGTH = Length(warm_up=2, windows=4, window=1)
@@ -158,50 +145,26 @@ def measure(name: str, batch: int) -> Row:
         count = generate(torch.randint(0, Shape.vocab, (batch, PROMPT), device="cuda", generator=generator))
         assert count == NEW, f"{count} tokens were generated"
 
-    return result(name, time_windows(run, LENGTH), batch * NEW) | {"batch": batch, "limit": limit}
+    return result(name, time_windows(run, LENGTH), batch * NEW) | {"limit": limit}
 
 
-def table(rows: list[Row]) -> str:
-    """Return the report: one table for each batch size, contenders from fastest to slowest."""
-    lines = [f"{environment_line([row for row in rows if 'refused' not in row])}.", ""]
-    for batch in sorted({row["batch"] for row in rows}):
-        refused = failures(row for row in rows if row["batch"] == batch)
-        succeeded = [row for row in rows if row["batch"] == batch and "refused" not in row]
-        speed = {
-            name: statistics.median(row["tokens_per_second"] for row in succeeded if row["peer"] == name)
-            for name in {row["peer"] for row in succeeded}
-        }
-        lines += [f"| batch {batch} | tokens/s | ms/token | of the limit | peak GiB |", "|---|---|---|---|---|"]
-        for name in sorted(speed, key=lambda one: -speed[one]):
-            peak = statistics.median(row["peak_gib"] for row in succeeded if row["peer"] == name)
-            limit = statistics.median(row["limit"] for row in succeeded if row["peer"] == name)
-            step = batch / speed[name]
-            lines.append(
-                f"| {TITLES[name]} | {speed[name]:,.0f} | {1e3 * step:.2f} | {limit / step:.0%} | {peak:.1f} |"
-            )
-        lines += [f"| {TITLES[name]} | {reason} | | | |" for name, reason in refused.items()]
-        lines.append("")
-    return "\n".join(lines)
+def report(batch: int, rows: list[Row]) -> str:
+    """Return the table of a batch size, contenders from fastest to slowest."""
+    refused, succeeded = failures(rows), [row for row in rows if "refused" not in row]
 
+    def median(name: str, column: str) -> float:
+        return statistics.median(row[column] for row in succeeded if row["peer"] == name)
 
-def main() -> None:
-    """Run the rounds, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    add_arguments(parser, __file__, TITLES)
-    arguments = parser.parse_args()
-    if arguments.one:
-        print_row(arguments.one, lambda: measure(arguments.one, arguments.batch[0]))
-        return
-    until = deadline(arguments.seconds)
-    for batch in arguments.batch:
-        more = ["--batch", str(batch)]
-        run_rounds(__file__, more, arguments.only, arguments.results, arguments.rounds, until, batch=batch)
-    report = table([row for row in read_rows(arguments.results) if row.get("batch") in arguments.batch])
-    print(report)
-    if arguments.report:
-        arguments.report.write_text(report)
+    speed = {name: median(name, "tokens_per_second") for name in {row["peer"] for row in succeeded}}
+    lines = [f"{environment_line(succeeded)}.", ""]
+    lines += [f"| batch {batch} | tokens/s | ms/token | of the limit | peak GiB |", "|---|---|---|---|---|"]
+    for name in sorted(speed, key=lambda one: -speed[one]):
+        step = batch / speed[name]
+        figures = f"{speed[name]:,.0f} | {1e3 * step:.2f} | {median(name, 'limit') / step:.0%}"
+        lines.append(f"| {TITLES[name]} | {figures} | {median(name, 'peak_gib'):.1f} |")
+    lines += [f"| {TITLES[name]} | {reason} | | | |" for name, reason in refused.items()]
+    return "\n".join([*lines, "", ""])
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__file__, __doc__, TITLES, measure, report, option="--batch", cases=[1, 32])

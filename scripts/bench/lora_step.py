@@ -18,7 +18,6 @@ those of transformers, in `hf_layers_liger*` only its head with loss, as the com
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import string
@@ -32,18 +31,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from peers import Shape
-from rounds import (
-    Length,
-    Row,
-    add_arguments,
-    deadline,
-    print_row,
-    result,
-    run_rounds,
-    stoker_result,
-    table,
-    time_windows,
-)
+from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
 from torch import nn
 
 RANK, ALPHA = 16, 32
@@ -190,8 +178,9 @@ PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
 TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
 
 
-def measure(name: str, shape: Shape) -> Row:
+def measure(name: str, micro_batch: int) -> Row:
     """Run one contender in this process."""
+    shape = Shape(micro_batch=micro_batch)
     tokens = shape.micro_batch * shape.sequence
     if name in STOKER:
         batch = [f"model.micro_batch_size={shape.micro_batch}", f"model.global_batch_size={shape.micro_batch}"]
@@ -204,28 +193,16 @@ def measure(name: str, shape: Shape) -> Row:
     return result(name, time_windows(PEERS[name][1](shape), LENGTH), tokens)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--micro-batch", nargs="+", type=int, default=[4])
-    add_arguments(parser, __file__, TITLES)
-    arguments = parser.parse_args()
-    if arguments.one:
-        print_row(arguments.one, lambda: measure(arguments.one, Shape(micro_batch=arguments.micro_batch[0])))
-        return
-    report, until = "", deadline(arguments.seconds)
-    for size in arguments.micro_batch:
-        shape, more = Shape(micro_batch=size), ["--micro-batch", str(size)]
-        rows = run_rounds(__file__, more, arguments.only, arguments.results, arguments.rounds, until, micro_batch=size)
-        for packed in (False, True):
-            selected = [row for row in rows if row["peer"].endswith("_packed") == packed]
-            if selected:
-                base = "stoker_packed" if packed else "stoker"
-                title = f"Micro batch {size}{', packed' * packed}"
-                report += f"{title}. {table(selected, TITLES, size * shape.sequence, base)}\n"
-    print(report)
-    if arguments.report:
-        arguments.report.write_text(report)
+def report(size: int, rows: list[Row]) -> str:
+    text = ""
+    for packed in (False, True):
+        selected = [row for row in rows if row["peer"].endswith("_packed") == packed]
+        if selected:
+            base = "stoker_packed" if packed else "stoker"
+            title = f"Micro batch {size}{', packed' * packed}"
+            text += f"{title}. {table(selected, TITLES, size * Shape.sequence, base)}\n"
+    return text
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__file__, __doc__, TITLES, measure, report, option="--micro-batch", cases=[4])

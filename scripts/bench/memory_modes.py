@@ -17,7 +17,6 @@ the device is `reserved`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,19 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from peers import PlainGPT, Shape, Step, autocast_step
-from rounds import (
-    Length,
-    Row,
-    add_arguments,
-    deadline,
-    environment_line,
-    failures,
-    print_row,
-    result,
-    run_rounds,
-    stoker_result,
-    time_windows,
-)
+from rounds import Length, Row, environment_line, failures, result, run_benchmark, stoker_result, time_windows
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -218,8 +205,9 @@ def peer_windows(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
     return time_windows(run, LENGTH)
 
 
-def measure(name: str, shape: Shape) -> Row:
+def measure(name: str, case: str) -> Row:
     """Run one mode or one peer in this process."""
+    shape = SHAPES[case]
     tokens = shape.micro_batch * shape.sequence
     if name in PEERS:
         return result(name, peer_windows(PEERS[name][1], shape), tokens)
@@ -274,26 +262,19 @@ def table(rows: list[Row], shape: Shape) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run the rounds of each shape, print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=sorted(SHAPES))
-    names = dict.fromkeys([*(name for shape in SHAPES.values() for name in modes_of(shape)), *PEERS])
-    add_arguments(parser, __file__, names)
-    arguments = parser.parse_args()
-    if arguments.one:
-        print_row(arguments.one, lambda: measure(arguments.one, SHAPES[arguments.shape[0]]))
-        return
-    report, until = "", deadline(arguments.seconds)
-    for name in arguments.shape:
-        shape = SHAPES[name]
-        chosen = [one for one in [*modes_of(shape), *PEERS] if one in arguments.only]
-        rows = run_rounds(__file__, ["--shape", name], chosen, arguments.results, arguments.rounds, until, shape=name)
-        report += f"### {name}\n\n{table(rows, shape)}\n"
-    print(report)
-    if arguments.report:
-        arguments.report.write_text(report)
+def report(case: str, rows: list[Row]) -> str:
+    return f"### {case}\n\n{table(rows, SHAPES[case])}\n"
 
 
 if __name__ == "__main__":
-    main()
+    names = dict.fromkeys([*(name for shape in SHAPES.values() for name in modes_of(shape)), *PEERS])
+    run_benchmark(
+        __file__,
+        __doc__,
+        names,
+        measure,
+        report,
+        option="--shape",
+        cases=sorted(SHAPES),
+        chosen=lambda case: [*modes_of(SHAPES[case]), *PEERS],
+    )

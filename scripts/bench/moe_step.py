@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peers import build_optimizer
-from rounds import Length, Row, result, run_single_shape, stoker_result, time_windows
+from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
 from torch import nn
 
 MICRO_BATCH, SEQUENCE, VOCAB = 4, 4096, 32000
@@ -85,7 +85,7 @@ PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
 TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
 
 
-def measure(name: str) -> Row:
+def measure(name: str, _: str) -> Row:
     """Run one contender in this process."""
     if name in STOKER:
         return stoker_result(name, ["experiment=moe_bench", *STOKER[name][1]], LENGTH, TOKENS)
@@ -93,4 +93,4 @@ def measure(name: str) -> Row:
 
 
 if __name__ == "__main__":
-    run_single_shape(__file__, __doc__, TITLES, measure, TOKENS)
+    run_benchmark(__file__, __doc__, TITLES, measure, lambda _, rows: table(rows, TITLES, TOKENS))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,43 +238,57 @@ def environment_line(rows: list[Row]) -> str:
     return f"Device: {newest['device']}; {text}; {newest['date']}"
 
 
-def add_arguments(parser: argparse.ArgumentParser, script: str, names: Iterable[str]) -> None:
-    """Add the arguments that all these benchmarks share."""
+def deadline(seconds: float | None) -> float | None:
+    """Return the time, by `time.monotonic`, that is `seconds` from now; None for no limit."""
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def run_benchmark(
+    script: str,
+    description: str | None,
+    names: Iterable[str],
+    measure: Callable[[str, Any], Row],
+    report: Callable[[Any, list[Row]], str],
+    *,
+    option: str | None = None,
+    cases: Sequence[Any] = ("",),
+    chosen: Callable[[Any], Iterable[str]] | None = None,
+) -> None:
+    """Command line of a step benchmark: run the rounds of each case, print the tables.
+
+    Args:
+        script: file of the benchmark, started again with `--one NAME` for each contender.
+        description: text of `--help`.
+        names: contenders.
+        measure: runs a contender for a case in this process.
+        report: markdown of a case from its rows.
+        option: option that selects cases, such as `--batch`, and column of a row that names its case; None for one case.
+        cases: cases by default; if they are strings, no others are allowed.
+        chosen: contenders of a case, if not all have all.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = list(names)
+    if option:
+        allowed = cases if isinstance(cases[0], str) else None
+        parser.add_argument(option, dest="cases", nargs="+", type=type(cases[0]), default=list(cases), choices=allowed)
     parser.add_argument("--rounds", type=int, default=3, help="rounds to add to the results; 0 prints the tables only")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--seconds", type=float, help="time limit; runs that would exceed it are left out")
     parser.add_argument("--results", type=Path, default=Path(f"{Path(script).stem}.jsonl"), help="file to append to")
     parser.add_argument("--report", type=Path, help="file for the tables, as markdown")
     parser.add_argument("--one", choices=names, help=argparse.SUPPRESS)
-
-
-def deadline(seconds: float | None) -> float | None:
-    """Return the time, by `time.monotonic`, that is `seconds` from now; None for no limit."""
-    return None if seconds is None else time.monotonic() + seconds
-
-
-def run_single_shape(
-    script: str, description: str | None, titles: Mapping[str, str], measure: Callable[[str], Row], tokens: int
-) -> None:
-    """Command line of a benchmark of one shape: run the rounds and print the table.
-
-    Args:
-        script: file of the benchmark, started again for each contender.
-        description: text of `--help`.
-        titles: title of each contender by name.
-        measure: function that runs one contender in this process.
-        tokens: per step.
-    """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser, script, titles)
     arguments = parser.parse_args()
+    selected = arguments.cases if option else cases
     if arguments.one:
-        print_row(arguments.one, lambda: measure(arguments.one))
+        print_row(arguments.one, lambda: measure(arguments.one, selected[0]))
         return
-    until = deadline(arguments.seconds)
-    rows = run_rounds(script, [], arguments.only, arguments.results, arguments.rounds, until)
-    report = table(rows, titles, tokens)
-    print(report)
+    text, until = "", deadline(arguments.seconds)
+    for case in selected:
+        more = [option, str(case)] if option else []
+        marks = {option.strip("-").replace("-", "_"): case} if option else {}
+        runs = [name for name in (chosen(case) if chosen else names) if name in arguments.only]
+        rows = run_rounds(script, more, runs, arguments.results, arguments.rounds, until, **marks)
+        text += report(case, rows)
+    print(text)
     if arguments.report:
-        arguments.report.write_text(report)
+        arguments.report.write_text(text)

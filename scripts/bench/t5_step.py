@@ -9,25 +9,13 @@ Tokens are counted for encoder and decoder together. No padding, no dropout, Ada
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rounds import (
-    Length,
-    Row,
-    add_arguments,
-    deadline,
-    print_row,
-    result,
-    run_rounds,
-    stoker_result,
-    table,
-    time_windows,
-)
+from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
 from torch import nn
 
 
@@ -112,33 +100,19 @@ STOKER: dict[str, tuple[str, list[str]]] = {
 TITLES = {name: title for name, (title, _) in {**STOKER, **PEERS}.items()}
 
 
-def measure(name: str, shape: Shape) -> Row:
+def measure(name: str, case: str) -> Row:
     """Run one contender in this process."""
+    shape = SHAPES[case]
     if name in STOKER:
         return stoker_result(name, [*shape.overrides, *STOKER[name][1]], LENGTH, shape.tokens)
     return result(name, time_windows(PEERS[name][1](shape), LENGTH), shape.tokens)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
-    add_arguments(parser, __file__, TITLES)
-    arguments = parser.parse_args()
-    if arguments.one:
-        print_row(arguments.one, lambda: measure(arguments.one, SHAPES[arguments.shape[0]]))
-        return
-    report, until = "", deadline(arguments.seconds)
-    for name in arguments.shape:
-        shape = SHAPES[name]
-        rows = run_rounds(
-            __file__, ["--shape", name], arguments.only, arguments.results, arguments.rounds, until, shape=name
-        )
-        title = f"T5 v1.1 base, {shape.encoder} / {shape.decoder}, micro batch {shape.micro_batch}"
-        report += f"{title}. {table(rows, TITLES, shape.tokens)}\n"
-    print(report)
-    if arguments.report:
-        arguments.report.write_text(report)
+def report(name: str, rows: list[Row]) -> str:
+    shape = SHAPES[name]
+    title = f"T5 v1.1 base, {shape.encoder} / {shape.decoder}, micro batch {shape.micro_batch}"
+    return f"{title}. {table(rows, TITLES, shape.tokens)}\n"
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__file__, __doc__, TITLES, measure, report, option="--shape", cases=list(SHAPES))

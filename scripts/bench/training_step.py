@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from peers import PEERS, Shape, Step
-from rounds import Length, Row, result, run_single_shape, stoker_result, time_windows
+from rounds import Length, Row, result, run_benchmark, stoker_result, table, time_windows
 
 OVERRIDES = ["experiment=llama_1b_bench"]
 TITLES = {
@@ -70,7 +70,7 @@ def windows_of(build: Callable[[Shape], Step], shape: Shape) -> list[float]:
     return time_windows(run, Length())
 
 
-def measure(name: str) -> Row:
+def measure(name: str, _: str) -> Row:
     """Run one contender in this process."""
     if name == "stoker":
         return stoker_result(name, OVERRIDES, Length(), TOKENS)
@@ -80,4 +80,4 @@ def measure(name: str) -> Row:
 
 
 if __name__ == "__main__":
-    run_single_shape(__file__, __doc__, TITLES, measure, TOKENS)
+    run_benchmark(__file__, __doc__, TITLES, measure, lambda _, rows: table(rows, TITLES, TOKENS))
