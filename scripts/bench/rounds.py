@@ -262,7 +262,7 @@ def run_benchmark(
         names: contenders.
         measure: runs a contender for a case in this process.
         report: markdown of a case from its rows.
-        option: option that selects cases, such as `--batch`, and column of a row that names its case; None for one case.
+        option: option that selects cases, such as `--batch`; also a column of the rows. None for one case.
         cases: cases by default; if they are strings, no others are allowed.
         chosen: contenders of a case, if not all have all.
     """
