@@ -18,8 +18,7 @@ from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .datasets.document_chunks import InMemoryDocuments
-from .datasets.samples import TrainingWindows
-from .datasets.seq2seq import AnySamples
+from .datasets.samples import AnySamples, TrainingWindows
 from .datasets.sft_examples import Examples
 from .datasets.tokenized import choose_tokenizer, open_splits, split_samples
 from .sources.dataset_plugins import plugin_samples

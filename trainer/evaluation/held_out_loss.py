@@ -12,9 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.dataloader import batch_tensors
-from ..data.datasets.samples import IGNORE_INDEX
-from ..data.datasets.seq2seq import AnySamples
+from ..data.datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors
 from ..device.precision import PrecisionPlan
 from ..distributed.process_group import DistributedContext
 from ..utils.errors import UserError

@@ -41,17 +41,9 @@ class DocumentIdSamples:
 
     def __init__(self, samples: Samples, eos_id: int) -> None:
         self.source = samples
+        self.sequence_length = samples.sequence_length
+        self.samples = samples.samples
         self._eos_id = eos_id
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        return self.source.sequence_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.source.samples
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""

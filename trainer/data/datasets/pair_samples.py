@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .packing import one_pair_per_row, pack_pairs
-from .samples import philox_generator, position_range
-from .seq2seq import PAIR_RNG_STREAM, Pair, PairShape, TensorBatch, collate_packed, collate_padded
+from .samples import TensorBatch, philox_generator, position_range
+from .seq2seq import PAIR_RNG_STREAM, Pair, PairShape, collate_packed, collate_padded
 
 
 class Pairs(Protocol):
@@ -85,20 +85,12 @@ class PairSamples:
             if pack_rows
             else one_pair_per_row(len(pairs))
         )
+        self.sequence_length = shape.encoder_length
+        self.samples = self.packing.rows
         self._packs = pack_rows
         self._seed = seed
         self._part = rng_stream
-        self._order = RowShuffle(self.packing.rows, seed, rng_stream)
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens on the encoder side."""
-        return self.shape.encoder_length
-
-    @property
-    def samples(self) -> int:
-        """Rows in an epoch."""
-        return self.packing.rows
+        self._order = RowShuffle(self.samples, seed, rng_stream)
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""

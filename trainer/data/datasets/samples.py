@@ -7,7 +7,8 @@ versions; it gives no such guarantee for its shuffles.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,11 +36,16 @@ class Batch(NamedTuple):
     documents: Tensor | None = None
 
 
-class Samples(Protocol):
+TensorBatch = dict[str, Tensor]
+"""A batch of a task whose fields `Batch` does not have: tensors by name."""
+BatchT = TypeVar("BatchT", covariant=True)
+
+
+class AnySamples(Protocol[BatchT]):
     """Random access to samples by position.
 
     Attributes:
-        sequence_length: S, tokens in a sample.
+        sequence_length: S, tokens in a sample; of the encoder for encoder-decoder models.
         samples: samples per epoch (training), or in total (evaluation).
     """
 
@@ -48,9 +54,34 @@ class Samples(Protocol):
     @property
     def samples(self) -> int: ...  # noqa: D102
 
-    def batch(self, first: int, count: int) -> Batch:
+    def batch(self, first: int, count: int) -> BatchT:
         """Return the samples at positions `first` to `first + count - 1`, independent of earlier calls."""
         ...
+
+
+Samples = AnySamples[Batch]
+DictSamples = AnySamples[TensorBatch]
+
+
+def batch_tensors(batch: Batch | TensorBatch) -> TensorBatch:
+    """Return the tensors of a batch by name, without optional fields that are None."""
+    if isinstance(batch, Batch):
+        return {name: tensor for name, tensor in batch._asdict().items() if tensor is not None}
+    return batch
+
+
+def concatenate_batches(batches: Sequence[Any], order: Tensor | None = None) -> Any:
+    """Return the rows of several batches of one kind as one batch of that kind.
+
+    Args:
+        batches: at least one.
+        order: index of each row of the result in the concatenated rows, int64 [B]; None keeps the order.
+    """
+    fields = [batch_tensors(batch) for batch in batches]
+    joined: TensorBatch = {name: torch.cat([one[name] for one in fields]) for name in fields[0]}
+    if order is not None:
+        joined = {name: tensor[order] for name, tensor in joined.items()}
+    return Batch(**joined) if isinstance(batches[0], Batch) else joined
 
 
 class TrainingWindows:
@@ -169,13 +200,8 @@ class MockSamples:
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        positions = position_range(first, count)
-        windows = np.empty((count, self.sequence_length + 1), np.int64)
-        for row, position in enumerate(positions):
-            raw = philox_generator(self._seed, int(position) % self.samples, self._part).random_raw(
-                self.sequence_length + 1
-            )
-            windows[row] = raw % np.uint64(self.vocab_size)
+        positions = position_range(first, count) % self.samples
+        windows = random_tokens(self.vocab_size, positions, self.sequence_length + 1, self._seed, self._part)
         return shift_labels(windows)
 
 
@@ -191,22 +217,22 @@ class EodMaskedSamples:
 
     def __init__(self, samples: Samples, eos_id: int) -> None:
         self.source = samples
+        self.sequence_length = samples.sequence_length
+        self.samples = samples.samples
         self._eos_id = eos_id
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        return self.source.sequence_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.source.samples
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
         batch = self.source.batch(first, count)
         return batch._replace(labels=batch.labels.masked_fill(batch.tokens == self._eos_id, IGNORE_INDEX))
+
+
+def random_tokens(
+    vocab_size: int, positions: NDArray[np.int64], length: int, seed: int, stream: int
+) -> NDArray[np.int64]:
+    """Return uniformly random token ids, int64 [len(positions), length]; each row depends on its position."""
+    rows = [philox_generator(seed, position, stream).random_raw(length) for position in positions.tolist()]
+    return (np.stack(rows) % np.uint64(vocab_size)).astype(np.int64)
 
 
 def philox_generator(seed: int, index: int, stream: int = 0) -> np.random.Philox:

@@ -9,8 +9,7 @@ import torch
 
 from .packing import one_pair_per_row, pack_pairs
 from .pair_samples import RowShuffle
-from .samples import IGNORE_INDEX, position_range
-from .seq2seq import TensorBatch
+from .samples import IGNORE_INDEX, TensorBatch, position_range
 from .sft_examples import Example, Examples
 
 

@@ -15,8 +15,8 @@ from ...config.dataset_names import SPLITS, Split
 from ...config.prompt_template import prompt_template_from_config
 from ...config.schema.root import ModelBlock, RootBlock
 from ...utils.errors import UserError
-from ..datasets.blend import BlendedDictSamples
-from ..datasets.seq2seq import DictSamples
+from ..datasets.blend import BlendedSamples
+from ..datasets.samples import DictSamples
 from ..datasets.sft_examples import Example, Examples, flatten_examples, truncate_examples
 from ..datasets.sft_samples import ExampleSamples
 from ..sources.docstrings import read_docstrings
@@ -279,7 +279,7 @@ def _samples(
     if training and weights is not None:
         if not all(map(len, sets)):
             raise UserError(f"`{_TRAIN}.concat_sampling_probabilities`: a file of `file_names` holds no example")
-        return BlendedDictSamples([rows(examples, part) for part, examples in enumerate(sets)], weights)
+        return BlendedSamples([rows(examples, part) for part, examples in enumerate(sets)], weights)
     merged = Examples(
         flatten_examples(sets),
         sum(examples.num_truncated for examples in sets),

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...config.span_lengths import Corruption, corrupted_lengths, noise_counts
 from ...utils.errors import UserError
-from ..datasets.samples import IGNORE_INDEX, Samples, philox_generator, position_range
-from ..datasets.seq2seq import PAIR_RNG_STREAM, Pair, PairShape, TensorBatch, collate_full, window_tokens
+from ..datasets.samples import IGNORE_INDEX, Samples, TensorBatch, philox_generator, position_range
+from ..datasets.seq2seq import PAIR_RNG_STREAM, Pair, PairShape, collate_full, window_tokens
 from .noise_spans import (
     Mask,
     SpanLengthDistribution,
@@ -118,17 +118,9 @@ class CorruptedWindows:
         self.windows = windows
         self.corruptor = corruptor
         self.shape = shape
+        self.sequence_length = shape.encoder_length
+        self.samples = windows.samples
         self._seed = seed
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens on the encoder side."""
-        return self.shape.encoder_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.windows.samples
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""

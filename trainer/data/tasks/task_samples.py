@@ -10,8 +10,8 @@ from ...utils.errors import UserError
 from ..datasets.document_chunks import CorruptedChunks, Documents
 from ..datasets.document_ids import DocumentIdSamples
 from ..datasets.pair_samples import Pairs, PairSamples
-from ..datasets.samples import EodMaskedSamples, MockSamples, Samples
-from ..datasets.seq2seq import AnySamples, MockPairs, PairShape, SplitWindows
+from ..datasets.samples import AnySamples, EodMaskedSamples, MockSamples, Samples
+from ..datasets.seq2seq import MockPairs, PairShape, SplitWindows
 from ..tokenizers.tokenizer import Tokenizer
 from .masked_lm import MaskedWindows, MaskTokens
 from .noise_spans import SpanLengthDistribution, token_word_edges
