@@ -81,8 +81,8 @@ def special_tokens_map(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens by their names in templates, such as `bos_token`, as far as the tokenizer has them."""
     if tokenizer.chat_template is not None and tokenizer.chat_template.tokens:
         return dict(tokenizer.chat_template.tokens)
-    special = getattr(tokenizer, "special", None)
-    ids = {f"{kind}_token": getattr(special, kind, None) for kind in ("bos", "unk")}
+    special = tokenizer.special
+    ids = {"bos_token": special.bos, "unk_token": special.unk}
     ids |= {"eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     names = {name: None if id_ is None else tokenizer.token_name(id_) for name, id_ in ids.items()}
     return {name: text for name, text in names.items() if text is not None}

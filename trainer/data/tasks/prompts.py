@@ -14,9 +14,7 @@ from ...utils.errors import UserError
 from ..datasets.sft_examples import Example
 from ..sources.jsonl import CONTEXT_KEY, LABEL_KEY, text_field
 from ..sources.text_pairs import encode_texts
-from ..tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from ..tokenizers.tokenizer import TokenIds, Tokenizer
-from ..tokenizers.tokenizer_json import JsonTokenizer
+from ..tokenizers.tokenizer import PieceTokenizer, TokenIds, Tokenizer
 
 
 def read_record(record: Mapping[str, Any], location: str, names: Sequence[str], named_by: str = "") -> dict[str, str]:
@@ -99,5 +97,4 @@ class PromptEncoder:
 
 def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
     """Return True if a tokenizer adds a space before every text, which would double one that is already there."""
-    from_file = isinstance(tokenizer, JsonTokenizer | SentencePieceTokenizer)
-    return from_file and tokenizer.decode_bytes(tokenizer.encode("a")).startswith(b" ")
+    return isinstance(tokenizer, PieceTokenizer) and tokenizer.decode_bytes(tokenizer.encode("a")).startswith(b" ")

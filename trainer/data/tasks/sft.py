@@ -23,7 +23,6 @@ from ..sources.docstrings import read_docstrings
 from ..sources.jsonl import RecordParser, read_splits
 from ..sources.record_sources import read_source
 from ..sources.text_sources import parse_proportions
-from ..tokenizers.bos import document_start_ids
 from ..tokenizers.tokenizer import Tokenizer
 from .chat_files import get_chat_template
 from .chat_template import Chat
@@ -236,13 +235,14 @@ def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequen
 
 def _start(tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
     if add_bos is None:
-        return document_start_ids(tokenizer)
-    special = getattr(tokenizer, "special", None)
-    if add_bos and (special is None or special.bos is None):
+        return tokenizer.document_start_ids()
+    if not add_bos:
+        return []
+    if tokenizer.special.bos is None:
         raise UserError(
             f"`{_TRAIN}.add_bos` (true) needs a tokenizer with a BOS token, and this one has none; do not set it"
         )
-    return [special.bos] if add_bos and special is not None else []
+    return [tokenizer.special.bos]
 
 
 def _end(tokenizer: Tokenizer) -> list[int]:

@@ -113,8 +113,7 @@ class StokerLM(TemplateLM):
         """Token before a text without context: the last start token, else bos, else eos."""
         if self._start:
             return self._start[-1]
-        special = getattr(self._tokenizer, "special", None)
-        bos = None if special is None else special.bos
+        bos = self._tokenizer.special.bos
         return self.eot_token_id if bos is None else bos
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
