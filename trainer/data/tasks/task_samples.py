@@ -191,6 +191,6 @@ class SampleFactory:
         if self._tokenizer.eos_id is None:
             raise UserError(
                 f"`model.data.{key}` (true) needs a tokenizer with an end-of-document token; the "
-                f"{self._tokenizer.to_dict()['tokenizer']} tokenizer has none; set the key to false"
+                f"{self._tokenizer.kind} tokenizer has none; set the key to false"
             )
         return self._tokenizer.eos_id

@@ -41,6 +41,8 @@ class SentencePieceTokenizer(PieceTokenizer):
         UserError: the sentencepiece package is not installed.
     """
 
+    kind = "sentencepiece"
+
     def __init__(self, model: bytes, added: Sequence[str], special: SpecialTokenIds) -> None:
         processor = _processor(model)
         pieces = processor.get_piece_size()
@@ -97,7 +99,7 @@ class SentencePieceTokenizer(PieceTokenizer):
     def to_dict(self) -> dict[str, Any]:
         """Return the model in base64, the added tokens, and the ids of the special tokens."""
         return {
-            "tokenizer": "sentencepiece",
+            "tokenizer": self.kind,
             "model": base64.b64encode(self._model).decode("ascii"),
             "added": list(self._added),
             "special": self.special.to_dict(),

@@ -30,6 +30,7 @@ class Tokenizer(ABC):
     """Map text to token ids and back.
 
     Attributes:
+        kind: `byte-level`, `char`, `huggingface` or `sentencepiece`, as in its document.
         vocab_size: number of token ids; ids are 0 to vocab_size - 1.
         eos_id: the token that separates documents; None if the vocabulary has none.
         pad_id: pads short sequences; its labels are masked, so any id will do.
@@ -37,6 +38,7 @@ class Tokenizer(ABC):
         chat_template: the chat template from the tokenizer's files or from the user; None without one.
     """
 
+    kind: str
     vocab_size: int
     eos_id: int | None
     pad_id: int
@@ -140,6 +142,7 @@ class ByteTokenizer(Tokenizer):
         ValueError: `sentinels` is negative or too large.
     """
 
+    kind = "byte-level"
     eos_id = 1
     pad_id = 0
     _FIRST_BYTE = 3
@@ -186,7 +189,7 @@ class ByteTokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the name of the scheme, and the number of sentinels if there are any."""
-        return {"tokenizer": "byte-level", **({"sentinels": self.sentinels} if self.sentinels else {})}
+        return {"tokenizer": self.kind, **({"sentinels": self.sentinels} if self.sentinels else {})}
 
 
 class CharTokenizer(Tokenizer):
@@ -199,6 +202,7 @@ class CharTokenizer(Tokenizer):
         ValueError: `characters` is empty, unsorted, repeats a character or contains a surrogate.
     """
 
+    kind = "char"
     eos_id = None
     pad_id = 0
 
@@ -253,7 +257,7 @@ class CharTokenizer(Tokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the name of the scheme and the vocabulary as one string."""
-        return {"tokenizer": "char", "characters": self.characters}
+        return {"tokenizer": self.kind, "characters": self.characters}
 
 
 def tokenizer_state(tokenizer: Tokenizer) -> dict[str, Any]:

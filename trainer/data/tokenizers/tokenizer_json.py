@@ -39,6 +39,8 @@ class JsonTokenizer(PieceTokenizer):
         ValueError: the definition is too large, invalid, or has a part that is not supported.
     """
 
+    kind = "huggingface"
+
     def __init__(self, definition: str, special: SpecialTokenIds) -> None:
         self._parsed = _parse(definition)
         self._tokenizer = _library_tokenizer(definition, self._parsed)
@@ -115,7 +117,7 @@ class JsonTokenizer(PieceTokenizer):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the definition as text, and the ids of the special tokens."""
-        return {"tokenizer": "huggingface", "definition": self._definition, "special": self.special.to_dict()}
+        return {"tokenizer": self.kind, "definition": self._definition, "special": self.special.to_dict()}
 
 
 def canonical_json(text: str) -> str:
