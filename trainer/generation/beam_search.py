@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models.incremental_decoding import Decoder
+from .decode_loop import pad_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,8 @@ def run_beam_search(
     beams = search.beams
     searches = [_BeamState(search, eos_ids, max_new_tokens) for _ in prompts]
     read = [prompt for prompt in prompts for _ in range(beams if decoder_start_id is None else 1)]
-    longest = max(map(len, read))
-    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in read], device=device)
     with autocast():
-        logits = decoder.prefill(tokens, torch.tensor([len(prompt) for prompt in read], device=device))
+        logits = decoder.prefill(*pad_prompts(read, device))
         if logits is None:
             assert decoder_start_id is not None
             logits = decoder.step(torch.full((decoder.batch_size,), decoder_start_id, device=device))

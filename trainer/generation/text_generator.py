@@ -57,6 +57,12 @@ class StoppingCriteria:
     stop_strings: Sequence[str] = ()
     eos_ids: Collection[int] | None = None
 
+    def end_ids(self, tokenizer: Tokenizer) -> Collection[int]:
+        """Return the ids that end a sequence."""
+        if self.eos_ids is not None:
+            return self.eos_ids
+        return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+
 
 class Generator:
     """Generate text with a GPT or T5.
@@ -191,8 +197,8 @@ class Generator:
             with self._within():
                 decoder = self._decoder(len(texts) * search.beams, max(map(len, texts)), most, search.beams)
             results = run_beam_search(
-                decoder, texts, search, max_new_tokens=most, eos_ids=self._ends(limits), device=self._device,
-                autocast=self._within, decoder_start_id=self._start,
+                decoder, texts, search, max_new_tokens=most, eos_ids=limits.end_ids(self._tokenizer),
+                device=self._device, autocast=self._within, decoder_start_id=self._start,
             )  # fmt: skip
             for number, result in zip(batch, results, strict=True):
                 row = self._row(limits)
@@ -210,9 +216,6 @@ class Generator:
     def _start(self) -> int | None:
         """Decoder start token of a T5; None for GPT."""
         return self._tokenizer.pad_id if isinstance(self._model, T5) else None
-
-    def _ends(self, limits: StoppingCriteria) -> Collection[int]:
-        return _ends_of(self._tokenizer, limits)
 
     def _within(self) -> AbstractContextManager[object]:
         return self._precision.autocast_context(self._device)
@@ -323,7 +326,7 @@ class _Row:
         self._answer = answer
         self._space_first = False
         self._stream = TextStreamer(tokenizer, limits.stop_strings, names)
-        self._ends = _ends_of(tokenizer, limits)
+        self._ends = limits.end_ids(tokenizer)
         self._tokens: list[int] = []
         self._text: list[str] = []
         self._ended = False
@@ -363,12 +366,6 @@ def _batches(order: Sequence[int], kinds: Sequence[int], size: int) -> Iterator[
         numbers = list(same)
         for first in range(0, len(numbers), size):
             yield numbers[first : first + size]
-
-
-def _ends_of(tokenizer: Tokenizer, limits: StoppingCriteria) -> Collection[int]:
-    if limits.eos_ids is not None:
-        return limits.eos_ids
-    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
 def _synchronizes(model: LanguageModel) -> bool:

@@ -147,6 +147,22 @@ def read_lines(
         current_line += 1
 
 
+def read_span(path: Path, kind: str, start: int, end: int, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
+    """Yield the documents of a range of a file with random access."""
+    if kind == "parquet":
+        yield from read_row_groups(path, start, end, reading)
+    elif kind == "text" and not reading.text_lines:
+        yield read_file(path)
+    else:
+        with path.open("rb") as file:
+            yield from read_lines(file, start, end, reading, is_json=kind == "jsonl")
+
+
+def read_chunk(data: bytes, first_line: int, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
+    """Yield the documents of JSON lines; `first_line` is the number of the first one in its file."""
+    return read_lines(io.BytesIO(data), 0, len(data), reading, is_json=True, first_line=first_line)
+
+
 def read_file(path: Path) -> str | RejectedDocument:
     """Return a text file as one document; a byte order mark is removed."""
     with path.open("rb") as file:
