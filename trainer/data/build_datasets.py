@@ -92,7 +92,6 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
     `reset_attention_mask`, GPT batches carry the document index of each token.
 
     Args:
-        root: the configuration.
         tokenizer: tokenizer restored from a checkpoint; None builds the one of `model.tokenizer`.
 
     Raises:
@@ -316,7 +315,6 @@ def _check_splits(
     """Check that the splits needed for training, and validation if enabled, are not empty.
 
     Args:
-        root: the configuration.
         name: of the data, for messages.
         samples: of each split.
         inputs: returns the inputs of the examples of all splits; equal inputs are assigned to one split.

@@ -151,8 +151,6 @@ class PrefetchingDataLoader:
     """Dataloader over an endless sequence of global batches.
 
     Args:
-        dataset: training dataset.
-        batch_sampler: batch sampler of this rank.
         device: device to copy batches to.
         num_workers: worker processes; 0 uses a thread.
     """

@@ -15,10 +15,6 @@ def validation_subset(root: RootBlock, samples: AnySamples) -> AnySamples:
 
     An integer `limit_val_batches` is applied later, as a number of batches of these.
 
-    Args:
-        root: the configuration.
-        samples: all validation samples.
-
     Raises:
         UserError: no complete batch is left with `validation_drop_last`.
     """
@@ -39,12 +35,7 @@ def validation_subset(root: RootBlock, samples: AnySamples) -> AnySamples:
 
 
 class RepeatedSubset:
-    """The first samples of a dataset, repeated endlessly.
-
-    Args:
-        others: the dataset.
-        samples: number of samples.
-    """
+    """The first samples of a dataset, repeated endlessly."""
 
     def __init__(self, others: AnySamples, samples: int) -> None:
         self._others = others

@@ -61,7 +61,6 @@ def score_examples(
     Args:
         restored: a GPT trained on prompt/answer pairs or conversations.
         examples: prompts and references; of a conversation the last answer.
-        batch_size: prompts per batch.
         limit: number of examples, a fixed random sample; None uses all.
     """
     chosen = _sample(examples, limit)
@@ -91,7 +90,6 @@ def score_pairs(
     Args:
         restored: a T5 trained on pairs.
         pairs: inputs and references.
-        batch_size: inputs per batch.
         limit: number of pairs, a fixed random sample; None uses all.
     """
     assert isinstance(restored.model, T5)
@@ -111,7 +109,6 @@ def generate_answers(restored: LoadedModel, inputs: Sequence[str], shape: PairSh
 
     Args:
         restored: a T5 whose tokenizer has an EOS token.
-        inputs: input texts.
         shape: inputs are truncated to the encoder length, outputs to the decoder length.
         batch_size: number of inputs per batch; changes outputs by rounding only.
     """

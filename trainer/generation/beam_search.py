@@ -24,7 +24,6 @@ class BeamSearchConfig:
     """Beam search settings.
 
     Attributes:
-        beams: number of beams.
         length_penalty: above 0 favours long sequences, below 0 short ones.
         early_stopping: stop when `beams` hypotheses are finished (True), when no running beam scores better at its
             current length (False), or when none can become better at any length (`never`).
@@ -84,7 +83,6 @@ class _BeamState:
         Args:
             scores: scores of the best continuations of all beams, best first; at least `beams` of them are not eos.
             indices: index of each continuation, beam * vocabulary + token.
-            vocabulary: vocabulary size.
 
         Returns:
             For each new beam the index of the beam it extends, and its new token.
@@ -129,10 +127,6 @@ def run_beam_search(
     Args:
         decoder: decoder with `beams` consecutive rows per prompt.
         prompts: token ids, none empty.
-        search: beam search settings.
-        max_new_tokens: maximum number of new tokens.
-        eos_ids: eos token ids.
-        device: device of the decoder.
         autocast: returns the autocast context of a step.
         decoder_start_id: decoder start token of T5, as in `DecodeLoop`; None for GPT.
 

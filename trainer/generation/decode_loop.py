@@ -46,10 +46,7 @@ class DecodeLoop:
 
     Args:
         decoder: the model with the KV cache of a batch.
-        sampling: sampling parameters.
-        max_new_tokens: maximum number of new tokens per sequence.
         vocab_size: number of logits per row.
-        device: device of the decoder.
         autocast: returns the autocast context of a step.
         decoder_start_id: decoder start token of an encoder-decoder; None for a decoder-only model, which continues its
             prompts. In that case sequences that fill the KV cache continue from their last half.

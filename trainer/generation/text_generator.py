@@ -48,7 +48,6 @@ class StoppingCriteria:
     """Stopping criteria.
 
     Attributes:
-        max_new_tokens: maximum number of new tokens.
         stop_strings: stop strings; the text ends before them.
         eos_ids: eos token ids; None uses the tokenizer's eos.
     """
@@ -71,9 +70,6 @@ class Generator:
 
     Args:
         model: a GPT or T5 in evaluation mode, built for generation.
-        tokenizer: tokenizer of the model.
-        precision: precision plan.
-        device: device of the model.
         context: context length of a GPT; a longer sequence is truncated to its last half and continued.
         token_names: text for tokens without one, such as sentinels.
 
@@ -154,9 +150,6 @@ class Generator:
         """Generate a text for each prompt; equal up to rounding to `stream` of that prompt alone.
 
         Args:
-            prompts: token ids.
-            limits: stopping criteria.
-            sampling: sampling settings.
             seeds: random seed per prompt; None uses 0 for all.
             batch_size: prompts per batch; prompts of similar length are batched together.
 
@@ -313,8 +306,6 @@ class _Row:
     """Text of one sequence during generation.
 
     Args:
-        tokenizer: tokenizer of the model.
-        limits: stopping criteria.
         names: text for tokens without one.
         answer: the text is not a continuation, so the space that the tokenizer puts before every text is dropped.
     """
@@ -392,7 +383,6 @@ def generate_batch(
     """Generate texts with a restored checkpoint, see `Generator.generate`.
 
     Args:
-        restored: the checkpoint.
         prompts: token ids: prefixes for a GPT, encoder inputs with eos for a T5.
         max_new_tokens: maximum number of new tokens per prompt.
         temperature: see `SamplingParams`.
@@ -401,7 +391,6 @@ def generate_batch(
         seeds: random seed per prompt; None uses 0 for all.
         stop: stop strings.
         stop_ids: eos token ids; None uses the tokenizer's eos.
-        batch_size: prompts per batch.
 
     Raises:
         UserError: an invalid prompt, or a model that cannot generate text.

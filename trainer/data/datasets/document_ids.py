@@ -20,7 +20,6 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
 
     Args:
         tokens: int64 [B, S].
-        eos_id: the token that ends a document.
 
     Returns:
         int32 [B, S], from 0, non-decreasing along S.
@@ -33,10 +32,6 @@ class DocumentIdSamples:
     """Samples with the document index of each token in `Batch.documents`.
 
     Only the tokens are inspected, so it works for samples of any source that ends documents with an EOS token.
-
-    Args:
-        samples: the samples.
-        eos_id: the token that ends a document.
     """
 
     def __init__(self, samples: Samples, eos_id: int) -> None:

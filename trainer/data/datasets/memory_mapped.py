@@ -23,7 +23,6 @@ class DocumentRange:
     """Documents `first` to `last - 1` of an indexed dataset; their tokens are contiguous.
 
     Args:
-        reader: the dataset.
         first, last: documents.
         vocab_size: ids must be below it; checked whenever they are read, so that a wrong tokenizer is never trained on.
 
@@ -239,12 +238,7 @@ class MappedEvaluation:
 
 
 class MappedDocuments:
-    """The documents of some ranges, concatenated, without their EOS tokens; implements `pieces.Documents`.
-
-    Args:
-        sources: the ranges.
-        eos_id: the EOS token.
-    """
+    """The documents of some ranges, concatenated, without their EOS tokens; implements `document_chunks.Documents`."""
 
     def __init__(self, sources: Sequence[DocumentRange], eos_id: int | None) -> None:
         self._sources = [source for source in sources if source.documents]

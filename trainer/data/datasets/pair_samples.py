@@ -37,7 +37,6 @@ class RowShuffle:
     """Map positions to rows, with a new permutation every epoch.
 
     Args:
-        rows: number of rows.
         seed: of the permutations; None for evaluation: a single pass in the same order for all runs.
         rng_stream: random stream of the dataset in a blend.
     """
@@ -67,9 +66,7 @@ class PairSamples:
 
     Args:
         pairs: at least one; each fits into a row.
-        shape: of the rows.
         seed: of permutations and random draws; None for evaluation.
-        pack_rows: pack several pairs into a row.
         rng_stream: random stream of the dataset in a blend.
     """
 

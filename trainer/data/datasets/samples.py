@@ -186,7 +186,6 @@ class MockSamples:
     Args:
         vocab_size: ids are 0 to vocab_size - 1.
         sequence_length: S, tokens in a sample.
-        seed: of the tokens.
         samples: positions repeat after this many.
         rng_stream: random stream of the split (0 train, 1 validation, 2 test).
     """
@@ -209,10 +208,6 @@ class EodMaskedSamples:
     """Samples with the label after each end-of-document token masked, since it belongs to another document.
 
     Megatron's `eod_mask_loss`: the loss is masked where the input token ends a document.
-
-    Args:
-        samples: the samples.
-        eos_id: the token that ends a document.
     """
 
     def __init__(self, samples: Samples, eos_id: int) -> None:

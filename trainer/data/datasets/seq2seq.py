@@ -53,7 +53,6 @@ def collate_full(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: 
     Args:
         encoder: [B, S].
         targets: the decoder's targets, [B, up to T]; `IGNORE_INDEX` is excluded from the loss.
-        shape: of the rows.
     """
     rows, length = targets.shape
     labels = np.full((rows, shape.decoder_length), IGNORE_INDEX, np.int64)
@@ -180,8 +179,6 @@ class MockPairs:
 
     Args:
         vocab_size: ids are 0 to vocab_size - 1.
-        shape: of the rows.
-        seed: of the tokens.
         samples: positions repeat after this many.
         rng_stream: random stream of the split (0 train, 1 validation, 2 test).
     """

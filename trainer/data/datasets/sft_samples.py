@@ -23,9 +23,7 @@ class ExampleSamples:
     Args:
         examples: at least one; each fits into a row.
         length: S, tokens in a row.
-        pad_id: pads the rows.
         seed: of the training order; None for evaluation: a single pass in the same order for all runs.
-        pack_rows: pack several examples into a row.
         with_padding_mask: add `padding` to batches, bool [B, S]: True for tokens, False for padding.
         rng_stream: random stream of the dataset in a blend.
 

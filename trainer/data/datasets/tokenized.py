@@ -46,7 +46,6 @@ class TokenizedDataset:
     """A tokenized dataset.
 
     Attributes:
-        reader: its memory-mapped files.
         tokenizer_document: the tokenizer that made it, as in a checkpoint; None without PREFIX.json.
         fingerprint: SHA-256 over the index, the size of the ids, and 4 KiB at each of 1,024 positions spread evenly
             over them (all of them up to 4 MiB), in hexadecimal: a change of a few ids in place may go unnoticed.
@@ -126,7 +125,6 @@ def choose_tokenizer(
     """Return the tokenizer of the data: the one that made them, or else the configured one.
 
     Args:
-        splits: the data.
         named: the configured tokenizer, if any.
         named_by: the origin of `named`, for messages.
         extended: adds the special tokens that the task needs.
@@ -157,12 +155,6 @@ def split_samples(
 
     Datasets are split by documents, as in Megatron. Training follows the weights; evaluation uses every token of every
     dataset once.
-
-    Args:
-        root: the configuration.
-        splits: the data.
-        tokenizer: the tokenizer of the data.
-        make: builds the samples of the task.
 
     Raises:
         UserError: a dataset has too few tokens for one training sample, or ids outside the vocabulary.

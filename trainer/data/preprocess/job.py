@@ -37,7 +37,6 @@ class Job:
         prefix: output prefix P.
         tokenizer: the tokenizer; None trains one.
         vocab_size: of the tokenizer to train; 0 trains none.
-        reading: format of the documents.
         append_eod: end each document with EOS.
         workers: number of processes.
         stop_on_error: stop at the first document that is rejected.
@@ -93,9 +92,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[
     """Run the command, or resume an earlier run of it.
 
     Args:
-        job: the arguments.
         on_progress: called about twice a second.
-        log: logs a line.
 
     Raises:
         UserError: inputs, tokenizer or output are unusable; finished parts are kept.

@@ -54,8 +54,6 @@ def make_units(sources: Sequence[InputSource], reading: ReadOptions, size: int) 
     """Return all work units, in the order of the documents.
 
     Args:
-        sources: the inputs.
-        reading: format of the documents.
         size: bytes of a part; small files share one.
 
     Raises:

@@ -116,7 +116,6 @@ def read_lines(
         file: open for reading, at any position.
         start: first byte of the range.
         end: the byte after the last.
-        reading: format of the documents.
         is_json: JSON lines; False: plain lines.
         first_line: number of the first line of `file`, to report line numbers; None reports byte offsets.
     """

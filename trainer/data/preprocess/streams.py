@@ -45,7 +45,6 @@ def read_stream_chunks(source: InputSource, reading: ReadOptions, size: int) -> 
 
     Args:
         source: a compressed file or a dataset.
-        reading: format of the documents.
         size: approximate bytes of a chunk.
 
     Raises:

@@ -27,9 +27,6 @@ def train_tokenizer(
 
     Args:
         vocab_size: maximum vocabulary size; a small text gives a smaller one.
-        sources: the inputs.
-        units: the work units of the inputs.
-        reading: format of the documents.
 
     Raises:
         UserError: the sample contains no document.

@@ -44,7 +44,6 @@ class WorkerPool:
     """Spawned (not forked) worker processes, which end with the context.
 
     Args:
-        count: number of processes.
         settings: common to all parts; serializable as JSON.
     """
 

@@ -50,8 +50,6 @@ def read_dataset(
         path: the folder, or the name.
         options: `model.data.dataset_kwargs`: `name` and `revision` of the dataset, and `train`, `validation` and `test`
             for splits of other names.
-        proportions: fractions of train, validation and test.
-        read: parses a row.
         input_of: returns the text that is hashed.
 
     Raises:

@@ -34,8 +34,6 @@ def read_splits(
 
     Args:
         path: a file, or a folder of .jsonl files.
-        proportions: fractions of train, validation and test.
-        read: parses an object.
         input_of: returns the text that is hashed.
         named_by: the key or option that gave the path, for messages.
 

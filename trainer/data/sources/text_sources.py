@@ -22,6 +22,7 @@ from ...utils.errors import UserError
 from ...utils.text import pluralize
 
 Proportions = tuple[float, float, float]
+"""Fractions of train, validation and test, summing to 1."""
 
 # Tests, graphical programs and their demos, other packages, and folders that are mostly generated tables.
 _PYSTD_EXCLUDED = {
@@ -135,8 +136,6 @@ def read_text(
     that they are not plain text, which `Corpus.skipped_files` lists.
 
     Args:
-        path: the file or folder.
-        proportions: fractions of train, validation and test.
         named_by: the key or option that gave the path, for messages.
         for_training: the text is for a training run, which could read other kinds of files; used for messages.
 
@@ -205,11 +204,7 @@ def _how_to_train_on(path: Path) -> str:
 
 
 class HashSplitter:
-    """Assign texts to splits by their SHA-256.
-
-    Args:
-        proportions: fractions of train, validation and test.
-    """
+    """Assign texts to splits by their SHA-256."""
 
     def __init__(self, proportions: Proportions) -> None:
         self._bounds = list(itertools.accumulate(proportions))

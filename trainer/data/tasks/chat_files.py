@@ -18,7 +18,6 @@ def load_chat_template(folder: Path, named_by: str) -> ChatTemplate | None:
     """Load the chat template of a Hugging Face tokenizer: `chat_template.jinja`, or from its `tokenizer_config.json`.
 
     Args:
-        folder: of its files.
         named_by: the option that named it, for messages.
 
     Raises:
@@ -50,7 +49,6 @@ def chat_template_from_config(text: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template of `model.tokenizer.chat_template`, given as text or as a path.
 
     Args:
-        text: the value of the key.
         tokenizer: gives the special tokens.
 
     Raises:

@@ -83,7 +83,6 @@ class Chat(NamedTuple):
     """A conversation.
 
     Attributes:
-        messages: the messages in order.
         tools: descriptions of functions that the assistant may call, for templates that support them.
         location: file and line, for messages; not part of the text.
     """
@@ -97,7 +96,6 @@ class RenderedChat(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: the rendered text.
         assistant_spans: character spans (begin, end) written by the assistant.
     """
 
@@ -119,9 +117,6 @@ class ChatRenderError(UserError):
 
 class RendererProcess:
     """Render a chat template in a separate process.
-
-    Args:
-        template: the template.
 
     Raises:
         UserError: the template is invalid.

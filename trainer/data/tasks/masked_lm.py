@@ -45,7 +45,6 @@ class MaskedWindows:
         mask_prob: fraction of the tokens to select, `model.data.masked_lm_prob`; at least one in each window with any
             token but EOS.
         ngrams: NeMo's spans; None selects every token independently.
-        special: special tokens and replacements.
         seed: of the selection; for evaluation the same for all runs.
         with_document_ids: add `documents`, int32 [B, S]: the document index of each token.
     """

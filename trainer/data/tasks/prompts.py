@@ -21,9 +21,6 @@ def read_record(record: Mapping[str, Any], location: str, names: Sequence[str], 
     """Return the fields of an object that a template uses, the answer last.
 
     Args:
-        record: the object.
-        location: of the object, for messages.
-        names: of the fields.
         named_by: the key of the template; empty for `context_key` and `label_key`.
 
     Raises:
@@ -42,7 +39,6 @@ class PromptEncoder:
 
     Attributes:
         template: formats prompt and answer.
-        tokenizer: of the model.
         prefix_ids: token ids before a prompt.
         suffix_ids: token ids after an answer: EOS, or none.
         answer_only: only the answer and its EOS are predicted.

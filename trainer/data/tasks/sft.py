@@ -87,7 +87,6 @@ class SFTData:
         """Check that a split with examples has anything to predict.
 
         Args:
-            split: the split.
             length: S, tokens in a row.
             length_key: the key that sets it, for messages.
 
@@ -170,7 +169,6 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
     """Read the prompts with answers, or conversations, of `model.data`.
 
     Args:
-        root: the configuration.
         tokenizer: its chat template may define additional roles.
 
     Raises:

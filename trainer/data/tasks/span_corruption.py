@@ -26,7 +26,6 @@ class NgramSpanConfig(NamedTuple):
     """Parameters of NeMo's spans.
 
     Attributes:
-        lengths: distribution of their lengths.
         word_edges: `token_word_edges` of the tokenizer for whole word masking; None masks tokens.
     """
 
@@ -43,7 +42,6 @@ class SpanCorruptor:
         sentinels: ids of <extra_id_0>, <extra_id_1>, ...
         eos_id: ends both sides.
         max_length: maximum tokens of a text.
-        decoder_length: maximum tokens on the decoder side.
 
     Raises:
         UserError: there are too few sentinels for a text of maximum length.
@@ -75,7 +73,6 @@ class SpanCorruptor:
         """Return both sides of a text, int64 [N]; None for a single token, which cannot be corrupted.
 
         Args:
-            text: the tokens.
             rng: random generator; the pair is a function of it and the text.
         """
         if len(text) < 2:
@@ -110,7 +107,6 @@ class CorruptedWindows:
     Args:
         windows: of N tokens; `corrupted_lengths(N)` are the lengths of both sides.
         corruptor: draws T5's spans.
-        shape: of the rows.
         seed: of the spans; for evaluation the same for all runs.
     """
 

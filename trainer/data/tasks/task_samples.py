@@ -52,8 +52,6 @@ class SampleFactory:
     """Build the samples of a task.
 
     Args:
-        root: the configuration.
-        task: the training task.
         tokenizer: output of `tokenizer_for_task`.
     """
 

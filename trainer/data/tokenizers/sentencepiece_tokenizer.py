@@ -32,9 +32,7 @@ class SentencePieceTokenizer(PieceTokenizer):
     """A tokenizer defined by a SentencePiece model; `build_sentencepiece_tokenizer` finds its special tokens.
 
     Args:
-        model: the bytes of the file.
         added: additional tokens, with ids after the model's.
-        special: ids of the special tokens.
 
     Raises:
         ValueError: `model` is not a SentencePiece model, or already contains a token of `added`.
@@ -112,7 +110,6 @@ def build_sentencepiece_tokenizer(
     """Build a tokenizer and find its special tokens.
 
     Args:
-        model: the bytes of the file.
         named: special token by kind (`eos`, `bos`, `pad`, `unk`); added if the model lacks it.
         added: further tokens to add, unless the model has them.
 

@@ -99,7 +99,6 @@ class PieceTokenizer(Tokenizer):
 
     Args:
         pieces: the bytes of each id; empty for special tokens.
-        special: ids of the special tokens.
         space_first: encoding adds a space before a text, which decoding removes.
         space_last: likewise after a text.
 

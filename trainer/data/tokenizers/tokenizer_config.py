@@ -54,8 +54,6 @@ def read_bytes(path: Path, limit: int, named_by: str, kind: str = "tokenizer") -
     """Read a file of at most `limit` bytes.
 
     Args:
-        path: the file.
-        limit: maximum size.
         named_by: the option that named the file, for messages.
         kind: of the file, for messages.
 

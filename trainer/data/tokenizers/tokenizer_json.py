@@ -33,7 +33,6 @@ class JsonTokenizer(PieceTokenizer):
 
     Args:
         definition: the text of the file, as returned by `canonical_json`.
-        special: ids of the special tokens.
 
     Raises:
         ValueError: the definition is too large, invalid, or has a part that is not supported.

@@ -147,10 +147,8 @@ class StokerLM(TemplateLM):
         """Tokenize a text.
 
         Args:
-            string: the text.
             add_special_tokens: add special tokens: for a GPT the start tokens, unless the text begins with them; for a
                 T5 the final eos. None means True.
-            kwargs: ignored.
         """
         tokens = [int(token) for token in self._tokenizer.encode(string)]
         if add_special_tokens is False:
