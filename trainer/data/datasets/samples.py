@@ -165,14 +165,9 @@ class EvaluationWindows:
         The fixed shape lets every rank run the same number of equal batches.
         """
         positions = position_range(first, count)
-        tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
-        labels = np.full((count, self.sequence_length), IGNORE_INDEX, np.int64)
-        for row, position in enumerate(positions[positions < self.samples]):
-            start = int(self._order[position]) * self.sequence_length
-            window = self.stream[start : start + self.sequence_length + 1]
-            tokens[row, : len(window) - 1] = window[:-1]
-            labels[row, : len(window) - 1] = window[1:]
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+        starts = self._order[positions[positions < self.samples]] * self.sequence_length
+        windows = [self.stream[start : start + self.sequence_length + 1] for start in starts.tolist()]
+        return pad_windows(windows, count, self.sequence_length, self._pad_id)
 
     def first_labels(self, count: int) -> NDArray[Any]:
         """Return the labels of the first `count` windows, in stream order."""
@@ -244,6 +239,16 @@ def position_range(first: int, count: int) -> NDArray[np.int64]:
     if first < 0 or count < 1:
         raise ValueError(f"`first` ({first}) must not be negative and `count` ({count}) must be positive")
     return np.arange(first, first + count, dtype=np.int64)
+
+
+def pad_windows(windows: Sequence[NDArray[Any]], rows: int, sequence_length: int, pad_id: int) -> Batch:
+    """Split windows of up to S + 1 tokens into tokens and next-token labels; the rest of [rows, S] is padding."""
+    tokens = np.full((rows, sequence_length), pad_id, np.int64)
+    labels = np.full((rows, sequence_length), IGNORE_INDEX, np.int64)
+    for row, window in enumerate(windows):
+        tokens[row, : len(window) - 1] = window[:-1]
+        labels[row, : len(window) - 1] = window[1:]
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 
 def shift_labels(windows: NDArray[np.int64]) -> Batch:

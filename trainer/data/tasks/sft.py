@@ -21,7 +21,7 @@ from ..datasets.sft_examples import Example, Examples, flatten_examples, truncat
 from ..datasets.sft_samples import ExampleSamples
 from ..sources.docstrings import read_docstrings
 from ..sources.jsonl import RecordParser, read_splits
-from ..sources.record_sources import read_source
+from ..sources.record_sources import RecordSource, read_source
 from ..sources.text_sources import parse_proportions
 from ..tokenizers.tokenizer import Tokenizer
 from .chat_files import get_chat_template
@@ -33,22 +33,16 @@ _TRAIN = "model.data.train_ds"
 
 
 @dataclass(frozen=True)
-class Records:
+class Records(RecordSource[Any]):
     """Conversations, or prompts with answers.
 
     Attributes:
-        name: of the data, for messages.
-        sets: the records of each file of each split.
         input_of: returns the part of a record whose hash determines its split.
         weights: sampling probabilities of the training files; None samples in proportion to their sizes.
-        has_predefined_splits: the data come with their own splits.
     """
 
-    name: str
-    sets: dict[Split, list[list[Any]]]
     input_of: Callable[[Any], str]
     weights: Sequence[float] | None = None
-    has_predefined_splits: bool = False
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all records, in hexadecimal."""
@@ -134,15 +128,7 @@ def build_sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData
     Raises:
         UserError: files cannot be read or tokenized, or a needed split is empty.
     """
-    records = read_records(root, tokenizer)
-    examples: dict[Split, list[Examples]] = {
-        split: [_examples(root, task, tokenizer, one) for one in sets] for split, sets in records.sets.items()
-    }
-    samples: dict[Split, DictSamples | None] = {
-        split: _samples(root, task, tokenizer, sets, records.weights, training=split == "train")
-        for split, sets in examples.items()
-    }
-    return SFTData(samples, examples, records)
+    return _sft_data(root, task, tokenizer, read_records(root, tokenizer))
 
 
 def build_sft_evaluation_data(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
@@ -152,13 +138,19 @@ def build_sft_evaluation_data(path: Path, root: RootBlock, task: Task, tokenizer
         UserError: it cannot be read.
     """
     read, input_of = _reader(root, tokenizer)
-    found = read_splits(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")
-    records = Records(str(path), {split: [found[split]] for split in SPLITS}, input_of)
+    found = read_splits(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")["validation"]
+    sets: dict[Split, list[list[Any]]] = {"train": [], "validation": [found], "test": []}
+    return _sft_data(root, task, tokenizer, Records(str(path), sets, has_predefined_splits=True, input_of=input_of))
+
+
+def _sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Records) -> SFTData:
     examples: dict[Split, list[Examples]] = {
-        split: [_examples(root, task, tokenizer, found[split])] for split in SPLITS
+        split: [_examples(root, task, tokenizer, one) for one in sets] for split, sets in records.sets.items()
     }
-    validation = _samples(root, task, tokenizer, examples["validation"], None, training=False)
-    samples: dict[Split, DictSamples | None] = {"train": None, "validation": validation, "test": None}
+    samples: dict[Split, DictSamples | None] = {
+        split: _samples(root, task, tokenizer, sets, records.weights, training=split == "train")
+        for split, sets in examples.items()
+    }
     return SFTData(samples, examples, records)
 
 
@@ -182,11 +174,12 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
         return Records(
             texts.name,
             {split: [[dict(zip(names, pair, strict=True)) for pair in texts.pairs[split]]] for split in SPLITS},
+            texts.has_predefined_splits,
             input_of,
         )
     source = read_source(data, read, input_of)
     weights = data.train_ds.concat_sampling_probabilities
-    return Records(source.name, source.sets, input_of, weights, source.has_predefined_splits)
+    return Records(source.name, source.sets, source.has_predefined_splits, input_of, weights)
 
 
 def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[RecordParser[Any], Callable[[Any], str]]:
