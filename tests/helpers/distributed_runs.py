@@ -128,7 +128,7 @@ class UnevenTargets:
         self.sequence_length = samples.sequence_length
 
     def batch(self, first: int, count: int) -> Any:
-        from stoker.trainer.data.dataloader import batch_tensors
+        from stoker.trainer.data.datasets.samples import batch_tensors
 
         fields = batch_tensors(self._all.batch(first, count))
         labels = fields["labels"].clone()

@@ -18,7 +18,7 @@ from stoker.trainer.cli import main
 from stoker.trainer.config.data_task import task_from_config
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import Data, build_data
-from stoker.trainer.data.datasets.blend import BlendedDictSamples
+from stoker.trainer.data.datasets.blend import BlendedSamples
 from stoker.trainer.data.datasets.packing import MIN_LANE_PAIRS, OPEN_ROWS, pack_pairs
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX, philox_generator
 from stoker.trainer.data.datasets.seq2seq import Pair, PairShape, collate_packed, collate_padded
@@ -201,7 +201,7 @@ def test_pieces_have_one_end_and_new_spans_every_epoch(source: str, texts: Path,
     data = build_data(root(**make(texts if source == "text" else tmp_path, **CASES["pieces"])))
     rows = data.train.samples
     if source == "mmap":
-        assert isinstance(data.train, BlendedDictSamples)
+        assert isinstance(data.train, BlendedSamples)
         rows = data.train.datasets[0].samples
         epochs = [rows_of(data.train.datasets[0].batch(epoch * rows, rows)) for epoch in range(2)]
     else:

@@ -46,7 +46,6 @@ def test_char_round_trip(text: str, data: st.DataObject) -> None:
     other = data.draw(st.text(alphabet=sorted(set(text))))
     ids = tokenizer.encode(other)
     assert tokenizer.decode(ids) == other
-    assert tokenizer.encode_bytes(other.encode()).tolist() == ids.tolist()
     assert tokenizer.decode_bytes(ids) == other.encode()
     assert tokenizer.token_byte_counts()[ids].sum() == len(other.encode())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.trainer.config.parameter_layout import layout_from_config
 from stoker.trainer.core import factory
 from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.data.dataloader import batch_tensors
+from stoker.trainer.data.datasets.samples import batch_tensors
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.distributed.build_data_parallel import grad_reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel

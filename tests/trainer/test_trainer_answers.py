@@ -19,9 +19,8 @@ from stoker.trainer.data.datasets.seq2seq import PairShape
 from stoker.trainer.data.sources.text_pairs import TextPair
 from stoker.trainer.data.tasks.sentinels import encode_with_sentinels, sentinel_ids, with_sentinels
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.evaluation.answer_scores import score_pairs
+from stoker.trainer.evaluation.answer_scores import generate_answers, score_pairs
 from stoker.trainer.generation import text_generator
-from stoker.trainer.generation.encoder_decoder import EncoderDecoderGenerator
 from stoker.trainer.generation.sampling import TextStreamer
 from stoker.trainer.generation.text_generator import Generator, StoppingCriteria
 from stoker.trainer.train import run_training
@@ -77,11 +76,11 @@ def test_answers_are_the_most_probable_tokens(trained: Path) -> None:
     model, tokenizer = restored.model, restored.tokenizer
     assert isinstance(model, T5)
     shape = PairShape(24, 16, 0)
-    writer = EncoderDecoderGenerator(model, tokenizer, shape, restored.precision, restored.device)
     inputs = [pair[0] for pair in PAIRS] + ["x", "def two_words(): ... and much more than fits in"]
-    found = writer.generate(inputs, 3)
+    found = generate_answers(restored, inputs, shape, 3)
     assert found[:3] == [pair[1] for pair in PAIRS]
-    assert found == writer.generate(inputs, 1) == writer.generate(inputs, 5), "whatever is read together"
+    one, five = (generate_answers(restored, inputs, shape, batch_size) for batch_size in (1, 5))
+    assert found == one == five, "whatever is read together"
     for text, answer in zip(inputs, found, strict=True):
         read = torch.tensor([[*tokenizer.encode(text)[:23].tolist(), 1]])
         written = [0]

@@ -18,7 +18,6 @@ from stoker.models.gpt import GPT
 from stoker.models.moe.router import Router
 from stoker.trainer.cli.main import main
 from stoker.trainer.conversion.load_model import LoadedModel, load_model
-from stoker.trainer.data.tokenizers.bos import document_start_ids
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.evaluation.harness.loglikelihood import LoglikelihoodScorer, Request, rolling_windows
@@ -205,12 +204,12 @@ def test_a_text_starts_as_its_tokenizer_says() -> None:
     model = tokenizers.models.BPE(vocab={"a": 0, "b": 1, "<s>": 2, "</s>": 3}, merges=[])
     library = tokenizers.Tokenizer(model)
     library.add_special_tokens(["<s>", "</s>"])
-    assert document_start_ids(build_json_tokenizer(canonical_json(library.to_str()), {})) == []
+    assert build_json_tokenizer(canonical_json(library.to_str()), {}).document_start_ids() == []
     for single, around in (("<s> $A", ([2], [])), ("$A </s>", ([], [3])), ("<s> $A </s>", ([2], [3]))):
         specials = [("<s>", 2), ("</s>", 3)]
         library.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
         tokenizer = build_json_tokenizer(canonical_json(library.to_str()), {})
         assert tokenizer.post_processor_tokens() == around
-        assert document_start_ids(tokenizer) == around[0]
-    assert document_start_ids(ByteTokenizer()) == [1]
-    assert document_start_ids(CharTokenizer("ab")) == []
+        assert tokenizer.document_start_ids() == around[0]
+    assert ByteTokenizer().document_start_ids() == [1]
+    assert CharTokenizer("ab").document_start_ids() == []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..conversion.load_model import LoadedModel
     from ..data.build_datasets import Data
-    from ..data.datasets.seq2seq import AnySamples
+    from ..data.datasets.samples import AnySamples
     from ..data.datasets.sft_examples import Example
     from ..data.sources.text_pairs import TextPair
 

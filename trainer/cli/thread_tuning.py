@@ -13,7 +13,8 @@ from ...models.build import LanguageModel
 from ..config.schema.root import RootBlock
 from ..core.factory import build_model, build_optimizer
 from ..data.build_datasets import Data
-from ..data.dataloader import GlobalBatch, batch_tensors
+from ..data.dataloader import GlobalBatch
+from ..data.datasets.samples import batch_tensors
 from ..device.precision import plan_precision
 
 _WARM_UP_STEPS = 3

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.tasks.chat_files import TOKENIZER_CONFIG_FILE
+from ..data.tokenizers.tokenizer_config import TOKENIZER_CONFIG_FILE
 from ..data.tokenizers.tokenizer_files import TOKENIZER_JSON
 from ..utils.errors import UserError
 from ..utils.safetensors_io import TensorSpec

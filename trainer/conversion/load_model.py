@@ -25,7 +25,6 @@ from ..config.data_task import task_name
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
-from ..data.tokenizers.bos import document_start_ids
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..device.precision import PrecisionPlan, plan_precision
@@ -75,7 +74,7 @@ class LoadedModel:
         documents = self.state.consumed_samples > 0 and task_name(self.config.root.model) == "gpt"
         if documents and self.tokenizer.eos_id is not None:
             return [self.tokenizer.eos_id]
-        return document_start_ids(self.tokenizer)
+        return self.tokenizer.document_start_ids()
 
 
 def load_model(path: Path, device_name: str = "auto", base: Path | None = None, *, ema: bool = False) -> LoadedModel:

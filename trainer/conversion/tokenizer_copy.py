@@ -14,10 +14,11 @@ from ..checkpoint.hf_files import read_object, resolve_in_folder
 from ..config.data_task import task_from_config
 from ..config.schema.root import RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
-from ..data.tasks.chat_files import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, load_chat_template, special_tokens_map
+from ..data.tasks.chat_files import CHAT_TEMPLATE_FILE, load_chat_template, special_tokens_map
 from ..data.tasks.sentinels import USUAL_MASK_TOKENS
 from ..data.tasks.task_samples import tokenizer_for_task
 from ..data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from ..data.tokenizers.tokenizer_config import TOKENIZER_CONFIG_FILE
 from ..data.tokenizers.tokenizer_files import MERGES_FILE, TOKENIZER_JSON, VOCAB_FILE, tokenizer_from_config
 from ..data.tokenizers.vocabulary import configured_tokenizer
 from ..utils.environment import user_path

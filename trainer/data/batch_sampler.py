@@ -82,7 +82,6 @@ class MicroBatchIndices(NamedTuple):
 
     Attributes:
         first_sample: data position of the first sample of the global batch.
-        micro_batch_size: micro batch size.
         indices: micro batch indices; micro batch j starts at sample first + j * size.
     """
 
@@ -98,8 +97,6 @@ class RankBatchSampler:
     Attributes:
         schedule: batch plan of the run.
         micro_batch_size: samples per micro batch.
-        rank: rank of this process.
-        world_size: number of ranks.
     """
 
     schedule: BatchSchedule

@@ -18,8 +18,7 @@ from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .datasets.document_chunks import InMemoryDocuments
-from .datasets.samples import TrainingWindows
-from .datasets.seq2seq import AnySamples
+from .datasets.samples import AnySamples, TrainingWindows
 from .datasets.sft_examples import Examples
 from .datasets.tokenized import choose_tokenizer, open_splits, split_samples
 from .sources.dataset_plugins import plugin_samples
@@ -71,7 +70,7 @@ class Data:
     fingerprint: str
     description: str
     token_byte_counts: NDArray[np.int64]
-    corpus: Corpus | None
+    corpus: Corpus | None = None
     pairs: TextPairs | None = None
     examples: Mapping[Split, Sequence[Examples]] | None = None
     has_predefined_splits: bool = False
@@ -93,7 +92,6 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
     `reset_attention_mask`, GPT batches carry the document index of each token.
 
     Args:
-        root: the configuration.
         tokenizer: tokenizer restored from a checkpoint; None builds the one of `model.tokenizer`.
 
     Raises:
@@ -110,6 +108,40 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
     return data
 
 
+def _tokenizer(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with the tokens that the task needs; a vocabulary too small is refused before any text is
+    tokenized.
+    """
+    extended = tokenizer_for_task(root, task, tokenizer)
+    model_vocab_size(root, extended)
+    return extended
+
+
+def _data(
+    root: RootBlock,
+    tokenizer: Tokenizer,
+    samples: Mapping[Split, AnySamples | None],
+    fingerprint: str,
+    description: str,
+    **contents: Any,
+) -> Data:
+    """Build `Data`; `contents` are its fields `corpus`, `pairs`, `examples` and `has_predefined_splits`."""
+    train = samples["train"]
+    assert train is not None
+    vocab_size = model_vocab_size(root, tokenizer)
+    return Data(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        train=train,
+        validation=samples["validation"],
+        test=samples["test"],
+        fingerprint=fingerprint,
+        description=description,
+        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
+        **contents,
+    )
+
+
 def _stream_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
     model = root.model
     if model.data.data_impl == "mock":
@@ -123,27 +155,17 @@ def _stream_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Da
 
 def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
     """Build data from text files; `tokenizer` is restored from a checkpoint."""
-    model = root.model
     corpus = read_corpus(root)
-    tokenizer = tokenizer_for_task(root, task, tokenizer or tokenizer_for_corpus(root, corpus))
-    vocab_size = model_vocab_size(root, tokenizer)
+    tokenizer = _tokenizer(root, task, tokenizer or tokenizer_for_corpus(root, corpus))
     samples, tokens = _text_samples(root, SampleFactory(root, task, tokenizer), corpus, tokenizer)
     if samples["validation"] is None and root.trainer.limit_val_batches:
         raise UserError(
             f"the validation split of {corpus.name} is empty: {corpus.files} file(s), "
-            f"`model.data.splits_string={model.data.splits_string}`; give it more files or a larger share, or set "
+            f"`model.data.splits_string={root.model.data.splits_string}`; give it more files or a larger share, or set "
             "`trainer.limit_val_batches=0`"
         )
-    held: Any = samples
-    return Data(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        **held,
-        fingerprint=corpus.fingerprint,
-        description=_describe(corpus, tokens, tokenizer, task),
-        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
-        corpus=corpus,
-    )
+    description = _describe(corpus, tokens, tokenizer, task)
+    return _data(root, tokenizer, samples, corpus.fingerprint, description, corpus=corpus)
 
 
 def _text_samples(
@@ -220,30 +242,20 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
             f"{root.model.data.splits_string}` cuts between documents); give it a larger share or a set of its own "
             "(data_prefix.validation), or set `trainer.limit_val_batches=0`"
         )
-    vocab_size = model_vocab_size(root, tokenizer)
     documents = sum(found.reader.documents for found in splits.datasets.values())
-    held: Any = samples
-    return Data(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        **held,
-        fingerprint=splits.fingerprint,
-        description=(
-            f"{prefix if isinstance(prefix, str) else pluralize(len(splits.datasets), 'set')}: "
-            f"{pluralize(documents, 'document')}; "
-            + ", ".join(f"{split} {pluralize(tokens[split], 'token')}" for split in SPLITS)
-            + f"; {tokenizer.to_dict()['tokenizer']} tokenizer"
-            + (" (assumed; the data do not record theirs)" if splits.tokenizer_document() is None else "")
-            + f", vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}; fingerprint {splits.fingerprint[:12]}"
-        ),
-        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
-        corpus=None,
+    assumed = " (assumed; the data do not record theirs)" if splits.tokenizer_document() is None else ""
+    description = (
+        f"{prefix if isinstance(prefix, str) else pluralize(len(splits.datasets), 'set')}: "
+        f"{pluralize(documents, 'document')}; "
+        + ", ".join(f"{split} {pluralize(tokens[split], 'token')}" for split in SPLITS)
+        + f"; {_vocabulary(tokenizer, assumed)}; {_sequence_lengths(task)}; fingerprint {splits.fingerprint[:12]}"
     )
+    return _data(root, tokenizer, samples, splits.fingerprint, description)
 
 
 def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build data from a dataset plugin."""
-    tokenizer = tokenizer_for_task(root, task, tokenizer)
+    tokenizer = _tokenizer(root, task, tokenizer)
     keys = root.model.data.model_dump(mode="json")
     name = root.model.data.data_impl
     make = SampleFactory(root, task, tokenizer)
@@ -256,16 +268,9 @@ def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     source = dataset_plugins()[name]
     version = source.dist.version if source.dist else ""
     identity = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
-    vocab_size = model_vocab_size(root, tokenizer)
-    return Data(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        **samples,
-        fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-        description=f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}",
-        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
-        corpus=None,
-    )
+    fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+    description = f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}"
+    return _data(root, tokenizer, samples, fingerprint, description)
 
 
 def read_pairs(root: RootBlock) -> TextPairs:
@@ -281,29 +286,21 @@ def read_pairs(root: RootBlock) -> TextPairs:
 def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build data from text pairs for an encoder-decoder model."""
     texts = read_pairs(root)
-    tokenizer = tokenizer_for_task(root, task, tokenizer)
-    vocab_size = model_vocab_size(root, tokenizer)
+    tokenizer = _tokenizer(root, task, tokenizer)
     make = SampleFactory(root, task, tokenizer)
     token_pairs = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
     samples: Any = {split: make.from_pairs(pairs, training=split == "train") for split, pairs in token_pairs.items()}
     _check_splits(root, texts.name, samples, texts.inputs)
     truncated = [sum(pairs.num_truncated[side] for pairs in token_pairs.values()) for side in range(2)]
-    return Data(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        **samples,
-        fingerprint=texts.fingerprint,
-        description=(
-            f"{texts.name}: "
-            + ", ".join(f"{split} {len(pairs):,} pair{'s' * (len(pairs) != 1)}" for split, pairs in texts.pairs.items())
-            + f"; {tokenizer.to_dict()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
-            f"{_sequence_lengths(task)}; truncated: inputs {truncated[0]:,}, targets {truncated[1]:,}; fingerprint "
-            f"{texts.fingerprint[:12]}"
-        ),
-        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
-        corpus=None,
-        pairs=texts,
-        has_predefined_splits=texts.has_predefined_splits,
+    description = (
+        f"{texts.name}: "
+        + ", ".join(f"{split} {pluralize(len(pairs), 'pair')}" for split, pairs in texts.pairs.items())
+        + f"; {_vocabulary(tokenizer)}; {_sequence_lengths(task)}; truncated: inputs {truncated[0]:,}, targets "
+        f"{truncated[1]:,}; fingerprint {texts.fingerprint[:12]}"
+    )
+    predefined = texts.has_predefined_splits
+    return _data(
+        root, tokenizer, samples, texts.fingerprint, description, pairs=texts, has_predefined_splits=predefined
     )
 
 
@@ -318,7 +315,6 @@ def _check_splits(
     """Check that the splits needed for training, and validation if enabled, are not empty.
 
     Args:
-        root: the configuration.
         name: of the data, for messages.
         samples: of each split.
         inputs: returns the inputs of the examples of all splits; equal inputs are assigned to one split.
@@ -334,60 +330,42 @@ def _check_splits(
         if data.train_ds.file_names is not None:
             key = f"model.data.{split}_ds.file_names"
             raise UserError(f"the {split} split is empty: the files of `{key}` hold no example; name others{without}")
-        count, distinct = len(inputs()), len(set(inputs()))
+        examples = inputs()
+        count = pluralize(len(examples), "example")
+        distinct = pluralize(len(set(examples)), "distinct input")
         raise UserError(
-            f"the {split} split of {name} is empty: {count:,} example{'s' * (count != 1)}, {distinct:,} "
-            f"distinct input{'s' * (distinct != 1)}, and equal inputs stay together (`model.data.splits_string="
-            f"{data.splits_string}`, or {split}.jsonl of a folder that holds train.jsonl); give it more examples or a "
-            f"larger share{without}"
+            f"the {split} split of {name} is empty: {count}, {distinct}, and equal inputs stay together "
+            f"(`model.data.splits_string={data.splits_string}`, or {split}.jsonl of a folder that holds train.jsonl); "
+            f"give it more examples or a larger share{without}"
         )
 
 
 def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build supervised fine-tuning data (prompts with answers, or conversations) for a GPT."""
-    vocab_size = model_vocab_size(root, tokenizer)
+    tokenizer = _tokenizer(root, task, tokenizer)
     sft = build_sft_data(root, task, tokenizer)
-    samples: Any = sft.samples
     for split in _needed_splits(root):
         sft.check(split, task.length, _length_key(root))
-    _check_splits(root, sft.records.name, samples, sft.records.inputs)
+    _check_splits(root, sft.records.name, sft.samples, sft.records.inputs)
     fingerprint = sft.records.fingerprint()
-    return Data(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        **samples,
-        fingerprint=fingerprint,
-        description=(
-            f"{sft.records.name}: {sft.describe()}; {tokenizer.to_dict()['tokenizer']} tokenizer, vocabulary "
-            f"{tokenizer.vocab_size}; {'packed ' * task.packed}{_sequence_lengths(task)}; "
-            f"fingerprint {fingerprint[:12]}"
-        ),
-        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
-        corpus=None,
-        examples=sft.examples,
-        has_predefined_splits=sft.records.has_predefined_splits,
+    description = (
+        f"{sft.records.name}: {sft.describe()}; {_vocabulary(tokenizer)}; {'packed ' * task.packed}"
+        f"{_sequence_lengths(task)}; fingerprint {fingerprint[:12]}"
+    )
+    predefined = sft.records.has_predefined_splits
+    return _data(
+        root, tokenizer, sft.samples, fingerprint, description, examples=sft.examples, has_predefined_splits=predefined
     )
 
 
 def _mock_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
-    tokenizer = tokenizer_for_task(root, task, tokenizer)
+    tokenizer = _tokenizer(root, task, tokenizer)
     vocab_size = model_vocab_size(root, tokenizer)
     make = SampleFactory(root, task, tokenizer)
-    train, validation, test = (
-        make.mock(vocab_size, samples, part)
-        for part, samples in enumerate([MOCK_TRAINING_SAMPLES, MOCK_EVALUATION_SAMPLES, MOCK_EVALUATION_SAMPLES])
-    )
-    return Data(
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        train=train,
-        validation=validation,
-        test=test,
-        fingerprint=f"mock-{vocab_size}",
-        description=f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(task)}; there is nothing to learn",
-        token_byte_counts=padded_byte_counts(tokenizer, vocab_size),
-        corpus=None,
-    )
+    counts = (MOCK_TRAINING_SAMPLES, MOCK_EVALUATION_SAMPLES, MOCK_EVALUATION_SAMPLES)
+    samples: Any = {split: make.mock(vocab_size, counts[part], part) for part, split in enumerate(SPLITS)}
+    description = f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(task)}; there is nothing to learn"
+    return _data(root, tokenizer, samples, f"mock-{vocab_size}", description)
 
 
 def _sequence_lengths(task: Task) -> str:
@@ -397,14 +375,17 @@ def _sequence_lengths(task: Task) -> str:
     return f"sequences of {task.length:,} and {task.decoder_length:,} (encoder, decoder)"
 
 
+def _vocabulary(tokenizer: Tokenizer, note: str = "") -> str:
+    return f"{tokenizer.kind} tokenizer{note}, vocabulary {tokenizer.vocab_size}"
+
+
 def _describe(corpus: Corpus, tokens: dict[Split, int], tokenizer: Tokenizer, task: Task) -> str:
     counts = ", ".join(
-        f"{split} {tokens[split]:,} tokens in {len(texts):,} document{'s' * (len(texts) != 1)}"
+        f"{split} {pluralize(tokens[split], 'token')} in {pluralize(len(texts), 'document')}"
         for split, texts in corpus.documents.items()
     )
     return (
-        f"{corpus.name}: {corpus.files:,} file{'s' * (corpus.files != 1)}"
-        f"{f' ({corpus.skipped_files})' if corpus.skipped_files else ''}; {counts}; "
-        f"{tokenizer.to_dict()['tokenizer']} tokenizer, vocabulary {tokenizer.vocab_size}; "
+        f"{corpus.name}: {pluralize(corpus.files, 'file')}"
+        f"{f' ({corpus.skipped_files})' if corpus.skipped_files else ''}; {counts}; {_vocabulary(tokenizer)}; "
         f"{_sequence_lengths(task)}; fingerprint {corpus.fingerprint[:12]}"
     )

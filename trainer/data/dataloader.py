@@ -24,18 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..utils.errors import UserError
 from .batch_sampler import MicroBatchIndices, RankBatchSampler
-from .datasets.samples import IGNORE_INDEX, Batch
-from .datasets.seq2seq import AnySamples, TensorBatch
+from .datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors, concatenate_batches
 
 PREFETCH_FACTOR = 2
 """Prefetched global batches."""
-
-
-def batch_tensors(batch: Batch | TensorBatch) -> TensorBatch:
-    """Return the tensors of a batch by name, without optional fields that are None."""
-    if isinstance(batch, Batch):
-        return {name: tensor for name, tensor in batch._asdict().items() if tensor is not None}
-    return batch
 
 
 class MicroBatch(NamedTuple):
@@ -111,12 +103,9 @@ class _GlobalBatches(Dataset[GlobalBatch]):
         self.samples = samples
 
     def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch:
-        batches = [
-            batch_tensors(self.samples.batch(part.first_sample + n * part.micro_batch_size, part.micro_batch_size))
-            for n in part.indices
-        ]
-        fields = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-        return GlobalBatch.from_fields(part.indices, fields)
+        size = part.micro_batch_size
+        batches = [self.samples.batch(part.first_sample + number * size, size) for number in part.indices]
+        return GlobalBatch.from_fields(part.indices, batch_tensors(concatenate_batches(batches)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +151,6 @@ class PrefetchingDataLoader:
     """Dataloader over an endless sequence of global batches.
 
     Args:
-        dataset: training dataset.
-        batch_sampler: batch sampler of this rank.
         device: device to copy batches to.
         num_workers: worker processes; 0 uses a thread.
     """

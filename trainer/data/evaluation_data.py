@@ -11,7 +11,7 @@ from ..config.data_task import task_from_config
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 from .datasets.document_chunks import InMemoryDocuments
-from .datasets.seq2seq import AnySamples
+from .datasets.samples import AnySamples
 from .sources.text_pairs import TextPairs, TokenPairs, read_text_pairs
 from .sources.text_sources import Corpus, read_text
 from .sources.text_tokens import evaluation_windows, token_stream, tokenize_documents

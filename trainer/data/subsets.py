@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
 from ..utils.text import pluralize
-from .dataloader import batch_tensors
-from .datasets.samples import Batch
-from .datasets.seq2seq import AnySamples, TensorBatch
+from .datasets.samples import AnySamples, concatenate_batches
 
 
 def validation_subset(root: RootBlock, samples: AnySamples) -> AnySamples:
     """Return the validation samples after a fractional `limit_val_batches` and `validation_drop_last`.
 
     An integer `limit_val_batches` is applied later, as a number of batches of these.
-
-    Args:
-        root: the configuration.
-        samples: all validation samples.
 
     Raises:
         UserError: no complete batch is left with `validation_drop_last`.
@@ -43,12 +35,7 @@ def validation_subset(root: RootBlock, samples: AnySamples) -> AnySamples:
 
 
 class RepeatedSubset:
-    """The first samples of a dataset, repeated endlessly.
-
-    Args:
-        others: the dataset.
-        samples: number of samples.
-    """
+    """The first samples of a dataset, repeated endlessly."""
 
     def __init__(self, others: AnySamples, samples: int) -> None:
         self._others = others
@@ -63,8 +50,4 @@ class RepeatedSubset:
             taken = min(count, self.samples - start)
             parts.append(self._others.batch(start, taken))
             first, count = first + taken, count - taken
-        if len(parts) == 1:
-            return parts[0]
-        fields = [batch_tensors(part) for part in parts]
-        joined: TensorBatch = {name: torch.cat([part[name] for part in fields]) for name in fields[0]}
-        return Batch(**joined) if isinstance(parts[0], Batch) else joined
+        return parts[0] if len(parts) == 1 else concatenate_batches(parts)

@@ -16,7 +16,6 @@ from ..data.datasets.seq2seq import PairShape
 from ..data.datasets.sft_examples import Example
 from ..data.sources.text_pairs import TextPair
 from ..data.tasks.chats import end_of_turn
-from ..generation.encoder_decoder import EncoderDecoderGenerator
 from ..generation.text_generator import generate_batch
 from .baselines import docstring_from_name
 from .text_scores import TextScores, score_predictions
@@ -62,7 +61,6 @@ def score_examples(
     Args:
         restored: a GPT trained on prompt/answer pairs or conversations.
         examples: prompts and references; of a conversation the last answer.
-        batch_size: prompts per batch.
         limit: number of examples, a fixed random sample; None uses all.
     """
     chosen = _sample(examples, limit)
@@ -92,7 +90,6 @@ def score_pairs(
     Args:
         restored: a T5 trained on pairs.
         pairs: inputs and references.
-        batch_size: inputs per batch.
         limit: number of pairs, a fixed random sample; None uses all.
     """
     assert isinstance(restored.model, T5)
@@ -100,9 +97,24 @@ def score_pairs(
     task = task_from_config(root)
     chosen = _sample(pairs, limit)
     shape = PairShape(task.length, task.decoder_length, restored.tokenizer.pad_id)
-    writer = EncoderDecoderGenerator(restored.model, restored.tokenizer, shape, restored.precision, restored.device)
     inputs, targets = [pair.input for pair in chosen], [pair.target for pair in chosen]
     baseline = None
     if root.model.data.data_impl == "pystd_docstring":
         baseline = score_predictions(targets, [docstring_from_name(text) for text in inputs])
-    return AnswerScores(score_predictions(targets, writer.generate(inputs, batch_size)), baseline)
+    return AnswerScores(score_predictions(targets, generate_answers(restored, inputs, shape, batch_size)), baseline)
+
+
+def generate_answers(restored: LoadedModel, inputs: Sequence[str], shape: PairShape, batch_size: int) -> list[str]:
+    """Generate the output of a T5 for each input text greedily.
+
+    Args:
+        restored: a T5 whose tokenizer has an EOS token.
+        shape: inputs are truncated to the encoder length, outputs to the decoder length.
+        batch_size: number of inputs per batch; changes outputs by rounding only.
+    """
+    tokenizer = restored.tokenizer
+    assert tokenizer.eos_id is not None
+    ids = tokenizer.encode_batch(inputs)
+    prompts = [[*row[: shape.encoder_length - 1].tolist(), tokenizer.eos_id] for row in ids]
+    outputs = generate_batch(restored, prompts, max_new_tokens=shape.decoder_length, batch_size=batch_size)
+    return [tokenizer.decode(output.tokens) for output in outputs]

@@ -12,9 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.dataloader import batch_tensors
-from ..data.datasets.samples import IGNORE_INDEX
-from ..data.datasets.seq2seq import AnySamples
+from ..data.datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors
 from ..device.precision import PrecisionPlan
 from ..distributed.process_group import DistributedContext
 from ..utils.errors import UserError
@@ -92,11 +90,9 @@ def evaluate(
     Args:
         loss: maps the tensors of a batch by name to the summed cross-entropy over all labels that are not ignored, in
             nats, a scalar; without dropout.
-        samples: held-out samples.
         token_bytes: UTF-8 bytes per token id, [V].
         batch_size: samples per forward pass; it affects the result by rounding only.
         limit_batches: maximum number of batches; None for all.
-        device: device of the model.
         ranks: ranks that evaluate together; each gets the total result. None: this process alone.
         should_stop: called after each batch but the last; must return the same value on all ranks.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models.incremental_decoding import Decoder
+from .decode_loop import pad_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,6 @@ class BeamSearchConfig:
     """Beam search settings.
 
     Attributes:
-        beams: number of beams.
         length_penalty: above 0 favours long sequences, below 0 short ones.
         early_stopping: stop when `beams` hypotheses are finished (True), when no running beam scores better at its
             current length (False), or when none can become better at any length (`never`).
@@ -83,7 +83,6 @@ class _BeamState:
         Args:
             scores: scores of the best continuations of all beams, best first; at least `beams` of them are not eos.
             indices: index of each continuation, beam * vocabulary + token.
-            vocabulary: vocabulary size.
 
         Returns:
             For each new beam the index of the beam it extends, and its new token.
@@ -128,10 +127,6 @@ def run_beam_search(
     Args:
         decoder: decoder with `beams` consecutive rows per prompt.
         prompts: token ids, none empty.
-        search: beam search settings.
-        max_new_tokens: maximum number of new tokens.
-        eos_ids: eos token ids.
-        device: device of the decoder.
         autocast: returns the autocast context of a step.
         decoder_start_id: decoder start token of T5, as in `DecodeLoop`; None for GPT.
 
@@ -141,10 +136,8 @@ def run_beam_search(
     beams = search.beams
     searches = [_BeamState(search, eos_ids, max_new_tokens) for _ in prompts]
     read = [prompt for prompt in prompts for _ in range(beams if decoder_start_id is None else 1)]
-    longest = max(map(len, read))
-    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in read], device=device)
     with autocast():
-        logits = decoder.prefill(tokens, torch.tensor([len(prompt) for prompt in read], device=device))
+        logits = decoder.prefill(*pad_prompts(read, device))
         if logits is None:
             assert decoder_start_id is not None
             logits = decoder.step(torch.full((decoder.batch_size,), decoder_start_id, device=device))

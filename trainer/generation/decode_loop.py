@@ -34,15 +34,19 @@ class _Pending(NamedTuple):
         return self.tokens.tolist()
 
 
+def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token ids padded on the right with 0, int64 [B, S], and their lengths, int64 [B]."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    return tokens.to(device), torch.tensor([len(prompt) for prompt in prompts]).to(device)
+
+
 class DecodeLoop:
     """Generate tokens for batch after batch of sequences.
 
     Args:
         decoder: the model with the KV cache of a batch.
-        sampling: sampling parameters.
-        max_new_tokens: maximum number of new tokens per sequence.
         vocab_size: number of logits per row.
-        device: device of the decoder.
         autocast: returns the autocast context of a step.
         decoder_start_id: decoder start token of an encoder-decoder; None for a decoder-only model, which continues its
             prompts. In that case sequences that fill the KV cache continue from their last half.
@@ -164,11 +168,8 @@ class DecodeLoop:
 
     def _prefill(self, sequences: Sequence[Sequence[int]]) -> None:
         """Prefill the KV cache with the sequences and sample the next token of each."""
-        longest = max(map(len, sequences))
-        tokens = torch.tensor([[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences])
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
         with self._within():
-            logits = self._decoder.prefill(tokens.to(self._device), lengths.to(self._device))
+            logits = self._decoder.prefill(*pad_prompts(sequences, self._device))
         if logits is None:
             assert self._start is not None
             self._tokens.fill_(self._start)

@@ -48,7 +48,6 @@ class StoppingCriteria:
     """Stopping criteria.
 
     Attributes:
-        max_new_tokens: maximum number of new tokens.
         stop_strings: stop strings; the text ends before them.
         eos_ids: eos token ids; None uses the tokenizer's eos.
     """
@@ -56,6 +55,12 @@ class StoppingCriteria:
     max_new_tokens: int
     stop_strings: Sequence[str] = ()
     eos_ids: Collection[int] | None = None
+
+    def end_ids(self, tokenizer: Tokenizer) -> Collection[int]:
+        """Return the ids that end a sequence."""
+        if self.eos_ids is not None:
+            return self.eos_ids
+        return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
 
 
 class Generator:
@@ -65,9 +70,6 @@ class Generator:
 
     Args:
         model: a GPT or T5 in evaluation mode, built for generation.
-        tokenizer: tokenizer of the model.
-        precision: precision plan.
-        device: device of the model.
         context: context length of a GPT; a longer sequence is truncated to its last half and continued.
         token_names: text for tokens without one, such as sentinels.
 
@@ -148,9 +150,6 @@ class Generator:
         """Generate a text for each prompt; equal up to rounding to `stream` of that prompt alone.
 
         Args:
-            prompts: token ids.
-            limits: stopping criteria.
-            sampling: sampling settings.
             seeds: random seed per prompt; None uses 0 for all.
             batch_size: prompts per batch; prompts of similar length are batched together.
 
@@ -191,8 +190,8 @@ class Generator:
             with self._within():
                 decoder = self._decoder(len(texts) * search.beams, max(map(len, texts)), most, search.beams)
             results = run_beam_search(
-                decoder, texts, search, max_new_tokens=most, eos_ids=self._ends(limits), device=self._device,
-                autocast=self._within, decoder_start_id=self._start,
+                decoder, texts, search, max_new_tokens=most, eos_ids=limits.end_ids(self._tokenizer),
+                device=self._device, autocast=self._within, decoder_start_id=self._start,
             )  # fmt: skip
             for number, result in zip(batch, results, strict=True):
                 row = self._row(limits)
@@ -210,9 +209,6 @@ class Generator:
     def _start(self) -> int | None:
         """Decoder start token of a T5; None for GPT."""
         return self._tokenizer.pad_id if isinstance(self._model, T5) else None
-
-    def _ends(self, limits: StoppingCriteria) -> Collection[int]:
-        return _ends_of(self._tokenizer, limits)
 
     def _within(self) -> AbstractContextManager[object]:
         return self._precision.autocast_context(self._device)
@@ -310,8 +306,6 @@ class _Row:
     """Text of one sequence during generation.
 
     Args:
-        tokenizer: tokenizer of the model.
-        limits: stopping criteria.
         names: text for tokens without one.
         answer: the text is not a continuation, so the space that the tokenizer puts before every text is dropped.
     """
@@ -323,7 +317,7 @@ class _Row:
         self._answer = answer
         self._space_first = False
         self._stream = TextStreamer(tokenizer, limits.stop_strings, names)
-        self._ends = _ends_of(tokenizer, limits)
+        self._ends = limits.end_ids(tokenizer)
         self._tokens: list[int] = []
         self._text: list[str] = []
         self._ended = False
@@ -365,12 +359,6 @@ def _batches(order: Sequence[int], kinds: Sequence[int], size: int) -> Iterator[
             yield numbers[first : first + size]
 
 
-def _ends_of(tokenizer: Tokenizer, limits: StoppingCriteria) -> Collection[int]:
-    if limits.eos_ids is not None:
-        return limits.eos_ids
-    return () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-
-
 def _synchronizes(model: LanguageModel) -> bool:
     """Return True if a step synchronizes with the device: sequential experts read their token counts on the host."""
     return any(
@@ -395,7 +383,6 @@ def generate_batch(
     """Generate texts with a restored checkpoint, see `Generator.generate`.
 
     Args:
-        restored: the checkpoint.
         prompts: token ids: prefixes for a GPT, encoder inputs with eos for a T5.
         max_new_tokens: maximum number of new tokens per prompt.
         temperature: see `SamplingParams`.
@@ -404,7 +391,6 @@ def generate_batch(
         seeds: random seed per prompt; None uses 0 for all.
         stop: stop strings.
         stop_ids: eos token ids; None uses the tokenizer's eos.
-        batch_size: prompts per batch.
 
     Raises:
         UserError: an invalid prompt, or a model that cannot generate text.

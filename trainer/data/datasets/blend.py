@@ -12,15 +12,13 @@ import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol, TypeVar
+from typing import Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from .samples import Batch, Samples, position_range
-from .seq2seq import DictSamples, TensorBatch
+from .samples import AnySamples, BatchT, concatenate_batches, position_range
 
 MAX_PERIOD = 1_000_000
 """Weights with a longer exact period are rounded to millionths of their sum."""
@@ -66,11 +64,11 @@ class BlendSchedule:
         return sets, periods * self._counts[sets] + self._occurrence_ranks[offsets]
 
 
-class BlendedSamples:
+class BlendedSamples(Generic[BatchT]):
     """Endless training samples of several datasets, by weight; each is read in its own order, epoch after epoch.
 
     Args:
-        datasets: the endless samples of each dataset, of one sequence length.
+        datasets: the endless samples of each dataset, of one sequence length and with one kind of batch.
         weights: one per dataset; see `BlendSchedule`.
 
     Attributes:
@@ -81,7 +79,7 @@ class BlendedSamples:
         ValueError: the weights do not match the datasets, or sequence lengths differ.
     """
 
-    def __init__(self, datasets: Sequence[Samples], weights: Sequence[float]) -> None:
+    def __init__(self, datasets: Sequence[AnySamples[BatchT]], weights: Sequence[float]) -> None:
         if len(datasets) != len(weights):
             raise ValueError(f"`weights` ({len(weights)}) must be as many as `parts` ({len(datasets)})")
         lengths = {part.sequence_length for part in datasets}
@@ -92,56 +90,19 @@ class BlendedSamples:
         self.sequence_length = lengths.pop()
         self.samples = sum(part.samples for part in datasets)
 
-    def batch(self, first: int, count: int) -> Batch:
+    def batch(self, first: int, count: int) -> BatchT:
         """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
-        batches, order = _read_datasets(self.datasets, self.schedule, first, count)
-        tokens = torch.cat([batch.tokens for batch in batches])[order]
-        labels = torch.cat([batch.labels for batch in batches])[order]
-        return Batch(tokens, labels)
-
-
-class BlendedDictSamples:
-    """`BlendedSamples` for samples whose batches are dicts of tensors, with the same keys.
-
-    Args:
-        datasets: the endless samples of each dataset.
-        weights: one per dataset; see `BlendSchedule`.
-    """
-
-    def __init__(self, datasets: Sequence[DictSamples], weights: Sequence[float]) -> None:
-        self.datasets = tuple(datasets)
-        self.schedule = BlendSchedule(weights)
-        self.sequence_length = datasets[0].sequence_length
-        self.samples = sum(part.samples for part in datasets)
-
-    def batch(self, first: int, count: int) -> TensorBatch:
-        """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
-        batches, order = _read_datasets(self.datasets, self.schedule, first, count)
-        return {name: torch.cat([batch[name] for batch in batches])[order] for name in batches[0]}
-
-
-BatchT = TypeVar("BatchT", covariant=True)
-
-
-class _Part(Protocol[BatchT]):
-    def batch(self, first: int, count: int) -> BatchT: ...
-
-
-def _read_datasets(
-    parts: Sequence[_Part[BatchT]], interleave: BlendSchedule, first: int, count: int
-) -> tuple[list[BatchT], Tensor]:
-    """Return one batch per dataset, and the index that restores the order of the samples."""
-    sets, positions = interleave.lookup(first, count)
-    by_set = np.argsort(sets, kind="stable")
-    # The samples of a dataset within a batch are consecutive in it, so each dataset is read once.
-    used, begins, counts = np.unique(sets[by_set], return_index=True, return_counts=True)
-    batches = [
-        parts[number].batch(position, length)
-        for number, position, length in zip(
-            used.tolist(), positions[by_set[begins]].tolist(), counts.tolist(), strict=True
-        )
-    ]
-    return batches, torch.from_numpy(np.argsort(by_set))
+        sets, positions = self.schedule.lookup(first, count)
+        by_set = np.argsort(sets, kind="stable")
+        # The samples of a dataset within a batch are consecutive in it, so each dataset is read once.
+        used, begins, counts = np.unique(sets[by_set], return_index=True, return_counts=True)
+        batches = [
+            self.datasets[number].batch(position, length)
+            for number, position, length in zip(
+                used.tolist(), positions[by_set[begins]].tolist(), counts.tolist(), strict=True
+            )
+        ]
+        return concatenate_batches(batches, torch.from_numpy(np.argsort(by_set)))
 
 
 def _integer_proportions(weights: list[Fraction]) -> list[int]:

@@ -49,12 +49,6 @@ class CorruptedChunks:
 
     A document is cut into chunks of `max_length` tokens and a remainder. With probability `short_seq_prob`, a chunk has
     a random length from 2 tokens on instead (as in NeMo). Chunks of a single token cannot be corrupted and are skipped.
-
-    Args:
-        documents: the documents to cut.
-        corruptor: makes a pair of a chunk.
-        max_length: maximum tokens of a chunk.
-        short_seq_prob: probability of a shorter chunk.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ def document_ids(tokens: Tensor, eos_id: int) -> Tensor:
 
     Args:
         tokens: int64 [B, S].
-        eos_id: the token that ends a document.
 
     Returns:
         int32 [B, S], from 0, non-decreasing along S.
@@ -33,25 +32,13 @@ class DocumentIdSamples:
     """Samples with the document index of each token in `Batch.documents`.
 
     Only the tokens are inspected, so it works for samples of any source that ends documents with an EOS token.
-
-    Args:
-        samples: the samples.
-        eos_id: the token that ends a document.
     """
 
     def __init__(self, samples: Samples, eos_id: int) -> None:
         self.source = samples
+        self.sequence_length = samples.sequence_length
+        self.samples = samples.samples
         self._eos_id = eos_id
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        return self.source.sequence_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.source.samples
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""

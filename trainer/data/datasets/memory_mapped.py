@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
 from ..sources.index_cache import Arrays, IndexCache
 from ..sources.indexed_tokens import IndexedReader
-from .samples import IGNORE_INDEX, Batch, philox_generator, position_range, shift_labels
+from .samples import Batch, pad_windows, philox_generator, position_range, shift_labels
 from .shuffle import sequential_indices, shuffled_indices
 
 _EPOCHS_KEPT = 2
@@ -23,7 +22,6 @@ class DocumentRange:
     """Documents `first` to `last - 1` of an indexed dataset; their tokens are contiguous.
 
     Args:
-        reader: the dataset.
         first, last: documents.
         vocab_size: ids must be below it; checked whenever they are read, so that a wrong tokenizer is never trained on.
 
@@ -221,30 +219,21 @@ class MappedEvaluation:
         if self._order is None:
             self._order = np.argsort(philox_generator(0, 0).random_raw(self.samples), kind="stable")
         positions = position_range(first, count)
-        tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
-        labels = np.full((count, self.sequence_length), IGNORE_INDEX, np.int64)
-        for row, position in enumerate(positions[positions < self.samples]):
-            number = int(self._order[position])
-            which = int(np.searchsorted(self._ends, number, side="right"))
-            source = self.sources[which]
-            within = number - (int(self._ends[which - 1]) if which else 0)
-            begin = source.begin + within * self.sequence_length
-            window = source.read(begin, min(begin + self.sequence_length + 1, source.begin + source.tokens))
-            tokens[row, : len(window) - 1] = window[:-1]
-            labels[row, : len(window) - 1] = window[1:]
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+        numbers = self._order[positions[positions < self.samples]].tolist()
+        return pad_windows(list(map(self._window, numbers)), count, self.sequence_length, self._pad_id)
+
+    def _window(self, number: int) -> NDArray[Any]:
+        which, within = _locate(self._ends, number)
+        source = self.sources[which]
+        begin = source.begin + within * self.sequence_length
+        return source.read(begin, min(begin + self.sequence_length + 1, source.begin + source.tokens))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_order": None}
 
 
 class MappedDocuments:
-    """The documents of some ranges, concatenated, without their EOS tokens; implements `pieces.Documents`.
-
-    Args:
-        sources: the ranges.
-        eos_id: the EOS token.
-    """
+    """The documents of some ranges, concatenated, without their EOS tokens; implements `document_chunks.Documents`."""
 
     def __init__(self, sources: Sequence[DocumentRange], eos_id: int | None) -> None:
         self._sources = [source for source in sources if source.documents]
@@ -265,11 +254,16 @@ class MappedDocuments:
 
     def read(self, document: int, begin: int, end: int) -> NDArray[Any]:
         """Return tokens `begin` to `end - 1` of a document."""
-        which = int(np.searchsorted(self._ends, document, side="right"))
+        which, within = _locate(self._ends, document)
         source = self._sources[which]
-        within = document - (int(self._ends[which - 1]) if which else 0)
         start = source.reader.document_span(source.first + within)[0]
         return source.read(start + begin, start + end)
+
+
+def _locate(ends: NDArray[np.int64], number: int) -> tuple[int, int]:
+    """Return the range that holds item `number`, and its index there; `ends` are the cumulative sizes of the ranges."""
+    which = int(np.searchsorted(ends, number, side="right"))
+    return which, number - (int(ends[which - 1]) if which else 0)
 
 
 def _index_dtype(count: int) -> np.dtype[Any]:

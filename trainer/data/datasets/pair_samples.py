@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .packing import one_pair_per_row, pack_pairs
-from .samples import philox_generator, position_range
-from .seq2seq import PAIR_RNG_STREAM, Pair, PairShape, TensorBatch, collate_packed, collate_padded
+from .packing import Packing, one_pair_per_row, pack_pairs
+from .samples import TensorBatch, philox_generator, position_range
+from .seq2seq import PAIR_RNG_STREAM, Pair, PairShape, collate_packed, collate_padded
 
 
 class Pairs(Protocol):
@@ -27,36 +27,36 @@ class Pairs(Protocol):
 
 
 class EpochRow(NamedTuple):
-    """A row in an epoch."""
+    """A row in an epoch: the indices of its pairs or examples."""
 
     epoch: int
-    row: int
+    members: list[int]
 
 
 class RowShuffle:
     """Map positions to rows, with a new permutation every epoch.
 
     Args:
-        rows: number of rows.
+        packing: the rows.
         seed: of the permutations; None for evaluation: a single pass in the same order for all runs.
         rng_stream: random stream of the dataset in a blend.
     """
 
-    def __init__(self, rows: int, seed: int | None, rng_stream: int = 0) -> None:
-        self._rows = rows
+    def __init__(self, packing: Packing, seed: int | None, rng_stream: int = 0) -> None:
+        self._packing = packing
         self._seed = seed
         self._part = rng_stream
         self._epoch: tuple[int, NDArray[np.int64]] | None = None
 
-    def row_at(self, position: int) -> EpochRow | None:
-        """Return the row at a position; None past the end of an evaluation."""
-        epoch, index = divmod(position, self._rows)
+    def row_at(self, position: int) -> EpochRow:
+        """Return the row at a position; an empty one past the end of an evaluation."""
+        epoch, index = divmod(position, self._packing.rows)
         if self._seed is None and epoch > 0:
-            return None
+            return EpochRow(0, [])
         if self._epoch is None or self._epoch[0] != epoch:
-            words = philox_generator(self._seed or 0, epoch, 2 * self._part).random_raw(self._rows)
+            words = philox_generator(self._seed or 0, epoch, 2 * self._part).random_raw(self._packing.rows)
             self._epoch = epoch, np.argsort(words, kind="stable")
-        return EpochRow(epoch, int(self._epoch[1][index]))
+        return EpochRow(epoch, self._packing.row(int(self._epoch[1][index])).tolist())
 
 
 class PairSamples:
@@ -67,9 +67,7 @@ class PairSamples:
 
     Args:
         pairs: at least one; each fits into a row.
-        shape: of the rows.
         seed: of permutations and random draws; None for evaluation.
-        pack_rows: pack several pairs into a row.
         rng_stream: random stream of the dataset in a blend.
     """
 
@@ -85,28 +83,19 @@ class PairSamples:
             if pack_rows
             else one_pair_per_row(len(pairs))
         )
+        self.sequence_length = shape.encoder_length
+        self.samples = self.packing.rows
         self._packs = pack_rows
         self._seed = seed
         self._part = rng_stream
-        self._order = RowShuffle(self.packing.rows, seed, rng_stream)
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens on the encoder side."""
-        return self.shape.encoder_length
-
-    @property
-    def samples(self) -> int:
-        """Rows in an epoch."""
-        return self.packing.rows
+        self._order = RowShuffle(self.packing, seed, rng_stream)
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         rows: list[list[Pair]] = []
         for position in position_range(first, count).tolist():
-            visit = self._order.row_at(position)
-            indices = [] if visit is None else self.packing.row(visit.row).tolist()
-            rows.append([self._pair(number, visit.epoch if visit else 0) for number in indices])
+            epoch, members = self._order.row_at(position)
+            rows.append([self._pair(number, epoch) for number in members])
         if self._packs:
             return collate_packed(rows, self.shape)
         return collate_padded([row[0] if row else None for row in rows], self.shape)

@@ -7,7 +7,8 @@ versions; it gives no such guarantee for its shuffles.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -35,11 +36,16 @@ class Batch(NamedTuple):
     documents: Tensor | None = None
 
 
-class Samples(Protocol):
+TensorBatch = dict[str, Tensor]
+"""A batch of a task whose fields `Batch` does not have: tensors by name."""
+BatchT = TypeVar("BatchT", covariant=True)
+
+
+class AnySamples(Protocol[BatchT]):
     """Random access to samples by position.
 
     Attributes:
-        sequence_length: S, tokens in a sample.
+        sequence_length: S, tokens in a sample; of the encoder for encoder-decoder models.
         samples: samples per epoch (training), or in total (evaluation).
     """
 
@@ -48,9 +54,34 @@ class Samples(Protocol):
     @property
     def samples(self) -> int: ...  # noqa: D102
 
-    def batch(self, first: int, count: int) -> Batch:
+    def batch(self, first: int, count: int) -> BatchT:
         """Return the samples at positions `first` to `first + count - 1`, independent of earlier calls."""
         ...
+
+
+Samples = AnySamples[Batch]
+DictSamples = AnySamples[TensorBatch]
+
+
+def batch_tensors(batch: Batch | TensorBatch) -> TensorBatch:
+    """Return the tensors of a batch by name, without optional fields that are None."""
+    if isinstance(batch, Batch):
+        return {name: tensor for name, tensor in batch._asdict().items() if tensor is not None}
+    return batch
+
+
+def concatenate_batches(batches: Sequence[Any], order: Tensor | None = None) -> Any:
+    """Return the rows of several batches of one kind as one batch of that kind.
+
+    Args:
+        batches: at least one.
+        order: index of each row of the result in the concatenated rows, int64 [B]; None keeps the order.
+    """
+    fields = [batch_tensors(batch) for batch in batches]
+    joined: TensorBatch = {name: torch.cat([one[name] for one in fields]) for name in fields[0]}
+    if order is not None:
+        joined = {name: tensor[order] for name, tensor in joined.items()}
+    return Batch(**joined) if isinstance(batches[0], Batch) else joined
 
 
 class TrainingWindows:
@@ -134,14 +165,9 @@ class EvaluationWindows:
         The fixed shape lets every rank run the same number of equal batches.
         """
         positions = position_range(first, count)
-        tokens = np.full((count, self.sequence_length), self._pad_id, np.int64)
-        labels = np.full((count, self.sequence_length), IGNORE_INDEX, np.int64)
-        for row, position in enumerate(positions[positions < self.samples]):
-            start = int(self._order[position]) * self.sequence_length
-            window = self.stream[start : start + self.sequence_length + 1]
-            tokens[row, : len(window) - 1] = window[:-1]
-            labels[row, : len(window) - 1] = window[1:]
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+        starts = self._order[positions[positions < self.samples]] * self.sequence_length
+        windows = [self.stream[start : start + self.sequence_length + 1] for start in starts.tolist()]
+        return pad_windows(windows, count, self.sequence_length, self._pad_id)
 
     def first_labels(self, count: int) -> NDArray[Any]:
         """Return the labels of the first `count` windows, in stream order."""
@@ -155,7 +181,6 @@ class MockSamples:
     Args:
         vocab_size: ids are 0 to vocab_size - 1.
         sequence_length: S, tokens in a sample.
-        seed: of the tokens.
         samples: positions repeat after this many.
         rng_stream: random stream of the split (0 train, 1 validation, 2 test).
     """
@@ -169,13 +194,8 @@ class MockSamples:
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
-        positions = position_range(first, count)
-        windows = np.empty((count, self.sequence_length + 1), np.int64)
-        for row, position in enumerate(positions):
-            raw = philox_generator(self._seed, int(position) % self.samples, self._part).random_raw(
-                self.sequence_length + 1
-            )
-            windows[row] = raw % np.uint64(self.vocab_size)
+        positions = position_range(first, count) % self.samples
+        windows = random_tokens(self.vocab_size, positions, self.sequence_length + 1, self._seed, self._part)
         return shift_labels(windows)
 
 
@@ -183,30 +203,26 @@ class EodMaskedSamples:
     """Samples with the label after each end-of-document token masked, since it belongs to another document.
 
     Megatron's `eod_mask_loss`: the loss is masked where the input token ends a document.
-
-    Args:
-        samples: the samples.
-        eos_id: the token that ends a document.
     """
 
     def __init__(self, samples: Samples, eos_id: int) -> None:
         self.source = samples
+        self.sequence_length = samples.sequence_length
+        self.samples = samples.samples
         self._eos_id = eos_id
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        return self.source.sequence_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.source.samples
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the samples at positions `first` to `first + count - 1`."""
         batch = self.source.batch(first, count)
         return batch._replace(labels=batch.labels.masked_fill(batch.tokens == self._eos_id, IGNORE_INDEX))
+
+
+def random_tokens(
+    vocab_size: int, positions: NDArray[np.int64], length: int, seed: int, stream: int
+) -> NDArray[np.int64]:
+    """Return uniformly random token ids, int64 [len(positions), length]; each row depends on its position."""
+    rows = [philox_generator(seed, position, stream).random_raw(length) for position in positions.tolist()]
+    return (np.stack(rows) % np.uint64(vocab_size)).astype(np.int64)
 
 
 def philox_generator(seed: int, index: int, stream: int = 0) -> np.random.Philox:
@@ -223,6 +239,16 @@ def position_range(first: int, count: int) -> NDArray[np.int64]:
     if first < 0 or count < 1:
         raise ValueError(f"`first` ({first}) must not be negative and `count` ({count}) must be positive")
     return np.arange(first, first + count, dtype=np.int64)
+
+
+def pad_windows(windows: Sequence[NDArray[Any]], rows: int, sequence_length: int, pad_id: int) -> Batch:
+    """Split windows of up to S + 1 tokens into tokens and next-token labels; the rest of [rows, S] is padding."""
+    tokens = np.full((rows, sequence_length), pad_id, np.int64)
+    labels = np.full((rows, sequence_length), IGNORE_INDEX, np.int64)
+    for row, window in enumerate(windows):
+        tokens[row, : len(window) - 1] = window[:-1]
+        labels[row, : len(window) - 1] = window[1:]
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 
 def shift_labels(windows: NDArray[np.int64]) -> Batch:

@@ -14,16 +14,14 @@ A batch is a dict of tensors (B rows, S encoder tokens, T decoder tokens):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from .samples import IGNORE_INDEX, Samples, philox_generator, position_range
+from .samples import IGNORE_INDEX, Samples, TensorBatch, philox_generator, position_range, random_tokens
 
-TensorBatch = dict[str, Tensor]
 PAIR_RNG_STREAM = 1 << 20
 """Random stream of the draws that make pairs, distinct from those that order samples; see `philox`."""
 
@@ -33,37 +31,6 @@ class Pair(NamedTuple):
 
     encoder: NDArray[Any]
     decoder: NDArray[Any]
-
-
-class DictSamples(Protocol):
-    """Random access to samples by position, as `Samples`, with batches that are dicts of tensors.
-
-    Attributes:
-        sequence_length: S, tokens in a sample; of the encoder for encoder-decoder models.
-        samples: samples per epoch (training), or in total (evaluation).
-    """
-
-    @property
-    def sequence_length(self) -> int: ...  # noqa: D102
-    @property
-    def samples(self) -> int: ...  # noqa: D102
-
-    def batch(self, first: int, count: int) -> TensorBatch:
-        """Return the samples at positions `first` to `first + count - 1`, independent of earlier calls."""
-        ...
-
-
-class AnySamples(Protocol):
-    """Random access to samples by position, with batches of either kind: `Batch` or a dict of tensors."""
-
-    @property
-    def sequence_length(self) -> int: ...  # noqa: D102
-    @property
-    def samples(self) -> int: ...  # noqa: D102
-
-    def batch(self, first: int, count: int) -> Any:
-        """Return the samples at positions `first` to `first + count - 1`, independent of earlier calls."""
-        ...
 
 
 class PairShape(NamedTuple):
@@ -86,7 +53,6 @@ def collate_full(encoder: NDArray[np.int64], targets: NDArray[np.int64], shape: 
     Args:
         encoder: [B, S].
         targets: the decoder's targets, [B, up to T]; `IGNORE_INDEX` is excluded from the loss.
-        shape: of the rows.
     """
     rows, length = targets.shape
     labels = np.full((rows, shape.decoder_length), IGNORE_INDEX, np.int64)
@@ -191,18 +157,10 @@ class SplitWindows:
     ) -> None:
         self.windows = windows
         self.shape = shape
+        self.sequence_length = shape.encoder_length
+        self.samples = windows.samples
         self._divide = split
         self._seed = seed
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens on the encoder side."""
-        return self.shape.encoder_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.windows.samples
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
@@ -221,8 +179,6 @@ class MockPairs:
 
     Args:
         vocab_size: ids are 0 to vocab_size - 1.
-        shape: of the rows.
-        seed: of the tokens.
         samples: positions repeat after this many.
         rng_stream: random stream of the split (0 train, 1 validation, 2 test).
     """
@@ -230,20 +186,14 @@ class MockPairs:
     def __init__(self, vocab_size: int, shape: PairShape, seed: int, samples: int, rng_stream: int = 0) -> None:
         self.vocab_size = vocab_size
         self.shape = shape
+        self.sequence_length = shape.encoder_length
         self.samples = samples
         self._seed = seed
         self._part = rng_stream
 
-    @property
-    def sequence_length(self) -> int:
-        """Tokens on the encoder side."""
-        return self.shape.encoder_length
-
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
         length = self.shape.encoder_length + self.shape.decoder_length
-        rows = np.empty((count, length), np.int64)
-        for row, position in enumerate(position_range(first, count)):
-            raw = philox_generator(self._seed, int(position) % self.samples, self._part).random_raw(length)
-            rows[row] = raw % np.uint64(self.vocab_size)
+        positions = position_range(first, count) % self.samples
+        rows = random_tokens(self.vocab_size, positions, length, self._seed, self._part)
         return collate_full(rows[:, : self.shape.encoder_length], rows[:, self.shape.encoder_length :], self.shape)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from .packing import one_pair_per_row, pack_pairs
 from .pair_samples import RowShuffle
-from .samples import IGNORE_INDEX, position_range
-from .seq2seq import TensorBatch
-from .sft_examples import Example, Examples
+from .samples import IGNORE_INDEX, TensorBatch, position_range
+from .sft_examples import Examples
 
 
 class ExampleSamples:
@@ -24,9 +21,7 @@ class ExampleSamples:
     Args:
         examples: at least one; each fits into a row.
         length: S, tokens in a row.
-        pad_id: pads the rows.
         seed: of the training order; None for evaluation: a single pass in the same order for all runs.
-        pack_rows: pack several examples into a row.
         with_padding_mask: add `padding` to batches, bool [B, S]: True for tokens, False for padding.
         rng_stream: random stream of the dataset in a blend.
 
@@ -57,7 +52,7 @@ class ExampleSamples:
         self._pad_id = pad_id
         self._packs = pack_rows
         self._tells_padding = with_padding_mask
-        self._order = RowShuffle(self.samples, seed, rng_stream)
+        self._order = RowShuffle(self.packing, seed, rng_stream)
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""
@@ -67,30 +62,19 @@ class ExampleSamples:
         present = np.zeros(tokens.shape, np.bool_)
         present[:, 0] = True  # an all-padding row would leave the MoE router no token to balance
         for row, position in enumerate(position_range(first, count).tolist()):
-            for begin, number, example in _with_offsets(self._row(position)):
+            begin = 0
+            for number, member in enumerate(self._order.row_at(position).members):
+                example = self._examples[member]
                 inputs, targets = example.tokens[:-1], example.tokens[1:]
                 end = begin + len(inputs)
                 tokens[row, begin:end] = inputs
                 labels[row, begin:end] = np.where(example.loss_mask[1:], targets.astype(np.int64), IGNORE_INDEX)
                 documents[row, end:] = number + 1
                 present[row, :end] = True
+                begin = end
         fields = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self._packs:
             fields["documents"] = torch.from_numpy(documents)
         if self._tells_padding:
             fields["padding"] = torch.from_numpy(present)
         return fields
-
-    def _row(self, position: int) -> list[Example]:
-        visit = self._order.row_at(position)
-        return [] if visit is None else [self._examples[number] for number in self.packing.row(visit.row).tolist()]
-
-
-def _with_offsets(examples: Sequence[Example]) -> list[tuple[int, int, Example]]:
-    """Return begin, index and example for each example of a row."""
-    placed: list[tuple[int, int, Example]] = []
-    begin = 0
-    for number, example in enumerate(examples):
-        placed.append((begin, number, example))
-        begin += len(example.tokens) - 1
-    return placed

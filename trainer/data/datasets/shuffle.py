@@ -23,7 +23,6 @@ def shuffled_indices(
 
     Args:
         make_rng: returns the random generator at its initial state.
-        count: number of indices.
         chunk_size: approximate number of indices sorted at once.
 
     Yields:

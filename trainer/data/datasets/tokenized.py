@@ -30,10 +30,9 @@ from ..sources.text_sources import parse_proportions
 from ..tasks.task_samples import SampleFactory
 from ..tokenizers.tokenizer import Tokenizer, is_same_tokenizer
 from ..tokenizers.tokenizer_document import tokenizer_from_dict
-from .blend import BlendedDictSamples, BlendedSamples
+from .blend import BlendedSamples
 from .memory_mapped import DocumentRange, MappedDocuments, MappedEvaluation, MappedTraining, check_ids
-from .samples import Samples
-from .seq2seq import AnySamples, DictSamples
+from .samples import AnySamples, BatchT, DictSamples, Samples
 
 _KEY = "model.data.data_prefix"
 _NUM_SAMPLED_BLOCKS = 1024
@@ -47,7 +46,6 @@ class TokenizedDataset:
     """A tokenized dataset.
 
     Attributes:
-        reader: its memory-mapped files.
         tokenizer_document: the tokenizer that made it, as in a checkpoint; None without PREFIX.json.
         fingerprint: SHA-256 over the index, the size of the ids, and 4 KiB at each of 1,024 positions spread evenly
             over them (all of them up to 4 MiB), in hexadecimal: a change of a few ids in place may go unnoticed.
@@ -127,7 +125,6 @@ def choose_tokenizer(
     """Return the tokenizer of the data: the one that made them, or else the configured one.
 
     Args:
-        splits: the data.
         named: the configured tokenizer, if any.
         named_by: the origin of `named`, for messages.
         extended: adds the special tokens that the task needs.
@@ -158,12 +155,6 @@ def split_samples(
 
     Datasets are split by documents, as in Megatron. Training follows the weights; evaluation uses every token of every
     dataset once.
-
-    Args:
-        root: the configuration.
-        splits: the data.
-        tokenizer: the tokenizer of the data.
-        make: builds the samples of the task.
 
     Raises:
         UserError: a dataset has too few tokens for one training sample, or ids outside the vocabulary.
@@ -210,8 +201,7 @@ def split_samples(
                 cache_key=found.fingerprint,
             )
         )
-    train = parts[0] if len(parts) == 1 else BlendedSamples(parts, _weights(blend, parts))
-    samples: dict[Split, AnySamples | None] = {"train": make.from_windows(train, training=True)}
+    samples: dict[Split, AnySamples | None] = {"train": make.from_windows(_blended(blend, parts), training=True)}
     for split in SPLITS[1:]:
         sources = [source for source in ranges[split] if source.tokens > 1]
         windows = MappedEvaluation(sources, length, tokenizer.pad_id) if sources else None
@@ -230,16 +220,16 @@ def _document_samples(
         if part is None:
             raise UserError(f"no document of the training split of {path} has two tokens; use more data")
         parts.append(part)
-    train = parts[0] if len(parts) == 1 else BlendedDictSamples(parts, _weights(blend, parts))
-    samples: dict[Split, AnySamples | None] = {"train": train}
+    samples: dict[Split, AnySamples | None] = {"train": _blended(blend, parts)}
     for split in SPLITS[1:]:
         samples[split] = make.from_documents(MappedDocuments(ranges[split], tokenizer.eos_id), training=False)
     return samples
 
 
-def _weights(blend: Blend, parts: Sequence[AnySamples]) -> Sequence[float]:
-    """Return the weights of a blend; by default the dataset sizes, as in Megatron: all tokens are equally frequent."""
-    return blend.weights if blend.has_weights else [part.samples for part in parts]
+def _blended(blend: Blend, parts: Sequence[AnySamples[BatchT]]) -> AnySamples[BatchT]:
+    """Blend datasets; weights default to their sizes, as in Megatron: all tokens are equally frequent."""
+    weights = blend.weights if blend.has_weights else [part.samples for part in parts]
+    return parts[0] if len(parts) == 1 else BlendedSamples(parts, weights)
 
 
 def _open(text: str) -> TokenizedDataset:

@@ -16,7 +16,7 @@ from ...utils.text import pluralize
 from ..sources.indexed_tokens import MAX_METADATA_BYTES, IndexedWriter, bin_path, idx_path, token_dtype
 from ..tokenizers.tokenizer import Tokenizer
 from ..tokenizers.tokenizer_document import tokenizer_from_dict
-from .inputs import InputSource, find_sources
+from .input_sources import InputSource, find_sources
 from .journal import TOKENIZER, Journal, parts_folder
 from .partition import WorkUnit, make_units, part_bytes
 from .read_documents import DAMAGED, ReadOptions, line_number
@@ -37,7 +37,6 @@ class Job:
         prefix: output prefix P.
         tokenizer: the tokenizer; None trains one.
         vocab_size: of the tokenizer to train; 0 trains none.
-        reading: format of the documents.
         append_eod: end each document with EOS.
         workers: number of processes.
         stop_on_error: stop at the first document that is rejected.
@@ -93,9 +92,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[
     """Run the command, or resume an earlier run of it.
 
     Args:
-        job: the arguments.
         on_progress: called about twice a second.
-        log: logs a line.
 
     Raises:
         UserError: inputs, tokenizer or output are unusable; finished parts are kept.
@@ -110,7 +107,7 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[
     with Journal(job.prefix, identity, start_over=job.overwrite) as journal:
         resumed = len(journal.parts)
         if resumed:
-            log(f"resuming from {journal.folder}: {resumed:,} finished part{'s' * (resumed != 1)}")
+            log(f"resuming from {journal.folder}: {pluralize(resumed, 'finished part')}")
         tokenizer = job.tokenizer or _load_or_train_tokenizer(job, sources, units, journal, log)
         if job.append_eod and tokenizer.eos_id is None:
             raise UserError(
@@ -191,7 +188,7 @@ class _Work:
                 if not self._stream_is_done(number):
                     yield from self._chunks(number, unit.stream)
             elif (number, 0) not in self._journal.parts:
-                spans = [{"source": span.source, "start": span.start, "end": span.end} for span in unit.spans]
+                spans = [(span.source, span.start, span.end) for span in unit.spans]
                 yield self._task((number, 0), {"spans": spans}, None, sum(span.weight for span in unit.spans))
 
     def _chunks(self, number: int, source: int) -> Iterator[Task]:

@@ -12,12 +12,12 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from ...utils.errors import EXIT_IO, UserError
 from ..sources.indexed_tokens import bin_path, idx_path
-from .read_documents import DAMAGED
+from .read_documents import DAMAGED, RejectedDocument
+from .worker_process import DocumentCounts
 
 _JOURNAL, _LOCK, TOKENIZER = "journal.jsonl", "lock", "tokenizer.json"
 _MAX_LINE = 256 << 20
@@ -81,10 +81,9 @@ class Journal:
     def add_damage(self, key: PartKey, source: int, line: int) -> None:
         """Record that a compressed input is unreadable from a line on, as a part without data."""
         if key not in self.parts:
-            skipped = {DAMAGED: [1, [source, line, False, ""]]}
-            self.add_part(
-                key, {"documents": 0, "tokens": 0, "bytes": 0, "skipped": skipped, "sources": {str(source): [0, 1]}}
-            )
+            counts = DocumentCounts()
+            counts.count(source, RejectedDocument(DAMAGED, line))
+            self.add_part(key, vars(counts))
 
     def add_end(self, unit: int, chunks: int) -> None:
         """Record that a compressed input was read to its end."""
@@ -99,9 +98,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
         self._lock.close()
 

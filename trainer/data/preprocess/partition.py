@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .inputs import InputSource
+from .input_sources import InputSource
 from .read_documents import ReadOptions, open_parquet
 
 _SMALLEST_PART, _SMALLEST_CHUNK, _LARGEST_CHUNK = 32 << 20, 16 << 20, 256 << 20
@@ -54,8 +54,6 @@ def make_units(sources: Sequence[InputSource], reading: ReadOptions, size: int) 
     """Return all work units, in the order of the documents.
 
     Args:
-        sources: the inputs.
-        reading: format of the documents.
         size: bytes of a part; small files share one.
 
     Raises:

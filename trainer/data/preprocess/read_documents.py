@@ -116,7 +116,6 @@ def read_lines(
         file: open for reading, at any position.
         start: first byte of the range.
         end: the byte after the last.
-        reading: format of the documents.
         is_json: JSON lines; False: plain lines.
         first_line: number of the first line of `file`, to report line numbers; None reports byte offsets.
     """
@@ -145,6 +144,22 @@ def read_lines(
             yield RejectedDocument(str(error), place, is_offset, error.note)
         offset += size
         current_line += 1
+
+
+def read_span(path: Path, kind: str, start: int, end: int, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
+    """Yield the documents of a range of a file with random access."""
+    if kind == "parquet":
+        yield from read_row_groups(path, start, end, reading)
+    elif kind == "text" and not reading.text_lines:
+        yield read_file(path)
+    else:
+        with path.open("rb") as file:
+            yield from read_lines(file, start, end, reading, is_json=kind == "jsonl")
+
+
+def read_chunk(data: bytes, first_line: int, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
+    """Yield the documents of JSON lines; `first_line` is the number of the first one in its file."""
+    return read_lines(io.BytesIO(data), 0, len(data), reading, is_json=True, first_line=first_line)
 
 
 def read_file(path: Path) -> str | RejectedDocument:

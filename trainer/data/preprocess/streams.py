@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...utils.errors import UserError
-from .inputs import InputSource, load_hf_dataset
+from .input_sources import InputSource, load_hf_dataset
 from .read_documents import (
     DAMAGED,
     ReadOptions,
     RejectedDocument,
     decompression_errors,
     open_compressed,
-    read_lines,
+    read_chunk,
     split_into_chunks,
 )
 
@@ -46,7 +45,6 @@ def read_stream_chunks(source: InputSource, reading: ReadOptions, size: int) -> 
 
     Args:
         source: a compressed file or a dataset.
-        reading: format of the documents.
         size: approximate bytes of a chunk.
 
     Raises:
@@ -72,9 +70,7 @@ def read_stream_chunks(source: InputSource, reading: ReadOptions, size: int) -> 
 def read_stream(source: InputSource, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
     """Yield the documents of such an input, read in this process."""
     for chunk in read_stream_chunks(source, reading, _SAMPLE_CHUNK):
-        yield from read_lines(
-            io.BytesIO(chunk.data), 0, len(chunk.data), reading, is_json=True, first_line=chunk.first_line
-        )
+        yield from read_chunk(chunk.data, chunk.first_line, reading)
         if chunk.damaged:
             yield RejectedDocument(DAMAGED, chunk.first_line)
 

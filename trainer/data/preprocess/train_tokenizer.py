@@ -7,11 +7,10 @@ from pathlib import Path
 
 from ...utils.errors import UserError
 from ..tokenizers.tokenizer_json import JsonTokenizer, build_json_tokenizer, canonical_json
-from .inputs import InputSource
+from .input_sources import InputSource
 from .partition import WorkUnit
-from .read_documents import ReadOptions, RejectedDocument
+from .read_documents import ReadOptions, RejectedDocument, read_span
 from .streams import read_stream
-from .worker_process import read_span
 
 SAMPLE_BYTES = 128 << 20
 """Maximum text that a tokenizer is trained on: an equal share from the beginning of each work unit."""
@@ -28,9 +27,6 @@ def train_tokenizer(
 
     Args:
         vocab_size: maximum vocabulary size; a small text gives a smaller one.
-        sources: the inputs.
-        units: the work units of the inputs.
-        reading: format of the documents.
 
     Raises:
         UserError: the sample contains no document.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any
 
 from ...utils.errors import UserError
@@ -45,7 +44,6 @@ class WorkerPool:
     """Spawned (not forked) worker processes, which end with the context.
 
     Args:
-        count: number of processes.
         settings: common to all parts; serializable as JSON.
     """
 
@@ -93,9 +91,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for worker in self._workers:
             worker.connection.close()
             if kind is not None:

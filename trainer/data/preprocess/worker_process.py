@@ -6,7 +6,6 @@ Main process and workers exchange JSON over a pipe; the bytes of a compressed in
 from __future__ import annotations
 
 import errno
-import io
 import json
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from ...utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_IO, UserError
 from ..sources.indexed_tokens import IndexedWriter, token_dtype
 from ..tokenizers.tokenizer import Tokenizer
 from ..tokenizers.tokenizer_document import tokenizer_from_dict
-from .read_documents import ReadOptions, RejectedDocument, read_file, read_lines, read_row_groups
+from .read_documents import ReadOptions, RejectedDocument, read_chunk, read_span
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20
 _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
@@ -160,27 +159,9 @@ def _documents(
 ) -> Iterator[tuple[int, str | RejectedDocument]]:
     reading = ReadOptions(**settings["reading"])
     if data is not None:
-        lines = read_lines(io.BytesIO(data), 0, len(data), reading, is_json=True, first_line=task["first_line"])
-        for found in lines:
+        for found in read_chunk(data, task["first_line"], reading):
             yield task["source"], found
         return
-    for span in task["spans"]:
-        for found in read_span(
-            Path(settings["paths"][span["source"]]),
-            settings["kinds"][span["source"]],
-            span["start"],
-            span["end"],
-            reading,
-        ):
-            yield span["source"], found
-
-
-def read_span(path: Path, kind: str, start: int, end: int, reading: ReadOptions) -> Iterator[str | RejectedDocument]:
-    """Yield the documents of a range of a file with random access."""
-    if kind == "parquet":
-        yield from read_row_groups(path, start, end, reading)
-    elif kind == "text" and not reading.text_lines:
-        yield read_file(path)
-    else:
-        with path.open("rb") as file:
-            yield from read_lines(file, start, end, reading, is_json=kind == "jsonl")
+    for source, start, end in task["spans"]:
+        for found in read_span(Path(settings["paths"][source]), settings["kinds"][source], start, end, reading):
+            yield source, found

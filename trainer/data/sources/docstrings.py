@@ -35,9 +35,6 @@ def read_docstrings(proportions: Proportions) -> TextPairs:
     as copied functions, and methods of one interface), only the first is kept, training first: no held-out pair was
     trained on.
 
-    Args:
-        proportions: fractions of train, validation and test.
-
     Raises:
         UserError: this interpreter has no readable sources.
     """
@@ -60,11 +57,7 @@ def docstring_pairs(corpus: Corpus) -> TextPairs:
 
 
 def documented_functions(module: str) -> Iterator[DocumentedFunction]:
-    """Yield the functions and methods of a module, in order, that have a docstring and at least one more statement.
-
-    Args:
-        module: its source.
-    """
+    """Yield the functions and methods of a module, in order, that have a docstring and at least one more statement."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated syntax in the sources

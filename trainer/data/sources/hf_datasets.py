@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple
 
 from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
-from .jsonl import HashSplitter, RecordParser, RecordT
-from .text_sources import Proportions
+from .jsonl import RecordParser, RecordT
+from .text_sources import HashSplitter, Proportions
 
 _KEY = "model.data.path"
 _OPTION_NAMES = ("name", "revision", "train", "validation", "test")
@@ -50,8 +50,6 @@ def read_dataset(
         path: the folder, or the name.
         options: `model.data.dataset_kwargs`: `name` and `revision` of the dataset, and `train`, `validation` and `test`
             for splits of other names.
-        proportions: fractions of train, validation and test.
-        read: parses a row.
         input_of: returns the text that is hashed.
 
     Raises:
@@ -72,15 +70,16 @@ def read_dataset(
                 f"set model.data.dataset_kwargs.{split}"
             )
     records: dict[Split, list[RecordT]] = {split: [] for split in SPLITS}
-    split_of = HashSplitter(proportions) if not any(split_names[split] in splits for split in SPLITS[1:]) else None
+    predefined = any(split_names[split] in splits for split in SPLITS[1:])
+    splitter = HashSplitter(proportions)
     for split in SPLITS:
         for number, row in enumerate(splits.get(split_names[split], ()), 1):
             try:
                 record = read(row, f"row {number} of `{split_names[split]}` of {path}")
             except UserError as error:
                 raise UserError(f"`{_KEY}`: {error}") from None
-            records[split if split_of is None else split_of(input_of(record))].append(record)
-    return DatasetRecords(records, split_of is None)
+            records[split if predefined else splitter.split_of(input_of(record))].append(record)
+    return DatasetRecords(records, predefined)
 
 
 def _splits(path: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,6 @@ class IndexCache:
 
         Args:
             key: everything they depend on, serializable as JSON.
-            layout: their dtypes and shapes.
             make: builds them in chunks; arrays that are written to files are never in memory as a whole.
 
         Raises:
@@ -119,12 +118,7 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 class _AtomicFile:
-    """A temporary file that replaces `path` when the block succeeds, and is removed when it fails.
-
-    Args:
-        path: the final name.
-        head: its first bytes.
-    """
+    """A temporary file that replaces `path` when the block succeeds, and is removed when it fails."""
 
     def __init__(self, path: Path, head: bytes) -> None:
         self._path = path

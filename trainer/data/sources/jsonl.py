@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any, TypeVar
 from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
 from ..tokenizers.tokenizer import encode_utf8
-from .text_sources import Proportions
+from .text_sources import HashSplitter, Proportions
 
 MAX_LINE_BYTES = 64 << 20
 """Maximum length of a line."""
@@ -36,8 +34,6 @@ def read_splits(
 
     Args:
         path: a file, or a folder of .jsonl files.
-        proportions: fractions of train, validation and test.
-        read: parses an object.
         input_of: returns the text that is hashed.
         named_by: the key or option that gave the path, for messages.
 
@@ -58,10 +54,10 @@ def read_splits(
                     f"the folder {path} holds {' and '.join(held_out_files)}, but no train.jsonl: the held-out data "
                     "would be trained on; rename the others to train.jsonl"
                 )
-            split_of = HashSplitter(proportions)
+            splitter = HashSplitter(proportions)
             for file in _files(path):
                 for record in _read(file, read):
-                    records[split_of(input_of(record))].append(record)
+                    records[splitter.split_of(input_of(record))].append(record)
     except OSError as error:
         raise UserError(f"{named_by}: cannot read {error.filename or path}: {error.strerror or error}") from None
     except UserError as error:
@@ -91,23 +87,6 @@ def read_files(paths: Sequence[Path], read: RecordParser[RecordT], named_by: str
     if paths and not any(sets):
         raise UserError(f"{named_by}: no example in {', '.join(map(str, paths))}")
     return sets
-
-
-class HashSplitter:
-    """Assign texts to splits by their hash.
-
-    Args:
-        proportions: fractions of train, validation and test.
-    """
-
-    def __init__(self, proportions: Proportions) -> None:
-        self._bounds = list(itertools.accumulate(proportions))
-        self._last = max(number for number, share in enumerate(proportions) if share > 0)
-
-    def __call__(self, text: str) -> Split:
-        """Return the split of a text."""
-        fraction = int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64
-        return SPLITS[next((i for i in range(self._last) if fraction < self._bounds[i]), self._last)]
 
 
 def text_field(record: Mapping[str, Any], key: str, location: str, named_by: str) -> str:

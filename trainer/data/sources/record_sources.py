@@ -39,8 +39,6 @@ def read_source(
     """Read the records of `model.data`, with `data_impl` jsonl or huggingface.
 
     Args:
-        data: the keys.
-        read: parses an object.
         input_of: returns the part of a record whose hash determines its split.
 
     Raises:

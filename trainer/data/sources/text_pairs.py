@@ -61,9 +61,7 @@ class TokenPairs:
     """Token ids of pairs, each side truncated to the size of a row and ended with EOS; implements `pair_samples.Pairs`.
 
     Args:
-        pairs: the texts.
         tokenizer: must have an EOS token.
-        shape: of the rows.
 
     Raises:
         UserError: a text cannot be tokenized; the message gives the number of its pair.
@@ -105,7 +103,6 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer, name: str) -> list[Toke
 
     Args:
         texts: one of each pair, in order.
-        tokenizer: the tokenizer.
         name: of these texts, for messages.
 
     Raises:
@@ -136,7 +133,6 @@ def read_text_pairs(
 
     Args:
         path: a file, or a folder of .jsonl files.
-        proportions: fractions of train, validation and test.
         input_key: field of the input.
         target_key: field of the target.
         named_by: the key or option that gave the path, for messages.

@@ -22,6 +22,7 @@ from ...utils.errors import UserError
 from ...utils.text import pluralize
 
 Proportions = tuple[float, float, float]
+"""Fractions of train, validation and test, summing to 1."""
 
 # Tests, graphical programs and their demos, other packages, and folders that are mostly generated tables.
 _PYSTD_EXCLUDED = {
@@ -108,7 +109,7 @@ def read_pystd(proportions: Proportions) -> Corpus:
     """
     root = Path(sysconfig.get_path("stdlib"))
     files: list[_File] = []
-    for path in _walk(root, skip=_is_excluded_from_pystd):
+    for path in walk_files(root, skip=_is_excluded_from_pystd):
         if path.suffix != ".py":
             continue
         content = _content(path)
@@ -135,8 +136,6 @@ def read_text(
     that they are not plain text, which `Corpus.skipped_files` lists.
 
     Args:
-        path: the file or folder.
-        proportions: fractions of train, validation and test.
         named_by: the key or option that gave the path, for messages.
         for_training: the text is for a training run, which could read other kinds of files; used for messages.
 
@@ -156,7 +155,7 @@ def read_text(
 
 
 def _read_folder(path: Path, proportions: Proportions) -> Corpus:
-    found = _walk(path, skip=lambda name: name.startswith("."))
+    found = walk_files(path)
     others = [file for file in found if _is_not_plain_text(file)]
     files = [
         _file(file.relative_to(path), content, _utf8(file, content))
@@ -204,15 +203,29 @@ def _how_to_train_on(path: Path) -> str:
     )
 
 
+class HashSplitter:
+    """Assign texts to splits by their SHA-256."""
+
+    def __init__(self, proportions: Proportions) -> None:
+        self._bounds = list(itertools.accumulate(proportions))
+        # Rounding must not put the last hashes after the last non-empty split.
+        self._last = max(number for number, share in enumerate(proportions) if share > 0)
+
+    def split_of(self, text: str) -> Split:
+        """Return the split of a text."""
+        return self.split_of_digest(hashlib.sha256(text.encode("utf-8")).digest())
+
+    def split_of_digest(self, digest: bytes) -> Split:
+        """Return the split of a text with this hash."""
+        fraction = int.from_bytes(digest[:8], "big") / 2**64
+        return SPLITS[next((i for i in range(self._last) if fraction < self._bounds[i]), self._last)]
+
+
 def _by_hash(name: str, files: Sequence[_File], proportions: Proportions) -> Corpus:
-    bounds = list(itertools.accumulate(proportions))
+    splitter = HashSplitter(proportions)
     documents: dict[Split, list[str]] = {split: [] for split in SPLITS}
-    # Rounding must not put the last hashes after the last non-empty split.
-    last = max(i for i, share in enumerate(proportions) if share > 0)
     for file in files:
-        fraction = int.from_bytes(file.digest[:8], "big") / 2**64
-        index = next((i for i in range(last) if fraction < bounds[i]), last)
-        documents[SPLITS[index]].append(file.text)
+        documents[splitter.split_of_digest(file.digest)].append(file.text)
     return Corpus(name, documents, _fingerprint(files), len(files))
 
 
@@ -239,8 +252,17 @@ def _file(relative_path: Path, content: bytes, text: str) -> _File:
     return _File(relative_path.as_posix(), text, hashlib.sha256(content).digest())
 
 
-def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
-    """Return every regular file below `root`, sorted by relative path, excluding names that `skip` matches."""
+def is_hidden(name: str) -> bool:
+    """Return True for the name of a hidden file or folder."""
+    return name.startswith(".")
+
+
+def walk_files(root: Path, skip: Callable[[str], bool] = is_hidden) -> list[Path]:
+    """Return every regular file below `root`, sorted by relative path, excluding names that `skip` matches.
+
+    Raises:
+        UserError: a folder cannot be read.
+    """
 
     def fail(error: OSError) -> None:
         raise UserError(f"cannot read {error.filename}: {_reason(error)}")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from ...utils.environment import user_path
 from ...utils.errors import UserError
 from ..tokenizers.tokenizer import Tokenizer
+from ..tokenizers.tokenizer_config import configured_tokens, read_text, read_tokenizer_config
 from .chat_template import MAX_TEMPLATE_BYTES, TOKEN_NAMES, ChatTemplate, default_template
 
-CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-_MAX_SETTINGS_BYTES = 32 << 20
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _KEY = "model.tokenizer.chat_template"
 
 
@@ -20,29 +18,23 @@ def load_chat_template(folder: Path, named_by: str) -> ChatTemplate | None:
     """Load the chat template of a Hugging Face tokenizer: `chat_template.jinja`, or from its `tokenizer_config.json`.
 
     Args:
-        folder: of its files.
         named_by: the option that named it, for messages.
 
     Raises:
         UserError: a file cannot be read.
     """
-    settings: Any = {}
-    if (folder / TOKENIZER_CONFIG_FILE).is_file():
-        try:
-            settings = json.loads(_text(folder / TOKENIZER_CONFIG_FILE, _MAX_SETTINGS_BYTES, named_by))
-        except (ValueError, RecursionError):
-            raise UserError(
-                f"`{named_by}`: {folder / TOKENIZER_CONFIG_FILE} is not JSON; repair or remove it"
-            ) from None
-    settings = settings if isinstance(settings, dict) else {}
+    settings = read_tokenizer_config(folder, named_by)
     if (folder / CHAT_TEMPLATE_FILE).is_file():
-        source = _text(folder / CHAT_TEMPLATE_FILE, MAX_TEMPLATE_BYTES, named_by)
+        source = _read_template(folder / CHAT_TEMPLATE_FILE, named_by)
     else:
         source = _default_template(settings.get("chat_template"))
     if source is None:
         return None
-    tokens = {name: _token_text(settings.get(name)) for name in TOKEN_NAMES}
-    return ChatTemplate(source, {name: token for name, token in tokens.items() if token})
+    return ChatTemplate(source, configured_tokens(settings, TOKEN_NAMES))
+
+
+def _read_template(path: Path, named_by: str) -> str:
+    return read_text(path, MAX_TEMPLATE_BYTES, named_by, "chat template")
 
 
 def _default_template(found: object) -> str | None:
@@ -53,22 +45,16 @@ def _default_template(found: object) -> str | None:
     return found if isinstance(found, str) and len(found) <= MAX_TEMPLATE_BYTES else None
 
 
-def _token_text(found: object) -> str:
-    found = found.get("content") if isinstance(found, dict) else found
-    return found if isinstance(found, str) else ""
-
-
 def chat_template_from_config(text: str, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template of `model.tokenizer.chat_template`, given as text or as a path.
 
     Args:
-        text: the value of the key.
         tokenizer: gives the special tokens.
 
     Raises:
         UserError: the file does not exist or cannot be read.
     """
-    source = text if is_inline_template(text) else _text(user_path(text, _KEY), MAX_TEMPLATE_BYTES, _KEY)
+    source = text if is_inline_template(text) else _read_template(user_path(text, _KEY), _KEY)
     return ChatTemplate(source, special_tokens_map(tokenizer))
 
 
@@ -81,8 +67,8 @@ def special_tokens_map(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the special tokens by their names in templates, such as `bos_token`, as far as the tokenizer has them."""
     if tokenizer.chat_template is not None and tokenizer.chat_template.tokens:
         return dict(tokenizer.chat_template.tokens)
-    special = getattr(tokenizer, "special", None)
-    ids = {f"{kind}_token": getattr(special, kind, None) for kind in ("bos", "unk")}
+    special = tokenizer.special
+    ids = {"bos_token": special.bos, "unk_token": special.unk}
     ids |= {"eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
     names = {name: None if id_ is None else tokenizer.token_name(id_) for name, id_ in ids.items()}
     return {name: text for name, text in names.items() if text is not None}
@@ -103,17 +89,3 @@ def get_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
             "set model.tokenizer.chat_template"
         )
     return default_template(eos)
-
-
-def _text(path: Path, limit: int, named_by: str) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit + 1)
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"`{named_by}`: cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"`{named_by}`: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
-    if len(data) > limit:
-        raise UserError(f"`{named_by}`: {path} has more than {limit:,} bytes")
-    return text

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from ...utils.errors import UserError
@@ -84,7 +83,6 @@ class Chat(NamedTuple):
     """A conversation.
 
     Attributes:
-        messages: the messages in order.
         tools: descriptions of functions that the assistant may call, for templates that support them.
         location: file and line, for messages; not part of the text.
     """
@@ -98,7 +96,6 @@ class RenderedChat(NamedTuple):
     """A conversation as text.
 
     Attributes:
-        text: the rendered text.
         assistant_spans: character spans (begin, end) written by the assistant.
     """
 
@@ -120,9 +117,6 @@ class ChatRenderError(UserError):
 
 class RendererProcess:
     """Render a chat template in a separate process.
-
-    Args:
-        template: the template.
 
     Raises:
         UserError: the template is invalid.
@@ -147,9 +141,7 @@ class RendererProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

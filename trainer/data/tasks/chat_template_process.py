@@ -45,7 +45,6 @@ class ChatRenderer:
     """A compiled template in an environment equivalent to that of `transformers`.
 
     Args:
-        source: the template.
         tokens: special tokens by name, such as `bos_token`.
 
     Raises:

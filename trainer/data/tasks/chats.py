@@ -35,8 +35,6 @@ def parse_chat(record: Mapping[str, Any], location: str, template: str = "") -> 
     """Parse a conversation.
 
     Args:
-        record: the object.
-        location: of the object, for messages.
         template: source of the chat template; roles that occur in it are accepted.
 
     Raises:
@@ -129,7 +127,6 @@ def encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer, *, answer_only: bo
     """Tokenize conversations; the assistant's text is predicted.
 
     Args:
-        chats: the conversations.
         tokenizer: of the model, with the template.
         answer_only: predict only the assistant's text; False: all tokens but the first.
 

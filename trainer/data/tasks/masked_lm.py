@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..datasets.document_ids import document_ids
-from ..datasets.samples import IGNORE_INDEX, Samples, philox_generator, position_range
-from ..datasets.seq2seq import PAIR_RNG_STREAM, TensorBatch, window_tokens
+from ..datasets.samples import IGNORE_INDEX, Samples, TensorBatch, philox_generator, position_range
+from ..datasets.seq2seq import PAIR_RNG_STREAM, window_tokens
 from .noise_spans import ngram_span_mask, unit_boundaries
 from .span_corruption import NgramSpanConfig
 
@@ -45,7 +45,6 @@ class MaskedWindows:
         mask_prob: fraction of the tokens to select, `model.data.masked_lm_prob`; at least one in each window with any
             token but EOS.
         ngrams: NeMo's spans; None selects every token independently.
-        special: special tokens and replacements.
         seed: of the selection; for evaluation the same for all runs.
         with_document_ids: add `documents`, int32 [B, S]: the document index of each token.
     """
@@ -61,21 +60,13 @@ class MaskedWindows:
         with_document_ids: bool = False,
     ) -> None:
         self.windows = windows
+        self.sequence_length = windows.sequence_length
+        self.samples = windows.samples
         self._mask_prob = mask_prob
         self._ngrams = ngrams
         self._special = special
         self._seed = seed
         self._numbers = with_document_ids
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens in a sample."""
-        return self.windows.sequence_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.windows.samples
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""

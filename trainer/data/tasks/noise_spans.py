@@ -121,7 +121,6 @@ def ngram_span_mask(
     skipped.
 
     Args:
-        rng: random generator.
         units: the first token of each unit (word or token), and the length of the text at the end, [n + 1].
         lengths: distribution of span lengths, in units.
         budget: maximum number of noise tokens; at least 1.

@@ -9,12 +9,7 @@ from ..datasets.seq2seq import Pair
 
 
 class PrefixSplitter:
-    """Split texts at a random position, uniform over those that fit and leave neither side empty.
-
-    Args:
-        encoder_length: maximum tokens on the encoder side.
-        decoder_length: maximum tokens on the decoder side.
-    """
+    """Split texts at a random position, uniform over those that fit and leave neither side empty."""
 
     def __init__(self, encoder_length: int, decoder_length: int) -> None:
         self._encoder_length = encoder_length

@@ -14,18 +14,13 @@ from ...utils.errors import UserError
 from ..datasets.sft_examples import Example
 from ..sources.jsonl import CONTEXT_KEY, LABEL_KEY, text_field
 from ..sources.text_pairs import encode_texts
-from ..tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from ..tokenizers.tokenizer import TokenIds, Tokenizer
-from ..tokenizers.tokenizer_json import JsonTokenizer
+from ..tokenizers.tokenizer import PieceTokenizer, TokenIds, Tokenizer
 
 
 def read_record(record: Mapping[str, Any], location: str, names: Sequence[str], named_by: str = "") -> dict[str, str]:
     """Return the fields of an object that a template uses, the answer last.
 
     Args:
-        record: the object.
-        location: of the object, for messages.
-        names: of the fields.
         named_by: the key of the template; empty for `context_key` and `label_key`.
 
     Raises:
@@ -44,7 +39,6 @@ class PromptEncoder:
 
     Attributes:
         template: formats prompt and answer.
-        tokenizer: of the model.
         prefix_ids: token ids before a prompt.
         suffix_ids: token ids after an answer: EOS, or none.
         answer_only: only the answer and its EOS are predicted.
@@ -99,5 +93,4 @@ class PromptEncoder:
 
 def _adds_prefix_space(tokenizer: Tokenizer) -> bool:
     """Return True if a tokenizer adds a space before every text, which would double one that is already there."""
-    from_file = isinstance(tokenizer, JsonTokenizer | SentencePieceTokenizer)
-    return from_file and tokenizer.decode_bytes(tokenizer.encode("a")).startswith(b" ")
+    return isinstance(tokenizer, PieceTokenizer) and tokenizer.decode_bytes(tokenizer.encode("a")).startswith(b" ")

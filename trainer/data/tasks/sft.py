@@ -15,15 +15,14 @@ from ...config.dataset_names import SPLITS, Split
 from ...config.prompt_template import prompt_template_from_config
 from ...config.schema.root import ModelBlock, RootBlock
 from ...utils.errors import UserError
-from ..datasets.blend import BlendedDictSamples
-from ..datasets.seq2seq import DictSamples
+from ..datasets.blend import BlendedSamples
+from ..datasets.samples import DictSamples
 from ..datasets.sft_examples import Example, Examples, flatten_examples, truncate_examples
 from ..datasets.sft_samples import ExampleSamples
 from ..sources.docstrings import read_docstrings
 from ..sources.jsonl import RecordParser, read_splits
-from ..sources.record_sources import read_source
+from ..sources.record_sources import RecordSource, read_source
 from ..sources.text_sources import parse_proportions
-from ..tokenizers.bos import document_start_ids
 from ..tokenizers.tokenizer import Tokenizer
 from .chat_files import get_chat_template
 from .chat_template import Chat
@@ -34,22 +33,16 @@ _TRAIN = "model.data.train_ds"
 
 
 @dataclass(frozen=True)
-class Records:
+class Records(RecordSource[Any]):
     """Conversations, or prompts with answers.
 
     Attributes:
-        name: of the data, for messages.
-        sets: the records of each file of each split.
         input_of: returns the part of a record whose hash determines its split.
         weights: sampling probabilities of the training files; None samples in proportion to their sizes.
-        has_predefined_splits: the data come with their own splits.
     """
 
-    name: str
-    sets: dict[Split, list[list[Any]]]
     input_of: Callable[[Any], str]
     weights: Sequence[float] | None = None
-    has_predefined_splits: bool = False
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all records, in hexadecimal."""
@@ -88,7 +81,6 @@ class SFTData:
         """Check that a split with examples has anything to predict.
 
         Args:
-            split: the split.
             length: S, tokens in a row.
             length_key: the key that sets it, for messages.
 
@@ -136,7 +128,22 @@ def build_sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData
     Raises:
         UserError: files cannot be read or tokenized, or a needed split is empty.
     """
-    records = read_records(root, tokenizer)
+    return _sft_data(root, task, tokenizer, read_records(root, tokenizer))
+
+
+def build_sft_evaluation_data(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
+    """Build validation samples of a file or folder; of a folder with a `train.jsonl`, of its `validation.jsonl`.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    read, input_of = _reader(root, tokenizer)
+    found = read_splits(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")["validation"]
+    sets: dict[Split, list[list[Any]]] = {"train": [], "validation": [found], "test": []}
+    return _sft_data(root, task, tokenizer, Records(str(path), sets, has_predefined_splits=True, input_of=input_of))
+
+
+def _sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Records) -> SFTData:
     examples: dict[Split, list[Examples]] = {
         split: [_examples(root, task, tokenizer, one) for one in sets] for split, sets in records.sets.items()
     }
@@ -147,23 +154,6 @@ def build_sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData
     return SFTData(samples, examples, records)
 
 
-def build_sft_evaluation_data(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
-    """Build validation samples of a file or folder; of a folder with a `train.jsonl`, of its `validation.jsonl`.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    read, input_of = _reader(root, tokenizer)
-    found = read_splits(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")
-    records = Records(str(path), {split: [found[split]] for split in SPLITS}, input_of)
-    examples: dict[Split, list[Examples]] = {
-        split: [_examples(root, task, tokenizer, found[split])] for split in SPLITS
-    }
-    validation = _samples(root, task, tokenizer, examples["validation"], None, training=False)
-    samples: dict[Split, DictSamples | None] = {"train": None, "validation": validation, "test": None}
-    return SFTData(samples, examples, records)
-
-
 # ---------------------------------------------------------------- records
 
 
@@ -171,7 +161,6 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
     """Read the prompts with answers, or conversations, of `model.data`.
 
     Args:
-        root: the configuration.
         tokenizer: its chat template may define additional roles.
 
     Raises:
@@ -185,11 +174,12 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
         return Records(
             texts.name,
             {split: [[dict(zip(names, pair, strict=True)) for pair in texts.pairs[split]]] for split in SPLITS},
+            texts.has_predefined_splits,
             input_of,
         )
     source = read_source(data, read, input_of)
     weights = data.train_ds.concat_sampling_probabilities
-    return Records(source.name, source.sets, input_of, weights, source.has_predefined_splits)
+    return Records(source.name, source.sets, source.has_predefined_splits, input_of, weights)
 
 
 def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[RecordParser[Any], Callable[[Any], str]]:
@@ -236,13 +226,14 @@ def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequen
 
 def _start(tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
     if add_bos is None:
-        return document_start_ids(tokenizer)
-    special = getattr(tokenizer, "special", None)
-    if add_bos and (special is None or special.bos is None):
+        return tokenizer.document_start_ids()
+    if not add_bos:
+        return []
+    if tokenizer.special.bos is None:
         raise UserError(
             f"`{_TRAIN}.add_bos` (true) needs a tokenizer with a BOS token, and this one has none; do not set it"
         )
-    return [special.bos] if add_bos and special is not None else []
+    return [tokenizer.special.bos]
 
 
 def _end(tokenizer: Tokenizer) -> list[int]:
@@ -279,7 +270,7 @@ def _samples(
     if training and weights is not None:
         if not all(map(len, sets)):
             raise UserError(f"`{_TRAIN}.concat_sampling_probabilities`: a file of `file_names` holds no example")
-        return BlendedDictSamples([rows(examples, part) for part, examples in enumerate(sets)], weights)
+        return BlendedSamples([rows(examples, part) for part, examples in enumerate(sets)], weights)
     merged = Examples(
         flatten_examples(sets),
         sum(examples.num_truncated for examples in sets),

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ...config.span_lengths import Corruption, corrupted_lengths, noise_counts
 from ...utils.errors import UserError
-from ..datasets.samples import IGNORE_INDEX, Samples, philox_generator, position_range
-from ..datasets.seq2seq import PAIR_RNG_STREAM, Pair, PairShape, TensorBatch, collate_full, window_tokens
+from ..datasets.samples import IGNORE_INDEX, Samples, TensorBatch, philox_generator, position_range
+from ..datasets.seq2seq import PAIR_RNG_STREAM, Pair, PairShape, collate_full, window_tokens
 from .noise_spans import (
     Mask,
     SpanLengthDistribution,
@@ -26,7 +26,6 @@ class NgramSpanConfig(NamedTuple):
     """Parameters of NeMo's spans.
 
     Attributes:
-        lengths: distribution of their lengths.
         word_edges: `token_word_edges` of the tokenizer for whole word masking; None masks tokens.
     """
 
@@ -43,7 +42,6 @@ class SpanCorruptor:
         sentinels: ids of <extra_id_0>, <extra_id_1>, ...
         eos_id: ends both sides.
         max_length: maximum tokens of a text.
-        decoder_length: maximum tokens on the decoder side.
 
     Raises:
         UserError: there are too few sentinels for a text of maximum length.
@@ -75,7 +73,6 @@ class SpanCorruptor:
         """Return both sides of a text, int64 [N]; None for a single token, which cannot be corrupted.
 
         Args:
-            text: the tokens.
             rng: random generator; the pair is a function of it and the text.
         """
         if len(text) < 2:
@@ -110,7 +107,6 @@ class CorruptedWindows:
     Args:
         windows: of N tokens; `corrupted_lengths(N)` are the lengths of both sides.
         corruptor: draws T5's spans.
-        shape: of the rows.
         seed: of the spans; for evaluation the same for all runs.
     """
 
@@ -118,17 +114,9 @@ class CorruptedWindows:
         self.windows = windows
         self.corruptor = corruptor
         self.shape = shape
+        self.sequence_length = shape.encoder_length
+        self.samples = windows.samples
         self._seed = seed
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens on the encoder side."""
-        return self.shape.encoder_length
-
-    @property
-    def samples(self) -> int:
-        """Samples per epoch, or in total."""
-        return self.windows.samples
 
     def batch(self, first: int, count: int) -> TensorBatch:
         """Return the samples at positions `first` to `first + count - 1`."""

@@ -10,8 +10,8 @@ from ...utils.errors import UserError
 from ..datasets.document_chunks import CorruptedChunks, Documents
 from ..datasets.document_ids import DocumentIdSamples
 from ..datasets.pair_samples import Pairs, PairSamples
-from ..datasets.samples import EodMaskedSamples, MockSamples, Samples
-from ..datasets.seq2seq import AnySamples, MockPairs, PairShape, SplitWindows
+from ..datasets.samples import AnySamples, EodMaskedSamples, MockSamples, Samples
+from ..datasets.seq2seq import MockPairs, PairShape, SplitWindows
 from ..tokenizers.tokenizer import Tokenizer
 from .masked_lm import MaskedWindows, MaskTokens
 from .noise_spans import SpanLengthDistribution, token_word_edges
@@ -52,8 +52,6 @@ class SampleFactory:
     """Build the samples of a task.
 
     Args:
-        root: the configuration.
-        task: the training task.
         tokenizer: output of `tokenizer_for_task`.
     """
 
@@ -191,6 +189,6 @@ class SampleFactory:
         if self._tokenizer.eos_id is None:
             raise UserError(
                 f"`model.data.{key}` (true) needs a tokenizer with an end-of-document token; the "
-                f"{self._tokenizer.to_dict()['tokenizer']} tokenizer has none; set the key to false"
+                f"{self._tokenizer.kind} tokenizer has none; set the key to false"
             )
         return self._tokenizer.eos_id

@@ -13,12 +13,7 @@ EOS_TOKEN = "<|endoftext|>"
 
 
 def byte_level_tokenizer_json(model: dict[str, Any], added: dict[str, int]) -> str:
-    """Return the canonical `tokenizer.json` of a byte-level BPE with GPT-2's pre-tokenizer.
-
-    Args:
-        model: the `model` section.
-        added: special tokens with their ids.
-    """
+    """Return the canonical `tokenizer.json` of a byte-level BPE with GPT-2's pre-tokenizer."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     parsed = {

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
-from ..tasks.chat_template import ChatTemplate
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import piece_byte_counts
-from .tokenizer import TokenIds, as_id_array, decode_utf8, encode_utf8
+from .tokenizer import PieceTokenizer, TokenIds, encode_utf8
 
 MAX_MODEL_BYTES = 32 << 20
 """Maximum size of a model file; that of mT5, with 250,100 pieces, has 4.3 MB."""
@@ -29,18 +28,18 @@ _SPACE_AS_SUFFIX = 24
 """Field numbers of TrainerSpec in sentencepiece_model.proto."""
 
 
-class SentencePieceTokenizer:
-    """A tokenizer defined by a SentencePiece model; `define` finds its special tokens.
+class SentencePieceTokenizer(PieceTokenizer):
+    """A tokenizer defined by a SentencePiece model; `build_sentencepiece_tokenizer` finds its special tokens.
 
     Args:
-        model: the bytes of the file.
         added: additional tokens, with ids after the model's.
-        special: ids of the special tokens.
 
     Raises:
         ValueError: `model` is not a SentencePiece model, or already contains a token of `added`.
         UserError: the sentencepiece package is not installed.
     """
+
+    kind = "sentencepiece"
 
     def __init__(self, model: bytes, added: Sequence[str], special: SpecialTokenIds) -> None:
         processor = _processor(model)
@@ -48,25 +47,21 @@ class SentencePieceTokenizer:
         known = {processor.id_to_piece(id_): id_ for id_ in range(pieces)}
         if len(added) > MAX_ADDED or len(set(added)) < len(added) or known.keys() & set(added):
             raise ValueError(f"`added` ({len(added)} tokens) must be at most {MAX_ADDED} new tokens, each once")
+        special_ids = special.ids()
+        pieces_bytes = [b"" if id_ in special_ids else _piece(processor, id_) for id_ in range(pieces)]
+        normalizer = _Normalizer(model)
+        super().__init__(
+            [*pieces_bytes, *(b"" for _ in added)],
+            special,
+            space_first=normalizer.space_first,
+            space_last=normalizer.space_last,
+        )
         self._processor = processor
         self._model = model
         self._added = tuple(added)
         self._ids = known | {token: pieces + number for number, token in enumerate(added)}
-        special_ids = special.ids()
-        pieces_bytes = (b"" if id_ in special_ids else _piece(processor, id_) for id_ in range(pieces))
-        self._pieces = [*pieces_bytes, *(b"" for _ in added)]
-        normalizer = _Normalizer(model)
-        self._space_first = normalizer.space_first
-        self._space_last = normalizer.space_last
         self._lossless = normalizer.keeps_text and normalizer.byte_fallback
-        self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
-        self.special = special
-        self.chat_template: ChatTemplate | None = None
-        self._names = {id_: token for token, id_ in self._ids.items() if id_ in special.ids()}
-        self.vocab_size = len(self._pieces)
-        self.eos_id = special.eos
-        self.pad_id = special.padding_id
-        special.check(self.vocab_size)
+        self._names = {id_: token for token, id_ in self._ids.items() if id_ in special_ids}
 
     def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`, [N].
@@ -77,27 +72,9 @@ class SentencePieceTokenizer:
         encode_utf8(text)
         return np.array(self._processor.encode(text, out_type=int), self._dtype)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text."""
-        return [self.encode(text) for text in texts]
-
-    def encode_bytes(self, data: bytes) -> TokenIds:
-        """Return the token ids of UTF-8 encoded text.
-
-        Raises:
-            UserError: `data` is not UTF-8.
-        """
-        return self.encode(decode_utf8(data))
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of a document's ids, without the space added before it; invalid UTF-8 becomes U+FFFD."""
-        text = self.decode_bytes(ids).decode("utf-8", errors="replace")
-        text = text.removeprefix(" ") if self._space_first else text
-        return text.removesuffix(" ") if self._space_last else text
-
-    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """Return the concatenated bytes of `ids`; control symbols and unknown ids are skipped."""
-        return b"".join(self._pieces[id_] for id_ in as_id_array(ids).tolist() if id_ < self.vocab_size)
+    def document_start_ids(self) -> list[int]:
+        """Return BOS, if the model has it."""
+        return [] if self.special.bos is None else [self.special.bos]
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a piece or an added token."""
@@ -120,7 +97,7 @@ class SentencePieceTokenizer:
     def to_dict(self) -> dict[str, Any]:
         """Return the model in base64, the added tokens, and the ids of the special tokens."""
         return {
-            "tokenizer": "sentencepiece",
+            "tokenizer": self.kind,
             "model": base64.b64encode(self._model).decode("ascii"),
             "added": list(self._added),
             "special": self.special.to_dict(),
@@ -133,7 +110,6 @@ def build_sentencepiece_tokenizer(
     """Build a tokenizer and find its special tokens.
 
     Args:
-        model: the bytes of the file.
         named: special token by kind (`eos`, `bos`, `pad`, `unk`); added if the model lacks it.
         added: further tokens to add, unless the model has them.
 

@@ -38,10 +38,8 @@ def token_byte_strings(
     token.
 
     Args:
-        definition: the parsed `tokenizer.json`.
         vocabulary: id by token.
         added: tokens that are spelled literally, by id.
-        special_ids: ids of special tokens.
 
     Raises:
         ValueError: the decoder is of an unsupported type.

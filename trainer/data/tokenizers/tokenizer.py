@@ -8,14 +8,16 @@ when it is read (`tokenizer_from_dict`), because a checkpoint may come from an u
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
 from ..tasks.chat_template import ChatTemplate
+from .special_tokens import SpecialTokenIds
 
 TokenIds = NDArray[np.uint16 | np.int32]
 
@@ -24,68 +26,111 @@ _UNICODE_CHARACTERS = 0x110000 - 0x800
 """Number of code points that UTF-8 can encode: all but the surrogates."""
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Map text to token ids and back.
 
     Attributes:
+        kind: `byte-level`, `char`, `huggingface` or `sentencepiece`, as in its document.
         vocab_size: number of token ids; ids are 0 to vocab_size - 1.
         eos_id: the token that separates documents; None if the vocabulary has none.
         pad_id: pads short sequences; its labels are masked, so any id will do.
+        special: ids of the special tokens of a file.
         chat_template: the chat template from the tokenizer's files or from the user; None without one.
     """
 
-    chat_template: ChatTemplate | None
+    kind: str
+    vocab_size: int
+    eos_id: int | None
+    pad_id: int
+    special = SpecialTokenIds()
+    chat_template: ChatTemplate | None = None
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102
-    @property
-    def eos_id(self) -> int | None: ...  # noqa: D102
-    @property
-    def pad_id(self) -> int: ...  # noqa: D102
-
+    @abstractmethod
     def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`, [N]; uint16 if the vocabulary fits, else int32."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the token ids of each text."""
-        ...
-
-    def encode_bytes(self, data: bytes) -> TokenIds:
-        """Return the token ids of UTF-8 encoded text."""
-        ...
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Return the text of token ids; invalid UTF-8 becomes U+FFFD, special tokens are skipped."""
-        ...
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    @abstractmethod
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """Return the UTF-8 bytes of token ids, without replacing invalid ones."""
-        ...
+        """Return the UTF-8 bytes of token ids, without replacing invalid ones; ids that stand for no text are skipped.
+
+        Raises:
+            ValueError: an id is negative.
+        """
+
+    def document_start_ids(self) -> list[int]:
+        """Return the tokens before a text that a GPT continues or scores.
+
+        stoker's own tokenizers have no BOS: documents follow one another, each after the EOS of the previous one, so a
+        text does too.
+        """
+        return [] if self.eos_id is None else [self.eos_id]
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token, such as a sentinel, by its text; None if there is none."""
-        ...
+        return None
 
     def token_name(self, id_: int) -> str | None:
         """Return the text of a special token, such as eos; None for any other id."""
-        ...
+        return None
 
+    @abstractmethod
     def token_byte_counts(self) -> NDArray[np.int64]:
         """Return the number of UTF-8 bytes of each token id, int64 [V]; 0 for eos, padding and unknown.
 
         All are 0 if the tokens of a text do not add up to its bytes; bits per byte are then not reported. eos counts -1
         if the tokenizer puts a space before every document.
         """
-        ...
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON document from which `tokenizer_from_dict` rebuilds the tokenizer."""
-        ...
 
 
-class ByteTokenizer:
+class PieceTokenizer(Tokenizer):
+    """A tokenizer of a file, in which each id stands for fixed bytes.
+
+    Args:
+        pieces: the bytes of each id; empty for special tokens.
+        space_first: encoding adds a space before a text, which decoding removes.
+        space_last: likewise after a text.
+
+    Raises:
+        ValueError: a special token is not in the vocabulary.
+    """
+
+    def __init__(
+        self, pieces: Sequence[bytes], special: SpecialTokenIds, *, space_first: bool, space_last: bool = False
+    ) -> None:
+        special.check(len(pieces))
+        self._pieces = pieces
+        self._space_first = space_first
+        self._space_last = space_last
+        self._dtype = id_dtype(len(pieces))
+        self.special = special
+        self.vocab_size = len(pieces)
+        self.eos_id = special.eos
+        self.pad_id = special.padding_id
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Return the text of a document's ids, without the space added to it; invalid UTF-8 becomes U+FFFD."""
+        text = super().decode(ids)
+        text = text.removeprefix(" ") if self._space_first else text
+        return text.removesuffix(" ") if self._space_last else text
+
+    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
+        """Return the concatenated bytes of `ids`; special tokens and unknown ids are skipped."""
+        return b"".join(self._pieces[id_] for id_ in as_id_array(ids).tolist() if id_ < self.vocab_size)
+
+
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes in ByT5's scheme (Xue et al. 2021, arXiv 2105.13626): pad 0, eos 1, unk 2, byte b is b + 3.
 
     Args:
@@ -96,9 +141,9 @@ class ByteTokenizer:
         ValueError: `sentinels` is negative or too large.
     """
 
+    kind = "byte-level"
     eos_id = 1
     pad_id = 0
-    chat_template: ChatTemplate | None = None
     _FIRST_BYTE = 3
     _FIRST_SENTINEL = 259
     _NAMES = ("<pad>", "</s>", "<unk>")
@@ -107,27 +152,15 @@ class ByteTokenizer:
         if type(sentinels) is not int or not 0 <= sentinels <= MAX_SENTINELS:
             raise ValueError(f"`sentinels` ({str(sentinels)[:40]}) must be 0 to {MAX_SENTINELS}")
         self.sentinels = sentinels
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids: three special tokens, 256 bytes and the sentinels."""
-        return self._FIRST_SENTINEL + self.sentinels
+        self.vocab_size = self._FIRST_SENTINEL + sentinels  # three special tokens, 256 bytes and the sentinels
 
     def encode(self, text: str) -> NDArray[np.uint16]:
         """Return the token ids of the UTF-8 bytes of `text`, uint16 [bytes]."""
         return self.encode_bytes(encode_utf8(text))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text."""
-        return [self.encode(text) for text in texts]
-
     def encode_bytes(self, data: bytes) -> NDArray[np.uint16]:
         """Return the token ids of `data`, uint16 [len(data)]; any bytes are accepted."""
         return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(self._FIRST_BYTE)
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
         """Return the bytes of `ids`; pad, eos, unk and ids outside the vocabulary are skipped."""
@@ -155,10 +188,10 @@ class ByteTokenizer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the name of the scheme, and the number of sentinels if there are any."""
-        return {"tokenizer": "byte-level", **({"sentinels": self.sentinels} if self.sentinels else {})}
+        return {"tokenizer": self.kind, **({"sentinels": self.sentinels} if self.sentinels else {})}
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """One token per character; the vocabulary is the sorted set of characters of a text.
 
     Args:
@@ -168,9 +201,9 @@ class CharTokenizer:
         ValueError: `characters` is empty, unsorted, repeats a character or contains a surrogate.
     """
 
+    kind = "char"
     eos_id = None
     pad_id = 0
-    chat_template: ChatTemplate | None = None
 
     def __init__(self, characters: str) -> None:
         if not 1 <= len(characters) <= _UNICODE_CHARACTERS:
@@ -182,17 +215,13 @@ class CharTokenizer:
         if np.any(self._codes[1:] <= self._codes[:-1]):
             raise ValueError("`characters` must be sorted by code point, each once")
         self.characters = characters
-        self._dtype = np.uint16 if len(characters) <= 1 << 16 else np.int32
+        self.vocab_size = len(characters)
+        self._dtype = id_dtype(self.vocab_size)
 
     @classmethod
     def from_texts(cls, texts: Sequence[str]) -> CharTokenizer:
         """Build the tokenizer whose vocabulary is every character of `texts`."""
         return cls("".join(sorted(set().union(*texts))))
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of characters."""
-        return len(self.characters)
 
     def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`, [characters].
@@ -216,34 +245,10 @@ class CharTokenizer:
             )
         return ids.astype(self._dtype)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Return the token ids of each text."""
-        return [self.encode(text) for text in texts]
-
-    def encode_bytes(self, data: bytes) -> TokenIds:
-        """Return the token ids of UTF-8 encoded text.
-
-        Raises:
-            UserError: `data` is not UTF-8, or contains a character outside the vocabulary.
-        """
-        return self.encode(decode_utf8(data))
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of `ids`; ids outside the vocabulary are skipped."""
-        array = as_id_array(ids)
-        return "".join(self.characters[i] for i in array[array < self.vocab_size])
-
     def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """Return the UTF-8 bytes of `ids`."""
-        return self.decode(ids).encode("utf-8")
-
-    def token_id(self, token: str) -> int | None:
-        """Return None: there are no special tokens."""
-        return None
-
-    def token_name(self, id_: int) -> str | None:
-        """Return None: there are no special tokens."""
-        return None
+        """Return the UTF-8 bytes of `ids`; ids outside the vocabulary are skipped."""
+        array = as_id_array(ids)
+        return "".join(self.characters[i] for i in array[array < self.vocab_size]).encode()
 
     def token_byte_counts(self) -> NDArray[np.int64]:
         """Return the UTF-8 length of each character; int64 [V]."""
@@ -251,7 +256,7 @@ class CharTokenizer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the name of the scheme and the vocabulary as one string."""
-        return {"tokenizer": "char", "characters": self.characters}
+        return {"tokenizer": self.kind, "characters": self.characters}
 
 
 def tokenizer_state(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -280,6 +285,11 @@ def _without_post_processor(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**document, "definition": definition | {"post_processor": None}}
 
 
+def id_dtype(vocab_size: int) -> type[np.uint16 | np.int32]:
+    """Return the dtype of token ids."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+
+
 def as_id_array(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """Return token ids as a flat array, int64 [N].
 
@@ -290,18 +300,6 @@ def as_id_array(ids: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     if array.size and array.min() < 0:
         raise ValueError(f"token ids ({int(array.min())}) must not be negative")
     return array
-
-
-def decode_utf8(data: bytes) -> str:
-    """Decode UTF-8 bytes.
-
-    Raises:
-        UserError: they are not UTF-8.
-    """
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text: bad byte at offset {error.start}") from None
 
 
 def encode_utf8(text: str) -> bytes:

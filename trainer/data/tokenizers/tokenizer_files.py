@@ -5,9 +5,7 @@ Only local files are read: nothing is downloaded, and no code of a tokenizer is 
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +13,16 @@ from pathlib import Path
 from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
-from ..tasks.chat_files import TOKENIZER_CONFIG_FILE, load_chat_template
+from ..tasks.chat_files import load_chat_template
 from . import sentencepiece_tokenizer, tokenizer_json
 from .gpt2_files import gpt2_tokenizer_json
 from .sentencepiece_tokenizer import MAX_MODEL_BYTES
 from .tokenizer import ByteTokenizer, Tokenizer
+from .tokenizer_config import configured_tokens, read_bytes, read_text, read_tokenizer_config
 
 TOKENIZER_JSON, VOCAB_FILE, MERGES_FILE = "tokenizer.json", "vocab.json", "merges.txt"
 _MODELS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _MAX_TEXT_BYTES = 128 << 20
-_MAX_SETTINGS_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +112,21 @@ def load_tokenizer_json(path: Path, named_by: str, special: SpecialTokens) -> To
             f"`{named_by}`: {kind}; stoker downloads no tokenizers: give the path of a {TOKENIZER_JSON}, or of "
             "its folder"
         )
-    named = {**_configured_special_tokens(file.parent / TOKENIZER_CONFIG_FILE, named_by), **special.by_kind()}
-    tokenizer = _build_json_tokenizer(_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}")
+    configured = configured_tokens(
+        read_tokenizer_config(file.parent, named_by), ("eos_token", "bos_token", "pad_token")
+    )
+    named = {name.removesuffix("_token"): token for name, token in configured.items()} | special.by_kind()
+    tokenizer = _build_json_tokenizer(
+        read_text(file, _MAX_TEXT_BYTES, named_by), named, special, f"`{named_by}`: {file}"
+    )
     tokenizer.chat_template = load_chat_template(file.parent, named_by)
     return tokenizer
 
 
 def load_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
     """Load GPT-2's byte-level BPE from its two files."""
-    vocabulary = _text(vocab_file, _MAX_TEXT_BYTES, named_by)
-    merges = _text(merge_file, _MAX_TEXT_BYTES, named_by)
+    vocabulary = read_text(vocab_file, _MAX_TEXT_BYTES, named_by)
+    merges = read_text(merge_file, _MAX_TEXT_BYTES, named_by)
     location = f"`{named_by}`: {vocab_file} and {merge_file}"
     try:
         definition = gpt2_tokenizer_json(vocabulary, merges)
@@ -136,7 +139,7 @@ def load_gpt2(vocab_file: Path, merge_file: Path, named_by: str, special: Specia
 
 def load_sentencepiece(path: Path, named_by: str, special: SpecialTokens) -> Tokenizer:
     """Load a SentencePiece .model file; missing special tokens get the ids after its last."""
-    data = _bytes(path, MAX_MODEL_BYTES, named_by)
+    data = read_bytes(path, MAX_MODEL_BYTES, named_by)
     try:
         tokenizer = sentencepiece_tokenizer.build_sentencepiece_tokenizer(data, special.by_kind(), special.additional)
     except ValueError as error:
@@ -154,44 +157,7 @@ def _build_json_tokenizer(
         raise UserError(f"{location}: {' '.join(str(error).split())[:300] or type(error).__name__}") from None
 
 
-def _configured_special_tokens(path: Path, named_by: str) -> dict[str, str]:
-    """Return the eos, bos and padding tokens of a tokenizer_config.json; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(_text(path, _MAX_SETTINGS_BYTES, named_by))
-    except (ValueError, RecursionError):
-        raise UserError(f"`{named_by}`: {path} is not JSON; repair or remove it") from None
-    tokens: dict[str, str] = {}
-    for name in ("eos", "bos", "pad"):
-        token = settings.get(f"{name}_token") if isinstance(settings, dict) else None
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str) and token:
-            tokens[name] = token
-    return tokens
-
-
 def _path(text: str | None, named_by: str) -> Path:
     if not text:
         raise UserError(f"`{named_by}` must name a file")
     return user_path(text, named_by)
-
-
-def _text(path: Path, limit: int, named_by: str) -> str:
-    try:
-        return _bytes(path, limit, named_by).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"`{named_by}`: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
-
-
-def _bytes(path: Path, limit: int, named_by: str) -> bytes:
-    try:
-        with path.open("rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise UserError(f"`{named_by}`: {path} is not a regular file")
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise UserError(f"`{named_by}`: cannot read {path}: {error.strerror}") from None
-    if len(data) > limit:
-        raise UserError(f"`{named_by}`: {path} has more than {limit:,} bytes: it is not a tokenizer")
-    return data

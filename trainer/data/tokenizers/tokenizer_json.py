@@ -14,11 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
-from ..tasks.chat_template import ChatTemplate
 from .gpt2_pretokenizer import CachedWordTokenizer, uses_gpt2_pre_tokenizer
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import adds_prefix_space, is_byte_level, token_byte_counts, token_byte_strings
-from .tokenizer import TokenIds, as_id_array, decode_utf8, encode_utf8
+from .tokenizer import PieceTokenizer, TokenIds, encode_utf8
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,16 +28,17 @@ MAX_VOCAB_SIZE = 1 << 22
 """Maximum number of token ids; the largest known vocabularies have 262,144. Tables of this size are allocated."""
 
 
-class JsonTokenizer:
-    """A tokenizer defined by a `tokenizer.json`; `define` finds its special tokens.
+class JsonTokenizer(PieceTokenizer):
+    """A tokenizer defined by a `tokenizer.json`; `build_json_tokenizer` finds its special tokens.
 
     Args:
-        definition: the text of the file, as returned by `canonical`.
-        special: ids of the special tokens.
+        definition: the text of the file, as returned by `canonical_json`.
 
     Raises:
         ValueError: the definition is too large, invalid, or has a part that is not supported.
     """
+
+    kind = "huggingface"
 
     def __init__(self, definition: str, special: SpecialTokenIds) -> None:
         self._parsed = _parse(definition)
@@ -46,15 +46,8 @@ class JsonTokenizer:
         self._definition = definition
         self._vocabulary = self._tokenizer.get_vocab()
         added = {id_: token.content for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self._pieces = token_byte_strings(self._parsed, self._vocabulary, added, special.ids())
-        self._space_first = adds_prefix_space(self._parsed)
-        self._dtype = np.uint16 if len(self._pieces) <= 1 << 16 else np.int32
-        self.special = special
-        self.chat_template: ChatTemplate | None = None
-        self.vocab_size = len(self._pieces)
-        self.eos_id = special.eos
-        self.pad_id = special.padding_id
-        special.check(self.vocab_size)
+        pieces = token_byte_strings(self._parsed, self._vocabulary, added, special.ids())
+        super().__init__(pieces, special, space_first=adds_prefix_space(self._parsed))
         has_fast_path = is_byte_level(self._parsed, self._vocabulary) and uses_gpt2_pre_tokenizer(self._parsed)
         self._words = CachedWordTokenizer(self._tokenizer, self._dtype) if has_fast_path else None
 
@@ -84,25 +77,9 @@ class JsonTokenizer:
             raise UserError(f"the tokenizer.json cannot tokenize this text: {reason}") from None
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
-    def encode_bytes(self, data: bytes) -> TokenIds:
-        """Return the token ids of UTF-8 encoded text.
-
-        Raises:
-            UserError: `data` is not UTF-8.
-        """
-        return self.encode(decode_utf8(data))
-
-    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Return the text of a document's ids; invalid UTF-8 becomes U+FFFD.
-
-        If the tokenizer adds a space before texts, a leading space is removed.
-        """
-        text = self.decode_bytes(ids).decode("utf-8", errors="replace")
-        return text.removeprefix(" ") if self._space_first else text
-
-    def decode_bytes(self, ids: Sequence[int] | NDArray[Any]) -> bytes:
-        """Return the concatenated bytes of `ids`; special tokens and unknown ids are skipped."""
-        return b"".join(self._pieces[id_] for id_ in as_id_array(ids).tolist() if id_ < self.vocab_size)
+    def document_start_ids(self) -> list[int]:
+        """Return the tokens that the post-processor adds before a text: BOS for Llama and Gemma, none for GPT-2."""
+        return self.post_processor_tokens()[0]
 
     def post_processor_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the post-processor adds before and after a text, as transformers does."""
@@ -139,7 +116,7 @@ class JsonTokenizer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the definition as text, and the ids of the special tokens."""
-        return {"tokenizer": "huggingface", "definition": self._definition, "special": self.special.to_dict()}
+        return {"tokenizer": self.kind, "definition": self._definition, "special": self.special.to_dict()}
 
 
 def canonical_json(text: str) -> str:

@@ -113,8 +113,7 @@ class StokerLM(TemplateLM):
         """Token before a text without context: the last start token, else bos, else eos."""
         if self._start:
             return self._start[-1]
-        special = getattr(self._tokenizer, "special", None)
-        bos = None if special is None else special.bos
+        bos = self._tokenizer.special.bos
         return self.eot_token_id if bos is None else bos
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -148,10 +147,8 @@ class StokerLM(TemplateLM):
         """Tokenize a text.
 
         Args:
-            string: the text.
             add_special_tokens: add special tokens: for a GPT the start tokens, unless the text begins with them; for a
                 T5 the final eos. None means True.
-            kwargs: ignored.
         """
         tokens = [int(token) for token in self._tokenizer.encode(string)]
         if add_special_tokens is False:

@@ -78,9 +78,6 @@ class LoglikelihoodScorer:
 
     Args:
         model: a GPT or T5 in evaluation mode, built for generation.
-        tokenizer: tokenizer of the model.
-        precision: precision plan.
-        device: device of the model.
         longest: context length; longer requests of a GPT, and longer contexts of a T5, are truncated on the left.
         batch_size: requests per batch; None for as many as fit into `TOKENS_PER_BATCH`.
 
@@ -213,7 +210,6 @@ def rolling_windows(tokens: Sequence[int], prefix_token: int, max_length: int) -
     """Yield windows that score every token of a text once, with as much context as fits.
 
     Args:
-        tokens: token ids of the text.
         prefix_token: token id that precedes the text.
         max_length: context length. All windows but the last score this many tokens after one token of context; the last
             one is filled up with context.

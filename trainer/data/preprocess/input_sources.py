@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ...utils.environment import user_path
 from ...utils.errors import UserError
+from ..sources.text_sources import walk_files
 
 Kind = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "hf"]
 _JSONL_KINDS: dict[str, Kind] = {"": "jsonl", ".gz": "jsonl.gz", ".zst": "jsonl.zst"}
@@ -68,7 +69,7 @@ def _sources(name: str) -> Iterator[InputSource]:
         return
     path = user_path(name, "INPUT")
     if path.is_dir():
-        found = [file for file in _files_below(path) if _kind(file)]
+        found = [file for file in walk_files(path) if _kind(file)]
         if not found:
             raise UserError(f"the folder {path} holds no file to read ({_KINDS})")
     elif path.exists():
@@ -96,18 +97,6 @@ def _sources(name: str) -> Iterator[InputSource]:
 def _kind(path: Path) -> Kind | None:
     name = path.name.lower()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
-
-
-def _files_below(folder: Path) -> list[Path]:
-    def fail(error: OSError) -> None:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}")
-
-    found: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = (Path(parent, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.is_file()]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def load_hf_dataset(name: str) -> Any:
