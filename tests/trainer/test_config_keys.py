@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from config_helpers import DATA, gpt, load, problems, write
 from tiers import looped
 
@@ -39,22 +38,6 @@ def test_table_is_consistent() -> None:
             assert not other or other in known, row
         assert not row.same_as or row.same_as in schema_keys()
         assert row.state is not KeyState.HISTORICAL or not (row.switch or row.accepts)
-
-
-def duplicated_names(node: yaml.Node) -> list[str]:
-    """Names that a block of YAML has twice, of which a loader silently drops one."""
-    below = [name for value in node.value if isinstance(value, yaml.Node) for name in duplicated_names(value)]
-    if isinstance(node, yaml.MappingNode):
-        names = [name.value for name, _ in node.value]
-        below += [name for name in set(names) if names.count(name) > 1]
-        below += [name for _, value in node.value for name in duplicated_names(value)]
-    return below
-
-
-@pytest.mark.parametrize("name", ["inactive_keys", "other_frameworks", "unsupported_values"])
-def test_no_name_is_twice_in_a_block_of_the_tables(name: str) -> None:
-    text = Path(key_states.__file__).with_name(f"{name}.yaml").read_text()
-    assert duplicated_names(yaml.compose(text, yaml.CSafeLoader)) == []
 
 
 def test_values_of_the_table_are_not_values_of_the_schema() -> None:

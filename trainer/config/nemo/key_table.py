@@ -21,11 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..dotted_paths import join
+from ..yaml_reader import read_table
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TABLES = Path(__file__).parent
 
 
 class KeyState(StrEnum):
@@ -60,12 +59,6 @@ class UnsupportedValue:
     use: str = ""
 
 
-def read_table(name: str) -> dict[str, Any]:
-    """Return the content of a YAML file of this folder."""
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=_Loader)  # no tags beyond YAML's own: both loaders are safe ones
-
-
 def _state_and_note(fields: dict[str, Any]) -> tuple[KeyState, str]:
     """Remove and return the field that is named after a state."""
     (state,) = fields.keys() & {state.value for state in KeyState}
@@ -76,7 +69,7 @@ def _state_and_note(fields: dict[str, Any]) -> tuple[KeyState, str]:
 def key_table() -> Mapping[str, KeyRow]:
     """Return all rows by pattern, in the order of the documentation."""
     rows: dict[str, KeyRow] = {}
-    for block, entries in read_table("inactive_keys.yaml").items():
+    for block, entries in read_table(_TABLES / "inactive_keys.yaml").items():
         for names, entry in entries.items():
             fields = dict(entry)
             state, note = _state_and_note(fields)
@@ -92,7 +85,8 @@ def key_table() -> Mapping[str, KeyRow]:
 @cache
 def unsupported_values() -> Mapping[str, Mapping[Any, UnsupportedValue]]:
     """Return the unsupported values of keys that act, by path of the key."""
-    return {path: dict(_unsupported_values(entries)) for path, entries in read_table("unsupported_values.yaml").items()}
+    tables = read_table(_TABLES / "unsupported_values.yaml")
+    return {path: dict(_unsupported_values(entries)) for path, entries in tables.items()}
 
 
 def _unsupported_values(entries: list[dict[str, Any]]) -> Iterator[tuple[Any, UnsupportedValue]]:

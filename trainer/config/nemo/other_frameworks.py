@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from .key_table import read_table
+from ..yaml_reader import read_table
+
+_TABLE = Path(__file__).with_name("other_frameworks.yaml")
 
 
 def _by_name(names_by_target: Mapping[str, str]) -> dict[str, str]:
@@ -16,12 +19,12 @@ def _by_name(names_by_target: Mapping[str, str]) -> dict[str, str]:
 @cache
 def foreign_names() -> Mapping[str, str]:
     """Return the key to suggest for each name."""
-    return _by_name(read_table("other_frameworks.yaml")["keys"])
+    return _by_name(read_table(_TABLE)["keys"])
 
 
 @cache
 def _foreign_values() -> Mapping[str, Mapping[str, str]]:
-    return {path: _by_name(values) for path, values in read_table("other_frameworks.yaml")["values"].items()}
+    return {path: _by_name(values) for path, values in read_table(_TABLE)["values"].items()}
 
 
 def translate_values(path: str, value: Any) -> Sequence[tuple[str, str]]:
