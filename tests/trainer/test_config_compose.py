@@ -1,5 +1,6 @@
 """Files, groups and overrides become one configuration, and every value knows where it came from."""
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -455,3 +456,13 @@ def test_file_of_a_group_without_its_package(tmp_path: Path) -> None:
 
 def test_options_are_listed() -> None:
     assert Composer(None).options("data") == ["chat", "docstring", "jsonl", "mmap", "mock", "pystd", "sft", "text"]
+
+
+def test_private_names_of_hydra_are_in_one_file_and_of_a_checked_version() -> None:
+    """A newer Hydra: run this file with it (the private names are there, the answers are the same), then name it."""
+    checked = {"1.3.8"}
+    assert importlib.metadata.version("hydra-core") in checked
+    package = PACKAGED_CONF.parent
+    files = [path for room in ("kernels", "models", "trainer", "scripts") for path in (package / room).rglob("*.py")]
+    private = {path.name for path in files if "hydra._internal" in path.read_text()}
+    assert private == {"hydra_defaults.py"}

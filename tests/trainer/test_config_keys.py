@@ -9,10 +9,8 @@ from tiers import looped
 
 from stoker.trainer.config.dotted_paths import put
 from stoker.trainer.config.nemo import key_states
-from stoker.trainer.config.nemo.key_row import KeyRow, KeyState
 from stoker.trainer.config.nemo.key_states import KeyStates, key_state, known_keys
-from stoker.trainer.config.nemo.key_table import KEY_TABLE, find_row
-from stoker.trainer.config.nemo.unsupported_values import UNSUPPORTED_VALUES
+from stoker.trainer.config.nemo.key_table import KeyRow, KeyState, find_row, key_table, unsupported_values
 from stoker.trainer.config.problems import Problem
 from stoker.trainer.config.schema.key_index import enclosing_open_block, format_value, schema_blocks, schema_keys
 
@@ -31,21 +29,19 @@ def test_every_census_path_has_exactly_one_state() -> None:
 
 
 def test_table_is_consistent() -> None:
-    patterns = [row.pattern for row in KEY_TABLE]
-    assert len(patterns) == len(set(patterns))
-    known = {path for path, _ in known_keys()} | {pattern.removesuffix(".*") for pattern in patterns}
-    for row in KEY_TABLE:
+    known = {path for path, _ in known_keys()} | {pattern.removesuffix(".*") for pattern in key_table()}
+    for row in key_table().values():
         assert row.pattern not in schema_keys()
         assert row.state is not KeyState.ACTS
         assert row.note
         for other in (row.switch, row.same_as):
             assert not other or other in known, row
         assert not row.same_as or row.same_as in schema_keys()
-        assert row.state is not KeyState.HISTORICAL or not (row.switch or row.off)
+        assert row.state is not KeyState.HISTORICAL or not (row.switch or row.accepts)
 
 
 def test_values_of_the_table_are_not_values_of_the_schema() -> None:
-    for path, values in UNSUPPORTED_VALUES.items():
+    for path, values in unsupported_values().items():
         assert not set(map(str, values)) & set(map(str, schema_keys()[path].choices)), path
 
 
@@ -59,11 +55,11 @@ def refusals(path: str, value: Any) -> list[Problem]:
 @pytest.mark.parametrize("state", [KeyState.NOT_YET, KeyState.REFUSED, KeyState.HISTORICAL])
 def test_each_row_does_what_its_state_says(state: KeyState) -> None:
     """A historical key takes anything; a key that is not yet there, or refused, only its off values."""
-    for row in KEY_TABLE:
+    for row in key_table().values():
         if row.state is not state or row.pattern.endswith(".*"):
             continue
-        for off in (None, "???", *row.off):
-            assert not refusals(row.pattern, off), (row, off)
+        for accepted in (None, "???", *row.accepts):
+            assert not refusals(row.pattern, accepted), (row, accepted)
         found = refusals(row.pattern, "surely not off")
         assert bool(found) != (state is KeyState.HISTORICAL or bool(row.switch)), row
         if found:
@@ -73,7 +69,7 @@ def test_each_row_does_what_its_state_says(state: KeyState) -> None:
 
 @looped(
     ("path", "value", "state"),
-    [(path, value, fact.state) for path, values in UNSUPPORTED_VALUES.items() for value, fact in values.items()],
+    [(path, value, fact.state) for path, values in unsupported_values().items() for value, fact in values.items()],
 )
 def test_values_that_are_not_taken(path: str, value: Any, state: KeyState) -> None:
     problem = problems(f"{path}={format_value(value)}")[path]

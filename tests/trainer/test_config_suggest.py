@@ -9,9 +9,9 @@ import pytest
 from config_helpers import load, problems, write
 from tiers import extra, full_only, looped
 
-from stoker.trainer.config.nemo.key_row import KeyState
 from stoker.trainer.config.nemo.key_states import is_known_key, key_state, known_keys, suggest_keys
-from stoker.trainer.config.nemo.other_frameworks import FOREIGN_NAMES
+from stoker.trainer.config.nemo.key_table import KeyState
+from stoker.trainer.config.nemo.other_frameworks import foreign_names
 from stoker.trainer.config.problems import Problem
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.suggest import closest, edit_distance
@@ -149,12 +149,12 @@ def test_of_equal_names_the_one_nearest_to_the_top_comes_first() -> None:
 
 
 def test_foreign_names_are_many_and_lead_to_known_keys() -> None:
-    assert len(FOREIGN_NAMES) >= 80
+    assert len(foreign_names()) >= 80
     known = {path for path, _ in known_keys()}
     last_names = {path.rpartition(".")[2] for path in schema_keys()}
     # Names of ours that mean something else where other tools write them.
     elsewhere = {"d_model", "decay", "beta1", "run_name", "experiment_name", "cpu_offload", "init_std", "norm_type"}
-    for name, target in FOREIGN_NAMES.items():
+    for name, target in foreign_names().items():
         assert target in known, name
         assert name not in last_names or name in elsewhere, name
 
@@ -162,7 +162,7 @@ def test_foreign_names_are_many_and_lead_to_known_keys() -> None:
 @pytest.mark.parametrize("places", [1, *extra(2)])
 def test_a_foreign_name_is_suggested_and_never_accepted(places: int) -> None:
     """In the block of the model and outside of all; by turns in the fast tests."""
-    for number, (name, target) in enumerate(FOREIGN_NAMES.items()):
+    for number, (name, target) in enumerate(foreign_names().items()):
         below = (f"model.{name}", name)[:: -1 if number % 2 else 1][:places]
         for path in (name,) if "." in name else below:
             if not is_known_key(path):

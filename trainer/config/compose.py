@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra import version
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra._internal.defaults_list import DefaultsList, create_defaults_list
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -29,6 +25,7 @@ from ...models.config.key_block import Finding
 from ..utils.errors import UserError
 from . import yaml_reader
 from .dotted_paths import Tree, get, join, merged, put
+from .hydra_defaults import DefaultsList, Repository, compute_defaults_list
 from .suggest import closest
 from .yaml_reader import YamlError, YamlFile
 
@@ -60,11 +57,7 @@ class YamlSource(ConfigSource):
     def __init__(self, directory: Path) -> None:
         super().__init__(provider="stoker", path=f"{self.scheme()}://{directory}")
         self.directory = directory
-        self.read: dict[str, YamlFile] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> YamlSource:
-        """Return self: Hydra copies its repository, but `read` must be shared."""
-        return self
+        self._read: dict[Path, YamlFile] = {}
 
     @staticmethod
     def scheme() -> str:
@@ -87,14 +80,23 @@ class YamlSource(ConfigSource):
         """Return the file of a config path; `.yaml` is optional."""
         return self.directory / (config_path if config_path.endswith(".yaml") else config_path + ".yaml")
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return defaults list and package to Hydra; the values are kept in `read`."""
+    def read(self, config_path: str) -> YamlFile:
+        """Read a file, once.
+
+        Raises:
+            UserError: the file cannot be read or is not valid.
+        """
         path = self.file(config_path)
-        try:
-            parsed = yaml_reader.read_yaml(path)
-        except YamlError as error:
-            raise UserError(_error_text(path, error)) from None
-        self.read[config_path] = parsed
+        if path not in self._read:
+            try:
+                self._read[path] = yaml_reader.read_yaml(path)
+            except YamlError as error:
+                raise UserError(_error_text(path, error)) from None
+        return self._read[path]
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return defaults list and package to Hydra, without the values."""
+        parsed = self.read(config_path)
         defaults = [item for item in parsed.defaults or [] if not _is_hydra_default(item)]
         content = {"defaults": defaults} if parsed.defaults is not None else {}
         return ConfigResult(
@@ -122,16 +124,6 @@ def _is_hydra_default(item: Any) -> bool:
     return isinstance(name, str) and name.split(" ")[-1].startswith("hydra")
 
 
-class _Repository(ConfigRepository):
-    """Hydra config repository with stoker's sources only."""
-
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self.sources = [YamlSource(directory) for directory in directories]
-
-    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        """Do nothing: the sources are set in the constructor."""
-
-
 class Composer:
     """Find and merge configuration files.
 
@@ -151,7 +143,8 @@ class Composer:
         for candidate in candidates:
             if candidate.is_dir() and not any(candidate.samefile(known) for known in directories):
                 directories.append(candidate.absolute())
-        self._repository = _Repository(directories)
+        self._sources = [YamlSource(directory) for directory in directories]
+        self._repository = Repository(self._sources)
         self.directories = tuple(directories)
 
     def is_group(self, name: str) -> bool:
@@ -172,11 +165,9 @@ class Composer:
         self._check_exists(config_name)
         for choice in choices:
             self._check_choice(choice)
-        defaults = self._defaults_list(config_name, choices)
         composition = Composition()
-        for default in defaults.defaults:
-            if default.config_path is not None and default.config_path != "_dummy_empty_config_":
-                self._merge(composition, default.config_path, default.package or "")
+        for config_path, package in self._defaults_list(config_name, choices).files:
+            self._merge(composition, config_path, package)
         return composition
 
     def _check_exists(self, config_name: str) -> None:
@@ -217,19 +208,10 @@ class Composer:
         return lines
 
     def _defaults_list(self, config_name: str, choices: Sequence[Override]) -> DefaultsList:
-        repository = CachingConfigRepository(self._repository)
-        with self._convert_hydra_errors():
-            plain = create_defaults_list(repository, config_name, [], prepend_hydra=False, skip_missing=False)
-            known = plain.overrides.known_choices
-            adapted = [override for choice in choices if (override := _as_change_or_add(choice, known)) is not None]
-            return create_defaults_list(repository, config_name, adapted, prepend_hydra=False, skip_missing=False)
-
-    @contextlib.contextmanager
-    def _convert_hydra_errors(self) -> Iterator[None]:
-        if version.getbase() is None:
-            version.setbase("1.3")
         try:
-            yield
+            known = compute_defaults_list(self._repository, config_name, []).known_choices
+            adapted = [override for choice in choices if (override := _as_change_or_add(choice, known)) is not None]
+            return compute_defaults_list(self._repository, config_name, adapted)
         except UserError:
             raise
         except (HydraException, ValueError, AttributeError, TypeError, AssertionError) as error:
@@ -254,10 +236,8 @@ class Composer:
         ]
 
     def _merge(self, composition: Composition, config_path: str, package: str) -> None:
-        source = next(source for source in self._repository.sources if source.is_config(config_path))
-        assert isinstance(source, YamlSource)
-        key = config_path if config_path in source.read else config_path.removesuffix(".yaml")
-        file = source.read[key]
+        source = next(source for source in self._sources if source.is_config(config_path))
+        file = source.read(config_path)
         if file.path not in composition.files:
             composition.files.append(file.path)
         _check_launcher(file)

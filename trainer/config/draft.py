@@ -14,9 +14,8 @@ from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
 from .interpolation import InterpolationError, Resolver, has_interpolation
 from .nemo import nemo_spellings
-from .nemo.key_row import KeyState
 from .nemo.key_states import KeyStates, Verdict
-from .nemo.key_table import find_row
+from .nemo.key_table import KeyState, find_row
 from .override_typos import quoted_override
 from .problems import ConfigError, KeyReport, Problem
 from .rules import all_rules

@@ -9,7 +9,7 @@ from ...models.config.key_block import Finding
 from ..utils.errors import UserError
 from ..utils.redaction import redact, redact_value
 from ..utils.text import pluralize
-from .nemo.key_row import KeyState
+from .nemo.key_table import KeyState
 
 
 @dataclass(frozen=True, slots=True)

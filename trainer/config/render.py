@@ -10,10 +10,8 @@ from typing import Any
 from ...models.config.key_block import Finding
 from ...models.config.model_keys import FAMILIES, Family
 from . import dotted_paths
-from .nemo.key_row import KeyState
 from .nemo.key_states import key_state
-from .nemo.key_table import KEY_TABLE
-from .nemo.unsupported_values import UNSUPPORTED_VALUES
+from .nemo.key_table import KeyState, key_table, unsupported_values
 from .problems import ConfigError, KeyReport, with_origin
 from .run_config import RunConfig
 from .schema.key_index import SchemaKey, find_key, format_value, schema_blocks, schema_keys
@@ -110,7 +108,7 @@ def as_key_list(family: Family = "gpt") -> str:
     rows = [(key.path, KeyState.ACTS.value, format_value(key.default), key.description) for key in acting.values()]
     rows += [
         (row.pattern, row.state.value, format_value(row.default), row.note)
-        for row in KEY_TABLE
+        for row in key_table().values()
         if row.pattern not in acting
     ]
     width = max(len(path) for path, *_ in rows)
@@ -138,7 +136,7 @@ def as_json_schema(family: Family = "gpt") -> str:
         "type": "array",
         "description": "Hydra's defaults list: the files merged before this one.",
     }
-    for row in KEY_TABLE:
+    for row in key_table().values():
         holder, name = _block_for(schema, row.pattern.removesuffix(".*"), family)
         if holder is not None:
             holder["properties"].setdefault(name, {"description": f"{row.state.value}: {row.note}"})
@@ -213,10 +211,10 @@ def _docs_lines() -> Iterator[str]:
         accepted = "" if state is KeyState.HISTORICAL else " accepted value |"
         yield f"| key |{accepted} {'reason' if state is not KeyState.NOT_YET else 'description'} |"
         yield "|---|---|" + ("---|" if accepted else "")
-        for row in KEY_TABLE:
+        for row in key_table().values():
             if row.state is not state:
                 continue
-            value = ", ".join(f"`{_cell(format_value(off))}`" for off in row.off) or "`null`"
+            value = ", ".join(f"`{_cell(format_value(accepted))}`" for accepted in row.accepts) or "`null`"
             if row.switch:
                 value = f"any while `{row.switch}` is off"
             elif row.same_as:
@@ -227,7 +225,7 @@ def _docs_lines() -> Iterator[str]:
 
 def _unsupported_value_rows(state: KeyState) -> Iterator[str]:
     """Yield table rows for unsupported values of keys that act."""
-    for path, reasons in UNSUPPORTED_VALUES.items():
+    for path, reasons in unsupported_values().items():
         key = schema_keys()[path]
         accepted = ", ".join(f"`{_cell(format_value(choice))}`" for choice in key.choices) or _cell(key.kind)
         for reason in dict.fromkeys(reasons.values()):

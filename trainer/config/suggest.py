@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from .nemo.other_frameworks import FOREIGN_NAMES
+from .nemo.other_frameworks import foreign_names
 
 _WRONG_PARENT = 1.0
 _NOT_ACTING = 0.25
@@ -91,7 +91,7 @@ def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3)
     if foreign is not None and min((scored[key] for key in scored if acting[key]), default=9.0) > 1.0 + (parent != ""):
         scored[foreign] = -1.0
     elif foreign is not None:
-        beside = foreign.rpartition(".")[0] == parent or f"{parent}.{name}" in FOREIGN_NAMES
+        beside = foreign.rpartition(".")[0] == parent or f"{parent}.{name}" in foreign_names()
         scored[foreign] = min(scored.get(foreign, 9.0), 0.9 if beside else 1.5)
     if not scored:
         scored = dict.fromkeys(_sharing_words(name, tuple(acting)), 9.0)
@@ -102,7 +102,7 @@ def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3)
 def _foreign_match(name: str, parent: str, known: dict[str, bool]) -> str | None:
     """Return the key for a name of another framework; for a T5 below the given stack (or the encoder)."""
     word = name.lower().replace("-", "_")
-    target = FOREIGN_NAMES.get(f"{parent}.{word}", FOREIGN_NAMES.get(word, ""))
+    target = foreign_names().get(f"{parent}.{word}", foreign_names().get(word, ""))
     below = target.removeprefix("model.")
     return next((path for path in (target, f"{parent}.{below}", f"model.encoder.{below}") if path in known), None)
 

@@ -127,6 +127,11 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
     return file
 
 
+def read_table(path: Path) -> Any:
+    """Return the content of a YAML file of this package: without limits, and with keys that may hold dots."""
+    return _build(yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader), "", {}, dots=True)
+
+
 def parse_scalar(text: str) -> Any:
     """Return the value of `text` as a plain YAML scalar, or `text` itself if it is not one."""
     try:
@@ -184,12 +189,12 @@ def _check_bounds(text: str) -> None:
             raise YamlError(f"has more than {MAX_NODES} values, aliases expanded", line)
 
 
-def _build(node: yaml.Node, path: str, lines: dict[str, int]) -> Any:
+def _build(node: yaml.Node, path: str, lines: dict[str, int], dots: bool = False) -> Any:
     """Return plain containers built from the nodes below `path`; `lines` receives the line of each key."""
     if isinstance(node, yaml.MappingNode):
-        return _build_mapping(node, path, lines)
+        return _build_mapping(node, path, lines, dots)
     if isinstance(node, yaml.SequenceNode):
-        return [_build(item, f"{path}[{index}]", {}) for index, item in enumerate(node.value)]
+        return [_build(item, f"{path}[{index}]", {}, dots) for index, item in enumerate(node.value)]
     text: str = node.value
     match node.tag.rpartition(":")[2]:
         case "null":
@@ -204,7 +209,7 @@ def _build(node: yaml.Node, path: str, lines: dict[str, int]) -> Any:
             return text
 
 
-def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int]) -> Tree:
+def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], dots: bool) -> Tree:
     inherited: Tree = {}
     own: Tree = {}
     for key_node, value_node in node.value:
@@ -215,7 +220,7 @@ def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int]) -> 
                 if not isinstance(source, yaml.MappingNode):
                     raise YamlError("`<<` must name a block, or a list of blocks", line)
                 found: dict[str, int] = {}
-                for name, value in _build(source, path, found).items():
+                for name, value in _build(source, path, found, dots).items():
                     inherited.setdefault(name, value)
                 for below, at in found.items():
                     lines.setdefault(below, at)
@@ -225,12 +230,13 @@ def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int]) -> 
         name = key_node.value
         if name in own:
             raise YamlError(f"`{join(path, name)}` is given twice", line)
-        if not name or ("." in name and not path.startswith("defaults[")):
+        if not dots and (not name or ("." in name and not path.startswith("defaults["))):
             raise YamlError(f"the key `{name}` must be one name; write blocks as indented lines, without dots", line)
-        for stale in [known for known in lines if known.startswith(join(path, name) + ".")]:
-            del lines[stale]
+        if name in inherited:
+            for stale in [known for known in lines if known.startswith(join(path, name) + ".")]:
+                del lines[stale]
         lines[join(path, name)] = line
-        own[name] = _build(value_node, join(path, name), lines)
+        own[name] = _build(value_node, join(path, name), lines, dots)
     return {**inherited, **own}
 
 

@@ -17,9 +17,7 @@ from ..problems import Problem
 from ..schema.key_index import enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from ..schema.root import family_of
 from ..suggest import nearest_keys
-from .key_row import KeyRow, KeyState
-from .key_table import KEY_TABLE, find_row, has_rows_below
-from .unsupported_values import UNSUPPORTED_VALUES
+from .key_table import KeyRow, KeyState, find_row, has_rows_below, key_table, unsupported_values
 
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _GPT_TO_T5 = {
@@ -41,7 +39,7 @@ def known_keys(family: Family = "gpt") -> tuple[tuple[str, bool], ...]:
     """Return (path, acts) for every known key of a family, without patterns."""
     keys, blocks = schema_keys(family), schema_blocks(family)
     acting = [(path, True) for path in [*keys, *blocks]]
-    others = (row.pattern for row in KEY_TABLE if not row.pattern.endswith(".*"))
+    others = (pattern for pattern in key_table() if not pattern.endswith(".*"))
     return (*acting, *((path, False) for path in others if path not in keys))
 
 
@@ -184,7 +182,11 @@ class KeyStates:
         if self._is_accepted(row, value):
             return Verdict(path, value, row.state, self._why_accepted(row))
         if row.state is KeyState.NOT_YET:
-            off = "leave it out" if not row.off else f"{row.pattern.removesuffix('.*')}={format_value(row.off[0])}"
+            off = (
+                "leave it out"
+                if not row.accepts
+                else f"{row.pattern.removesuffix('.*')}={format_value(row.accepts[0])}"
+            )
             return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
         return Verdict(path, value, row.state, row.note, f"refused: {row.note}", self._fix(row, path, value))
 
@@ -194,7 +196,7 @@ class KeyStates:
             return row.fix.format(path=path)
         if row.same_as in self._keys:
             return f"~{path} {quoted_override(row.same_as, format_value(value))}"
-        return f"~{path}" if not row.off or row.off[0] is None else f"{path}={format_value(row.off[0])}"
+        return f"~{path}" if not row.accepts or row.accepts[0] is None else f"{path}={format_value(row.accepts[0])}"
 
     def _why_accepted(self, row: KeyRow) -> str:
         if not row.switch:
@@ -207,7 +209,7 @@ class KeyStates:
     def _acting_verdict(self, path: str, value: Any) -> Verdict:
         try:
             unsupported = (
-                UNSUPPORTED_VALUES.get(without_stack(path), {}).get(value) if not isinstance(value, bool) else None
+                unsupported_values().get(without_stack(path), {}).get(value) if not isinstance(value, bool) else None
             )
         except TypeError:  # not hashable
             unsupported = None
@@ -215,13 +217,13 @@ class KeyStates:
             return Verdict(path, value, KeyState.ACTS)
         key = self._keys[path]
         choices = ", ".join(format_value(choice) for choice in key.choices)
-        fix = f"{path}={unsupported.replacement}" if unsupported.replacement else f"{path} takes {choices or key.kind}"
+        fix = f"{path}={unsupported.use}" if unsupported.use else f"{path} takes {choices or key.kind}"
         state, note = unsupported.state, unsupported.note
         return Verdict(path, value, state, note, f"{state.value}: {note}", fix)
 
     def _is_accepted(self, row: KeyRow, value: Any) -> bool:
         """Return True if a key that does not act has a value that changes nothing."""
-        if value is None or value == MISSING or any(_equals(value, off) for off in row.off):
+        if value is None or value == MISSING or any(_equals(value, accepted) for accepted in row.accepts):
             return True
         if row.same_as:
             key = self._keys.get(row.same_as)
@@ -275,11 +277,11 @@ def _families_with(path: str) -> list[Family]:
     return [family for family in FAMILIES if path in schema_keys(family)]
 
 
-def _equals(value: Any, off: Any) -> bool:
-    """Return True if a value equals an `off` value; 1 (a count) differs from 1.0 (a fraction), and 1 from True."""
-    if isinstance(off, float) and isinstance(value, int):
+def _equals(value: Any, accepted: Any) -> bool:
+    """Return True if a value equals an accepted one; 1 (a count) differs from 1.0 (a fraction), and 1 from True."""
+    if isinstance(accepted, float) and isinstance(value, int):
         return False
-    return value == off and isinstance(value, bool) == isinstance(off, bool)
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
 
 
 def _names_code(value: Any) -> bool:

@@ -9,7 +9,7 @@ from .. import dotted_paths
 from ..dotted_paths import Tree
 from ..schema.key_index import STACKS, format_value, schema_keys, without_stack
 from ..schema.root import family_of
-from .unsupported_values import UNSUPPORTED_VALUES
+from .key_table import unsupported_values
 
 _SOURCE, _FILES = "model.data.data_impl", "model.data.train_ds.file_names"
 _WANDB = "exp_manager.wandb_logger_kwargs"
@@ -53,7 +53,7 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     keys = schema_keys(family)
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _CASE_INSENSITIVE):
         value = dotted_paths.get(tree, path)
-        known = [*map(str, keys[path].choices), *map(str, UNSUPPORTED_VALUES.get(without_stack(path), ()))]
+        known = [*map(str, keys[path].choices), *map(str, unsupported_values().get(without_stack(path), ()))]
         if isinstance(value, str) and value not in known:
             matches = [choice for choice in known if choice.lower() == value.lower()]
             if matches:

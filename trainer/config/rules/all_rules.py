@@ -1,245 +1,60 @@
-"""All cross-field rules, and those without a file of their own: precision, norms, optimizer names.
+"""All cross-field rules.
 
-Each rule is one small pure function from the context to findings with full paths; those of the stack are in
-`models/config/model_rules.py`. They run on typed keys, outside pydantic, so that every problem is found at once.
+Every public function of the modules below is a rule: a small pure function from the context to findings with full
+paths. Rules within a stack are in `models/config/model_rules.py`. They run on typed keys, outside pydantic, so that
+every problem is found at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FunctionType, ModuleType
 
-from ....models.config.family_rules import keys_by_stack, model_rules
-from ....models.config.key_block import ConfigBlock, Finding
-from ....models.config.moe_slice import moe_slice
-from ....models.config.position_rules import window_masks_nothing
-from ....models.config.position_slices import BOUNDED_POSITION_TYPES
-from ....models.config.stack import StackKeys
-from ..data_task import task_from_config
-from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
-from ..schema.key_index import format_value
-from ..schema.optim import optimizer_kind, optimizer_settings
-from ..schema.root import T5ModelBlock
-from .checkpoint_rules import CHECKPOINT_RULES
-from .data_rules import DATA_RULES
-from .environment_rules import ENVIRONMENT_RULES
-from .exp_manager_rules import EXP_MANAGER_RULES
-from .fine_tuning_rules import FINE_TUNING_RULES
-from .offload_key_rules import OFFLOAD_RULES
-from .optim_rules import optim_rules
-from .peft_rules import PEFT_RULES
-from .process_rules import PROCESS_RULES
-from .rule_context import Rule, RuleContext, defaults_to_fp32, no_effect
-from .task_rules import TASK_RULES
-from .tokenizer_rules import TOKENIZER_RULES
-
-
-def _stacks(context: RuleContext) -> Iterator[tuple[str, StackKeys]]:
-    """Yield the key prefix and the keys of each stack."""
-    for at, stack in keys_by_stack(context.root.model).items():
-        yield f"model.{at}", stack
-
-
-def query_key_scaling_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
-    """`apply_query_key_layer_scaling` has no effect: fp16 is not supported, and NeMo disables it otherwise."""
-    for at, stack in _stacks(context):
-        if stack.apply_query_key_layer_scaling:
-            yield Finding(
-                "warning",
-                (f"{at}apply_query_key_layer_scaling", "trainer.precision"),
-                "it acts with fp16 only and is disabled in every other precision, as in NeMo; it does not change the "
-                "mathematical result",
-                f"{at}apply_query_key_layer_scaling=false",
-            )
-
-
-def main_weights_need_bf16(context: RuleContext) -> Iterator[Finding]:
-    """`megatron_amp_O2` acts only with `precision: bf16`."""
-    trainer, model = context.root.trainer, context.root.model
-    if defaults_to_fp32(context) and "model.megatron_amp_O2" in context.set_by_user:
-        yield Finding(
-            "warning",
-            ("model.megatron_amp_O2", "trainer.precision", "trainer.accelerator"),
-            f"no effect with `precision` (null), which is 32 with `accelerator` ({trainer.accelerator}): main weights "
-            "and autocast are for bf16",
-            "trainer.precision=bf16, or ~model.megatron_amp_O2",
-        )
-    if trainer.precision is None or trainer.precision == "bf16":
-        return
-    # False is what fp32 and bf16-mixed do anyway; bf16-true has neither main weights nor autocast.
-    is_ignored = model.megatron_amp_O2 or trainer.precision == "bf16-true"
-    if is_ignored and "model.megatron_amp_O2" in context.given:
-        yield Finding(
-            "warning",
-            ("model.megatron_amp_O2", "trainer.precision"),
-            f"no effect with `precision` ({format_value(trainer.precision)}): main weights and autocast are for bf16",
-            "trainer.precision=bf16, or ~model.megatron_amp_O2",
-        )
-
-
-def norm_weight_decay_acts(context: RuleContext) -> Iterator[Finding]:
-    """`do_layer_norm_weight_decay` needs weight decay and trainable norms."""
-    model = context.root.model
-    key, peft = "model.do_layer_norm_weight_decay", model.peft
-    if not model.do_layer_norm_weight_decay or key not in context.set_by_user:
-        return
-    without_norms = peft.peft_scheme in ("lora", "ptuning", "ia3") or (
-        peft.peft_scheme == "adapter" and peft.adapter_tuning.norm_position is None
-    )
-    if model.optim.weight_decay == 0:
-        yield no_effect(key, "model.optim.weight_decay", "with `weight_decay` (0)")
-    elif without_norms:
-        when = f"with `peft_scheme` ({peft.peft_scheme}), which trains no norms"
-        yield no_effect(key, "model.peft.peft_scheme", when)
-
-
-def init_settings_act(context: RuleContext) -> Iterator[Finding]:
-    """Initialization settings have no effect with `restore_from_path`, which must hold every weight."""
-    model = context.root.model
-    if model.restore_from_path is None:
-        return
-    settings: list[tuple[str, ConfigBlock, str]] = [("model.", model, "embedding_init_method_std")]
-    for at, stack in _stacks(context):
-        settings += [(at, stack, "init_method_std"), (at, stack, "use_scaled_init_method")]
-    for at, block, name in settings:
-        path = f"{at}{name}"
-        if path in context.set_by_user and getattr(block, name) != type(block).model_fields[name].default:
-            yield no_effect(path, "model.restore_from_path", "with `restore_from_path`, which holds every weight")
-
-
-def cuda_graph_needs_grouped_gemm(context: RuleContext) -> Iterator[Finding]:
-    """Experts without grouped GEMM read token counts on the host, which CUDA graph capture does not allow."""
-    model = context.root.model
-    for at, stack in _stacks(context):
-        moe = moe_slice(stack, is_t5=isinstance(model, T5ModelBlock))
-        if model.enable_cuda_graph and moe is not None and moe.reads_counts:
-            yield Finding(
-                "error",
-                (f"{at}moe_grouped_gemm", "model.enable_cuda_graph"),
-                "`moe_grouped_gemm` (False) is not supported with `enable_cuda_graph` (True): experts that run one "
-                "after the other wait for their token counts, which cannot be captured",
-                f"{at}moe_grouped_gemm=null, or model.enable_cuda_graph=False",
-            )
-
-
-def optimizer_offloading_saves_memory(context: RuleContext) -> Iterator[Finding]:
-    """`cpu_offloading_optimizer` needs a CUDA device and an optimizer with state."""
-    trainer, model = context.root.trainer, context.root.model
-    key, kind = "model.cpu_offloading_optimizer", optimizer_kind(model.optim.name)
-    if not model.cpu_offloading_optimizer:
-        return
-    if trainer.accelerator in ("cpu", "mps"):
-        yield no_effect(
-            key, "trainer.accelerator", f"with `accelerator` ({trainer.accelerator}): it needs a CUDA device"
-        )
-        return
-    chosen = optimizer_settings(model.optim)
-    missing = {"sgd": "momentum", "adafactor": "beta1"}.get(kind)
-    has_main_weights = trainer.precision in (None, "bf16") and model.megatron_amp_O2
-    if missing is not None and not chosen[missing] and not has_main_weights:
-        state = "no state" if kind == "sgd" else "only a few vectors of state"
-        yield Finding(
-            "warning",
-            (key, f"model.optim.{missing}", "model.optim.name"),
-            f"`cpu_offloading_optimizer` saves no memory: without `{missing}` and main weights {kind} has {state}",
-            f"~{key}",
-        )
-
-
-def layernorm1p_is_zero_centered(context: RuleContext) -> Iterator[Finding]:
-    """`layernorm_zero_centered_gamma: False` has no effect with `layernorm1p`, which is zero-centred."""
-    for at, stack in _stacks(context):
-        path = f"{at}layernorm_zero_centered_gamma"
-        if (
-            stack.normalization == "layernorm1p"
-            and not stack.layernorm_zero_centered_gamma
-            and path in context.set_by_user
-        ):
-            yield Finding(
-                "warning",
-                (path, f"{at}normalization"),
-                "`layernorm_zero_centered_gamma` (False) has no effect with `layernorm1p`, whose weight is "
-                "zero-centred",
-                f"{at}normalization=layernorm",
-            )
-
-
-def optimizer_aliases_are_adamw(context: RuleContext) -> Iterator[Finding]:
-    """Note that NeMo's fused and distributed optimizers are AdamW here."""
-    model = context.root.model
-    name = model.optim.name
-    if name in DISTRIBUTED_OPTIMIZERS:
-        what = "`fsdp` shards its state" if model.fsdp else "its state is sharded over the processes"
-        yield Finding("info", ("model.optim.name",), f"`{name}` is AdamW here; {what}", "adamw")
-    elif name != optimizer_kind(name):
-        yield Finding(
-            "info", ("model.optim.name",), f"`{name}` is AdamW here, fused if the device supports it", "adamw"
-        )
-
-
-def cross_attention_bias_excludes_packing(context: RuleContext) -> Iterator[Finding]:
-    """A relative bias in cross-attention does not support packing: packed pairs have different offsets."""
-    model = context.root.model
-    if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type != "relative":
-        return
-    if not model.decoder.relative_position_bias_self_attention_only and model.data.packed_sequence:
-        yield Finding(
-            "error",
-            ("model.decoder.relative_position_bias_self_attention_only", "model.data.packed_sequence"),
-            "`relative_position_bias_self_attention_only` (False) is not supported with `packed_sequence`: input and "
-            "target of packed pairs have different offsets, which one bias cannot represent",
-            "model.decoder.relative_position_bias_self_attention_only=true, or model.data.packed_sequence=false",
-        )
-
-
-def decoder_window_has_effect(context: RuleContext) -> Iterator[Finding]:
-    """Warn if the decoder's window covers the longest target; the model's rules check the encoder's window."""
-    model = context.root.model
-    if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type not in BOUNDED_POSITION_TYPES:
-        return
-    try:
-        target_length = task_from_config(context.root).decoder_length
-    except ValueError:  # invalid lengths are reported by another rule
-        return
-    longest = max(target_length, model.max_position_embeddings or 0)
-    if window_masks_nothing(model.decoder, causal=True, longest=longest):
-        yield Finding(
-            "warning",
-            ("model.decoder.window_size", "model.data.seq_length_dec", "model.max_position_embeddings"),
-            f"`decoder.window_size` ({model.decoder.window_size}) has no effect: decoder sequences have at most "
-            f"{longest} tokens (`data.seq_length_dec`, `max_position_embeddings`)",
-            "model.decoder.window_size=null",
-        )
-
-
-def optimizer_and_schedule(context: RuleContext) -> Iterator[Finding]:
-    """Check the rules of `model.optim`."""
-    yield from optim_rules(context.root.model.optim, context.set_by_user, context.root.trainer.max_steps)
-
-
-RULES: tuple[Rule, ...] = (
-    *PROCESS_RULES,
-    *OFFLOAD_RULES,
-    optimizer_and_schedule,
-    query_key_scaling_is_for_fp16,
-    main_weights_need_bf16,
-    norm_weight_decay_acts,
-    init_settings_act,
-    cuda_graph_needs_grouped_gemm,
-    optimizer_offloading_saves_memory,
-    layernorm1p_is_zero_centered,
-    optimizer_aliases_are_adamw,
-    cross_attention_bias_excludes_packing,
-    decoder_window_has_effect,
-    *DATA_RULES,
-    *TASK_RULES,
-    *FINE_TUNING_RULES,
-    *TOKENIZER_RULES,
-    *PEFT_RULES,
-    *CHECKPOINT_RULES,
-    *EXP_MANAGER_RULES,
-    *ENVIRONMENT_RULES,
+from ....models.config.family_rules import model_rules
+from ....models.config.key_block import Finding
+from . import (
+    checkpoint_rules,
+    data_rules,
+    environment_rules,
+    exp_manager_rules,
+    fine_tuning_rules,
+    model_key_rules,
+    offload_key_rules,
+    optim_rules,
+    peft_rules,
+    process_rules,
+    task_rules,
+    tokenizer_rules,
 )
+from .rule_context import RuleContext
+
+Rule = Callable[[RuleContext], Iterator[Finding]]
+
+_MODULES = (
+    process_rules,
+    offload_key_rules,
+    optim_rules,
+    model_key_rules,
+    data_rules,
+    task_rules,
+    fine_tuning_rules,
+    tokenizer_rules,
+    peft_rules,
+    checkpoint_rules,
+    exp_manager_rules,
+    environment_rules,
+)
+
+
+def _rules_of(module: ModuleType) -> Iterator[Rule]:
+    """Yield the public functions that a module defines, in its order."""
+    for name, member in vars(module).items():
+        if isinstance(member, FunctionType) and member.__module__ == module.__name__ and not name.startswith("_"):
+            yield member
+
+
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in _rules_of(module))
 
 
 def run_rules(context: RuleContext) -> list[Finding]:

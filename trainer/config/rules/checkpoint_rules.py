@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
-from .rule_context import Rule, RuleContext, no_effect
+from .rule_context import RuleContext, no_effect
 
 
 def names_stay_below_exp_dir(context: RuleContext) -> Iterator[Finding]:
@@ -151,14 +151,3 @@ def checkpoint_interval_fits_run(context: RuleContext) -> Iterator[Finding]:
             "the run is saved",
             "exp_manager.checkpoint_callback_params.every_n_train_steps=1000",
         )
-
-
-CHECKPOINT_RULES: tuple[Rule, ...] = (
-    names_stay_below_exp_dir,
-    explicit_log_dir_overrides_names,
-    ignore_no_checkpoint_needs_resume,
-    checkpoint_params_need_callback,
-    some_checkpoint_is_saved,
-    validation_keys_need_validation,
-    checkpoint_interval_fits_run,
-)

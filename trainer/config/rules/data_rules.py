@@ -12,7 +12,7 @@ from ..schema.key_index import format_value
 from ..schema.root import T5ModelBlock
 from ..schema.trainer_and_data import DataBlock
 from ..suggest import closest
-from .rule_context import Rule, RuleContext, no_effect
+from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.data"
 _IMPL = f"{_AT}.data_impl"
@@ -105,18 +105,17 @@ def splits_are_not_empty(context: RuleContext) -> Iterator[Finding]:
     data, trainer = context.root.model.data, context.root.trainer
     shares = [float(share) for share in data.splits_string.split(",")]
     key = "model.data.splits_string"
-    unused = ""
+    why_unused = ""
     if data.data_impl == "mock":
-        unused = "with `data_impl: mock`: each split is random tokens"
+        why_unused = "with `data_impl: mock`: each split is random tokens"
     elif data.data_impl not in BUILT_IN_DATASETS:
         return  # the installed package splits its data
     elif data.data_impl == "mmap" and is_per_split(data.data_prefix):
-        unused = "with a `data_prefix` for each split"
+        why_unused = "with a `data_prefix` for each split"
     elif data.data_impl == "jsonl" and data.train_ds.file_names is not None:
-        unused = "with `train_ds.file_names`: each split has its own files"
-    if unused:
-        if key in context.set_by_user and data.splits_string != DataBlock.model_fields["splits_string"].default:
-            yield no_effect(key, "model.data.data_impl", unused)
+        why_unused = "with `train_ds.file_names`: each split has its own files"
+    if why_unused:
+        yield from unused(context, key, "model.data.data_impl", why_unused)
         return
     if shares[0] == 0:
         yield Finding(
@@ -167,13 +166,14 @@ def unused_data_settings(context: RuleContext) -> Iterator[Finding]:
     data = model.data
     in_chunks = data.respect_document_boundaries and task_name(model) == "t5"
     for name in ("index_mapping_dir", "shuffle_documents"):
-        if data.data_impl in BUILT_IN_DATASETS and data.data_impl != "mmap" and _is_set(context, name):
-            yield no_effect(f"{_AT}.{name}", _IMPL, f"with `data_impl: {data.data_impl}`")
-        elif data.data_impl == "mmap" and in_chunks and _is_set(context, name):
+        if data.data_impl in BUILT_IN_DATASETS and data.data_impl != "mmap":
+            yield from unused(context, f"{_AT}.{name}", _IMPL, f"with `data_impl: {data.data_impl}`")
+        elif data.data_impl == "mmap" and in_chunks:
             when = "with `respect_document_boundaries`: document chunks are shuffled individually, without an index"
-            yield no_effect(f"{_AT}.{name}", f"{_AT}.respect_document_boundaries", when)
-    if data.data_impl in BUILT_IN_DATASETS and data.data_impl != "huggingface" and _is_set(context, "dataset_kwargs"):
-        yield no_effect(f"{_AT}.dataset_kwargs", _IMPL, f"with `data_impl: {data.data_impl}`, which has none")
+            yield from unused(context, f"{_AT}.{name}", f"{_AT}.respect_document_boundaries", when)
+    if data.data_impl in BUILT_IN_DATASETS and data.data_impl != "huggingface":
+        when = f"with `data_impl: {data.data_impl}`, which has none"
+        yield from unused(context, f"{_AT}.dataset_kwargs", _IMPL, when)
     if model.family == "gpt" and data.eod_mask_loss and data.data_impl == "mock":
         yield no_effect(f"{_AT}.eod_mask_loss", _IMPL, "with `data_impl: mock`: random tokens have no documents")
     for name in ("reset_position_ids", "reset_attention_mask"):
@@ -225,24 +225,3 @@ def reset_position_ids_has_effect(context: RuleContext) -> Iterator[Finding]:
             "on relative distances only: with `reset_attention_mask` all of them are within a document",
             f"~{keys[0]}",
         )
-
-
-def _is_set(context: RuleContext, name: str) -> bool:
-    value = getattr(context.root.model.data, name)
-    key = f"{_AT}.{name}"
-    # A block appears in `own` by its keys.
-    is_given = key in context.set_by_user or any(path.startswith(f"{key}.") for path in context.set_by_user)
-    return is_given and value != DataBlock.model_fields[name].default
-
-
-DATA_RULES: tuple[Rule, ...] = (
-    data_impl_is_known,
-    path_matches_data_impl,
-    data_prefix_matches_data_impl,
-    splits_are_not_empty,
-    seq_length_matches_model,
-    data_prefix_has_validation,
-    unused_data_settings,
-    document_ends_need_eod_token,
-    reset_position_ids_has_effect,
-)

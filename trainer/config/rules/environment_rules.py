@@ -10,7 +10,7 @@ from ...utils.environment import format_variable
 from ...utils.redaction import has_user_info, is_ambiguous_secret, is_secret
 from ..schema.key_index import format_value
 from ..suggest import closest
-from .rule_context import Rule, RuleContext
+from .rule_context import RuleContext
 
 _SECRET_LENGTH = 16
 """Minimum length of an API key or token; most column names and special tokens are shorter."""
@@ -83,11 +83,3 @@ def _is_secret_argument(name: str, value: object) -> bool:
     if not is_secret(name):
         return False
     return not is_ambiguous_secret(name) or any(len(text) >= _SECRET_LENGTH for text in texts)
-
-
-ENVIRONMENT_RULES: tuple[Rule, ...] = (
-    variable_names_are_valid,
-    env_vars_match_environment,
-    nvte_flags_are_known,
-    config_holds_no_secrets,
-)

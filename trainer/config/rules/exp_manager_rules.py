@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from pydantic import BaseModel
-
 from ....models.config.key_block import Finding
 from ...utils.redaction import has_user_info
 from ...utils.text import parse_duration
 from ..schema.exp_manager import TRAINING_METRICS, Metric
-from .rule_context import Rule, RuleContext, no_effect
+from .rule_context import RuleContext, is_changed, no_effect
 
 _AT = "exp_manager"
 _CALLBACK = f"{_AT}.checkpoint_callback_params"
@@ -32,7 +30,7 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
     )
     for block, switch, is_on in groups:
         inert = sorted(path for path in context.set_by_user if path.startswith(f"{block}.") and path != switch)
-        inert = [path for path in inert if _differs(context.root, path)]
+        inert = [path for path in inert if is_changed(context, path)]
         if inert and not is_on:
             count = f"{len(inert)} {'key' if len(inert) == 1 else 'keys'}"
             names = ", ".join(f"`{path.removeprefix(f'{block}.')}`" for path in inert[:6])
@@ -42,17 +40,6 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
                 f"{count} without effect because `{switch}` is False: {names}",
                 f"{switch}=true",
             )
-
-
-def _differs(root: BaseModel, path: str) -> bool:
-    """Return True if a key has another value than its default; always for a key of an open block."""
-    block: object = root
-    *parents, name = path.split(".")
-    for parent in parents:
-        block = getattr(block, parent, None)
-    if not isinstance(block, BaseModel) or name not in type(block).model_fields:
-        return True
-    return getattr(block, name) != type(block).model_fields[name].default
 
 
 def wandb_has_a_project(context: RuleContext) -> Iterator[Finding]:
@@ -129,7 +116,7 @@ def checkpoint_ranking_is_used(context: RuleContext) -> Iterator[Finding]:
     effect = "keeps all of them" if params.save_top_k == -1 else "keeps no ranked ones"
     for name in ("monitor", "mode"):
         path = f"{_CALLBACK}.{name}"
-        if path in context.set_by_user and _differs(context.root, path):
+        if is_changed(context, path):
             yield Finding(
                 "info",
                 (path, f"{_CALLBACK}.save_top_k"),
@@ -279,19 +266,3 @@ def _step_range_findings(start: str, end: str, first: int, last: int, limit: str
             f"step {first} is never reached: `{limit.rpartition('.')[2]}` is {steps}",
             f"{limit}={last}",
         )
-
-
-EXP_MANAGER_RULES: tuple[Rule, ...] = (
-    settings_of_disabled_features,
-    wandb_has_a_project,
-    mlflow_settings_act,
-    monitored_metrics_are_measured,
-    checkpoint_ranking_is_used,
-    ema_is_used,
-    smaller_time_limit_applies,
-    time_limits_are_positive,
-    save_interval_is_positive,
-    copied_files_have_distinct_names,
-    fast_dev_run_disables_features,
-    profiled_steps_are_reached,
-)

@@ -10,8 +10,8 @@ from ..data_task import task_name
 from ..prompt_template import prompt_template_from_config
 from ..schema.key_index import format_value
 from ..schema.root import ModelBlock
-from ..schema.trainer_and_data import DataBlock, TrainSetBlock
-from .rule_context import Rule, RuleContext, no_effect
+from ..schema.trainer_and_data import DataBlock
+from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.data"
 _SET = f"{_AT}.train_ds"
@@ -177,30 +177,16 @@ def unused_prompt_settings(context: RuleContext) -> Iterator[Finding]:
         why = "with `chat: true`: the chat template formats the whole chat"
     elif data.data_impl == "mock":
         why = "with `data_impl: mock`"
-    for key in _PROMPT_KEYS:
-        if why and _is_set(context, key):
-            yield no_effect(f"{_SET}.{key}", _CHAT if name == "sft" else f"{_AT}.dataset_type", why)
+    for key in _PROMPT_KEYS if why else ():
+        yield from unused(context, f"{_SET}.{key}", _CHAT if name == "sft" else f"{_AT}.dataset_type", why)
     if name == "sft" and data.data_impl in _JSON_IMPLS:
-        for key, unused in (("context_key", data.chat or data.train_ds.prompt_template), ("label_key", data.chat)):
-            path = f"{_AT}.{key}"
-            if unused and path in context.set_by_user and getattr(data, key) != type(data).model_fields[key].default:
-                when = "with `chat: true`" if data.chat else "with a `prompt_template`, which names the fields itself"
-                yield no_effect(path, _CHAT if data.chat else f"{_SET}.prompt_template", when)
+        if data.chat:
+            for key in ("context_key", "label_key"):
+                yield from unused(context, f"{_AT}.{key}", _CHAT, "with `chat: true`")
+        elif data.train_ds.prompt_template:
+            when = "with a `prompt_template`, which names the fields itself"
+            yield from unused(context, f"{_AT}.context_key", f"{_SET}.prompt_template", when)
     if isinstance(model, ModelBlock) and model.answer_only_loss and name != "sft":
         yield no_effect("model.answer_only_loss", f"{_AT}.dataset_type", f"with `dataset_type: {name}`")
     if isinstance(model, ModelBlock) and name == "sft" and data.data_impl == "mock" and model.answer_only_loss is False:
         yield no_effect("model.answer_only_loss", f"{_AT}.data_impl", "with `data_impl: mock`")
-
-
-def _is_set(context: RuleContext, name: str) -> bool:
-    default = TrainSetBlock.model_fields[name].default
-    return f"{_SET}.{name}" in context.set_by_user and getattr(context.root.model.data.train_ds, name) != default
-
-
-FINE_TUNING_RULES: tuple[Rule, ...] = (
-    each_split_has_files,
-    chat_needs_gpt,
-    prompt_template_is_valid,
-    sft_needs_eos_token,
-    unused_prompt_settings,
-)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....models.config.family_rules import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.config.memory_slice import OffloadSlice, full_recompute_layers, offload_slice, selected_modules
-from .rule_context import Rule, RuleContext, no_effect, num_processes
+from .rule_context import RuleContext, no_effect, num_processes
 
 _HOST_MEMORY_ACCELERATORS = ("cpu", "mps")
 """Accelerators that use host memory."""
@@ -76,11 +76,3 @@ def cuda_graph_excludes_offloading(context: RuleContext) -> Iterator[Finding]:
             "memory pool",
             f"model.enable_cuda_graph=null, or {at}cpu_offloading=false",
         )
-
-
-OFFLOAD_RULES: tuple[Rule, ...] = (
-    offloading_needs_cuda,
-    recompute_with_offloading,
-    offloaded_weights_are_not_sharded,
-    cuda_graph_excludes_offloading,
-)

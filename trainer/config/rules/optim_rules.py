@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import fields
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
 from ..lr_schedule import SCHEDULES, resolve_steps
 from ..schema.optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
-from .rule_context import no_effect
+from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.optim"
 _SCHED = "model.optim.sched"
@@ -17,45 +17,26 @@ _PHASES = ("warmup", "constant", "hold")
 _COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "sched"})
 
 
-@dataclass(frozen=True)
-class OptimContext:
-    """Input of an optimizer rule.
-
-    Attributes:
-        optim: the typed keys.
-        set_by_user: paths set by the user, not by a packaged file.
-        max_steps: `trainer.max_steps`.
-    """
-
-    optim: OptimBlock
-    set_by_user: frozenset[str]
-    max_steps: int
-
-    @property
-    def sched(self) -> SchedBlock:
-        """The keys of the schedule."""
-        return self.optim.sched
-
-    @property
-    def length(self) -> int:
-        """Steps of the schedule."""
-        return self.sched.max_steps or self.max_steps
-
-    @property
-    def relative(self) -> bool:
-        """True if Adafactor's relative step replaces the schedule."""
-        return self.optim.name == "adafactor" and self.optim.relative_step
-
-    @property
-    def schedule_fields(self) -> frozenset[str]:
-        """Settings of the chosen schedule."""
-        return frozenset(field.name for field in fields(SCHEDULES[self.sched.name]))
+def _schedule_length(context: RuleContext) -> int:
+    """Return the number of steps of the schedule."""
+    return context.root.model.optim.sched.max_steps or context.root.trainer.max_steps
 
 
-def eps_fits_optimizer(context: OptimContext) -> Iterator[Finding]:
+def _uses_relative_step(context: RuleContext) -> bool:
+    """Return True if Adafactor's relative step replaces the schedule."""
+    optim = context.root.model.optim
+    return optim.name == "adafactor" and optim.relative_step
+
+
+def _schedule_fields(sched: SchedBlock) -> frozenset[str]:
+    """Return the settings of the chosen schedule."""
+    return frozenset(field.name for field in fields(SCHEDULES[sched.name]))
+
+
+def eps_fits_optimizer(context: RuleContext) -> Iterator[Finding]:
     """Adafactor takes two values of `eps`, AdamW and Muon one."""
-    name, eps = context.optim.name, context.optim.eps
-    kind = optimizer_kind(name)
+    optim = context.root.model.optim
+    name, eps, kind = optim.name, optim.eps, optimizer_kind(optim.name)
     if kind == "adafactor" and isinstance(eps, float):
         rule = "`adafactor` takes two values of `eps`, for squared gradients and for the RMS of parameters"
         default = "[1e-30,1e-3]"
@@ -66,12 +47,13 @@ def eps_fits_optimizer(context: OptimContext) -> Iterator[Finding]:
     yield Finding("error", (f"{_AT}.eps", f"{_AT}.name"), rule, f"{_AT}.eps={default}")
 
 
-def nesterov_needs_momentum(context: OptimContext) -> Iterator[Finding]:
+def nesterov_needs_momentum(context: RuleContext) -> Iterator[Finding]:
     """Nesterov momentum needs a positive momentum (sgd, muon)."""
-    if optimizer_kind(context.optim.name) not in ("sgd", "muon"):
+    optim = context.root.model.optim
+    if optimizer_kind(optim.name) not in ("sgd", "muon"):
         return
-    settings = optimizer_settings(context.optim)
-    if context.optim.nesterov and not settings["momentum"]:
+    settings = optimizer_settings(optim)
+    if optim.nesterov and not settings["momentum"]:
         yield Finding(
             "error",
             (f"{_AT}.nesterov", f"{_AT}.momentum"),
@@ -80,9 +62,9 @@ def nesterov_needs_momentum(context: OptimContext) -> Iterator[Finding]:
         )
 
 
-def warmup_init_needs_relative_step(context: OptimContext) -> Iterator[Finding]:
+def warmup_init_needs_relative_step(context: RuleContext) -> Iterator[Finding]:
     """`warmup_init` acts only with `relative_step`."""
-    optim = context.optim
+    optim = context.root.model.optim
     if optim.name == "adafactor" and optim.warmup_init and not optim.relative_step:
         yield Finding(
             "error",
@@ -92,31 +74,31 @@ def warmup_init_needs_relative_step(context: OptimContext) -> Iterator[Finding]:
         )
 
 
-def unused_optimizer_keys(context: OptimContext) -> Iterator[Finding]:
+def unused_optimizer_keys(context: RuleContext) -> Iterator[Finding]:
     """Warn about settings of other optimizers."""
-    optim = context.optim
+    optim = context.root.model.optim
     acting = _COMMON_KEYS | optimizer_settings(optim).keys()
     if optim.name == "adafactor":
         acting |= set(RELATIVE_STEP_KEYS)
     for key in OptimBlock.model_fields:
-        changes = getattr(optim, key) not in (None, OptimBlock.model_fields[key].default)
-        if key not in acting and changes and f"{_AT}.{key}" in context.set_by_user:
-            yield no_effect(f"{_AT}.{key}", f"{_AT}.name", f"with `{optim.name}`")
+        if key not in acting and getattr(optim, key) is not None:
+            yield from unused(context, f"{_AT}.{key}", f"{_AT}.name", f"with `{optim.name}`")
 
 
-def relative_step_replaces_schedule(context: OptimContext) -> Iterator[Finding]:
+def relative_step_replaces_schedule(context: RuleContext) -> Iterator[Finding]:
     """`lr` and `sched` have no effect with `relative_step`."""
-    if not context.relative:
+    if not _uses_relative_step(context):
         return
     for path in sorted(context.set_by_user):
         if path == f"{_AT}.lr" or path.startswith(f"{_SCHED}."):
             yield no_effect(path, f"{_AT}.relative_step", "with `relative_step`, which sets the learning rate")
 
 
-def steps_or_ratio(context: OptimContext) -> Iterator[Finding]:
+def steps_or_ratio(context: RuleContext) -> Iterator[Finding]:
     """Only one of `X_steps` and `X_ratio` may be given."""
+    sched = context.root.model.optim.sched
     for name in _PHASES:
-        steps, ratio = getattr(context.sched, f"{name}_steps"), getattr(context.sched, f"{name}_ratio")
+        steps, ratio = getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio")
         if steps is not None and ratio is not None:
             yield Finding(
                 "error",
@@ -126,12 +108,13 @@ def steps_or_ratio(context: OptimContext) -> Iterator[Finding]:
             )
 
 
-def unused_schedule_keys(context: OptimContext) -> Iterator[Finding]:
+def unused_schedule_keys(context: RuleContext) -> Iterator[Finding]:
     """Warn about settings of other schedules."""
-    sched, name = context.sched, context.sched.name
-    if context.relative:
+    sched = context.root.model.optim.sched
+    name = sched.name
+    if _uses_relative_step(context):
         return
-    acting = context.schedule_fields
+    acting = _schedule_fields(sched)
     for key, field in SchedBlock.model_fields.items():
         if key == "name" or getattr(sched, key) in (None, 0, field.default):
             continue
@@ -147,19 +130,20 @@ def unused_schedule_keys(context: OptimContext) -> Iterator[Finding]:
         yield no_effect(f"{_AT}.lr", f"{_SCHED}.name", f"with `{name}`, whose learning rate is 1 / sqrt(step)")
 
 
-def min_lr_is_reached(context: OptimContext) -> Iterator[Finding]:
+def min_lr_is_reached(context: RuleContext) -> Iterator[Finding]:
     """Some schedules use `min_lr` only after their last step."""
     without_floor = ("WarmupPolicy", "WarmupHoldPolicy", "InverseSquareRootAnnealing", "T5InverseSquareRootAnnealing")
-    path = f"{_SCHED}.min_lr"
-    never = context.sched.name in without_floor and context.length >= context.max_steps and not context.relative
-    if never and context.sched.min_lr and path in context.set_by_user:
-        yield no_effect(path, f"{_SCHED}.name", f"with `{context.sched.name}` before the schedule has ended")
+    sched, path = context.root.model.optim.sched, f"{_SCHED}.min_lr"
+    never = sched.name in without_floor and _schedule_length(context) >= context.root.trainer.max_steps
+    if never and not _uses_relative_step(context) and sched.min_lr and path in context.set_by_user:
+        yield no_effect(path, f"{_SCHED}.name", f"with `{sched.name}` before the schedule has ended")
 
 
-def schedule_has_required_keys(context: OptimContext) -> Iterator[Finding]:
+def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
     """Some schedules have required settings; NeMo crashes without them."""
-    sched, name = context.sched, context.sched.name
-    if context.relative:
+    sched = context.root.model.optim.sched
+    name, length = sched.name, _schedule_length(context)
+    if _uses_relative_step(context):
         return
     if name == "NoamAnnealing" and sched.d_model is None:
         yield Finding(
@@ -168,15 +152,15 @@ def schedule_has_required_keys(context: OptimContext) -> Iterator[Finding]:
             "`NoamAnnealing` divides by the square root of `d_model`, which is not set",
             f"{_SCHED}.d_model='${{model.hidden_size}}'",
         )
-    if name == "NoamHoldAnnealing" and not resolve_steps(sched.warmup_steps, sched.warmup_ratio, context.length):
+    if name == "NoamHoldAnnealing" and not resolve_steps(sched.warmup_steps, sched.warmup_ratio, length):
         yield Finding(
             "error",
             (f"{_SCHED}.warmup_steps", f"{_SCHED}.name"),
             "`NoamHoldAnnealing` needs warm-up steps, which scale its decay",
-            f"{_SCHED}.warmup_steps={max(1, context.length // 10)}",
+            f"{_SCHED}.warmup_steps={max(1, length // 10)}",
         )
     if name == "T5InverseSquareRootAnnealing":
-        constant = resolve_steps(sched.constant_steps, sched.constant_ratio, context.length)
+        constant = resolve_steps(sched.constant_steps, sched.constant_ratio, length)
         if not constant:
             yield Finding(
                 "error",
@@ -186,10 +170,11 @@ def schedule_has_required_keys(context: OptimContext) -> Iterator[Finding]:
             )
 
 
-def schedule_phases_fit(context: OptimContext) -> Iterator[Finding]:
+def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
     """Warm-up, hold and constant phase must leave steps for the decay."""
-    sched, total, acting = context.sched, context.length, context.schedule_fields
-    if context.relative or "max_steps" not in acting or "warmup_steps" not in acting:
+    sched, total = context.root.model.optim.sched, _schedule_length(context)
+    acting = _schedule_fields(sched)
+    if _uses_relative_step(context) or "max_steps" not in acting or "warmup_steps" not in acting:
         return
     phases = {"warmup": "warm-up", "hold": "hold", "constant": "constant phase"}
     steps_of_phase: dict[str, int] = {}
@@ -212,41 +197,13 @@ def schedule_phases_fit(context: OptimContext) -> Iterator[Finding]:
         )
 
 
-def min_lr_is_below_lr(context: OptimContext) -> Iterator[Finding]:
+def min_lr_is_below_lr(context: RuleContext) -> Iterator[Finding]:
     """`min_lr` must not exceed `lr`."""
-    optim = context.optim
-    if optim.sched.min_lr > optim.lr and "lr" in context.schedule_fields and not context.relative:
+    optim = context.root.model.optim
+    if optim.sched.min_lr > optim.lr and "lr" in _schedule_fields(optim.sched) and not _uses_relative_step(context):
         yield Finding(
             "error",
             (f"{_SCHED}.min_lr", f"{_AT}.lr"),
             f"`min_lr` ({optim.sched.min_lr:g}) must not be larger than `lr` ({optim.lr:g})",
             f"{_SCHED}.min_lr={optim.lr / 10:g}",
         )
-
-
-RULES: tuple[Callable[[OptimContext], Iterator[Finding]], ...] = (
-    eps_fits_optimizer,
-    nesterov_needs_momentum,
-    warmup_init_needs_relative_step,
-    unused_optimizer_keys,
-    relative_step_replaces_schedule,
-    steps_or_ratio,
-    unused_schedule_keys,
-    min_lr_is_reached,
-    schedule_has_required_keys,
-    schedule_phases_fit,
-    min_lr_is_below_lr,
-)
-
-
-def optim_rules(optim: OptimBlock, set_by_user: frozenset[str], max_steps: int) -> Iterator[Finding]:
-    """Check all rules of `model.optim`.
-
-    Args:
-        optim: the typed keys.
-        set_by_user: paths set by the user, not by a packaged file.
-        max_steps: `trainer.max_steps`.
-    """
-    context = OptimContext(optim, set_by_user, max_steps)
-    for rule in RULES:
-        yield from rule(context)

@@ -11,7 +11,7 @@ from ....models.config.peft_slice import SelectiveSlice, peft_slice
 from ....models.config.position_slices import BOUNDED_POSITION_TYPES
 from ..data_task import task_name
 from ..schema.root import T5ModelBlock
-from .rule_context import Rule, RuleContext, no_effect
+from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.peft"
 _SCHEME = f"{_AT}.peft_scheme"
@@ -68,12 +68,9 @@ def adapter_init_settings_act(context: RuleContext) -> Iterator[Finding]:
     block = _BLOCKS.get(peft.peft_scheme or "", "")
     if peft.restore_from_path is None or not block:
         return
-    settings = getattr(peft, block)
     for name in ("column_init_method", "row_init_method", "init_std"):
-        field, path = type(settings).model_fields.get(name), f"{_AT}.{block}.{name}"
-        if field is not None and path in context.set_by_user and getattr(settings, name) != field.default:
-            when = "with `peft.restore_from_path`, which holds all trained parameters"
-            yield no_effect(path, f"{_AT}.restore_from_path", when)
+        when = "with `peft.restore_from_path`, which holds all trained parameters"
+        yield from unused(context, f"{_AT}.{block}.{name}", f"{_AT}.restore_from_path", when)
 
 
 def layer_selection_is_valid(context: RuleContext) -> Iterator[Finding]:
@@ -168,16 +165,3 @@ def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
             f"`virtual_tokens` ({number}) and `{key}` ({length}) must fit into the model's {positions} positions",
             f"model.{key}={max(1, positions - number)}",
         )
-
-
-PEFT_RULES: tuple[Rule, ...] = (
-    unused_scheme_settings,
-    restored_adapter_needs_scheme,
-    frozen_weights_are_pretrained,
-    adapter_init_settings_act,
-    layer_selection_is_valid,
-    ia3_excludes_experts,
-    expert_bias_needs_trained_router,
-    selective_needs_parameter_names,
-    virtual_tokens_fit,
-)

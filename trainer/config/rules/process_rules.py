@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ....models.config.model_rules import divisors
-from .rule_context import Rule, RuleContext, defaults_to_fp32, no_effect, num_processes
+from .rule_context import RuleContext, defaults_to_fp32, no_effect, num_processes
 
 PARALLEL_SIZE_KEYS = frozenset(
     f"model.{kind}_parallel_size"
@@ -139,12 +139,3 @@ def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:
             f"{times_devices}",
             f"model.global_batch_size={nearest}{other}",
         )
-
-
-PROCESS_RULES: tuple[Rule, ...] = (
-    mps_uses_one_process,
-    cuda_graph_uses_one_gpu,
-    distributed_keys_need_processes,
-    rampup_batch_size_divides,
-    batch_sizes_divide,
-)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+from pydantic import BaseModel
 
 from ....models.config.key_block import Finding
 from ..schema.root import RootBlock
@@ -28,7 +30,17 @@ class RuleContext:
     from_environment: frozenset[str] = frozenset()
 
 
-Rule = Callable[[RuleContext], Iterator[Finding]]
+def is_changed(context: RuleContext, path: str) -> bool:
+    """Return True if the user set a key to another value than its default, or any key of an open block."""
+    if path not in context.set_by_user and not any(known.startswith(f"{path}.") for known in context.set_by_user):
+        return False
+    block: object = context.root
+    *parents, name = path.split(".")
+    for parent in parents:
+        block = getattr(block, parent, None)
+    if not isinstance(block, BaseModel) or name not in type(block).model_fields:
+        return True
+    return getattr(block, name) != type(block).model_fields[name].default
 
 
 def num_processes(context: RuleContext) -> int:
@@ -52,3 +64,9 @@ def no_effect(path: str, other: str, when: str) -> Finding:
         when: the condition, beginning with `with` or `without`.
     """
     return Finding("warning", (path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")
+
+
+def unused(context: RuleContext, path: str, other: str, when: str) -> Iterator[Finding]:
+    """Yield the warning of `no_effect` if the user changed the key."""
+    if is_changed(context, path):
+        yield no_effect(path, other, when)

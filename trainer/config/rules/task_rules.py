@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from ....models.config.key_block import Finding
 from ..data_task import Task, task_from_config, task_name
 from ..dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
-from ..schema.trainer_and_data import DataBlock
 from ..span_lengths import clipped_geometric_mean, noise_counts
-from .rule_context import Rule, RuleContext, no_effect
+from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.data"
 _TYPE = f"{_AT}.dataset_type"
@@ -198,11 +197,8 @@ def _task(context: RuleContext) -> Task | None:
 
 def unused_task_keys(context: RuleContext) -> Iterator[Finding]:
     """Warn about keys of another task or another way of sampling spans."""
-    data = context.root.model.data
     for key, why in _unused_keys(context).items():
-        path = f"{_AT}.{key}"
-        if path in context.set_by_user and getattr(data, key) != DataBlock.model_fields[key].default:
-            yield no_effect(path, _TYPE, why)
+        yield from unused(context, f"{_AT}.{key}", _TYPE, why)
 
 
 def _unused_keys(context: RuleContext) -> dict[str, str]:
@@ -210,37 +206,37 @@ def _unused_keys(context: RuleContext) -> dict[str, str]:
     model = context.root.model
     data, name = model.data, task_name(model)
     without = f"with `dataset_type: {name}`"
-    unused: dict[str, str] = {}
+    found: dict[str, str] = {}
     if name not in ("t5", "bert"):
-        unused |= dict.fromkeys(("masked_lm_prob", "geometric_dist", "mean_ngram_size", *_NGRAM_KEYS), without)
+        found |= dict.fromkeys(("masked_lm_prob", "geometric_dist", "mean_ngram_size", *_NGRAM_KEYS), without)
     elif data.geometric_dist is None:
-        unused |= dict.fromkeys(_NGRAM_KEYS, "with `geometric_dist: null`, which samples T5's spans")
+        found |= dict.fromkeys(_NGRAM_KEYS, "with `geometric_dist: null`, which samples T5's spans")
         if name == "bert":
-            unused["mean_ngram_size"] = "with `geometric_dist: null`, which masks single tokens"
+            found["mean_ngram_size"] = "with `geometric_dist: null`, which masks single tokens"
     elif data.geometric_dist:
-        unused["favor_longer_ngrams"] = "with `geometric_dist: True`"
+        found["favor_longer_ngrams"] = "with `geometric_dist: True`"
     else:
-        unused["mean_ngram_size"] = "with `geometric_dist: False`"
+        found["mean_ngram_size"] = "with `geometric_dist: False`"
     if name != "t5":
-        unused |= dict.fromkeys(("respect_document_boundaries", "short_seq_prob"), without)
+        found |= dict.fromkeys(("respect_document_boundaries", "short_seq_prob"), without)
     elif not data.respect_document_boundaries:
-        unused |= dict.fromkeys(("short_seq_prob", "packed_sequence"), "without `respect_document_boundaries`")
+        found |= dict.fromkeys(("short_seq_prob", "packed_sequence"), "without `respect_document_boundaries`")
     if name not in ("t5", "seq2seq", "sft"):
-        unused["packed_sequence"] = without
+        found["packed_sequence"] = without
     elif data.data_impl == "mock":
-        unused["packed_sequence"] = "with `data_impl: mock`"
+        found["packed_sequence"] = "with `data_impl: mock`"
     if model.family != "t5":
-        unused["seq_length_dec"] = without
+        found["seq_length_dec"] = without
     if model.family == "t5" or name == "sft":
         separated = f"{without}; `packed_sequence` separates samples"
-        unused |= dict.fromkeys(("reset_position_ids", "reset_attention_mask"), separated)
+        found |= dict.fromkeys(("reset_position_ids", "reset_attention_mask"), separated)
         if data.data_impl == "mock" and model.family == "t5":
-            unused |= dict.fromkeys((*_SPAN_SAMPLING_KEYS, *_NGRAM_KEYS), "with `data_impl: mock`")
+            found |= dict.fromkeys((*_SPAN_SAMPLING_KEYS, *_NGRAM_KEYS), "with `data_impl: mock`")
     if name != "gpt":
-        unused["eod_mask_loss"] = without
+        found["eod_mask_loss"] = without
     if data.data_impl not in ("jsonl", "huggingface"):
-        unused |= dict.fromkeys(("context_key", "label_key"), f"with `data_impl: {data.data_impl}`")
-    return unused
+        found |= dict.fromkeys(("context_key", "label_key"), f"with `data_impl: {data.data_impl}`")
+    return found
 
 
 def document_boundaries_are_available(context: RuleContext) -> Iterator[Finding]:
@@ -254,15 +250,3 @@ def document_boundaries_are_available(context: RuleContext) -> Iterator[Finding]
             f"`data_impl: {data.data_impl}` yields windows of tokens without document boundaries",
             f"~{_AT}.respect_document_boundaries",
         )
-
-
-TASK_RULES: tuple[Rule, ...] = (
-    family_supports_task,
-    pair_data_matches_task,
-    sequence_lengths_fit,
-    span_truncation_keeps_mean,
-    sentinels_suffice,
-    mask_token_needs_bert,
-    unused_task_keys,
-    document_boundaries_are_available,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ....models.config.key_block import Finding
-from .rule_context import Rule, RuleContext, no_effect
+from .rule_context import RuleContext, no_effect
 
 
 def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
@@ -63,9 +63,3 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
     for name, libraries in _TOKENIZER_KEYS.items():
         if library not in libraries and getattr(keys, name) != defaults[name].default:
             yield no_effect(f"{at}.{name}", f"{at}.library", f"with `library: {library}`")
-
-
-TOKENIZER_RULES: tuple[Rule, ...] = (
-    tokenizer_needs_text_data,
-    tokenizer_files_are_given,
-)

@@ -1,7 +1,7 @@
 """Keys of the optimizer (`model.optim.*`) and of the learning-rate schedule (`model.optim.sched.*`).
 
 The keys are flat, like NeMo's: each acts for the optimizers and schedules that have such a setting; the rules in
-`optim_rules.py` report those without effect.
+`rules/optim_rules.py` report those without effect.
 """
 
 from __future__ import annotations

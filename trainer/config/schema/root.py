@@ -1,6 +1,6 @@
 """Schema of the configuration: every key that acts, below `name`, `env_vars`, `trainer`, `exp_manager` and `model`.
 
-Keys that do not act (not yet, refused, historical) are in `key_table.py`; together they are all known keys.
+Keys that do not act (not yet, refused, historical) are in `nemo/inactive_keys.yaml`; together they are all known keys.
 """
 
 from __future__ import annotations
