@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: SOURCE cannot be converted, with every reason; or TARGET cannot be written.
     """
     environment.prepare_process()
-    from ..conversion.casting import DTYPES
     from ..conversion.output_folder import check_target_is_free
+    from ..conversion.tensor_source import DTYPES
 
     check_target_is_free(args.target)
     source = Path(args.source)
@@ -111,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _convert_if_adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
     """Convert an adapter; return None if SOURCE is not one."""
-    from ..conversion.casting import DTYPES
     from ..conversion.convert_adapters import convert_adapter, is_adapter
+    from ..conversion.tensor_source import DTYPES
 
     if not is_adapter(source):
         return None

@@ -22,18 +22,17 @@ from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.batch_spec import batch_spec
 from ..config.data_task import task_name
-from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
 from ..data.tokenizers.bos import document_start_ids
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..device.precision import PrecisionPlan, plan_precision
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
-from .from_hf import initial_state, map_source, open_source, run_config_of
+from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, initial_state
+from .from_hf import map_source, open_source, run_config_of
 from .pretrained import PretrainedWeights
 from .size_check import check_model_size
 
@@ -168,13 +167,7 @@ def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedM
         print(complaint, file=sys.stderr)
     checkpoint = checkpoint.with_ema() if average else checkpoint
     name = f"checkpoint {checkpoint.path}"
-    config = config_from_document(
-        checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
-    )
-    try:
-        tokenizer = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
-    except ValueError as error:
-        raise UserError(f"{name} cannot be used: tokenizer.json: {error}") from None
+    config, tokenizer = checkpoint_config(checkpoint), checkpoint_tokenizer(checkpoint)
     base_weights = find_base_of_adapter(checkpoint, base)
     if base_weights is not None or not checkpoint.is_adapter:
         check_model_size(checkpoint, config.root, tokenizer.vocab_size, base_weights)

@@ -1,4 +1,4 @@
-"""Mapping of LoRA weights between stoker's fused linear layers and Hugging Face peft, with one module per linear layer.
+"""Mapping of LoRA and IA3 between stoker's fused linear layers and Hugging Face peft, with one module per linear layer.
 
 The LoRA pair of a fused stoker weight is split like the weight. If one Hugging Face module corresponds to several
 projections here, or the reverse, ranks are stacked or matrices repeated, which gives the same update.
@@ -172,3 +172,49 @@ def from_peft_pairs(
             rows.append(wide)
         up[expert] = target.join_rows(rows, geometry)
     return (down, up) if target.is_moe else (down[0], up[0])
+
+
+# ---------------------------------------------------------------- IA3
+
+
+@dataclass(frozen=True, slots=True)
+class IA3Vector:
+    """IA3 scaling vector of one Hugging Face module.
+
+    Attributes:
+        module: module name.
+        values: [1, in] or [out, 1], as saved by peft.
+        scales_inputs: scales the input of the module; otherwise its output.
+    """
+
+    module: str
+    values: Tensor
+    scales_inputs: bool
+
+
+def ia3_parameter_name(target: LoRATarget) -> str:
+    """Return the parameter name of the IA3 vector of a stoker linear layer."""
+    return target.placed.parameter.removesuffix("weight") + "ia3"
+
+
+def to_peft_vectors(
+    ours: Mapping[str, Tensor], targets: Sequence[LoRATarget], geometry: Geometry
+) -> Iterator[IA3Vector]:
+    """Yield the peft vectors of all stoker IA3 vectors.
+
+    Args:
+        ours: stoker IA3 vectors by name.
+        targets: linear layers of the model.
+        geometry: attention geometry of the model.
+    """
+    for target in targets:
+        factors = ours.get(ia3_parameter_name(target))
+        if factors is None:
+            continue
+        if target.placed.parameter.endswith(".down.weight"):
+            yield IA3Vector(target.modules[0], factors[None], scales_inputs=True)
+            continue
+        whole = torch.cat([factors.new_ones(target.rows - len(factors)), factors])[:, None]
+        for module, part in zip(target.modules, target.split_rows(whole, geometry), strict=True):
+            if len(target.modules) == 1 or not module.endswith((".q_proj", ".query", ".q")):
+                yield IA3Vector(module, part, scales_inputs=False)

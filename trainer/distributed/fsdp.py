@@ -66,8 +66,7 @@ class ShardedDataParallel(DataParallel):
 
     def load_full(self, parameter: Tensor, full: Tensor) -> None:
         """Copy the local rows of a full parameter."""
-        piece = local_shard(parameter)
-        piece.local.copy_(full[piece.first_row : piece.first_row + piece.local.shape[0]])
+        local_shard(parameter).copy_from_full(full)
 
     def reshard(self) -> None:
         """Free the gathered weights, which the next optimizer step makes stale."""
