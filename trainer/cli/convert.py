@@ -145,11 +145,10 @@ def _target_format(source: Path, typed: str) -> str:
         return "stoker"
     if not source.is_dir():
         raise UserError(f"{typed} is neither a folder nor a .gguf file")
-    from ..checkpoint.hf_files import CONFIG, has_weights, read_object
+    from ..checkpoint.hf_files import CONFIG, has_checkpoints, is_hf_folder
 
-    is_ours = (source / "manifest.json").exists() or (source / "checkpoints").is_dir() or any(source.glob("step-*"))
-    if is_ours:
+    if has_checkpoints(source):
         return "hf"
-    if has_weights(source) or "model_type" in (read_object(source, CONFIG) or {}):
+    if is_hf_folder(source):
         return "stoker"
     raise UserError(f"{typed} holds neither a {CONFIG} with weights nor a stoker checkpoint")
