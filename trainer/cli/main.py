@@ -230,7 +230,7 @@ def _train(args: argparse.Namespace) -> int:
     if placement.rank is not None:
         _warn_late_env_vars(args.imports, config)
         environment.prepare_process(config.root.env_vars)
-        from .elastic_entry import train as train_as_rank
+        from .rank_entry import train_as_rank
 
         return train_as_rank(config, placement)
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
