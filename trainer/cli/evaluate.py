@@ -97,8 +97,6 @@ class _HeldOut(NamedTuple):
     """Evaluation data.
 
     Attributes:
-        name: description for the report.
-        samples: held-out samples.
         token_bytes: UTF-8 bytes per token id, [V].
         pairs: inputs and references, for a T5 trained on pairs.
         examples: prompts and answers, for a GPT trained on those.

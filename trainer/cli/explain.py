@@ -74,8 +74,6 @@ class Answer:
 
     Attributes:
         kind: kind of call, for T5 prefixed with the name of the attention.
-        call: description of the call.
-        backend: chosen backend, None if none supports the call.
         rows: all backends in order of preference, accepted or rejected with the reason.
         notes: costs of the choice.
         problem: lines that explain why no backend supports the call; empty otherwise.

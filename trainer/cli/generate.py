@@ -124,7 +124,6 @@ class _Prompt(NamedTuple):
 
     Attributes:
         text: text of the prompt; None for messages.
-        messages: chat messages.
         line: the JSON object of --prompts-file it comes from.
     """
 
@@ -195,12 +194,7 @@ def _format_output(
     """Format one of several generated texts for printing.
 
     Args:
-        prompt: the prompt.
-        text: generated text.
-        args: command-line arguments.
         number: number of the prompt, from 1.
-        count: number of prompts.
-        with_prompt: print the prompt in front of its continuation.
     """
     if args.prompts_file is not None:
         return json.dumps({**prompt.line, "text": text}, ensure_ascii=False) + "\n"

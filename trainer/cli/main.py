@@ -44,9 +44,7 @@ class Verb:
     """A subcommand.
 
     Attributes:
-        summary: one-line description for the overview.
         composes: takes configuration overrides only: `train`, `finetune`, `config`.
-        accepts_imports: accept `--import`.
     """
 
     summary: str

@@ -33,9 +33,7 @@ def load_pretrained_adapter(
     """Load the adapter of `model.peft.restore_from_path`, if it is set.
 
     Args:
-        root: the configuration.
         model: the model with its PEFT modules; its trainable parameters are loaded in place.
-        tokenizer: the tokenizer of this run.
         base: the frozen base weights; None for randomly initialized ones.
 
     Yields:
@@ -132,7 +130,6 @@ def find_base_of_adapter(checkpoint: Checkpoint, base_path: Path | None = None) 
     """Find the base weights of a checkpoint; None for a full model, or if they were randomly initialized.
 
     Args:
-        checkpoint: a full model or an adapter.
         base_path: current path of the base weights; None for the path recorded in the checkpoint.
 
     Raises:
@@ -150,8 +147,6 @@ def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: PretrainedWei
     """Load the weights of a checkpoint into a model: for an adapter, its base weights first.
 
     Args:
-        checkpoint: a full model or an adapter.
-        model: the model of its configuration.
         base: base weights of an adapter; None for the path recorded in the checkpoint.
         cast: convert dtypes that differ from the model's instead of raising.
 

@@ -86,10 +86,6 @@ def write_converted_checkpoint(
     Args:
         folder: temporary folder of `atomic_folder`.
         kind: `WEIGHTS` or `ADAPTER`.
-        tensors: the parameters, written one at a time.
-        state: state at step 0.
-        config_document: as in `CheckpointContent`.
-        tokenizer_document: as in `CheckpointContent`.
     """
     step = folder / "checkpoints" / "step-0"
     step.mkdir(parents=True)

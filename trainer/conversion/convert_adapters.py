@@ -61,14 +61,11 @@ def convert_adapter(
 
     Args:
         source: a run directory or checkpoint with an adapter, or a folder in peft format.
-        target: the new folder.
-        merge: merge the adapter into its base model.
         to: `hf` or `stoker`; None for the format `source` does not have, and `hf` with `merge`.
         base: current path of the base weights.
         dtype: output dtype; None keeps the dtype of each tensor.
         tokenizer: `--tokenizer`, for a merged Hugging Face model.
         model_type: `--model-type`, the architecture of the base in transformers.
-        ema: `--ema`, use the moving average of the trained parameters.
 
     Returns:
         Summary lines.

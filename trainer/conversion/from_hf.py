@@ -65,12 +65,7 @@ class MappedModel:
     """A Hugging Face model mapped to a stoker model.
 
     Attributes:
-        architecture: Hugging Face architecture.
         keys: nested `model` configuration.
-        tokenizer_folder: tokenizer files.
-        tokenizer: tokenizer loaded from them.
-        placed: mapping of each parameter.
-        geometry: attention geometry of the model.
         skipped: names of weights that stoker does not support and skips.
     """
 
@@ -94,8 +89,6 @@ def convert_to_stoker(
     """Convert a Hugging Face model folder or GGUF file to a stoker checkpoint.
 
     Args:
-        source: the folder or file.
-        target: the new folder.
         dtype: dtype of the weights; None keeps the dtype of each.
         tokenizer: `--tokenizer`; None for the tokenizer of `source`.
         ignored: fields of config.json to ignore.
@@ -126,10 +119,6 @@ def convert_to_stoker(
 class MappedTensors:
     """Parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
 
-    Args:
-        incoming: the mapped model.
-        tensors: its tensors.
-
     Attributes:
         specs: name to shape and dtype: the promoted dtype of the tensors a parameter is computed from.
     """
@@ -155,11 +144,8 @@ class HFSource:
     """An open Hugging Face folder or GGUF file.
 
     Attributes:
-        path: the folder or file.
         config_name: name of the source of `config`, for messages.
         config: fields of config.json.
-        architecture: Hugging Face architecture.
-        tensors: weights.
         find_tokenizer: returns the tokenizer files, given the vocabulary size.
     """
 
@@ -216,7 +202,6 @@ def map_source(source: HFSource, tokenizer: str | None, ignored: Collection[str]
     """Map a model to a stoker model from its config and file headers, before any weights are allocated.
 
     Args:
-        source: the model.
         tokenizer: `--tokenizer`; None for its own.
         ignored: config fields to ignore.
 
@@ -316,13 +301,7 @@ def parameter_layout(root: RootBlock, tokenizer: Tokenizer) -> tuple[dict[str, S
 
 
 def build_meta_model(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
-    """Build the model of a configuration on the meta device.
-
-    Args:
-        root: the configuration.
-        tokenizer: tokenizer of the model.
-        peft: PEFT settings of the added parameters.
-    """
+    """Build the model of a configuration on the meta device, with the parameters that `peft` adds."""
     return build_model(
         root.model,
         vocab_size=model_vocab_size(root, tokenizer),

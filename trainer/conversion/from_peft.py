@@ -59,8 +59,6 @@ class PeftFolder:
     """An adapter in peft format, read into memory.
 
     Attributes:
-        path: the folder.
-        config: its adapter_config.json.
         tensors: base module name to tensor kind (`lora_A.weight`, `ia3_l`) to tensor.
     """
 
@@ -128,11 +126,6 @@ def read_peft_folder(path: Path) -> PeftFolder:
 def peft_config_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the dotted `model.peft` keys that match an adapter.
 
-    Args:
-        folder: the adapter.
-        root: configuration of the base.
-        tokenizer: tokenizer of the base.
-
     Raises:
         UserError: the adapter belongs to another model.
     """
@@ -165,9 +158,7 @@ def convert_adapter_tensors(
     """Convert an adapter to the trainable parameters of a model.
 
     Args:
-        folder: the adapter.
         root: configuration of the model, including `model.peft`.
-        tokenizer: tokenizer of the model.
         shapes: names and shapes of the trainable parameters.
 
     Raises:

@@ -24,7 +24,6 @@ class FolderTensors:
     """Tensors of a folder, by canonical name.
 
     Attributes:
-        facts: name to dtype and shape.
         unsupported_dtypes: name to dtype of tensors with an unsupported dtype.
     """
 
@@ -73,7 +72,6 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
     """Open the tensors of a folder: one file, or several listed in an index.
 
     Args:
-        folder: Hugging Face model folder.
         canonical: maps names in the files to canonical names.
 
     Raises:

@@ -44,10 +44,6 @@ class LoadedModel:
     Attributes:
         path: the checkpoint `step-N` or the Hugging Face folder.
         state: training state of the checkpoint; for a Hugging Face folder that of a run at step 0.
-        config: the configuration of the run.
-        tokenizer: the tokenizer the model was trained with.
-        model: the model on `device`, in eval mode.
-        device: device of the model.
         precision: dtypes of weights and arithmetic.
     """
 
@@ -141,16 +137,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
 
 
 class _SavedModel(NamedTuple):
-    """Description of a saved model, before it is built.
-
-    Attributes:
-        name: name in messages.
-        path: the checkpoint or folder.
-        state: training state of the checkpoint.
-        config: the configuration of the run.
-        tokenizer: the tokenizer the model was trained with.
-        load: loads the weights into a model.
-    """
+    """Description of a saved model, before it is built."""
 
     name: str
     path: Path

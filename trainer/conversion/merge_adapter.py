@@ -23,7 +23,6 @@ class MergedTensors:
     """Parameters of the merged model, computed one at a time.
 
     Args:
-        base: base parameters.
         adapter: trained parameters by name.
         modules: modules with added parameters, by name.
     """
@@ -55,12 +54,6 @@ def open_merged(
     checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: PretrainedWeights
 ) -> Iterator[MergedTensors]:
     """Open an adapter and its base for merging.
-
-    Args:
-        checkpoint: adapter checkpoint.
-        root: its configuration.
-        tokenizer: tokenizer of the model.
-        base: base weights it was trained on.
 
     Raises:
         UserError: the base differs, or the adapter cannot be merged.

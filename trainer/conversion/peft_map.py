@@ -24,7 +24,6 @@ class LoRAPair:
     """LoRA pair of one Hugging Face module.
 
     Attributes:
-        module: module name.
         down: A, [r, in].
         up: B, [out, r].
         stacked: number of stoker pairs stacked in it; its rank and alpha are this multiple of stoker's.
@@ -51,7 +50,6 @@ class LoRATarget:
     Attributes:
         parameter_names: stoker names of A and B.
         modules: Hugging Face module names; for experts all of expert 0 first.
-        placed: mapping of the weight.
         is_moe: A and B have a leading expert dimension.
     """
 
@@ -114,10 +112,8 @@ def to_peft_pairs(target: LoRATarget, down: Tensor, up: Tensor, geometry: Geomet
     """Convert a stoker LoRA pair to Hugging Face pairs.
 
     Args:
-        target: the linear layer.
         down: A, [parts * r, in], for experts with a leading dimension E.
         up: B, [out, r], likewise.
-        geometry: attention geometry of the model.
     """
     downs, ups = (down, up) if target.is_moe else (down[None], up[None])
     count = target.modules_per_expert
@@ -150,11 +146,9 @@ def from_peft_pairs(
     """Convert Hugging Face pairs to a stoker LoRA pair; modules without a pair get zeros, which stay zero in training.
 
     Args:
-        target: the linear layer.
         pairs: module to (A, B, its LoRA scale divided by stoker's).
         parts: LoRA pairs per stoker linear layer: one per module, or 1.
         rank: stoker's rank; smaller ranks are padded with zeros.
-        geometry: attention geometry of the model.
     """
     some = next(pairs[module] for module in target.modules if module in pairs)
     experts, count = (target.placed.shape[0] if target.is_moe else 1), target.modules_per_expert
@@ -182,7 +176,6 @@ class IA3Vector:
     """IA3 scaling vector of one Hugging Face module.
 
     Attributes:
-        module: module name.
         values: [1, in] or [out, 1], as saved by peft.
         scales_inputs: scales the input of the module; otherwise its output.
     """
@@ -200,13 +193,7 @@ def ia3_parameter_name(target: LoRATarget) -> str:
 def to_peft_vectors(
     ours: Mapping[str, Tensor], targets: Sequence[LoRATarget], geometry: Geometry
 ) -> Iterator[IA3Vector]:
-    """Yield the peft vectors of all stoker IA3 vectors.
-
-    Args:
-        ours: stoker IA3 vectors by name.
-        targets: linear layers of the model.
-        geometry: attention geometry of the model.
-    """
+    """Yield the peft vectors of all stoker IA3 vectors."""
     for target in targets:
         factors = ours.get(ia3_parameter_name(target))
         if factors is None:

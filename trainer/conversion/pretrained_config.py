@@ -63,7 +63,6 @@ class StartingPoint:
     """Configuration of the pretrained model.
 
     Attributes:
-        family: model family.
         keys: values of the model's keys by dotted path.
         tokenizer: values of `model.tokenizer.*` by dotted path; empty if there is no tokenizer.
         origin: the file they were read from, for messages.
@@ -108,7 +107,6 @@ def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
 
     Args:
         adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
-        base: the pretrained model.
 
     Raises:
         UserError: there is no adapter, or it belongs to another model.

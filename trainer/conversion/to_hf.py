@@ -56,10 +56,7 @@ class HFModel:
     """A stoker model mapped to a Hugging Face architecture.
 
     Attributes:
-        architecture: Hugging Face architecture.
         config: config.json, without special tokens and dtype.
-        placed: mapping of each parameter.
-        geometry: attention geometry of the model.
     """
 
     architecture: Architecture
@@ -83,13 +80,11 @@ def convert_to_hf(
 
     Args:
         source: a run directory, its checkpoints directory, or one step.
-        target: the new folder.
         dtype: dtype of the weights; None keeps the dtype of each.
         tokenizer: `--tokenizer`, a folder with tokenizer files; None for the files the run used, or new ones.
         model_type: architecture; None for the first that supports the model.
         shard_bytes: maximum file size; a larger tensor gets a file of its own.
         base: base weights to merge the adapter in `source` into; None for a whole model.
-        ema: convert the moving average of the weights.
 
     Returns:
         Summary lines.
@@ -128,8 +123,6 @@ def choose_architecture(root: RootBlock, tokenizer: Tokenizer, model_type: str |
     """Choose the Hugging Face architecture of a model.
 
     Args:
-        root: the configuration.
-        tokenizer: tokenizer of the model.
         model_type: architecture to use; None tries all.
 
     Raises:

@@ -39,9 +39,6 @@ def convert_to_peft(
     """Write a folder that peft loads on top of the base model in transformers.
 
     Args:
-        checkpoint: adapter checkpoint.
-        root: its configuration.
-        target: the new folder.
         dtype: output dtype; None keeps the dtype of each tensor.
         model_type: architecture of the base in transformers; None for that of its folder, or the first that fits.
         base: base weights, if they have moved.
@@ -153,12 +150,7 @@ def _ia3(ours: Mapping[str, Tensor], outgoing: HFModel) -> tuple[dict[str, Tenso
 
 
 def target_module_names(modules: Sequence[str], all_modules: Sequence[str]) -> list[str]:
-    """Return the shortest `target_modules`: last name components, or full names if those would match other modules.
-
-    Args:
-        modules: modules to match.
-        all_modules: all candidate modules.
-    """
+    """Return the shortest `target_modules`: last name components, or full names if those would match other modules."""
     chosen = set(modules)
     ends = sorted({module.rpartition(".")[2] for module in modules})
     meant = {module for module in all_modules if module.rpartition(".")[2] in ends}

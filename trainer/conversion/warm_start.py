@@ -37,10 +37,7 @@ def load_pretrained_weights(
     """Load the weights of `model.restore_from_path` and `model.peft.restore_from_path`, converting dtypes.
 
     Args:
-        root: the configuration.
         model: a model of the same shapes; loaded in place. Build its optimizer afterwards, from these weights.
-        tokenizer: the tokenizer of this run.
-        base: the weights of `model.restore_from_path`; None if it is not set.
 
     Yields:
         Log lines.

@@ -23,7 +23,6 @@ class DataParallel:
     """Data-parallel model; base class for all layouts.
 
     Args:
-        layout: data-parallel layout.
         shard_group: process group of the ranks that hold different shards.
 
     Attributes:
@@ -85,7 +84,6 @@ class DataParallel:
 
         Args:
             local: local shard; chunked as by `torch.chunk`, so the last ranks may have fewer rows or none.
-            rows: rows of the full tensor.
         """
         shards = self.layout.shards
         size = -(-rows // shards)

@@ -25,8 +25,6 @@ class ShardedDataParallel(DataParallel):
     Gradients are reduce-scattered in every micro batch, so that only their local shards are kept.
 
     Args:
-        layout: data-parallel layout.
-        device: device of this rank.
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         timeout: timeout of collectives; None for torch's default.
     """
