@@ -298,8 +298,7 @@ def test_code_of_the_users_own_runs_where_env_vars_are_set_already(
     assert launched == [(1, ["string"])]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    started = types.SimpleNamespace(train=lambda config, placement: 7)
-    monkeypatch.setitem(sys.modules, "stoker.trainer.cli.elastic_entry", started)  # type: ignore[arg-type]
+    monkeypatch.setattr("stoker.trainer.cli.rank_entry.train_as_rank", lambda config, placement: 7)
     monkeypatch.setenv("STOKER_TEST_FLAG", "1")
     words = ["train", "--import", "string", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"]
     assert main.main([*words, "env_vars.STOKER_TEST_FLAG=1"]) == 7

@@ -17,7 +17,7 @@ from stoker.trainer.core import factory
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import batch_tensors
 from stoker.trainer.device.precision import plan_precision
-from stoker.trainer.distributed.build_data_parallel import grad_reduce_dtype
+from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_plan import gpu_target, make_plan

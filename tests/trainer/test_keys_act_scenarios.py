@@ -57,7 +57,8 @@ from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint import async_saver
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
-from stoker.trainer.cli import elastic_entry, main
+from stoker.trainer.cli import main
+from stoker.trainer.cli.rank_entry import train_as_rank
 from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
@@ -66,6 +67,7 @@ from stoker.trainer.core import factory, run_summary
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
+from stoker.trainer.distributed import process_group
 from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.placement import resolve_placement as place_processes
 from stoker.trainer.evaluation.held_out_loss import EvaluationResult
@@ -139,14 +141,14 @@ def a_process_that_waits_gives_up(harness: ConfigHarness) -> None:
         timeouts.append(timeout)
         raise UserError("enough")
 
-    harness.monkeypatch.setattr(elastic_entry, "init_distributed", join)
+    harness.monkeypatch.setattr(process_group, "init_distributed", join)
     harness.monkeypatch.setenv("RANK", "0")
     harness.monkeypatch.setenv("WORLD_SIZE", "2")
     for changes in ({}, {TRAINER + "process_timeout": 7.0}):
         document = harness.document(changes)
         config = RunConfig(RootBlock.model_validate(document), document=document)
         with pytest.raises(UserError, match="enough"):
-            elastic_entry.train(config, Placement(2, 2, rank=0))
+            train_as_rank(config, Placement(2, 2, rank=0))
     assert timeouts == [600.0, 7.0]
 
 

@@ -64,11 +64,14 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).exists() for name in names)
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Return True if a folder is a stoker checkpoint or holds some."""
+    return (folder / "manifest.json").exists() or (folder / "checkpoints").is_dir() or any(folder.glob("step-*"))
+
+
 def is_hf_folder(path: Path) -> bool:
     """Return True for a Hugging Face model folder."""
-    if not path.is_dir() or (path / "manifest.json").exists() or (path / "checkpoints").is_dir():
-        return False
-    if any(path.glob("step-*")):
+    if not path.is_dir() or has_checkpoints(path):
         return False
     return has_weights(path) or "model_type" in (read_object(path, CONFIG) or {})
 

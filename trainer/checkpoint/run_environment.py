@@ -82,6 +82,11 @@ def stoker_version() -> str:
         return "unknown"
 
 
+def main_versions() -> dict[str, str]:
+    """Return the versions of stoker, torch and Python that a checkpoint records."""
+    return {"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()}
+
+
 def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -27,6 +27,7 @@ from ..utils.safetensors_io import (
     tensor_dtype_name,
     write_safetensors,
 )
+from ..utils.text import truncate_lines
 
 _FILE_NAME = re.compile(r"(?P<kind>[a-z]+)(-(?P<rank>\d{5})-of-(?P<ranks>\d{5}))?\.safetensors")
 
@@ -210,7 +211,7 @@ def _differences(
         expected = piece.shape, found[name][1] if any_dtype else tensor_dtype_name(piece.local)
         if found[name] != expected:
             lines.append(f"{name} is {_describe(*found[name])}, the model needs {_describe(*expected)}")
-    return lines if len(lines) <= 10 else [*lines[:10], f"and {len(lines) - 10} more"]
+    return truncate_lines(lines, 10)
 
 
 def _describe(shape: tuple[int, ...], dtype: str) -> str:

@@ -30,7 +30,6 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Args:
         arguments: the arguments after the subcommand.
-        settings: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, arguments: Sequence[str], **settings: Any) -> None:

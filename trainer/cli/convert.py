@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: SOURCE cannot be converted, with every reason; or TARGET cannot be written.
     """
     environment.prepare_process()
-    from ..conversion.casting import DTYPES
     from ..conversion.output_folder import check_target_is_free
+    from ..conversion.tensor_source import DTYPES
 
     check_target_is_free(args.target)
     source = Path(args.source)
@@ -111,8 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _convert_if_adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
     """Convert an adapter; return None if SOURCE is not one."""
-    from ..conversion.casting import DTYPES
     from ..conversion.convert_adapters import convert_adapter, is_adapter
+    from ..conversion.tensor_source import DTYPES
 
     if not is_adapter(source):
         return None
@@ -145,11 +145,10 @@ def _target_format(source: Path, typed: str) -> str:
         return "stoker"
     if not source.is_dir():
         raise UserError(f"{typed} is neither a folder nor a .gguf file")
-    from ..checkpoint.hf_files import CONFIG, has_weights, read_object
+    from ..checkpoint.hf_files import CONFIG, has_checkpoints, is_hf_folder
 
-    is_ours = (source / "manifest.json").exists() or (source / "checkpoints").is_dir() or any(source.glob("step-*"))
-    if is_ours:
+    if has_checkpoints(source):
         return "hf"
-    if has_weights(source) or "model_type" in (read_object(source, CONFIG) or {}):
+    if is_hf_folder(source):
         return "stoker"
     raise UserError(f"{typed} holds neither a {CONFIG} with weights nor a stoker checkpoint")

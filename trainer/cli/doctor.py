@@ -31,7 +31,6 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        what: name of the item checked.
         says: result, and for a warning or error the remedy.
         level: `error` if training cannot work here.
     """

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from . import evaluate_tasks as tasks
-from .checkpoint_arguments import add_checkpoint_arguments, model_path
-from .generate import positive_int
+from .common_arguments import add_checkpoint_arguments, model_path, positive_int
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,8 +97,6 @@ class _HeldOut(NamedTuple):
     """Evaluation data.
 
     Attributes:
-        name: description for the report.
-        samples: held-out samples.
         token_bytes: UTF-8 bytes per token id, [V].
         pairs: inputs and references, for a T5 trained on pairs.
         examples: prompts and answers, for a GPT trained on those.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.errors import EXIT_OK, UserError
-from .generate import positive_int
+from .common_arguments import positive_int
 
 TASKS = Path(__file__).parents[1] / "evaluation/harness/tasks"
 """Folder of stoker's own tasks, which need no network."""

@@ -6,12 +6,12 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..device.attention_software import assumed_software, run_flags
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from ..utils.text import pluralize
+from .common_arguments import add_config_arguments, load_config
 
 if TYPE_CHECKING:
     from ...kernels.attention.call_spec import AttentionCall, InstalledSoftware
@@ -35,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stoker explain`."""
     topics = "; ".join(f"{name}: {topic.summary}" for name, topic in TOPICS.items())
     parser.add_argument("topic", nargs="?", help=f"what to explain ({topics}; default: attention)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config groups and key values")
-    parser.add_argument("--config-dir", type=Path, metavar="D", help="folder with your own configuration files")
-    parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
+    add_config_arguments(parser)
+    parser.set_defaults(finetune=False)
     parser.add_argument(
         "--arch", choices=ARCHITECTURES, help="explain for another device architecture, which need not be present"
     )
@@ -75,8 +74,6 @@ class Answer:
 
     Attributes:
         kind: kind of call, for T5 prefixed with the name of the attention.
-        call: description of the call.
-        backend: chosen backend, None if none supports the call.
         rows: all backends in order of preference, accepted or rejected with the reason.
         notes: costs of the choice.
         problem: lines that explain why no backend supports the call; empty otherwise.
@@ -92,9 +89,7 @@ class Answer:
 
 def explain_attention(args: argparse.Namespace) -> int:
     """Print the dispatcher's table for each kind of attention call of the configured run."""
-    from ..config.load import load_run_config
-
-    root = load_run_config(args.config_name, args.config_dir, args.overrides).root
+    root = load_config(args).root
     flags = run_flags(root)
     if args.arch is None:
         device, capability, software, where = _this_machine(root)

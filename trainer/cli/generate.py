@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
-from .checkpoint_arguments import add_checkpoint_arguments, model_path
+from ..utils.text import truncate_lines
+from .common_arguments import (
+    add_checkpoint_arguments,
+    model_path,
+    number_type,
+    parse_float,
+    parse_int,
+    positive_int,
+)
 
 if TYPE_CHECKING:
     from ..conversion.load_model import LoadedModel
@@ -21,9 +29,21 @@ if TYPE_CHECKING:
     from ..generation.text_generator import Generator
 
 _MAX_PROBLEMS = 10
+_MORE_PROMPTS = "and {:,} prompts more"
 _MAX_TOKENS = 1_000_000
 _BATCHES_PER_GROUP = 16
 """Batches of prompts that are sorted by length and printed together."""
+
+_token_count = number_type(
+    parse_int, lambda value: 1 <= value <= _MAX_TOKENS, f"a whole number from 1 to {_MAX_TOKENS}"
+)
+_seed = number_type(parse_int, lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2**63 - 1")
+_temperature = number_type(
+    parse_float, lambda value: 0 <= value < math.inf, "a finite number of at least 0; 0 is greedy"
+)
+_probability = number_type(parse_float, lambda value: 0 < value <= 1, "above 0 and at most 1")
+_positive = number_type(parse_float, lambda value: 0 < value < math.inf, "a finite number above 0")
+_number = number_type(parse_float, math.isfinite, "a finite number")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +124,6 @@ class _Prompt(NamedTuple):
 
     Attributes:
         text: text of the prompt; None for messages.
-        messages: chat messages.
         line: the JSON object of --prompts-file it comes from.
     """
 
@@ -175,12 +194,7 @@ def _format_output(
     """Format one of several generated texts for printing.
 
     Args:
-        prompt: the prompt.
-        text: generated text.
-        args: command-line arguments.
         number: number of the prompt, from 1.
-        count: number of prompts.
-        with_prompt: print the prompt in front of its continuation.
     """
     if args.prompts_file is not None:
         return json.dumps({**prompt.line, "text": text}, ensure_ascii=False) + "\n"
@@ -209,10 +223,10 @@ def _prompts(args: argparse.Namespace) -> list[_Prompt]:
         try:
             prompts.append(_prompt_of(line, chat=args.chat))
         except ValueError as error:
-            problems.append(f"  line {number}: {error}")
+            problems.append(f"line {number}: {error}")
     if problems:
-        more = [f"  and {len(problems) - _MAX_PROBLEMS} lines more"] if len(problems) > _MAX_PROBLEMS else []
-        raise UserError([f"--prompts-file {args.prompts_file} cannot be read:", *problems[:_MAX_PROBLEMS], *more])
+        shown = truncate_lines(problems, _MAX_PROBLEMS, more="and {:,} lines more", indent="  ")
+        raise UserError([f"--prompts-file {args.prompts_file} cannot be read:", *shown])
     if not prompts:
         raise UserError(f"--prompts-file {args.prompts_file} holds no prompt")
     return prompts
@@ -301,21 +315,15 @@ def _check_lengths(generator: Generator, read: Sequence[Sequence[int]], beams: i
             if len(tokens) >= context
         ]
         if full:
-            raise UserError(_first(full))
+            raise UserError(truncate_lines(full, _MAX_PROBLEMS, more=_MORE_PROMPTS))
     notes = [
         f"note: prompt {number:,} has {len(tokens):,} tokens, the context is {context:,}: the first "
         f"{len(tokens) - context:,} are dropped"
         for number, tokens in enumerate(read, 1)
         if len(tokens) > context
     ]
-    for line in _first(notes):
+    for line in truncate_lines(notes, _MAX_PROBLEMS, more=_MORE_PROMPTS):
         print(line, file=sys.stderr)
-
-
-def _first(lines: Sequence[str]) -> list[str]:
-    """Return the first `_MAX_PROBLEMS` lines and the number of further ones."""
-    more = [f"and {len(lines) - _MAX_PROBLEMS:,} prompts more"] if len(lines) > _MAX_PROBLEMS else []
-    return [*lines[:_MAX_PROBLEMS], *more]
 
 
 # ---------------------------------------------------------------- options
@@ -389,68 +397,7 @@ def _read(path: Path, option: str) -> str:
         raise UserError(f"{option}: {path} is not UTF-8 text: bad byte at offset {error.start}") from None
 
 
-def positive_int(text: str) -> int:
-    """Parse a positive integer argument."""
-    value = _whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return value
-
-
-def _token_count(text: str) -> int:
-    value = _whole(text)
-    if not 1 <= value <= _MAX_TOKENS:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to {_MAX_TOKENS}")
-    return value
-
-
 def _stop(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("'' must be a text of at least one character")
     return text
-
-
-def _seed(text: str) -> int:
-    value = _whole(text)
-    if not 0 <= value < 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to 2**63 - 1")
-    return value
-
-
-def _temperature(text: str) -> float:
-    value = _float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number of at least 0; 0 is greedy")
-    return value
-
-
-def _probability(text: str) -> float:
-    value = _float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0 and at most 1")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number above 0")
-    return value
-
-
-def _number(text: str) -> float:
-    value = _float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a finite number")
-    return value
-
-
-def _whole(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

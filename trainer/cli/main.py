@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils import environment
@@ -31,6 +30,7 @@ from ..utils.errors import (
 )
 from ..utils.redaction import redact_arguments
 from .argument_parser import ArgumentParser
+from .common_arguments import add_config_arguments, add_finetune_argument, load_config
 
 if TYPE_CHECKING:
     from ..config.run_config import RunConfig
@@ -44,9 +44,7 @@ class Verb:
     """A subcommand.
 
     Attributes:
-        summary: one-line description for the overview.
         composes: takes configuration overrides only: `train`, `finetune`, `config`.
-        accepts_imports: accept `--import`.
     """
 
     summary: str
@@ -160,7 +158,7 @@ def _verb_functions(
     if name in ("train", "finetune"):
         return partial(_add_train_arguments, finetune=name == "finetune"), _train
     if name == "config":
-        return _add_show_arguments, _config
+        return _add_config_verb_arguments, _config
     # imported when it is the one that runs: some import torch
     match name:
         case "explain":
@@ -182,16 +180,8 @@ def _verb_functions(
     return module.add_arguments, module.run
 
 
-def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-dir", type=Path, metavar="D", help="folder with your own configuration files")
-    parser.add_argument(
-        "--config-name", metavar="N", help="the primary file, without .yaml (default: train, or finetune)"
-    )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config groups and key values")
-
-
 def _add_train_arguments(parser: argparse.ArgumentParser, *, finetune: bool = False) -> None:
-    _add_config_arguments(parser)
+    add_config_arguments(parser, "train, or finetune")
     parser.set_defaults(finetune=finetune)
     parser.add_argument(
         "-m",
@@ -208,26 +198,14 @@ def _add_train_arguments(parser: argparse.ArgumentParser, *, finetune: bool = Fa
     )
 
 
-def _add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_config_arguments(parser)
-    parser.add_argument(
-        "--finetune",
-        action="store_true",
-        help="resolve as `stoker finetune` does: model keys come from model.restore_from_path",
-    )
+def _add_config_verb_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser, "train, or finetune")
+    add_finetune_argument(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--schema", action="store_true", help="print the JSON schema of a model family, for editors")
     form.add_argument("--all", action="store_true", help="list every known key of the model family, with its state")
     form.add_argument("--docs", action="store_true", help="print docs/configuration.md")
-
-
-def _load(args: argparse.Namespace) -> RunConfig:
-    from ..config.load import load_run_config
-    from ..conversion.finetune_defaults import load_finetune_config
-
-    load = load_finetune_config if args.finetune else load_run_config
-    return load(args.config_name, args.config_dir, args.overrides)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -242,7 +220,7 @@ def _train(args: argparse.Namespace) -> int:
             _print_error,
             finetune=args.finetune,
         )
-    config = _load(args)
+    config = load_config(args)
     _print_findings(config.findings)
     from ..distributed.placement import resolve_placement
 
@@ -250,7 +228,7 @@ def _train(args: argparse.Namespace) -> int:
     if placement.rank is not None:
         _warn_late_env_vars(args.imports, config)
         environment.prepare_process(config.root.env_vars)
-        from .elastic_entry import train as train_as_rank
+        from .rank_entry import train_as_rank
 
         return train_as_rank(config, placement)
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
@@ -304,11 +282,11 @@ def _config(args: argparse.Namespace) -> int:
         print(render.as_docs_page().rstrip("\n"))
         return EXIT_OK
     if args.schema or args.all:
-        family = _load(args).root.model.family
+        family = load_config(args).root.model.family
         print((render.as_json_schema(family) if args.schema else render.as_key_list(family)).rstrip("\n"))
         return EXIT_OK
     try:
-        config = _load(args)
+        config = load_config(args)
     except ConfigError as error:  # on a terminal the error alone: it would be lost among three hundred rows
         if args.json:
             print(render.as_json(error.key_reports, error.findings, None, error), flush=True)

@@ -63,9 +63,7 @@ class _HydraKeys:
     """Hydra's sweep keys, split from the other overrides.
 
     Attributes:
-        directory: `hydra.sweep.dir`, or None.
         subdir: `hydra.sweep.subdir`, the directory of a job in it.
-        overrides: all other overrides.
     """
 
     directory: str | None
@@ -93,12 +91,7 @@ def sweep(
     """Train every job of a sweep.
 
     Args:
-        config_name: see `load_run_config`.
-        config_dir: see `load_run_config`.
         overrides: overrides of the command line, some with several values.
-        run_job: runs a job.
-        log: prints to standard error.
-        finetune: load each job as `stoker finetune` does.
 
     Returns:
         0, or the exit code of the first failed job; 130 or 143 if a signal ended the sweep.

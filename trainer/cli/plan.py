@@ -6,10 +6,10 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from .common_arguments import add_config_arguments, add_finetune_argument, load_config
 
 if TYPE_CHECKING:
     from ...models.config.key_block import Finding
@@ -22,20 +22,14 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stoker config`, the device, and the output format."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="choices of groups and values of keys")
-    parser.add_argument("--config-dir", type=Path, metavar="D", help="a folder of your own configuration files")
-    parser.add_argument("--config-name", metavar="N", help="the primary file, without .yaml (default: train)")
+    add_config_arguments(parser)
     parser.add_argument(
         "--device",
         metavar="GPU",
         help="h100, h200, a100 and so on, a memory size like 80GiB (of an H100), or both like a100:40GiB; default: the "
         "GPU of this machine, or an H100 if there is none",
     )
-    parser.add_argument(
-        "--finetune",
-        action="store_true",
-        help="read the configuration as `stoker finetune` does: the model is model.restore_from_path",
-    )
+    add_finetune_argument(parser)
     parser.add_argument("--fit", action="store_true", help="search for the fastest overrides that fit")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
@@ -49,11 +43,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an invalid configuration or an unknown GPU.
     """
-    from ..config.load import load_run_config
-    from ..conversion.finetune_defaults import load_finetune_config
-
-    load = load_finetune_config if args.finetune else load_run_config
-    config = load(args.config_name, args.config_dir, args.overrides)
+    config = load_config(args)
     # these import torch, which takes seconds: only after the configuration has been validated
     from ..plan.report import plan_document, report_lines
     from ..plan.run_plan import make_plan, useless_recompute_notes

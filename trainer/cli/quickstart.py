@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..utils import environment
 from ..utils.errors import EXIT_OK
 from ..utils.text import pluralize
+from .common_arguments import number_type, parse_float
 from .generate import replace_control_characters
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ _HELD_OUT_BYTES = 1 << 17
 """Bytes of the final evaluation on a CPU; a GPU evaluates on all."""
 _MIN_SECONDS, _MAX_SECONDS = 5.0, 24 * 3600.0
 _PROMPT = "import "
+
+_seconds = number_type(
+    parse_float,
+    lambda value: _MIN_SECONDS <= value <= _MAX_SECONDS,
+    f"a number of seconds from {_MIN_SECONDS:g} to {_MAX_SECONDS:g}",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -254,15 +261,3 @@ def _short(path: Path) -> str:
     """Return the path relative to the current directory if it is below it."""
     cwd = Path.cwd()
     return str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not _MIN_SECONDS <= value <= _MAX_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be a number of seconds from {_MIN_SECONDS:g} to {_MAX_SECONDS:g}"
-        )
-    return value

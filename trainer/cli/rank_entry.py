@@ -1,4 +1,7 @@
-"""Entry point of a rank started by the launcher: read the configuration from stdin, train, report the outcome."""
+"""Entry points of a rank: started by the launcher, or by torchrun or srun with one process per device.
+
+The launcher starts this module: it reads the configuration from stdin, trains, and reports the outcome.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,17 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.load import config_from_document
-from ..utils.environment import prepare_process
+from ..config.run_config import RunConfig
+from ..distributed.placement import Placement
+from ..utils.environment import has_rendezvous, prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from ..utils.import_modules import import_plugins
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _PR_SET_PDEATHSIG = 1  # sys/prctl.h
 _CONNECTION_ERRORS = (
@@ -69,16 +77,34 @@ def _train(task: dict[str, Any]) -> int:
     prepare_process(config.root.env_vars)
     from torch._C._distributed_c10d import TCPStore
 
-    from ..distributed.process_group import init_distributed, shutdown_distributed
     from ..train import run_training
 
     if task["world_size"] == 1:
         return run_training(config).exit_code
     host, port = task["address"]
-    timeout = config.root.trainer.process_timeout
     options: dict[str, Any] = {} if task["listener"] is None else {"master_listen_fd": task["listener"]}
     store = TCPStore(host, port, task["world_size"], is_master=task["rank"] == 0, use_libuv=True, **options)
-    ranks = init_distributed(task["rank"], task["world_size"], task["local_rank"], store=store, timeout=timeout)
+    return _train_in_group(config, task["rank"], task["world_size"], task["local_rank"], store)
+
+
+def train_as_rank(config: RunConfig, placement: Placement) -> int:
+    """Train as a rank started by torchrun or srun; return the exit code."""
+    from torch._C._distributed_c10d import TCPStore
+
+    store = None
+    if not has_rendezvous():  # srun sets ranks but no rendezvous
+        assert placement.rendezvous is not None
+        host, port = placement.rendezvous
+        store = TCPStore(host, port, placement.world_size, is_master=placement.rank == 0)
+    return _train_in_group(config, placement.rank or 0, placement.world_size, placement.local_rank, store)
+
+
+def _train_in_group(config: RunConfig, rank: int, world_size: int, local_rank: int, store: Store | None) -> int:
+    from ..distributed.process_group import init_distributed, shutdown_distributed
+    from ..train import run_training
+
+    timeout = config.root.trainer.process_timeout
+    ranks = init_distributed(rank, world_size, local_rank, store=store, timeout=timeout)
     result = run_training(config, ranks)
     ranks.barrier()
     shutdown_distributed()

@@ -27,10 +27,6 @@ class SweepRun:
     """A job of a sweep and its state.
 
     Attributes:
-        job: the overrides.
-        config: the configuration, with its run directory.
-        placement: placement of the processes.
-        directory: the run directory.
         exit_code: exit code; None if it has not run.
         error: first line of the error.
         metrics: last step, and the last and best value of the metric that ranks checkpoints.
@@ -63,9 +59,6 @@ def read_record(directory: Path, jobs: Sequence[Job], can_resume: bool, director
     """Read the recorded state of each job; empty dicts for a new sweep.
 
     Args:
-        directory: the sweep directory.
-        jobs: the jobs of the current sweep.
-        can_resume: resuming an earlier sweep is enabled.
         directory_keys: the keys to change for another directory, for messages.
 
     Raises:

@@ -12,12 +12,12 @@ from torch import nn
 from ...models.hf.config_fields import format_value
 from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trainable_tensors
-from ..config.load import config_from_document
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import local_shard
+from .checkpoint_io import checkpoint_config
 from .from_peft import PeftFolder, convert_adapter_tensors, read_peft_folder
 from .merge_adapter import first_different_parameter
 from .pretrained import PretrainedWeights, check_same_base, find_pretrained, weights_digest
@@ -33,9 +33,7 @@ def load_pretrained_adapter(
     """Load the adapter of `model.peft.restore_from_path`, if it is set.
 
     Args:
-        root: the configuration.
         model: the model with its PEFT modules; its trainable parameters are loaded in place.
-        tokenizer: the tokenizer of this run.
         base: the frozen base weights; None for randomly initialized ones.
 
     Yields:
@@ -84,7 +82,7 @@ def _check_trained_on(checkpoint: Checkpoint, base: PretrainedWeights) -> Iterat
     different = first_different_parameter(original, base)
     if different is None:
         return
-    scheme = config_from_document(checkpoint.config_document, trusted=False).root.model.peft.peft_scheme
+    scheme = checkpoint_config(checkpoint).root.model.peft.peft_scheme
     raise UserError(
         f"`{RESTORE_KEY}`: {both}, whose weights differ (first in {different}); set "
         f"model.restore_from_path={recorded.path}"
@@ -125,15 +123,13 @@ def _load_peft_folder(folder: PeftFolder, root: RootBlock, model: nn.Module, tok
     found = convert_adapter_tensors(folder, root, tokenizer, shapes)
     with torch.no_grad():
         for name, parameter in trainable.items():
-            shard = local_shard(parameter)
-            shard.local.copy_(found[name][shard.first_row : shard.first_row + len(shard.local)])
+            local_shard(parameter).copy_from_full(found[name])
 
 
 def find_base_of_adapter(checkpoint: Checkpoint, base_path: Path | None = None) -> PretrainedWeights | None:
     """Find the base weights of a checkpoint; None for a full model, or if they were randomly initialized.
 
     Args:
-        checkpoint: a full model or an adapter.
         base_path: current path of the base weights; None for the path recorded in the checkpoint.
 
     Raises:
@@ -151,8 +147,6 @@ def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: PretrainedWei
     """Load the weights of a checkpoint into a model: for an adapter, its base weights first.
 
     Args:
-        checkpoint: a full model or an adapter.
-        model: the model of its configuration.
         base: base weights of an adapter; None for the path recorded in the checkpoint.
         cast: convert dtypes that differ from the model's instead of raising.
 

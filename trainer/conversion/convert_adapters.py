@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,27 @@ import torch
 from ...models.config.peft_slice import peft_slice
 from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trainable_tensors
-from ..checkpoint.run_environment import stoker_version
-from ..checkpoint.sharded_safetensors import shard_file_name
-from ..checkpoint.writer import write_metadata
+from ..checkpoint.run_environment import main_versions
 from ..config import dotted_paths
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_safetensors, write_safetensors_stream
 from .adapter_weights import find_recorded_base
-from .casting import cast_checked
-from .from_hf import build_meta_model, initial_state, open_source, run_config_of
+from .checkpoint_io import (
+    checkpoint_config,
+    checkpoint_tokenizer,
+    damage_as_user_error,
+    initial_state,
+    write_converted_checkpoint,
+)
+from .from_hf import build_meta_model, open_source, run_config_of
 from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, find_pretrained, map_hf_model
+from .tensor_source import CastTensors, HostTensors
 from .to_hf import convert_to_hf
 from .to_peft import convert_to_peft
 
@@ -59,14 +61,11 @@ def convert_adapter(
 
     Args:
         source: a run directory or checkpoint with an adapter, or a folder in peft format.
-        target: the new folder.
-        merge: merge the adapter into its base model.
         to: `hf` or `stoker`; None for the format `source` does not have, and `hf` with `merge`.
         base: current path of the base weights.
         dtype: output dtype; None keeps the dtype of each tensor.
         tokenizer: `--tokenizer`, for a merged Hugging Face model.
         model_type: `--model-type`, the architecture of the base in transformers.
-        ema: `--ema`, use the moving average of the trained parameters.
 
     Returns:
         Summary lines.
@@ -87,9 +86,7 @@ def convert_adapter(
         return convert_from_peft(source, target, base, dtype)
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.with_ema() if ema else checkpoint
-    root = config_from_document(
-        checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
-    ).root
+    root = checkpoint_config(checkpoint).root
     if not merge:
         if to == "stoker":
             raise UserError(f"--to stoker: {source} already has that format; --merge makes a whole model of it")
@@ -123,29 +120,19 @@ def _base_of(checkpoint: Checkpoint, named: Path | None) -> PretrainedWeights:
 def _merge_to_stoker(
     checkpoint: Checkpoint, root: RootBlock, base: PretrainedWeights, target: Path, dtype: torch.dtype | None
 ) -> list[str]:
-    tokenizer = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
-    try:
-        with open_merged(checkpoint, root, tokenizer, base) as tensors, atomic_folder(target) as folder:
-            facts = {name: TensorSpec(dtype or fact.dtype, fact.shape) for name, fact in tensors.specs.items()}
-            step = folder / "checkpoints" / "step-0"
-            step.mkdir(parents=True)
-            name = shard_file_name(WEIGHTS, 0, 1)
-            record = write_safetensors_stream(
-                step / name, facts, lambda each: cast_checked(tensors.read(each), facts[each].dtype, each)
-            )
-            document = dict(checkpoint.config_document)
-            document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
-            write_metadata(
-                step, {name: record}, _fresh(checkpoint.state), document, checkpoint.tokenizer_document_with_chat
-            )
-    except DamagedFileError as error:
-        raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
+    tokenizer = checkpoint_tokenizer(checkpoint)
+    document = checkpoint.config_document
+    document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
+    state, tokenizer_document = _fresh(checkpoint.state), checkpoint.tokenizer_document_with_chat
+    with damage_as_user_error(checkpoint), open_merged(checkpoint, root, tokenizer, base) as merged:
+        tensors = CastTensors(merged, dtype)
+        with atomic_folder(target) as folder:
+            write_converted_checkpoint(folder, WEIGHTS, tensors, state, document, tokenizer_document)
     return [f"{target}: {checkpoint.path} merged into {base.path}"]
 
 
 def _fresh(state: RunState) -> RunState:
     """Return the state at step 0."""
-    versions = {"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()}
     return state.model_copy(
         update={
             "step": 0,
@@ -154,7 +141,7 @@ def _fresh(state: RunState) -> RunState:
             "base": None,
             "val_loss": None,
             "metrics": {},
-            "versions": versions,
+            "versions": main_versions(),
         }
     )
 
@@ -179,30 +166,20 @@ def convert_from_peft(source: Path, target: Path, base: Path | None, dtype: torc
     model = build_meta_model(whole.root, tokenizer, peft_slice(whole.root.model.peft))
     shapes = {name: tuple(tensor.shape) for name, tensor in trainable_tensors(model).items()}
     tensors = convert_adapter_tensors(folder, whole.root, tokenizer, shapes)
-    written = {name: cast_checked(tensor, dtype or tensor.dtype, name) for name, tensor in tensors.items()}
-    state = _state(whole.root, weights)
+    source_tensors = CastTensors(HostTensors(tensors), dtype)
+    state = initial_state(whole.root).model_copy(update={"base": weights.record()})
     with atomic_folder(target) as place:
-        step = place / "checkpoints" / "step-0"
-        step.mkdir(parents=True)
-        name = shard_file_name(ADAPTER, 0, 1)
-        record = write_safetensors(step / name, written)
-        write_metadata(step, {name: record}, state, whole.document, tokenizer.to_dict())
-    numbers = sum(tensor.numel() for tensor in written.values())
+        write_converted_checkpoint(place, ADAPTER, source_tensors, state, whole.document, tokenizer.to_dict())
+    numbers = sum(tensor.numel() for tensor in tensors.values())
     return [f"{target}: {folder.kind} with {numbers:,} parameters, of {weights.path}"]
 
 
 def load_base_config(base: PretrainedWeights) -> tuple[RunConfig, Tokenizer]:
     """Return the configuration of a base model, and its tokenizer."""
     if base.checkpoint is not None:
-        origin = str(base.path / "config.json")
-        config = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin)
-        return config, tokenizer_from_dict(base.checkpoint.tokenizer_document_with_chat)
+        return checkpoint_config(base.checkpoint), checkpoint_tokenizer(base.checkpoint)
     with open_source(base.path) as source:
         return run_config_of(source, map_hf_model(source))
-
-
-def _state(root: RootBlock, base: PretrainedWeights) -> RunState:
-    return initial_state(root).model_copy(update={"base": base.record()})
 
 
 def adapter_config_keys(path: Path, base: PretrainedWeights) -> dict[str, Any]:

@@ -122,9 +122,7 @@ def _report_conflicts(draft: Draft, conflicts: Mapping[str, tuple[Any, Any]], pr
     """Report keys that contradict the weights: one problem per key, or one for all keys of a model preset.
 
     Args:
-        draft: takes the problems.
         conflicts: path to (given value, value of the weights).
-        pretrained: the model whose weights are loaded.
     """
     presets: dict[Path, list[str]] = {}
     for path, (given, value) in conflicts.items():

@@ -11,11 +11,11 @@ The result can be used like a run directory:
 from __future__ import annotations
 
 import json
-import platform
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,9 +25,7 @@ from torch import Tensor
 
 from ...kernels.attention.flags import AttentionFlags
 from ...models.build import LanguageModel, build_model
-from ...models.config.families import sequence_length_of
 from ...models.config.peft_slice import PeftSlice
-from ...models.config.t5 import T5Keys
 from ...models.hf.architecture import Architecture, geometry_of, slice_from_keys, unflatten_keys
 from ...models.hf.architectures import MODEL_TYPES, architecture_of
 from ...models.hf.config_fields import HFConfig, format_value
@@ -35,10 +33,7 @@ from ...models.hf.llama import LLAMA
 from ...models.hf.weight_layout import Geometry, Shape, num_elements
 from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG, read_object
-from ..checkpoint.reader import WEIGHTS, RunState, model_tensors
-from ..checkpoint.run_environment import stoker_version
-from ..checkpoint.sharded_safetensors import shard_file_name
-from ..checkpoint.writer import write_metadata
+from ..checkpoint.reader import WEIGHTS, model_tensors
 from ..config.batch_spec import batch_spec
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
@@ -46,11 +41,12 @@ from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, tokenizer_state
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
-from ..utils.safetensors_io import TensorSpec, write_safetensors_stream
-from ..utils.text import pluralize
-from .casting import cast_checked
-from .hf_folder import FolderTensors, open_folder_tensors
+from ..utils.safetensors_io import TensorSpec
+from ..utils.text import pluralize, truncate_lines
+from .checkpoint_io import initial_state, write_converted_checkpoint
+from .hf_folder import FolderTensors, join_names, open_folder_tensors
 from .output_folder import atomic_folder
+from .tensor_source import CastTensors, TensorSource
 from .tokenizer_copy import (
     TOKENIZER_FOLDER,
     TokenizerFolder,
@@ -69,12 +65,7 @@ class MappedModel:
     """A Hugging Face model mapped to a stoker model.
 
     Attributes:
-        architecture: Hugging Face architecture.
         keys: nested `model` configuration.
-        tokenizer_folder: tokenizer files.
-        tokenizer: tokenizer loaded from them.
-        placed: mapping of each parameter.
-        geometry: attention geometry of the model.
         skipped: names of weights that stoker does not support and skips.
     """
 
@@ -98,8 +89,6 @@ def convert_to_stoker(
     """Convert a Hugging Face model folder or GGUF file to a stoker checkpoint.
 
     Args:
-        source: the folder or file.
-        target: the new folder.
         dtype: dtype of the weights; None keeps the dtype of each.
         tokenizer: `--tokenizer`; None for the tokenizer of `source`.
         ignored: fields of config.json to ignore.
@@ -112,14 +101,14 @@ def convert_to_stoker(
     """
     with open_source(source) as found:
         incoming = map_source(found, tokenizer, ignored)
-        facts = _facts_of(incoming.placed, found.tensors, dtype)
+        tensors = MappedTensors(incoming, CastTensors(found.tensors, dtype))
         with atomic_folder(target) as folder:
-            _write(folder, target.absolute(), source, incoming, facts, found.tensors)
+            _write(folder, target.absolute(), source, incoming, tensors)
     numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
-    kinds = ", ".join(sorted({_word(fact) for fact in facts.values()}))
+    kinds = ", ".join(sorted({_dtype_name(spec) for spec in tensors.specs.values()}))
     lines = [f"{target}: {incoming.architecture.name} with {numbers:,} parameters in {kinds}"]
     if incoming.skipped:
-        lines.append(f"skipped weights that stoker does not support: {_listed(incoming.skipped)}")
+        lines.append(f"skipped weights that stoker does not support: {join_names(incoming.skipped, 8)}")
     return [
         *lines,
         f"train on: stoker train --config-dir {target}/conf model={CONVERTED} tokenizer={CONVERTED} "
@@ -127,16 +116,36 @@ def convert_to_stoker(
     ]
 
 
+class MappedTensors:
+    """Parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
+
+    Attributes:
+        specs: name to shape and dtype: the promoted dtype of the tensors a parameter is computed from.
+    """
+
+    def __init__(self, incoming: MappedModel, tensors: TensorSource) -> None:
+        self._mappings = {entry.parameter: entry for entry in incoming.placed}
+        self._geometry = incoming.geometry
+        self._tensors = tensors
+        self.specs = {name: TensorSpec(self._dtype(entry), entry.shape) for name, entry in self._mappings.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter in host memory."""
+        dtype = self.specs[name].dtype
+        parts = [self._tensors.read(theirs).to(dtype) for theirs, _ in self._mappings[name].hf_tensors]
+        return self._mappings[name].join(parts, self._geometry)
+
+    def _dtype(self, entry: ParameterMapping) -> torch.dtype:
+        return reduce(torch.promote_types, (self._tensors.specs[name].dtype for name, _ in entry.hf_tensors))
+
+
 @dataclass(frozen=True, slots=True)
 class HFSource:
     """An open Hugging Face folder or GGUF file.
 
     Attributes:
-        path: the folder or file.
         config_name: name of the source of `config`, for messages.
         config: fields of config.json.
-        architecture: Hugging Face architecture.
-        tensors: weights.
         find_tokenizer: returns the tokenizer files, given the vocabulary size.
     """
 
@@ -146,6 +155,11 @@ class HFSource:
     architecture: Architecture
     tensors: FolderTensors
     find_tokenizer: Callable[[Any], TokenizerFolder]
+
+    @property
+    def origin(self) -> str:
+        """Origin of the configuration, for messages."""
+        return f"{self.path} ({self.config_name})"
 
 
 @contextmanager
@@ -188,7 +202,6 @@ def map_source(source: HFSource, tokenizer: str | None, ignored: Collection[str]
     """Map a model to a stoker model from its config and file headers, before any weights are allocated.
 
     Args:
-        source: the model.
         tokenizer: `--tokenizer`; None for its own.
         ignored: config fields to ignore.
 
@@ -251,9 +264,8 @@ def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -
     Raises:
         UserError: invalid configuration, or the tokenizer cannot be loaded or has more tokens than the model.
     """
-    model = _model_keys(source.architecture, keys) | {"tokenizer": found.keys_for(found.folder or source.path)}
-    document = {"name": CONVERTED, "model": model}
-    root = config_from_document(document, trusted=False, origin=f"{source.path} ({source.config_name})").root
+    tokenizer_keys = found.keys_for(found.folder or source.path)
+    root = _run_config(_model_keys(source.architecture, keys), tokenizer_keys, source.origin).root
     try:
         return root, tokenizer_for_vocabulary(root, keys["override_vocab_size"])
     except UserError as error:
@@ -263,36 +275,33 @@ def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -
 def run_config_of(source: HFSource, incoming: MappedModel) -> tuple[RunConfig, Tokenizer]:
     """Return a run configuration of the unmodified model, and its tokenizer."""
     keys = incoming.tokenizer_folder.keys_for(incoming.tokenizer_folder.folder or source.path)
-    document = {"name": CONVERTED, "model": {**incoming.keys, "tokenizer": keys}}
-    config = config_from_document(document, trusted=False, origin=f"{source.path} ({source.config_name})")
-    return config, incoming.tokenizer
+    return _run_config(incoming.keys, keys, source.origin), incoming.tokenizer
+
+
+def _run_config(model_keys: Mapping[str, Any], tokenizer_keys: Mapping[str, Any], origin: str) -> RunConfig:
+    document = {"name": CONVERTED, "model": {**model_keys, "tokenizer": tokenizer_keys}}
+    return config_from_document(document, trusted=False, origin=origin)
 
 
 def _placed(
     architecture: Architecture, root: RootBlock, tokenizer: Tokenizer
 ) -> tuple[list[ParameterMapping], Geometry]:
     """Return the mapping of each parameter to the source tensors, and the attention geometry."""
-    shapes = parameter_shapes(root, tokenizer)
-    vocab_size = model_vocab_size(root, tokenizer)
-    geometry = geometry_of(slice_from_keys(root.model, vocab_size, batch_spec(root)))
+    shapes, geometry = parameter_layout(root, tokenizer)
     placed, unmapped = architecture.weights.map_parameters(shapes, geometry)
     assert not unmapped, unmapped  # every parameter of the described model is in its weights
     return placed, geometry
 
 
-def parameter_shapes(root: RootBlock, tokenizer: Tokenizer) -> dict[str, Shape]:
-    """Return names and shapes of the checkpoint tensors of a configuration, from a meta-device model."""
-    return {name: tuple(tensor.shape) for name, tensor in model_tensors(build_meta_model(root, tokenizer)).items()}
+def parameter_layout(root: RootBlock, tokenizer: Tokenizer) -> tuple[dict[str, Shape], Geometry]:
+    """Return names and shapes of the checkpoint tensors of a configuration, and its attention geometry."""
+    tensors = model_tensors(build_meta_model(root, tokenizer))
+    model = slice_from_keys(root.model, model_vocab_size(root, tokenizer), batch_spec(root))
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, geometry_of(model)
 
 
 def build_meta_model(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
-    """Build the model of a configuration on the meta device.
-
-    Args:
-        root: the configuration.
-        tokenizer: tokenizer of the model.
-        peft: PEFT settings of the added parameters.
-    """
+    """Build the model of a configuration on the meta device, with the parameters that `peft` adds."""
     return build_model(
         root.model,
         vocab_size=model_vocab_size(root, tokenizer),
@@ -334,61 +343,23 @@ def _compare(
         if name in tensors.unsupported_dtypes:
             others.append(f"{name} is of dtype {tensors.unsupported_dtypes[name]}, which is not supported")
         elif name in tensors.specs:
-            fact = tensors.specs[name]
-            if fact.dtype not in _FLOATS:
-                others.append(f"{name} is of dtype {_word(fact)}, which is not supported")
-            if fact.shape != shape:
-                others.append(f"{name} has the shape {list(fact.shape)}, which must be {list(shape)}")
-    problems = [f"missing: {name}" for name in missing[:_SHOWN]]
-    problems += [f"missing: {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
-    problems += [f"unknown: {format_value(name, 120)}" for name in unknown[:_SHOWN]]
-    problems += [f"unknown: {len(unknown) - _SHOWN} more"] if len(unknown) > _SHOWN else []
-    problems += others[:_SHOWN]
-    problems += [f"and {len(others) - _SHOWN} more of these"] if len(others) > _SHOWN else []
-    return problems, left_out
-
-
-def _facts_of(
-    placed: Iterable[ParameterMapping], tensors: FolderTensors, dtype: torch.dtype | None
-) -> dict[str, TensorSpec]:
-    """Return dtype and shape of each stoker parameter: `dtype`, or the promoted dtype of its source tensors."""
-    facts: dict[str, TensorSpec] = {}
-    for entry in placed:
-        kind = dtype
-        if kind is None:
-            kind = tensors.specs[entry.hf_tensors[0][0]].dtype
-            for name, _ in entry.hf_tensors:
-                kind = torch.promote_types(kind, tensors.specs[name].dtype)
-        facts[entry.parameter] = TensorSpec(kind, entry.shape)
-    return facts
-
-
-def _write(
-    folder: Path,
-    target: Path,
-    source: Path,
-    incoming: MappedModel,
-    facts: Mapping[str, TensorSpec],
-    tensors: FolderTensors,
-) -> None:
-    by_name = {entry.parameter: entry for entry in incoming.placed}
-
-    def tensor_of(name: str) -> Tensor:
-        parts = [
-            cast_checked(tensors.read(theirs), facts[name].dtype, theirs) for theirs, _ in by_name[name].hf_tensors
-        ]
-        return by_name[name].join(parts, incoming.geometry)
-
-    step = folder / "checkpoints" / "step-0"
-    step.mkdir(parents=True)
-    weights = shard_file_name(WEIGHTS, 0, 1)
-    record = write_safetensors_stream(step / weights, facts, tensor_of)
-    keys = incoming.tokenizer_folder.keys_for(target / TOKENIZER_FOLDER)
-    model = {**incoming.keys, "tokenizer": keys}
-    config = config_from_document({"name": CONVERTED, "model": model}, trusted=False, origin=str(source / CONFIG))
-    write_metadata(
-        step, {weights: record}, initial_state(config.root), config.document, tokenizer_state(incoming.tokenizer)
+            spec = tensors.specs[name]
+            if spec.dtype not in _FLOATS:
+                others.append(f"{name} is of dtype {_dtype_name(spec)}, which is not supported")
+            if spec.shape != shape:
+                others.append(f"{name} has the shape {list(spec.shape)}, which must be {list(shape)}")
+    problems = truncate_lines((f"missing: {name}" for name in missing), _SHOWN, more="missing: {} more")
+    problems += truncate_lines(
+        (f"unknown: {format_value(name, 120)}" for name in unknown), _SHOWN, more="unknown: {} more"
     )
+    return problems + truncate_lines(others, _SHOWN, more="and {} more of these"), left_out
+
+
+def _write(folder: Path, target: Path, source: Path, incoming: MappedModel, tensors: TensorSource) -> None:
+    keys = incoming.tokenizer_folder.keys_for(target / TOKENIZER_FOLDER)
+    config = _run_config(incoming.keys, keys, str(source / CONFIG))
+    state, tokenizer = initial_state(config.root), tokenizer_state(incoming.tokenizer)
+    write_converted_checkpoint(folder, WEIGHTS, tensors, state, config.document, tokenizer)
     incoming.tokenizer_folder.copy(folder / TOKENIZER_FOLDER)
     for group, block in (("model", incoming.keys), ("tokenizer", keys)):
         path = folder / "conf" / group / f"{CONVERTED}.yaml"
@@ -396,24 +367,6 @@ def _write(
         about = "# @package model.tokenizer\n" if group == "tokenizer" else ""
         about += f"# {incoming.architecture.name}, converted from {_one_line(source)}\n"
         path.write_text(about + "".join(f"{line}\n" for line in _yaml(block)), encoding="utf-8")
-
-
-def initial_state(root: RootBlock) -> RunState:
-    """Return the state of a converted checkpoint, at step 0."""
-    form = batch_spec(root)
-    return RunState(
-        step=0,
-        consumed_samples=0,
-        seed=root.model.seed,
-        global_batch_size=root.model.global_batch_size,
-        micro_batch_size=root.model.micro_batch_size,
-        sequence_length=sequence_length_of(root.model),
-        decoder_length=form.decoder_seq_length if isinstance(root.model, T5Keys) else 0,
-        precision="as converted",
-        optimizer={},
-        data_fingerprint="",
-        versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
-    )
 
 
 def _yaml(block: Mapping[str, Any], indent: str = "") -> Iterable[str]:
@@ -435,9 +388,5 @@ def _one_line(path: Path) -> str:
     return re.sub(r"[^\x20-\x7e]", "?", str(path))
 
 
-def _word(fact: TensorSpec) -> str:
-    return str(fact.dtype).removeprefix("torch.")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(format_value, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _dtype_name(spec: TensorSpec) -> str:
+    return str(spec.dtype).removeprefix("torch.")

@@ -11,22 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.config.batch_shape import BatchSpec
-from ...models.config.families import sequence_length_of
 from ...models.config.peft_slice import IA3Slice, LoRASlice, peft_slice
-from ...models.hf.architecture import geometry_of, slice_from_keys
 from ...models.hf.architectures import ARCHITECTURES
 from ...models.hf.config_fields import format_value
 from ...models.hf.weight_layout import Geometry
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, read_object, resolve_in_folder
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, open_safetensors
-from .from_hf import parameter_shapes
-from .peft_factors import ia3_parameter_name
-from .peft_map import PEFT_PREFIX, LoRATarget, from_peft_pairs, lora_targets
+from ..utils.text import truncate_lines
+from .from_hf import parameter_layout
+from .peft_map import PEFT_PREFIX, LoRATarget, from_peft_pairs, ia3_parameter_name, lora_targets
 
 _SHOWN = 10
 _SUPPORTED_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -63,8 +59,6 @@ class PeftFolder:
     """An adapter in peft format, read into memory.
 
     Attributes:
-        path: the folder.
-        config: its adapter_config.json.
         tensors: base module name to tensor kind (`lora_A.weight`, `ia3_l`) to tensor.
     """
 
@@ -132,11 +126,6 @@ def read_peft_folder(path: Path) -> PeftFolder:
 def peft_config_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the dotted `model.peft` keys that match an adapter.
 
-    Args:
-        folder: the adapter.
-        root: configuration of the base.
-        tokenizer: tokenizer of the base.
-
     Raises:
         UserError: the adapter belongs to another model.
     """
@@ -169,9 +158,7 @@ def convert_adapter_tensors(
     """Convert an adapter to the trainable parameters of a model.
 
     Args:
-        folder: the adapter.
         root: configuration of the model, including `model.peft`.
-        tokenizer: tokenizer of the model.
         shapes: names and shapes of the trainable parameters.
 
     Raises:
@@ -279,10 +266,7 @@ def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple
     Raises:
         UserError: there is no such architecture.
     """
-    vocab_size = model_vocab_size(root, tokenizer)
-    form = BatchSpec(seq_length=sequence_length_of(root.model))
-    geometry = geometry_of(slice_from_keys(root.model, vocab_size, form))
-    shapes = parameter_shapes(root, tokenizer)
+    shapes, geometry = parameter_layout(root, tokenizer)
     unknown: list[str] | None = None
     for architecture in ARCHITECTURES:
         if architecture.family != root.model.family:
@@ -339,6 +323,4 @@ def _raise_misfit(folder: PeftFolder, problems: Sequence[str]) -> None:
 
 
 def _truncated_list(problems: Iterable[str]) -> list[str]:
-    lines = list(problems)
-    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [*(f"  {line}" for line in lines[:_SHOWN]), *more]
+    return truncate_lines(problems, _SHOWN, indent="  ")

@@ -69,9 +69,6 @@ _CONTROL, _USER_DEFINED = 3, 4
 class GGUFModel:
     """A Llama-type model in a GGUF file.
 
-    Args:
-        path: the file.
-
     Attributes:
         config: fields of a config.json.
         tensors: fp32 tensors under transformers' names.

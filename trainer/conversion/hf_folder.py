@@ -24,7 +24,6 @@ class FolderTensors:
     """Tensors of a folder, by canonical name.
 
     Attributes:
-        facts: name to dtype and shape.
         unsupported_dtypes: name to dtype of tensors with an unsupported dtype.
     """
 
@@ -73,7 +72,6 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
     """Open the tensors of a folder: one file, or several listed in an index.
 
     Args:
-        folder: Hugging Face model folder.
         canonical: maps names in the files to canonical names.
 
     Raises:
@@ -101,7 +99,7 @@ def open_folder_tensors(folder: Path, canonical: Callable[[str], str]) -> Iterat
                     unreadable[known] = dtype
         absent = sorted(name for name in index if canonical(name) not in found)
         if absent:
-            raise UserError(f"{folder}: the index lists {_few(absent)}, which the files do not contain")
+            raise UserError(f"{folder}: the index lists {join_names(absent, 3)}, which the files do not contain")
         yield FolderTensors(facts, unreadable, readers)
 
 
@@ -114,8 +112,10 @@ def weight_paths(folder: Path) -> list[Path]:
     return _files(folder)[0]
 
 
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(map(format_value, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def join_names(names: Sequence[str], limit: int) -> str:
+    """Join untrusted names with commas, the first `limit` of them."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(format_value, names[:limit])) + more
 
 
 def _files(folder: Path) -> tuple[list[Path], Sequence[str]]:

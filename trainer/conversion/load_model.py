@@ -22,17 +22,16 @@ from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.batch_spec import batch_spec
 from ..config.data_task import task_name
-from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..device.precision import PrecisionPlan, plan_precision
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
-from .from_hf import initial_state, map_source, open_source, run_config_of
+from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, initial_state
+from .from_hf import map_source, open_source, run_config_of
 from .pretrained import PretrainedWeights
 from .size_check import check_model_size
 
@@ -44,10 +43,6 @@ class LoadedModel:
     Attributes:
         path: the checkpoint `step-N` or the Hugging Face folder.
         state: training state of the checkpoint; for a Hugging Face folder that of a run at step 0.
-        config: the configuration of the run.
-        tokenizer: the tokenizer the model was trained with.
-        model: the model on `device`, in eval mode.
-        device: device of the model.
         precision: dtypes of weights and arithmetic.
     """
 
@@ -141,16 +136,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
 
 
 class _SavedModel(NamedTuple):
-    """Description of a saved model, before it is built.
-
-    Attributes:
-        name: name in messages.
-        path: the checkpoint or folder.
-        state: training state of the checkpoint.
-        config: the configuration of the run.
-        tokenizer: the tokenizer the model was trained with.
-        load: loads the weights into a model.
-    """
+    """Description of a saved model, before it is built."""
 
     name: str
     path: Path
@@ -167,13 +153,7 @@ def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedM
         print(complaint, file=sys.stderr)
     checkpoint = checkpoint.with_ema() if average else checkpoint
     name = f"checkpoint {checkpoint.path}"
-    config = config_from_document(
-        checkpoint.config_document, trusted=False, origin=str(checkpoint.path / "config.json")
-    )
-    try:
-        tokenizer = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
-    except ValueError as error:
-        raise UserError(f"{name} cannot be used: tokenizer.json: {error}") from None
+    config, tokenizer = checkpoint_config(checkpoint), checkpoint_tokenizer(checkpoint)
     base_weights = find_base_of_adapter(checkpoint, base)
     if base_weights is not None or not checkpoint.is_adapter:
         check_model_size(checkpoint, config.root, tokenizer.vocab_size, base_weights)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,42 +11,31 @@ from torch import Tensor
 from ...models.config.peft_slice import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
 from ...models.peft.added_parameters import PeftModule
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.sharded_safetensors import open_full_tensors
 from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
-from ..utils.safetensors_io import TensorSpec
-from .from_hf import build_meta_model, open_source
-from .pretrained import PretrainedWeights, check_same_base, map_hf_model
-
-ReadTensor = Callable[[str], Tensor]
+from .from_hf import build_meta_model
+from .pretrained import PretrainedWeights, check_same_base
+from .tensor_source import TensorSource
 
 
 class MergedTensors:
     """Parameters of the merged model, computed one at a time.
 
     Args:
-        facts: name to dtype and shape.
-        base: reads a base parameter.
         adapter: trained parameters by name.
         modules: modules with added parameters, by name.
     """
 
-    def __init__(
-        self,
-        facts: Mapping[str, TensorSpec],
-        base: ReadTensor,
-        adapter: Mapping[str, Tensor],
-        modules: Mapping[str, PeftModule],
-    ) -> None:
-        self.specs = facts
+    def __init__(self, base: TensorSource, adapter: Mapping[str, Tensor], modules: Mapping[str, PeftModule]) -> None:
+        self.specs = base.specs
         self._base = base
         self._adapter = adapter
         self._modules = modules
 
     def read(self, name: str) -> Tensor:
         """Return a merged parameter in host memory, in the base dtype; merging is done in at least fp32."""
-        weight = self._base(name)
+        weight = self._base.read(name)
         if name in self._adapter:  # a base parameter that was trained (selective)
             return self._adapter[name].to(weight.dtype)
         at, _, own = name.rpartition(".")
@@ -66,12 +55,6 @@ def open_merged(
 ) -> Iterator[MergedTensors]:
     """Open an adapter and its base for merging.
 
-    Args:
-        checkpoint: adapter checkpoint.
-        root: its configuration.
-        tokenizer: tokenizer of the model.
-        base: base weights it was trained on.
-
     Raises:
         UserError: the base differs, or the adapter cannot be merged.
     """
@@ -85,11 +68,8 @@ def open_merged(
         check_same_base(base, checkpoint.state.base, checkpoint.path)
     model = build_meta_model(root, tokenizer, peft)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, PeftModule)}
-    with ExitStack() as stack:
-        held = stack.enter_context(checkpoint.open_weights())
-        adapter = {name: held.read(name) for name in held.specs}
-        facts, read = open_base_tensors(base, stack)
-        yield MergedTensors(facts, read, adapter, modules)
+    with checkpoint.open_weights() as held, base.open_tensors() as tensors:
+        yield MergedTensors(tensors, {name: held.read(name) for name in held.specs}, modules)
 
 
 def first_different_parameter(one: PretrainedWeights, other: PretrainedWeights) -> str | None:
@@ -97,34 +77,12 @@ def first_different_parameter(one: PretrainedWeights, other: PretrainedWeights) 
 
     Values are compared in the narrower of the two dtypes.
     """
-    with ExitStack() as stack:
-        (facts, read), (other_facts, read_other) = open_base_tensors(one, stack), open_base_tensors(other, stack)
-        for name in sorted({*facts, *other_facts}):
-            if name not in facts or name not in other_facts or facts[name].shape != other_facts[name].shape:
+    with one.open_tensors() as left, other.open_tensors() as right:
+        for name in sorted({*left.specs, *right.specs}):
+            spec, other_spec = left.specs.get(name), right.specs.get(name)
+            if spec is None or other_spec is None or spec.shape != other_spec.shape:
                 return name
-            kind = min(facts[name].dtype, other_facts[name].dtype, key=lambda dtype: dtype.itemsize)
-            if not torch.equal(read(name).to(kind), read_other(name).to(kind)):
+            dtype = min(spec.dtype, other_spec.dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(left.read(name).to(dtype), right.read(name).to(dtype)):
                 return name
     return None
-
-
-def open_base_tensors(base: PretrainedWeights, stack: ExitStack) -> tuple[Mapping[str, TensorSpec], ReadTensor]:
-    """Open base weights under stoker names: (facts, reader), valid while `stack` is open."""
-    if base.checkpoint is not None:
-        whole = stack.enter_context(open_full_tensors(base.checkpoint.weight_files))
-        return whole.specs, whole.read
-    source = stack.enter_context(open_source(base.path))
-    incoming = map_hf_model(source)
-    placed = {entry.parameter: entry for entry in incoming.placed}
-    facts: dict[str, TensorSpec] = {}
-    for entry in incoming.placed:
-        kind = source.tensors.specs[entry.hf_tensors[0][0]].dtype
-        for name, _ in entry.hf_tensors:
-            kind = torch.promote_types(kind, source.tensors.specs[name].dtype)
-        facts[entry.parameter] = TensorSpec(kind, entry.shape)
-
-    def read(name: str) -> Tensor:
-        parts = [source.tensors.read(theirs).to(facts[name].dtype) for theirs, _ in placed[name].hf_tensors]
-        return placed[name].join(parts, incoming.geometry)
-
-    return facts, read

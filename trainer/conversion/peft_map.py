@@ -1,4 +1,4 @@
-"""Mapping of LoRA weights between stoker's fused linear layers and Hugging Face peft, with one module per linear layer.
+"""Mapping of LoRA and IA3 between stoker's fused linear layers and Hugging Face peft, with one module per linear layer.
 
 The LoRA pair of a fused stoker weight is split like the weight. If one Hugging Face module corresponds to several
 projections here, or the reverse, ranks are stacked or matrices repeated, which gives the same update.
@@ -24,7 +24,6 @@ class LoRAPair:
     """LoRA pair of one Hugging Face module.
 
     Attributes:
-        module: module name.
         down: A, [r, in].
         up: B, [out, r].
         stacked: number of stoker pairs stacked in it; its rank and alpha are this multiple of stoker's.
@@ -51,7 +50,6 @@ class LoRATarget:
     Attributes:
         parameter_names: stoker names of A and B.
         modules: Hugging Face module names; for experts all of expert 0 first.
-        placed: mapping of the weight.
         is_moe: A and B have a leading expert dimension.
     """
 
@@ -114,10 +112,8 @@ def to_peft_pairs(target: LoRATarget, down: Tensor, up: Tensor, geometry: Geomet
     """Convert a stoker LoRA pair to Hugging Face pairs.
 
     Args:
-        target: the linear layer.
         down: A, [parts * r, in], for experts with a leading dimension E.
         up: B, [out, r], likewise.
-        geometry: attention geometry of the model.
     """
     downs, ups = (down, up) if target.is_moe else (down[None], up[None])
     count = target.modules_per_expert
@@ -150,11 +146,9 @@ def from_peft_pairs(
     """Convert Hugging Face pairs to a stoker LoRA pair; modules without a pair get zeros, which stay zero in training.
 
     Args:
-        target: the linear layer.
         pairs: module to (A, B, its LoRA scale divided by stoker's).
         parts: LoRA pairs per stoker linear layer: one per module, or 1.
         rank: stoker's rank; smaller ranks are padded with zeros.
-        geometry: attention geometry of the model.
     """
     some = next(pairs[module] for module in target.modules if module in pairs)
     experts, count = (target.placed.shape[0] if target.is_moe else 1), target.modules_per_expert
@@ -172,3 +166,42 @@ def from_peft_pairs(
             rows.append(wide)
         up[expert] = target.join_rows(rows, geometry)
     return (down, up) if target.is_moe else (down[0], up[0])
+
+
+# ---------------------------------------------------------------- IA3
+
+
+@dataclass(frozen=True, slots=True)
+class IA3Vector:
+    """IA3 scaling vector of one Hugging Face module.
+
+    Attributes:
+        values: [1, in] or [out, 1], as saved by peft.
+        scales_inputs: scales the input of the module; otherwise its output.
+    """
+
+    module: str
+    values: Tensor
+    scales_inputs: bool
+
+
+def ia3_parameter_name(target: LoRATarget) -> str:
+    """Return the parameter name of the IA3 vector of a stoker linear layer."""
+    return target.placed.parameter.removesuffix("weight") + "ia3"
+
+
+def to_peft_vectors(
+    ours: Mapping[str, Tensor], targets: Sequence[LoRATarget], geometry: Geometry
+) -> Iterator[IA3Vector]:
+    """Yield the peft vectors of all stoker IA3 vectors."""
+    for target in targets:
+        factors = ours.get(ia3_parameter_name(target))
+        if factors is None:
+            continue
+        if target.placed.parameter.endswith(".down.weight"):
+            yield IA3Vector(target.modules[0], factors[None], scales_inputs=True)
+            continue
+        whole = torch.cat([factors.new_ones(target.rows - len(factors)), factors])[:, None]
+        for module, part in zip(target.modules, target.split_rows(whole, geometry), strict=True):
+            if len(target.modules) == 1 or not module.endswith((".q_proj", ".query", ".q")):
+                yield IA3Vector(module, part, scales_inputs=False)

@@ -17,12 +17,14 @@ from torch import nn
 
 from ..checkpoint.hf_files import is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
-from ..checkpoint.sharded_safetensors import shard_files
+from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import local_shard
-from .from_hf import HFSource, MappedModel, map_source, open_source
+from ..utils.text import truncate_lines
+from .from_hf import HFSource, MappedModel, MappedTensors, map_source, open_source
 from .hf_folder import weight_paths
+from .tensor_source import TensorSource
 
 RESTORE_KEY = "model.restore_from_path"
 _SHOWN = 10
@@ -61,7 +63,22 @@ class PretrainedWeights:
             self.checkpoint.load_weights(model, cast=True)
         else:
             with open_source(self.path) as source:
-                _fill(self.path, source, map_hf_model(source), model)
+                _fill(self.path, MappedTensors(map_hf_model(source), source.tensors), model)
+
+    @contextmanager
+    def open_tensors(self) -> Iterator[TensorSource]:
+        """Open the weights under stoker's parameter names, to read them one at a time.
+
+        Raises:
+            UserError: a Hugging Face model is not supported; lists every reason.
+            DamagedFileError: the files of a checkpoint are damaged.
+        """
+        if self.checkpoint is not None:
+            with open_full_tensors(self.checkpoint.weight_files) as tensors:
+                yield tensors
+        else:
+            with open_source(self.path) as source:
+                yield MappedTensors(map_hf_model(source), source.tensors)
 
 
 def find_pretrained(path: Path, key: str = RESTORE_KEY, *, verify: bool = True) -> PretrainedWeights:
@@ -162,37 +179,26 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
         return source.find_tokenizer(source.config.get("vocab_size")).keys_for(path.absolute())
 
 
-def _fill(path: Path, source: HFSource, incoming: MappedModel, model: nn.Module) -> None:
+def _fill(path: Path, found: MappedTensors, model: nn.Module) -> None:
     wanted = base_tensors(model)
-    placed = {entry.parameter: entry for entry in incoming.placed}
-    problems = [f"{name} is missing" for name in wanted if name not in placed]
-    problems += [f"{name} is not a parameter of this model" for name in placed if name not in wanted]
+    problems = [f"{name} is missing" for name in wanted if name not in found.specs]
+    problems += [f"{name} is not a parameter of this model" for name in found.specs if name not in wanted]
     problems += [
-        f"{name} is {list(placed[name].shape)}, the model needs {list(tensor.shape)}"
+        f"{name} is {list(found.specs[name].shape)}, the model needs {list(tensor.shape)}"
         for name, tensor in wanted.items()
-        if name in placed and tuple(tensor.shape) != tuple(placed[name].shape)
+        if name in found.specs and tuple(tensor.shape) != tuple(found.specs[name].shape)
     ]
     if problems:
-        more = [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise UserError(
             [
                 f"`{RESTORE_KEY}`: {path} does not fit the model of this configuration:",
-                *(f"  {problem}" for problem in problems[:_SHOWN]),
-                *more,
+                *truncate_lines(problems, _SHOWN, indent="  "),
                 "use stoker finetune, which takes all model keys from that folder",
             ]
         )
     with torch.no_grad():
         for name, tensor in wanted.items():
-            piece = local_shard(tensor)
-            parts = [source.tensors.read(theirs) for theirs, _ in placed[name].hf_tensors]
-            kind = parts[0].dtype
-            for part in parts:
-                kind = torch.promote_types(kind, part.dtype)
-            whole = placed[name].join([part.to(kind) for part in parts], incoming.geometry)
-            piece.local.copy_(
-                whole[piece.first_row : piece.first_row + len(piece.local)] if piece.local.ndim else whole
-            )
+            local_shard(tensor).copy_from_full(found.read(name))
 
 
 def _digest(files: Iterable[tuple[str, str]]) -> str:

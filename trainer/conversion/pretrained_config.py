@@ -13,7 +13,6 @@ from ...models.config.memory import MemoryKeys
 from ...models.config.model_keys import Family
 from ...models.config.t5 import T5Keys
 from ..config import dotted_paths
-from ..config.load import config_from_document
 
 if TYPE_CHECKING:
     from .pretrained import PretrainedWeights
@@ -64,7 +63,6 @@ class StartingPoint:
     """Configuration of the pretrained model.
 
     Attributes:
-        family: model family.
         keys: values of the model's keys by dotted path.
         tokenizer: values of `model.tokenizer.*` by dotted path; empty if there is no tokenizer.
         origin: the file they were read from, for messages.
@@ -109,7 +107,6 @@ def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
 
     Args:
         adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
-        base: the pretrained model.
 
     Raises:
         UserError: there is no adapter, or it belongs to another model.
@@ -122,11 +119,11 @@ def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
 
 
 def _from_checkpoint(base: PretrainedWeights) -> StartingPoint:
+    from .checkpoint_io import checkpoint_config
     from .size_check import check_model_size
 
     assert base.checkpoint is not None
-    origin = str(base.path / "config.json")
-    root = config_from_document(base.checkpoint.config_document, trusted=False, origin=origin).root
+    root = checkpoint_config(base.checkpoint).root
     check_model_size(base.checkpoint, root, root.model.override_vocab_size or 1)
     document = root.model.model_dump(mode="json")
     family = root.model.family
@@ -136,7 +133,7 @@ def _from_checkpoint(base: PretrainedWeights) -> StartingPoint:
     keys = {f"model.{name}": value for name, value in document.items() if name in _model_keys(family)}
     keys |= _nested_keys(document)
     tokenizer = {f"model.tokenizer.{name}": value for name, value in dotted_paths.leaves(document["tokenizer"])}
-    return StartingPoint(family, keys, tokenizer, origin)
+    return StartingPoint(family, keys, tokenizer, str(base.path / "config.json"))
 
 
 def _model_keys(family: Family) -> frozenset[str]:

@@ -23,9 +23,6 @@ def check_model_size(
     """Raise if the configuration has more parameters than the weight files can hold.
 
     Args:
-        checkpoint: checkpoint with the configuration.
-        root: the configuration.
-        vocab_size: vocabulary size of the tokenizer.
         base: base weights, if the checkpoint is an adapter.
 
     Raises:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from ...models.config.families import FamilyKeys
-from ...models.hf.architecture import Architecture, geometry_of, slice_differences, slice_from_keys, unflatten_keys
+from ...models.hf.architecture import Architecture, slice_differences, slice_from_keys, unflatten_keys
 from ...models.hf.architectures import ARCHITECTURES, MODEL_TYPES
 from ...models.hf.config_fields import FieldError, HFConfig
 from ...models.hf.weight_layout import Geometry
@@ -22,17 +22,17 @@ from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG
 from ..checkpoint.reader import Checkpoint, find_checkpoint
 from ..config.batch_spec import batch_spec
-from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, TensorSpec, write_json, write_safetensors_stream
-from .casting import cast_checked
-from .from_hf import parameter_shapes
+from ..utils.safetensors_io import TensorSpec, write_json, write_safetensors_stream
+from ..utils.text import truncate_lines
+from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, damage_as_user_error
+from .from_hf import parameter_layout
 from .output_folder import atomic_folder
 from .size_check import check_model_size
+from .tensor_source import CastTensors, TensorSource
 from .tokenizer_copy import (
     given_tokenizer_files,
     original_tokenizer_files,
@@ -51,28 +51,12 @@ _CACHED = 4
 _SHOWN = 20
 
 
-class TensorSource(Protocol):
-    """Unsharded parameters of a model, read one at a time."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Name to dtype and shape."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """Read a parameter to host memory."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class HFModel:
     """A stoker model mapped to a Hugging Face architecture.
 
     Attributes:
-        architecture: Hugging Face architecture.
         config: config.json, without special tokens and dtype.
-        placed: mapping of each parameter.
-        geometry: attention geometry of the model.
     """
 
     architecture: Architecture
@@ -96,13 +80,11 @@ def convert_to_hf(
 
     Args:
         source: a run directory, its checkpoints directory, or one step.
-        target: the new folder.
         dtype: dtype of the weights; None keeps the dtype of each.
         tokenizer: `--tokenizer`, a folder with tokenizer files; None for the files the run used, or new ones.
         model_type: architecture; None for the first that supports the model.
         shard_bytes: maximum file size; a larger tensor gets a file of its own.
         base: base weights to merge the adapter in `source` into; None for a whole model.
-        ema: convert the moving average of the weights.
 
     Returns:
         Summary lines.
@@ -112,25 +94,18 @@ def convert_to_hf(
     """
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.with_ema() if ema else checkpoint
-    root = config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path / CONFIG)).root
-    try:
-        ours = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
-        vocab_size = model_vocab_size(root, ours)
-    except ValueError as error:
-        raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
-    check_model_size(checkpoint, root, vocab_size, base)
-    outgoing = choose_architecture(root, ours, vocab_size, model_type)
-    try:
-        with _opened(checkpoint, root, ours, base) as tensors:
-            _check_weights(checkpoint, outgoing, tensors)
-            with atomic_folder(target) as folder:
-                names = _write_weights(folder, outgoing, tensors, dtype, shard_bytes)
-                _write_tokenizer(folder, root, ours, checkpoint, tokenizer)
-                kinds = [fact.dtype for fact in names.values()]
-                _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
-    except DamagedFileError as error:
-        raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
-    numbers = sum(fact.num_bytes // fact.dtype.itemsize for fact in names.values())
+    root = checkpoint_config(checkpoint).root
+    ours = checkpoint_tokenizer(checkpoint)
+    check_model_size(checkpoint, root, model_vocab_size(root, ours), base)
+    outgoing = choose_architecture(root, ours, model_type)
+    with damage_as_user_error(checkpoint), _opened(checkpoint, root, ours, base) as tensors:
+        _check_weights(checkpoint, outgoing, tensors)
+        with atomic_folder(target) as folder:
+            specs = _write_weights(folder, outgoing, CastTensors(tensors, dtype), shard_bytes)
+            _write_tokenizer(folder, root, ours, checkpoint, tokenizer)
+            kinds = [spec.dtype for spec in specs.values()]
+            _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
+    numbers = sum(spec.num_bytes // spec.dtype.itemsize for spec in specs.values())
     return [*complaints, f"{target}: {outgoing.architecture.name} with {numbers:,} parameters, of {checkpoint.path}"]
 
 
@@ -144,21 +119,18 @@ def _opened(
     return open_merged(checkpoint, root, tokenizer, base)
 
 
-def choose_architecture(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, model_type: str | None) -> HFModel:
+def choose_architecture(root: RootBlock, tokenizer: Tokenizer, model_type: str | None) -> HFModel:
     """Choose the Hugging Face architecture of a model.
 
     Args:
-        root: the configuration.
-        tokenizer: tokenizer of the model.
-        vocab_size: vocabulary size.
         model_type: architecture to use; None tries all.
 
     Raises:
         UserError: none supports the model; lists the problems of the closest one.
     """
     tried: list[tuple[str, list[str]]] = []
-    shapes = parameter_shapes(root, tokenizer)
-    geometry = geometry_of(slice_from_keys(root.model, vocab_size, batch_spec(root)))
+    shapes, geometry = parameter_layout(root, tokenizer)
+    vocab_size = geometry.vocab_size
     for architecture in ARCHITECTURES:
         if architecture.family != root.model.family or model_type not in (None, architecture.model_type):
             continue
@@ -180,8 +152,7 @@ def choose_architecture(root: RootBlock, tokenizer: Tokenizer, vocab_size: int, 
         )
     closest, problems = min(tried, key=lambda entry: len(entry[1]))
     names = ", ".join(dict.fromkeys(name for name, _ in tried))
-    lines = [f"  {problem}" for problem in problems[:_SHOWN]]
-    lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    lines = truncate_lines(problems, _SHOWN, indent="  ")
     raise UserError([f"no Hugging Face architecture supports this model ({names}); problems with {closest}:", *lines])
 
 
@@ -220,62 +191,58 @@ def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: TensorSou
         elif name in tensors.specs and not tensors.specs[name].dtype.is_floating_point:
             problems.append(f"{name} has the unsupported dtype {tensors.specs[name].dtype}")
     if problems:
-        lines = [f"  {problem}" for problem in problems[:_SHOWN]]
-        lines += [f"  and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        lines = truncate_lines(problems, _SHOWN, indent="  ")
         raise UserError([f"checkpoint {checkpoint.path} does not fit its configuration:", *lines])
 
 
-class _Parts:
+class _HFTensors:
     """Hugging Face tensors computed from stoker parameters, with a cache of the last few parameters."""
 
-    def __init__(self, outgoing: HFModel, tensors: TensorSource, facts: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, outgoing: HFModel, tensors: TensorSource) -> None:
         self._placed = {
             theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.hf_tensors)
         }
         self._geometry = outgoing.geometry
         self._tensors = tensors
-        self._facts = facts
         self._kept: OrderedDict[str, Tensor] = OrderedDict()
 
     def read(self, name: str) -> Tensor:
         entry, number = self._placed[name]
         whole = self._kept.pop(entry.parameter, None)
         if whole is None:
-            whole = cast_checked(self._tensors.read(entry.parameter), self._facts[name].dtype, entry.parameter)
+            whole = self._tensors.read(entry.parameter)
         self._kept[entry.parameter] = whole
         while len(self._kept) > _CACHED:
             self._kept.popitem(last=False)
         return entry.hf_tensor(number, whole, self._geometry)
 
 
-def _write_weights(
-    folder: Path, outgoing: HFModel, tensors: TensorSource, dtype: torch.dtype | None, shard_bytes: int
-) -> dict[str, TensorSpec]:
+def _write_weights(folder: Path, outgoing: HFModel, tensors: TensorSource, shard_bytes: int) -> dict[str, TensorSpec]:
     """Write the tensors to one file, or to several with an index; return their names, dtypes and shapes."""
-    facts = {
-        theirs: TensorSpec(dtype or tensors.specs[entry.parameter].dtype, shape)
+    specs = {
+        theirs: TensorSpec(tensors.specs[entry.parameter].dtype, shape)
         for entry in outgoing.placed
         for theirs, shape in entry.hf_tensors
     }
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
-    for name, fact in facts.items():
-        if shards[-1] and size + fact.num_bytes > shard_bytes:
+    for name, spec in specs.items():
+        if shards[-1] and size + spec.num_bytes > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = fact
-        size += fact.num_bytes
-    parts = _Parts(outgoing, tensors, facts)
+        shards[-1][name] = spec
+        size += spec.num_bytes
+    outputs = _HFTensors(outgoing, tensors)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors_stream(folder / name, shard, parts.read, {"format": "pt"})
+        write_safetensors_stream(folder / name, shard, outputs.read, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        total = sum(fact.num_bytes for fact in facts.values())
+        total = sum(spec.num_bytes for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / "model.safetensors.index.json", index)
-    return facts
+    return specs
 
 
 # ---------------------------------------------------------------- tokenizer and config

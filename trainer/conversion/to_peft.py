@@ -15,15 +15,13 @@ from ...models.peft.ptuning import PromptEncoder, virtual_token_embeddings
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, read_object
 from ..checkpoint.reader import Checkpoint
 from ..config.schema.root import RootBlock
-from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
-from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, write_json, write_safetensors
-from .casting import cast_checked
+from ..utils.safetensors_io import write_json, write_safetensors_stream
+from .checkpoint_io import checkpoint_tokenizer, damage_as_user_error
 from .output_folder import atomic_folder
-from .peft_factors import to_peft_vectors
-from .peft_map import PEFT_PREFIX, lora_targets, to_peft_pairs
+from .peft_map import PEFT_PREFIX, lora_targets, to_peft_pairs, to_peft_vectors
 from .pretrained import PretrainedWeights, check_same_base
+from .tensor_source import CastTensors, HostTensors
 from .to_hf import HFModel, choose_architecture
 
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}
@@ -41,9 +39,6 @@ def convert_to_peft(
     """Write a folder that peft loads on top of the base model in transformers.
 
     Args:
-        checkpoint: adapter checkpoint.
-        root: its configuration.
-        target: the new folder.
         dtype: output dtype; None keeps the dtype of each tensor.
         model_type: architecture of the base in transformers; None for that of its folder, or the first that fits.
         base: base weights, if they have moved.
@@ -65,12 +60,12 @@ def convert_to_peft(
     if base is not None and wanted is not None:
         check_same_base(base, wanted, checkpoint.path)
     place = base.path.absolute() if base is not None else Path(wanted.path) if wanted is not None else None
-    outgoing = _outgoing(checkpoint, root, model_type, place)
-    try:
-        with checkpoint.open_weights() as held:
-            ours = {name: held.read(name) for name in held.specs}
-    except DamagedFileError as error:
-        raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
+    if model_type is None and place is not None and (place / CONFIG).exists():
+        named = (read_object(place, CONFIG) or {}).get("model_type")
+        model_type = named if isinstance(named, str) else None
+    outgoing = choose_architecture(root, checkpoint_tokenizer(checkpoint), model_type)
+    with damage_as_user_error(checkpoint), checkpoint.open_weights() as held:
+        ours = {name: held.read(name) for name in held.specs}
     tensors, config = _converted(ours, outgoing, peft)
     document = {
         "task_type": _TASKS[root.model.family],
@@ -78,25 +73,12 @@ def convert_to_peft(
         "inference_mode": True,
         **config,
     }
-    written = {name: cast_checked(tensor, dtype or tensor.dtype, name).contiguous() for name, tensor in tensors.items()}
+    written = CastTensors(HostTensors(tensors), dtype)
     with atomic_folder(target) as folder:
-        write_safetensors(folder / ADAPTER_TENSORS, written, {"format": "pt"})
+        write_safetensors_stream(folder / ADAPTER_TENSORS, written.specs, written.read, {"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, document)
-    numbers = sum(tensor.numel() for tensor in written.values())
+    numbers = sum(tensor.numel() for tensor in tensors.values())
     return [f"{target}: {config['peft_type']} of {outgoing.architecture.name} with {numbers:,} parameters"]
-
-
-def _outgoing(checkpoint: Checkpoint, root: RootBlock, model_type: str | None, base: Path | None) -> HFModel:
-    """Return the base of an adapter as a transformers model."""
-    if model_type is None and base is not None and (base / CONFIG).exists():
-        named = (read_object(base, CONFIG) or {}).get("model_type")
-        model_type = named if isinstance(named, str) else None
-    try:
-        tokenizer = tokenizer_from_dict(checkpoint.tokenizer_document_with_chat)
-        vocab_size = model_vocab_size(root, tokenizer)
-    except ValueError as error:
-        raise UserError(f"checkpoint {checkpoint.path} cannot be used: tokenizer.json: {error}") from None
-    return choose_architecture(root, tokenizer, vocab_size, model_type)
 
 
 def _converted(
@@ -168,12 +150,7 @@ def _ia3(ours: Mapping[str, Tensor], outgoing: HFModel) -> tuple[dict[str, Tenso
 
 
 def target_module_names(modules: Sequence[str], all_modules: Sequence[str]) -> list[str]:
-    """Return the shortest `target_modules`: last name components, or full names if those would match other modules.
-
-    Args:
-        modules: modules to match.
-        all_modules: all candidate modules.
-    """
+    """Return the shortest `target_modules`: last name components, or full names if those would match other modules."""
     chosen = set(modules)
     ends = sorted({module.rpartition(".")[2] for module in modules})
     meant = {module for module in all_modules if module.rpartition(".")[2] in ends}

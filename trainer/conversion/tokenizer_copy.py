@@ -120,7 +120,6 @@ def special_ids(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
 
     Args:
         settings: content of tokenizer_config.json, empty without one.
-        tokenizer: tokenizer of the model.
     """
     ids: dict[str, int | None] = {}
     for kind, known in (("bos", None), ("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
@@ -168,12 +167,7 @@ def tokenizer_for_vocabulary(root: RootBlock, vocab_size: int) -> Tokenizer:
 
 
 def original_tokenizer_files(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder | None:
-    """Return the files a run's tokenizer was loaded from, if they still exist and still give the same tokenizer.
-
-    Args:
-        root: configuration of the run.
-        document: tokenizer document of its checkpoint.
-    """
+    """Return the files a run's tokenizer was loaded from, if they still exist and still give the same tokenizer."""
     keys = root.model.tokenizer
     named = (keys.type or keys.model) if keys.library == "huggingface" else keys.model or keys.vocab_file
     if keys.library in ("byte-level", "char") or not named:
@@ -189,11 +183,6 @@ def original_tokenizer_files(root: RootBlock, document: Mapping[str, Any]) -> To
 
 def given_tokenizer_files(name: str, root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder:
     """Return the files given by `--tokenizer` for a checkpoint; they must give the same tokenizer.
-
-    Args:
-        name: the folder.
-        root: configuration of the run.
-        document: tokenizer document of its checkpoint.
 
     Raises:
         UserError: there are no tokenizer files, or they give other tokens.

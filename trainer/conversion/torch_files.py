@@ -19,9 +19,6 @@ from ..utils.safetensors_io import tensor_dtype_name
 class TorchFile:
     """A dictionary of tensors saved by `torch.save`; memory-mapped if it is a zip archive.
 
-    Args:
-        path: the file.
-
     Attributes:
         described: name to shape and dtype.
 

@@ -10,7 +10,6 @@ from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
-from ..config.load import config_from_document
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
 from ..data.tokenizers.tokenizer import Tokenizer, is_same_tokenizer
@@ -18,6 +17,7 @@ from ..data.tokenizers.tokenizer_files import tokenizer_from_config
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .adapter_weights import load_pretrained_adapter
+from .checkpoint_io import checkpoint_config
 from .pretrained import RESTORE_KEY, PretrainedWeights, hf_tokenizer_keys, open_hf_model
 
 _FUNCTION_PRESERVING_KEYS = {
@@ -37,10 +37,7 @@ def load_pretrained_weights(
     """Load the weights of `model.restore_from_path` and `model.peft.restore_from_path`, converting dtypes.
 
     Args:
-        root: the configuration.
         model: a model of the same shapes; loaded in place. Build its optimizer afterwards, from these weights.
-        tokenizer: the tokenizer of this run.
-        base: the weights of `model.restore_from_path`; None if it is not set.
 
     Yields:
         Log lines.
@@ -98,7 +95,7 @@ def _trained_model_keys(base: PretrainedWeights) -> AnyModelBlock | None:
 def load_checkpoint_config(checkpoint: Checkpoint) -> RootBlock | None:
     """Return the configuration stored in a checkpoint; None if this version does not support its keys."""
     try:
-        return config_from_document(checkpoint.config_document, trusted=False, origin=str(checkpoint.path)).root
+        return checkpoint_config(checkpoint).root
     except UserError:
         return None
 

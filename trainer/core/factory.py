@@ -34,8 +34,9 @@ from ..data.tokenizers.tokenizer import tokenizer_state
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import attention_flags
 from ..device.precision import PrecisionPlan
-from ..distributed.build_data_parallel import build_data_parallel, grad_reduce_dtype
-from ..distributed.data_parallel import DataParallel
+from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
+from ..distributed.ddp import ReplicatedDataParallel
+from ..distributed.fsdp import ShardedDataParallel
 from ..distributed.process_group import DistributedContext
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
 from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
@@ -81,13 +82,14 @@ def choose_device(root: RootBlock, ranks: DistributedContext | None = None) -> t
 def data_parallel_from_config(
     root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: DistributedContext
 ) -> DataParallel | None:
-    """Return the data-parallel strategy (DDP, FSDP2 or HSDP), or None for one process."""
+    """Return the data-parallel strategy (DDP and ZeRO-1, or FSDP2 and HSDP), or None for one process."""
     layout = layout_from_config(root, ranks.world_size)
-    return (
-        None
-        if layout is None
-        else build_data_parallel(layout, device, grad_reduce_dtype(root, precision.param_dtype), ranks.timeout)
-    )
+    if layout is None:
+        return None
+    reduce_dtype = grad_reduce_dtype(root, precision.param_dtype)
+    if layout.replicates_weights:
+        return ReplicatedDataParallel(layout, device, reduce_dtype)
+    return ShardedDataParallel(layout, device, reduce_dtype, ranks.timeout)
 
 
 def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> Mapping[str, BackendSelection]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checkpoint.reader import (
@@ -18,7 +16,7 @@ from ..checkpoint.reader import (
     newest_checkpoint,
 )
 from ..checkpoint.run_directory import RunDirectory
-from ..checkpoint.run_environment import stoker_version
+from ..checkpoint.run_environment import main_versions
 from ..checkpoint.writer import remove_temporaries
 from ..config import dotted_paths
 from ..config.batch_spec import batch_spec
@@ -134,7 +132,7 @@ def initial_run_state(
             "dataset_type": task_name(root.model),
         },
         base=base,
-        versions={"stoker": stoker_version(), "torch": torch.__version__, "python": platform.python_version()},
+        versions=main_versions(),
     )
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism: base class of all layouts and its factory.
+"""Data parallelism: base class of all layouts, and the dtype of gradient reductions.
 
 Gradients are summed over ranks, not averaged: every rank divides its losses by the number of target tokens of the whole
 global batch, so the sum equals the single-process gradient however the targets are distributed.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel, get_stacks
 from ..config.parameter_layout import DataParallelLayout
+from ..config.schema.root import RootBlock
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, local_shard
 
@@ -21,7 +23,6 @@ class DataParallel:
     """Data-parallel model; base class for all layouts.
 
     Args:
-        layout: data-parallel layout.
         shard_group: process group of the ranks that hold different shards.
 
     Attributes:
@@ -83,7 +84,6 @@ class DataParallel:
 
         Args:
             local: local shard; chunked as by `torch.chunk`, so the last ranks may have fewer rows or none.
-            rows: rows of the full tensor.
         """
         shards = self.layout.shards
         size = -(-rows // shards)
@@ -92,6 +92,13 @@ class DataParallel:
         whole = local.new_empty(size * shards, *local.shape[1:])
         dist.all_gather_into_tensor(whole, padded, group=self._shard_group)
         return whole[:rows]
+
+
+def grad_reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
+    """Return the gradient reduction dtype for bf16 weights; None (no cast) for other weights."""
+    if weights != torch.bfloat16:
+        return None
+    return torch.bfloat16 if root.model.fsdp_grad_reduce_dtype == "bf16" else torch.float32
 
 
 def communication_buckets(model: LanguageModel) -> list[list[nn.Parameter]]:

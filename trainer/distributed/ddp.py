@@ -29,8 +29,6 @@ class ReplicatedDataParallel(DataParallel):
     """Data parallelism with replicated parameters; gradients are communicated per bucket (see `units`).
 
     Args:
-        layout: data-parallel layout.
-        device: device of this rank.
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
     """
 

@@ -25,8 +25,6 @@ class ShardedDataParallel(DataParallel):
     Gradients are reduce-scattered in every micro batch, so that only their local shards are kept.
 
     Args:
-        layout: data-parallel layout.
-        device: device of this rank.
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         timeout: timeout of collectives; None for torch's default.
     """
@@ -66,8 +64,7 @@ class ShardedDataParallel(DataParallel):
 
     def load_full(self, parameter: Tensor, full: Tensor) -> None:
         """Copy the local rows of a full parameter."""
-        piece = local_shard(parameter)
-        piece.local.copy_(full[piece.first_row : piece.first_row + piece.local.shape[0]])
+        local_shard(parameter).copy_from_full(full)
 
     def reshard(self) -> None:
         """Free the gathered weights, which the next optimizer step makes stale."""

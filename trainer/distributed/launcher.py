@@ -84,11 +84,6 @@ class Worker:
 def launch(config: RunConfig, placement: Placement, imports: Sequence[str] = ()) -> int:
     """Run the training on all devices of this node; return the exit code.
 
-    Args:
-        config: run configuration.
-        placement: processes of the run.
-        imports: modules given by `--import`.
-
     Raises:
         UserError: the error of the failed worker.
     """

@@ -17,10 +17,6 @@ class Placement:
     """Processes of a run, as seen by this process.
 
     Attributes:
-        world_size: number of processes.
-        ranks_per_node: processes per node.
-        node_rank: rank of this node.
-        num_nodes: number of nodes.
         rank: rank of this process, if torchrun or srun started one process per device; None if the launcher starts
             them.
         rendezvous: rendezvous host and port, or None for a single-node run started by the launcher.
@@ -46,10 +42,6 @@ class Placement:
 
 def resolve_placement(trainer: TrainerBlock, environ: Mapping[str, str]) -> Placement:
     """Determine the placement from `trainer.devices`, `trainer.num_nodes` and the variables of torchrun or SLURM.
-
-    Args:
-        trainer: the `trainer` block.
-        environ: environment of this process.
 
     Raises:
         UserError: they contradict each other, or there is no rendezvous address.

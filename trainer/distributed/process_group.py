@@ -123,9 +123,6 @@ def init_distributed(
     """Initialize the process group: gloo for CPU tensors, NCCL for CUDA tensors.
 
     Args:
-        rank: global rank.
-        world_size: number of ranks.
-        local_rank: rank on this node.
         store: rendezvous store; None uses MASTER_ADDR and MASTER_PORT, as set by torchrun.
         timeout: timeout of collectives in seconds.
     """

@@ -21,13 +21,6 @@ def run_with_restarts(
 
     Bad input, a full disk and divergence would recur, so they are not retried.
 
-    Args:
-        config: run configuration.
-        placement: processes on this node.
-        restarts: maximum number of restarts without a new checkpoint.
-        report: prints a message.
-        imports: modules given by `--import`.
-
     Raises:
         UserError: the run cannot be resumed, or the restarts are used up.
     """

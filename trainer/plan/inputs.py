@@ -34,7 +34,7 @@ from ..config.parameter_layout import DataParallelLayout, layout_from_config
 from ..config.schema.root import AnyModelBlock, RootBlock
 from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..device.precision import PrecisionPlan, plan_precision
-from ..distributed.build_data_parallel import grad_reduce_dtype
+from ..distributed.data_parallel import grad_reduce_dtype
 from .hardware import GPUSpec
 from .trainable_count import count_trainable
 

@@ -41,6 +41,10 @@ class LocalShard:
         """Return a shard with the same rows of another, equally sharded tensor."""
         return LocalShard(local, self.first_row, self.num_rows, self.replica, self.num_replicas)
 
+    def copy_from_full(self, full: Tensor) -> None:
+        """Copy the local rows of a full tensor, converting its dtype."""
+        self.local.copy_(full[self.first_row : self.first_row + len(self.local)] if self.local.ndim else full)
+
     def part_to_save(self) -> LocalShard:
         """Return the part of the rows that this rank saves, so that replicas together save every row once."""
         if not self.local.ndim:

@@ -1,0 +1,110 @@
+"""Command-line arguments common to several verbs: configuration, trained model, numbers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ..utils.errors import UserError
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
+
+Number = TypeVar("Number", int, float)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, default_name: str = "train") -> None:
+    """Add the arguments of all verbs that compose a configuration; see `load_config`."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config groups and key values")
+    parser.add_argument("--config-dir", type=Path, metavar="D", help="folder with your own configuration files")
+    parser.add_argument("--config-name", metavar="N", help=f"the primary file, without .yaml (default: {default_name})")
+
+
+def add_finetune_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--finetune`, of verbs that describe a run."""
+    parser.add_argument(
+        "--finetune",
+        action="store_true",
+        help="resolve as `stoker finetune` does: model keys come from model.restore_from_path",
+    )
+
+
+def load_config(args: argparse.Namespace) -> RunConfig:
+    """Compose and validate the configuration, with `args.finetune` as `stoker finetune` does.
+
+    Raises:
+        UserError: it is invalid.
+    """
+    from ..config.load import load_run_config
+    from ..conversion.finetune_defaults import load_finetune_config
+
+    load = load_finetune_config if args.finetune else load_run_config
+    return load(args.config_name, args.config_dir, args.overrides)
+
+
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments common to all verbs that load a checkpoint; see `model_path`."""
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        type=Path,
+        nargs="?",
+        help="a run directory, its checkpoints directory or one step of it; or a Hugging Face model folder "
+        "(config.json, weights, tokenizer)",
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", type=Path, help="the same, as an option")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda", "mps"], default="auto", help="device of the model (default: auto)"
+    )
+    parser.add_argument(
+        "--base", metavar="DIR", type=Path, help="path of the base weights of an adapter, if they have moved"
+    )
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (exp_manager.ema)")
+
+
+def model_path(args: argparse.Namespace) -> Path:
+    """Return the model path, given as the positional argument or with --checkpoint.
+
+    Raises:
+        UserError: neither or both are given.
+    """
+    if args.folder is not None and args.checkpoint is not None:
+        raise UserError(f"{args.folder} and --checkpoint {args.checkpoint} both give the model; leave one out")
+    path: Path | None = args.folder or args.checkpoint
+    if path is None:
+        raise UserError("no model is given; pass its folder as DIR or --checkpoint DIR")
+    return path
+
+
+def number_type(
+    parse: Callable[[str], Number], accepts: Callable[[Number], bool], rule: str
+) -> Callable[[str], Number]:
+    """Return an argparse type of the numbers that `accepts` is true for; `rule` follows "must be" in its error."""
+
+    def convert(text: str) -> Number:
+        value = parse(text)
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} must be {rule}")
+        return value
+
+    return convert
+
+
+def parse_int(text: str) -> int:
+    """Parse a non-negative integer of at most 19 digits; -1 for anything else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+
+
+def parse_float(text: str) -> float:
+    """Parse a number; NaN, which lies in no range, for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+positive_int = number_type(parse_int, lambda value: value >= 1, "a whole number of at least 1")
+"""Argparse type of a positive integer."""

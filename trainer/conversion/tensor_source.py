@@ -1,0 +1,70 @@
+"""Tensors of a model read one at a time, and casts that reject overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..utils.errors import UserError
+from ..utils.safetensors_io import TensorSpec
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes by command-line name."""
+
+
+class TensorSource(Protocol):
+    """Unsharded tensors of a model, read one at a time."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Name to dtype and shape."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor to host memory."""
+        ...
+
+
+class HostTensors:
+    """Tensors in host memory, as a source."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self._tensors = tensors
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor."""
+        return self._tensors[name]
+
+
+class CastTensors:
+    """The tensors of another source, in one dtype; None keeps the dtype of each."""
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype | None) -> None:
+        self.specs = {name: replace(spec, dtype=dtype or spec.dtype) for name, spec in source.specs.items()}
+        self._source = source
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor to host memory; errors as in `cast_checked`."""
+        return cast_checked(self._source.read(name), self.specs[name].dtype, name)
+
+
+def cast_checked(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Cast a tensor.
+
+    Raises:
+        UserError: a finite value overflows to infinity.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    converted = tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((converted.isinf() & tensor.isfinite()).any()):
+        shown = next(known for known, of in DTYPES.items() if of == dtype)
+        raise UserError(
+            f"{name} holds {float(tensor.abs().max()):.3g}, more than {shown} can: use --dtype bf16 or fp32"
+        )
+    return converted
