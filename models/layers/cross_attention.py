@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
+from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.packed_sequences import PackedSequences
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import CrossAttentionCache
@@ -118,18 +119,18 @@ class CrossAttention(nn.Module):
             context = self._decode(query[:, 0], memory)[:, None]
         else:
             key, value = self.keys_and_values(memory.hidden)
-            context = self.backends[kind](
+            inputs = AttentionInputs(
                 query,
                 key,
                 value,
-                scale=self.scale,
-                causal=False,
-                dropout=self.dropout if self.training else 0.0,
-                distance_bias=memory.distance_bias,
+                softmax_scale=self.scale,
                 softcap=self.softcap,
-                packed=memory.packed,
+                distance_bias=memory.distance_bias,
                 key_padding_mask=memory.padding,
+                dropout_p=self.dropout if self.training else 0.0,
+                packed=memory.packed,
             )
+            context = self.backends[kind](inputs)
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
         return linear_add_residual(residual, self.output, context.flatten(2))
