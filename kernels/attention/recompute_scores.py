@@ -41,7 +41,7 @@ def _attention_weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tupl
 
 
 @_attention_weights.register_fake
-def _(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q.shape
     lse = q.new_empty((batch, heads, queries), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((batch, heads, queries, k.shape[1])), lse
@@ -60,9 +60,7 @@ def _attention_score_gradient(
 
 
 @_attention_score_gradient.register_fake
-def _(
-    out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(out_gradient: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return q.new_empty(shape), q.new_empty(shape)
 
