@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
-from ...kernels.attention.decode import decode_attention
+from ...kernels.attention.decode import DecodeInputs, decode_attention
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.packed_sequences import PackedSequences
 from ..dispatch.attention_calls import CallKind
@@ -142,7 +142,7 @@ class CrossAttention(nn.Module):
 
     def _decode(self, query: Tensor, memory: CrossAttentionCache) -> Tensor:
         """Attend from one token per sequence, (rows, heads, head_dim), to cached keys and values."""
-        return decode_attention(
+        inputs = DecodeInputs(
             query,
             memory.key,
             memory.value,
@@ -152,3 +152,4 @@ class CrossAttention(nn.Module):
             distance_bias=memory.distance_bias,
             softcap=self.softcap,
         )
+        return decode_attention(inputs)

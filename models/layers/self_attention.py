@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
-from ...kernels.attention.decode import decode_attention
+from ...kernels.attention.decode import DecodeInputs, decode_attention
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.attention.packed_sequences import PackedSequences
@@ -161,7 +161,7 @@ class SelfAttention(nn.Module):
         query = apply_rotary_and_append_kv(
             projected, cache.key, cache.value, cache.lengths, tables, interleaved=self.rotary_interleaved
         )
-        return decode_attention(
+        inputs = DecodeInputs(
             query,
             cache.key,
             cache.value,
@@ -172,6 +172,7 @@ class SelfAttention(nn.Module):
             left_window=-1 if self.window is None else self.window[0],
             softcap=self.softcap,
         )
+        return decode_attention(inputs)
 
     def _split_and_rotate(self, projected: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split (batch, tokens, heads + 2 groups, head_dim) into normed and rotated queries, keys, and values."""
