@@ -136,11 +136,15 @@ def tile_list(cu_seqlens: Tensor, rows: int, block: int) -> Tensor:
     return torch.cat([count[None], torch.stack([sequence, first], dim=1)]).int()
 
 
-def programs_per_head(rows: int, block: int, *, sequences: int, tile_bound: int | None) -> int:
-    """Return the programs per head: one per tile if dense; if packed, about the number of tiles of long sequences."""
-    if tile_bound is None:
-        return -(-rows // block) * sequences
-    return min(tile_bound, 2 * -(-rows // block))
+def tile_schedule(cu_seqlens: Tensor | None, rows: int, block: int, sequences: int) -> tuple[Tensor | None, int]:
+    """Return the tile list of packed sequences, None if dense, and the number of programs per head.
+
+    One program per tile if dense; if packed, about the number of tiles of long sequences.
+    """
+    if cu_seqlens is None:
+        return None, -(-rows // block) * sequences
+    tiles = tile_list(cu_seqlens, rows, block)
+    return tiles, min(len(tiles) - 1, 2 * -(-rows // block))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
