@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,9 +29,15 @@ except ImportError:  # macOS, Windows: every operation falls back to plain PyTor
     triton: Any = _NoTriton()
     tl: Any = _NoTriton()
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 jit: Any = triton.jit  # untyped: kernels are launched with a grid and options that are not in their signatures
 
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def disable_compile(function: Function) -> Function:
+    """Exclude a function from torch.compile: third-party extensions cannot be traced and may synchronize."""
+    return cast("Function", torch.compiler.disable(function))
 
 
 def triton_runs_on(tensor: torch.Tensor) -> bool:

@@ -167,13 +167,7 @@ def _rms_norm_residual_backward(
 
 @_rms_norm_residual_backward.register_fake
 def _(
-    residual_gradient: Tensor,
-    first_gradient: Tensor,
-    second_gradient: Tensor | None,
-    inputs: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    zero_centered: bool,
+    residual_gradient: Tensor, first_gradient: Tensor, second_gradient: Tensor | None, inputs: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor]:
     return _empty_like(inputs), _partial_like(inputs)
 
@@ -194,14 +188,7 @@ def _backward_with_normed(
 
 
 @_backward_with_normed.register_fake
-def _(
-    residual_gradient: Tensor,
-    normed_gradient: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(residual_gradient: Tensor, normed_gradient: Tensor, inputs: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(inputs), _partial_like(inputs), _empty_like(inputs)
 
 

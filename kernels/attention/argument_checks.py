@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .inputs import AttentionInputs
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
@@ -45,33 +47,13 @@ class AttentionGeometry(NamedTuple):
     right: int
 
 
-def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    bias: Tensor | None = None,
-    distance_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    key_padding_mask: Tensor | None = None,
-    for_kernel: bool = True,
-) -> AttentionGeometry:
+def check_arguments(inputs: AttentionInputs, *, for_kernel: bool = True) -> AttentionGeometry:
     """Check the arguments of `flash_attention`, `reference_attention` and related functions.
 
     The values of `cu_seqlens_q` and `cu_seqlens_k` are checked on a CPU only: reading them from a GPU synchronizes.
 
     Args:
-        q: this and all others as in `flash_attention`.
+        inputs: without `packed`.
         for_kernel: also check the limits of the Triton kernels: dtype and head width.
 
     Returns:
@@ -80,17 +62,19 @@ def check_arguments(
     Raises:
         ValueError: an argument is invalid; the message names it, its value, the rule and a fix.
     """
-    packed = _check_packed_is_whole(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    q, k, v = inputs[:3]
+    packed = _check_packed_is_whole(inputs)
     _check_tensors(q, k, v, packed)
     heads, head_dim = q.shape[-2:]
     groups = k.shape[-2]
     if for_kernel:
         _check_kernel_limits(q, head_dim)
     if packed:
+        cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
         assert cu_seqlens_q is not None
         assert cu_seqlens_k is not None
-        queries = _check_max_seqlen("max_seqlen_q", max_seqlen_q)
-        keys = _check_max_seqlen("max_seqlen_k", max_seqlen_k)
+        queries = _check_max_seqlen("max_seqlen_q", inputs.max_seqlen_q)
+        keys = _check_max_seqlen("max_seqlen_k", inputs.max_seqlen_k)
         _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q, "q", "max_seqlen_q", queries)
         _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k, "k", "max_seqlen_k", keys)
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -101,13 +85,13 @@ def check_arguments(
         batch = cu_seqlens_q.shape[0] - 1
     else:
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    _check_masks_and_biases(q, batch, heads, queries, keys, packed, bias, distance_bias, alibi_slopes, key_padding_mask)
-    scale = _check_numbers(head_dim, softmax_scale, softcap)
-    _check_dropout(q, dropout_p, rng)
-    left, right = _check_window(window_size)
+    _check_masks_and_biases(inputs, (batch, heads, queries, keys), packed)
+    scale = _check_numbers(inputs)
+    _check_dropout(q, inputs.dropout_p, inputs.rng)
+    left, right = (-1, -1) if inputs.window_size is None else _check_window(inputs.window_size)
     # a window that covers the whole sequences is dropped, so that the same kernel runs with bitwise equal results
     left = -1 if left >= keys - 1 else left
-    right = 0 if causal else (-1 if right >= queries - 1 else right)
+    right = 0 if inputs.causal else (-1 if right >= queries - 1 else right)
     return AttentionGeometry(batch, heads, groups, head_dim, queries, keys, packed, scale, left, right)
 
 
@@ -115,15 +99,9 @@ def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def _check_packed_is_whole(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None
-) -> bool:
-    given = {
-        "cu_seqlens_q": cu_seqlens_q is not None,
-        "cu_seqlens_k": cu_seqlens_k is not None,
-        "max_seqlen_q": max_seqlen_q is not None,
-        "max_seqlen_k": max_seqlen_k is not None,
-    }
+def _check_packed_is_whole(inputs: AttentionInputs) -> bool:
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    given = {name: getattr(inputs, name) is not None for name in names}
     missing = [name for name, is_given in given.items() if not is_given]
     if missing and len(missing) < len(given):
         present = [name for name in given if name not in missing]
@@ -221,28 +199,16 @@ def _check_cu_seqlens(
         )
 
 
-def _check_masks_and_biases(
-    q: Tensor,
-    batch: int,
-    heads: int,
-    queries: int,
-    keys: int,
-    packed: bool,
-    bias: Tensor | None,
-    distance_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_padding_mask: Tensor | None,
-) -> None:
+def _check_masks_and_biases(inputs: AttentionInputs, full: tuple[int, int, int, int], packed: bool) -> None:
+    """Check the biases and the padding mask; `full` is the shape of the scores, (batch, heads, queries, keys)."""
+    q, (batch, heads, _, keys) = inputs.q, full
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    others = {
-        "bias": bias,
-        "distance_bias": distance_bias,
-        "alibi_slopes": alibi_slopes,
-        "key_padding_mask": key_padding_mask,
-    }
-    for name, tensor in others.items():
+    for name in ("bias", "distance_bias", "alibi_slopes", "key_padding_mask"):
+        tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"`{name}` ({tensor.device}) must be on the device of `q` ({q.device}); move it.")
+    bias, distance_bias, alibi_slopes = inputs.bias, inputs.distance_bias, inputs.alibi_slopes
+    key_padding_mask = inputs.key_padding_mask
     if bias is not None:
         if packed:
             raise ValueError(
@@ -251,7 +217,6 @@ def _check_masks_and_biases(
             )
         if bias.dtype not in (q.dtype, accumulate):
             raise ValueError(f"`bias` ({bias.dtype}) must be {q.dtype}, as `q`, or {accumulate}; convert it.")
-        full = (batch, heads, queries, keys)
         fits = bias.dim() <= 4 and all(
             size == 1 or size == full_size  # not `in`, which compares symbolic sizes by identity
             for size, full_size in zip(reversed(bias.shape), reversed(full), strict=False)
@@ -291,11 +256,12 @@ def _check_masks_and_biases(
             )
 
 
-def _check_numbers(head_dim: int, softmax_scale: float | None, softcap: float) -> float:
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+def _check_numbers(inputs: AttentionInputs) -> float:
+    scale = inputs.scale if inputs.softmax_scale is None else float(inputs.softmax_scale)
+    softcap = inputs.softcap
     # comparisons instead of math.isfinite: torch.compile can trace them with symbolic numbers, and NaN fails them
     if not -math.inf < scale < math.inf:
-        raise ValueError(f"`softmax_scale` ({softmax_scale}) must be finite; None is 1 / sqrt(head_dim).")
+        raise ValueError(f"`softmax_scale` ({inputs.softmax_scale}) must be finite; None is 1 / sqrt(head_dim).")
     if not 0 <= softcap < math.inf:
         raise ValueError(f"`softcap` ({softcap}) must be 0, for none, or a positive number.")
     return scale

@@ -22,7 +22,9 @@ MIN_SM, MAX_SM = (8, 0), (12, 1)  # architectures that PyTorch builds its flash 
 MIN_TRITON = (3, 6)
 MIN_TE, TE_UPPER_BOUND = (2, 18), (3, 0)  # 2.18 brought NVTE_FLASH_ATTN_V2, _V3 and _V4
 MIN_FLASH_ATTN, FLASH_ATTN_UPPER_BOUND = (2, 7, 3), (2, 9, 0)  # 2.7.3 brought Blackwell; TransformerEngine needs it too
-MAX_HOPPER_REACH = 512  # R of a distance bias in the sm_90 kernels, see flash/hopper/supported_calls.py
+HOPPER_HEAD_DIMS = (64, 128, 256)
+# the diagonal sums of a tile of keys have 2 R / 64 bands; for a larger R they are not small compared to K and V
+MAX_HOPPER_REACH = 512
 INSTALL_TE = "pip install 'stoker[te]'"
 INSTALL_FLASH_ATTN = "pip install 'stoker[flash]'"
 
@@ -201,18 +203,30 @@ def why_not_triton(call: AttentionCall, installed: InstalledSoftware) -> str | N
     return None
 
 
+def hopper_kernels_support(head_dim: int, *, options: tuple[object, ...], relative_bias: bool, reach: int) -> bool:
+    """True if the sm_90 kernels support a call, apart from device and dtype.
+
+    Args:
+        head_dim: width of a head.
+        options: window, softcap, dropout, packed documents, padding and dense bias of the call; none may be given.
+        relative_bias: the call has a distance bias or ALiBi slopes.
+        reach: R of the distance bias.
+    """
+    widths = HOPPER_HEAD_DIMS[:2] if relative_bias else HOPPER_HEAD_DIMS
+    return head_dim in widths and reach <= MAX_HOPPER_REACH and not any(options)
+
+
 def uses_hopper_kernels(call: AttentionCall, installed: InstalledSoftware) -> bool:
-    """True if `triton` runs the call with its sm_90 kernels: the conditions of `flash/hopper/supported_calls.py`."""
+    """True if `triton` runs the call with its sm_90 kernels, as `flash/hopper/supported_calls.py` decides later."""
     options = (call.window, call.softcap, call.dropout, call.packed, call.padding, call.bias.startswith("dense"))
-    widths = (64, 128) if call.bias_is_relative else (64, 128, 256)
     return (
         call.capability == (9, 0)
         and installed.triton is not None
-        and installed.triton >= (3, 6)
+        and installed.triton >= MIN_TRITON
         and call.dtype in ("bf16", "fp16")
-        and call.head_dim in widths
-        and call.reach <= MAX_HOPPER_REACH
-        and not any(options)
+        and hopper_kernels_support(
+            call.head_dim, options=options, relative_bias=call.bias_is_relative, reach=call.reach
+        )
     )
 
 

@@ -13,7 +13,7 @@ of it stays valid while sequences grow.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,23 +29,46 @@ _MAX_TILE_KEYS = 64
 """Maximum keys of a tile."""
 
 
+class DecodeInputs(NamedTuple):
+    """Inputs of softmax(cap(scale * q k^T) + bias) v for one query per row over a KV cache.
+
+    Without `lengths` the cache is a ring buffer for self-attention: slot s holds the newest token whose position is s
+    modulo the number of slots, including the query's own token, and the query attends to all cached tokens. With
+    `lengths` it is an encoder memory for cross-attention: slot s holds token s.
+
+    Attributes:
+        query: (rows, heads, head_dim); bf16, fp16, fp32 or fp64.
+        key: (memories, groups, slots, head_dim), contiguous, dtype of `query`; query head h uses group
+            h // (heads / groups). `rows` is a multiple of `memories`; consecutive rows share a memory.
+        value: like `key`.
+        positions: int64 (rows,), positions of the queries.
+        scale: factor of the scores.
+        lengths: int64 (memories,), tokens of each memory; None for self-attention.
+        distance_bias: (heads, 2 R + 1), fp32 or fp64; entry [h, R + d] is added for a key at distance d (key position
+            minus query position), clipped to [-R, R].
+        alibi_slopes: (heads,), fp32 or fp64; -slope |d| is added.
+        left_window: visible tokens before the query's own, -1 for all; self-attention only.
+        softcap: scaled scores become cap * tanh(score / cap); 0 for none.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    scale: float
+    lengths: Tensor | None = None
+    distance_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    left_window: int = -1
+    softcap: float = 0.0
+
+
 # ---------------------------------------------------------------- reference
 
 
-def reference_decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    lengths: Tensor | None = None,
-    distance_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    left_window: int = -1,
-    softcap: float = 0.0,
-) -> Tensor:
+def reference_decode_attention(inputs: DecodeInputs) -> Tensor:
     """Reference of `decode_attention` in plain PyTorch, for any device and floating dtype; computed in fp32 or fp64."""
+    query, key, value, positions, scale, lengths, distance_bias, alibi_slopes, left_window, softcap = inputs
     memories, groups, slots, width = key.shape
     rows, heads, _ = query.shape
     accumulate = torch.promote_types(query.dtype, torch.float32)
@@ -211,21 +234,9 @@ def num_splits(programs: int, slots: int, processors: int) -> int:
     return next_power_of_2(splits + 1) // 2 if splits > 1 else 1
 
 
-def triton_decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    lengths: Tensor | None = None,
-    distance_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    left_window: int = -1,
-    softcap: float = 0.0,
-    splits: int | None = None,
-) -> Tensor:
+def triton_decode_attention(inputs: DecodeInputs, splits: int | None = None) -> Tensor:
     """Launch the kernels; `splits` is a power of two, None for the number that fills the GPU."""
+    query, key, value, positions, scale, lengths, distance_bias, alibi_slopes, left_window, softcap = inputs
     rows, heads, head_dim = query.shape
     memories, groups, slots, _ = key.shape
     accumulate = torch.promote_types(query.dtype, torch.float32)
@@ -293,23 +304,16 @@ def keys_per_tile(width: int, dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------- operation
 
 
-@torch.library.custom_op("stoker::decode_attention", mutates_args=())
-def _decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    lengths: Tensor | None,
-    distance_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    scale: float,
-    left_window: int,
-    softcap: float,
-) -> Tensor:
-    return triton_decode_attention(
-        query, key, value, positions, scale=scale, lengths=lengths, distance_bias=distance_bias,
-        alibi_slopes=alibi_slopes, left_window=left_window, softcap=softcap,
-    )  # fmt: skip
+@torch.library.custom_op(
+    "stoker::decode_attention",
+    mutates_args=(),
+    schema=(
+        "(Tensor query, Tensor key, Tensor value, Tensor positions, float scale, Tensor? lengths, "
+        "Tensor? distance_bias, Tensor? alibi_slopes, SymInt left_window, float softcap) -> Tensor"
+    ),
+)
+def _decode_attention(*fields: Tensor | float | None) -> Tensor:
+    return triton_decode_attention(DecodeInputs._make(fields))
 
 
 @_decode_attention.register_fake
@@ -320,38 +324,8 @@ def _(query: Tensor, *_: Any) -> Tensor:
 # ---------------------------------------------------------------- public function
 
 
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    lengths: Tensor | None = None,
-    distance_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    left_window: int = -1,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Compute softmax(cap(scale * q k^T) + bias) v for one query per row over a KV cache; no gradient.
-
-    Without `lengths` the cache is a ring buffer for self-attention: slot s holds the newest token whose position is s
-    modulo the number of slots, including the query's own token, and the query attends to all cached tokens. With
-    `lengths` it is an encoder memory for cross-attention: slot s holds token s.
-
-    Args:
-        query: (rows, heads, head_dim); bf16, fp16, fp32 or fp64.
-        key: (memories, groups, slots, head_dim), contiguous, dtype of `query`; query head h uses group
-            h // (heads / groups). `rows` is a multiple of `memories`; consecutive rows share a memory.
-        value: like `key`.
-        positions: int64 (rows,), positions of the queries.
-        scale: factor of the scores.
-        lengths: int64 (memories,), tokens of each memory; None for self-attention.
-        distance_bias: (heads, 2 R + 1), fp32 or fp64; entry [h, R + d] is added for a key at distance d (key position
-            minus query position), clipped to [-R, R].
-        alibi_slopes: (heads,), fp32 or fp64; -slope |d| is added.
-        left_window: visible tokens before the query's own, -1 for all; self-attention only.
-        softcap: scaled scores become cap * tanh(score / cap); 0 for none.
+def decode_attention(inputs: DecodeInputs) -> Tensor:
+    """Compute attention of one query per row over a KV cache; no gradient.
 
     Returns:
         Like `query`. A fully masked row has output 0; unused slots have no effect, even if they hold NaN.
@@ -359,27 +333,12 @@ def decode_attention(
     Raises:
         ValueError: shapes or dtypes do not match.
     """
-    _check(query, key, value, positions, lengths, distance_bias, alibi_slopes, left_window)
-    if triton_runs_on(query):
-        return _decode_attention(
-            query, key, value, positions, lengths, distance_bias, alibi_slopes, scale, left_window, softcap
-        )
-    return reference_decode_attention(
-        query, key, value, positions, scale=scale, lengths=lengths, distance_bias=distance_bias,
-        alibi_slopes=alibi_slopes, left_window=left_window, softcap=softcap,
-    )  # fmt: skip
+    _check(inputs)
+    return _decode_attention(*inputs) if triton_runs_on(inputs.query) else reference_decode_attention(inputs)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    lengths: Tensor | None,
-    distance_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    left_window: int,
-) -> None:
+def _check(inputs: DecodeInputs) -> None:
+    query, key, value, positions, _, lengths, distance_bias, alibi_slopes, left_window, _ = inputs
     if query.ndim != 3 or not query.is_floating_point():
         raise ValueError(f"`query` {tuple(query.shape)} of {query.dtype} must be (rows, heads, head_dim), floating.")
     rows, heads, head_dim = query.shape

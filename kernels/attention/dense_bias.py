@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packed_sequences import PackedSequences
+from .inputs import AttentionInputs
 from .reference import relative_positions, visibility_mask
 
 
-def combine_biases(
-    bias: Tensor | None, distance_bias: Tensor | None, alibi_slopes: Tensor | None, queries: int, keys: int
-) -> Tensor | None:
+def combine_biases(inputs: AttentionInputs) -> Tensor | None:
     """Combine a dense bias, a distance bias and ALiBi slopes into one dense bias, differentiable in all of them.
-
-    Args:
-        bias: broadcastable to (batch, heads, queries, keys).
-        distance_bias: (heads, 2 R + 1), see `reference_attention`.
-        alibi_slopes: (heads,), see `reference_attention`.
-        queries: query length.
-        keys: key length.
 
     Returns:
         Broadcastable to (batch, heads, queries, keys), None without biases. Expanded biases have four dimensions and
         contiguous rows, as PyTorch's memory-efficient attention requires.
     """
-    dense = bias
-    if distance_bias is not None:
-        reach = distance_bias.shape[1] // 2
-        index = relative_positions(queries, keys, distance_bias.device).clamp(-reach, reach) + reach
+    queries, keys, dense = inputs.queries, inputs.keys, inputs.bias
+    if inputs.distance_bias is not None:
+        reach = inputs.distance_bias.shape[1] // 2
+        index = relative_positions(queries, keys, inputs.distance_bias.device).clamp(-reach, reach) + reach
         # embedding instead of indexing: its gradient sums equal indices in a fixed order, so it is deterministic
-        expanded = F.embedding(index, distance_bias.t()).permute(2, 0, 1)[None].contiguous()
+        expanded = F.embedding(index, inputs.distance_bias.t()).permute(2, 0, 1)[None].contiguous()
         dense = expanded if dense is None else dense + expanded
-    if alibi_slopes is not None:
-        expanded = -alibi_slopes[None, :, None, None] * relative_positions(queries, keys, alibi_slopes.device).abs()
+    if inputs.alibi_slopes is not None:
+        distance = relative_positions(queries, keys, inputs.alibi_slopes.device).abs()
+        expanded = -inputs.alibi_slopes[None, :, None, None] * distance
         dense = expanded if dense is None else dense + expanded
     return dense
 
 
-def build_mask(
-    queries: int,
-    keys: int,
-    *,
-    causal: bool,
-    window: tuple[int, int] | None,
-    packed: PackedSequences | None,
-    key_padding_mask: Tensor | None,
-    device: torch.device,
-) -> Tensor | None:
-    """Return the mask, bool, broadcastable to (batch, heads, queries, keys), True where masked; None for no mask."""
-    hidden = None
-    if (causal and packed is None) or window is not None:  # the document mask is causal already
-        hidden = ~visibility_mask(queries, keys, causal=causal, window=window, device=device)[None, None]
+def build_mask(inputs: AttentionInputs, *, causal: bool) -> Tensor | None:
+    """Return the mask, bool, broadcastable to (batch, heads, queries, keys), True where masked; None for no mask.
+
+    `causal` replaces that of the inputs: a backend may mask later keys itself.
+    """
+    hidden, packed = None, inputs.packed
+    if (causal and packed is None) or inputs.window_size is not None:  # the document mask is causal already
+        visible = visibility_mask(
+            inputs.queries, inputs.keys, causal=causal, window=inputs.window_size, device=inputs.q.device
+        )
+        hidden = ~visible[None, None]
     if packed is not None:
         other_document = packed.require_mask() == float("-inf")
         hidden = other_document if hidden is None else hidden | other_document
-    if key_padding_mask is not None:
-        padding = ~key_padding_mask[:, None, None, :]
+    if inputs.key_padding_mask is not None:
+        padding = ~inputs.key_padding_mask[:, None, None, :]
         hidden = padding if hidden is None else hidden | padding
     return hidden
 

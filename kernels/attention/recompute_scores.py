@@ -20,9 +20,9 @@ from ..launch import triton_runs_on
 from .argument_checks import MAX_HEAD_DIM, MIN_HEAD_DIM, check_arguments
 from .backends.unfused import UnfusedAttention, stack_heads_by_group
 from .call_spec import AttentionCall
+from .inputs import AttentionInputs
 from .lse_first.ops import chunked_lse
 from .lse_first.triton_stages import delta_of
-from .packed_sequences import PackedSequences
 from .recompute_scores_kernels import launch_score_gradient, launch_weights
 
 Shape = Sequence[int]
@@ -41,7 +41,7 @@ def _attention_weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tupl
 
 
 @_attention_weights.register_fake
-def _(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, queries, heads, _ = q.shape
     lse = q.new_empty((batch, heads, queries), dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((batch, heads, queries, k.shape[1])), lse
@@ -60,9 +60,7 @@ def _attention_score_gradient(
 
 
 @_attention_score_gradient.register_fake
-def _(
-    out_gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(out_gradient: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return q.new_empty(shape), q.new_empty(shape)
 
@@ -127,25 +125,9 @@ def _supports_head_dim(head_dim: int) -> bool:
     return MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
 
 
-def supports(
-    query: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
-    distance_bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    packed: PackedSequences | None = None,
-    key_padding_mask: Tensor | None = None,
-) -> bool:
-    """Return True if `attention_recompute_scores` supports a call; arguments as in `AttentionFunction`."""
-    options = (bias, distance_bias, alibi_slopes, window, packed, key_padding_mask)
-    if dropout or softcap or any(option is not None for option in options):
-        return False
-    return triton_runs_on(query) and _supports_head_dim(query.shape[-1])
+def supports(inputs: AttentionInputs) -> bool:
+    """Return True if `attention_recompute_scores` supports a call."""
+    return not inputs.given_options() and triton_runs_on(inputs.q) and _supports_head_dim(inputs.q.shape[-1])
 
 
 def supports_call(call: AttentionCall) -> bool:
@@ -180,7 +162,7 @@ def attention_recompute_scores(query: Tensor, key: Tensor, value: Tensor, *, sca
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    check_arguments(query, key, value, causal=causal, softmax_scale=scale)
+    check_arguments(AttentionInputs(query, key, value, causal=causal, softmax_scale=scale))
     context = _RecomputeScores.apply(query, key, value, causal, scale)
     assert isinstance(context, Tensor)
     return context

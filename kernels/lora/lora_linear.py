@@ -139,17 +139,9 @@ def _lora_linear(
 
 @_lora_linear.register_fake
 def _(
-    inputs: Tensor,
-    source: Tensor | None,
-    factors: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor,
-    start: Tensor | None,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    scale: float,
-    parts: list[int],
-) -> tuple[Tensor, Tensor]:
+    inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None, weight: Tensor,
+    start: Tensor | None, lora_a: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return inputs.new_empty(len(inputs), len(weight)), inputs.new_empty(len(inputs), len(lora_a))
 
 
@@ -178,18 +170,9 @@ def _lora_linear_backward(
 
 @_lora_linear_backward.register_fake
 def _(
-    gradient: Tensor,
-    inputs: Tensor,
-    factors: Tensor | None,
-    gain: Tensor | None,
-    weight: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    low: Tensor,
-    scale: float,
-    parts: list[int],
-    with_input_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None, weight: Tensor, lora_a: Tensor,
+    lora_b: Tensor, low: Tensor, scale: float, parts: list[int], with_input_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     input_gradient = gradient.new_empty(inputs.shape) if with_input_gradient else gradient.new_empty(0)
     return input_gradient, torch.empty_like(lora_a), torch.empty_like(lora_b)
 

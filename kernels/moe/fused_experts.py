@@ -124,21 +124,10 @@ def _experts(
 
 @_experts.register_fake
 def _(
-    hidden: Tensor,
-    gates: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    experts: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    places: Tensor,
-    nonlinearity: str,
-    gated: bool,
-    backend: str,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    experts: Tensor, order: Tensor, *others: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    residual: Tensor | None = others[-1]
     output = (hidden if residual is None else residual).new_empty(hidden.shape)
     return output, hidden.new_empty(order.shape[0], up.shape[1])
 
@@ -160,7 +149,7 @@ def _experts_backward(
     nonlinearity: str,
     gated: bool,
     backend: str,
-    frozen: bool = False,
+    frozen: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of hidden, gates, up, down, up_bias and down_bias; empty for an absent bias.
 
@@ -206,23 +195,10 @@ def _experts_backward(
 
 @_experts_backward.register_fake
 def _(
-    gradient: Tensor,
-    projected: Tensor,
-    hidden: Tensor,
-    gates: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    experts: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    places: Tensor,
-    nonlinearity: str,
-    gated: bool,
-    backend: str,
-    frozen: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, projected: Tensor, hidden: Tensor, gates: Tensor, up: Tensor, down: Tensor,
+    up_bias: Tensor | None, down_bias: Tensor | None, *others: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    frozen: bool = others[-1]
     hidden_gradient, gate_gradient = (x.new_empty(x.shape) for x in (hidden, gates))
     if frozen:
         return hidden_gradient, gate_gradient, *(gradient.new_empty(0) for _ in range(4))  # type: ignore[return-value]
@@ -266,20 +242,5 @@ def fused_experts(
     residual: Tensor | None,
 ) -> Tensor:
     """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`."""
-    order, ends, places = assignments
-    return _experts(
-        hidden,
-        gates,
-        up,
-        down,
-        up_bias,
-        down_bias,
-        experts,
-        order,
-        ends,
-        places,
-        nonlinearity,
-        gated,
-        backend,
-        residual,
-    )[0]
+    fields = (hidden, gates, up, down, up_bias, down_bias, experts, *assignments)
+    return _experts(*fields, nonlinearity, gated, backend, residual)[0]

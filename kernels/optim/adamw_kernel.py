@@ -8,7 +8,7 @@ dtypes share one launch, since launches dominate for small tensors. Decoupled we
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +20,34 @@ from .multi_tensor import build_tensor_table, element_offsets, find_tensor, is_a
 BLOCK = 1024
 """Elements per program."""
 
+
+class AdamWOptions(TypedDict):
+    """Hyperparameters and state of a step.
+
+    Attributes:
+        lr: learning rate of this step.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay, multiplied by `lr`.
+        step: 1-based step number for the bias corrections; a scalar fp64 tensor, because skipped steps make it
+            unknown to the host.
+        grad_scale: scalar fp32 factor of every gradient (the clip coefficient); a negative one skips the update. On
+            the kernel path `step` and `grad_scale` are not read on the host.
+        lr_scales: learning rate factor of each tensor, not applied to weight decay, (tensors,) on the device; None or
+            left out for 1.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: Tensor
+    grad_scale: Tensor
+    lr_scales: NotRequired[Tensor | None]
+
+
 # ---------------------------------------------------------------- reference
 
 
@@ -29,29 +57,23 @@ def reference_adamw_step(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    lr_scales: Tensor | None = None,
+    **options: Unpack[AdamWOptions],
 ) -> None:
     """Reference in plain PyTorch: computed in the dtype of `main`, in torch.optim.AdamW's order of operations."""
+    lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+    grad_scale, lr_scales = options["grad_scale"], options.get("lr_scales")
     if grad_scale < 0:
         return
-    step_number = step.item()
+    step_number = options["step"].item()
     correction1 = 1 - beta1**step_number
     correction2_root = (1 - beta2**step_number) ** 0.5
     tensors = zip(params, main, grads, exp_avgs, exp_avg_sqs, strict=True)
     for index, (param, weight, grad, exp_avg, exp_avg_sq) in enumerate(tensors):
         scaled = grad.to(weight.dtype) * grad_scale.to(weight.dtype)
-        weight.mul_(1 - lr * weight_decay)
+        weight.mul_(1 - lr * options["weight_decay"])
         exp_avg.lerp_(scaled, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(scaled, scaled, value=1 - beta2)
-        denominator = (exp_avg_sq.sqrt() / correction2_root).add_(eps)
+        denominator = (exp_avg_sq.sqrt() / correction2_root).add_(options["eps"])
         if lr_scales is not None:
             denominator.div_(lr_scales[index].to(denominator.dtype))
         weight.addcdiv_(exp_avg, denominator, value=-lr / correction1)
@@ -125,20 +147,14 @@ def triton_adamw_step(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    lr_scales: Tensor | None = None,
+    **options: Unpack[AdamWOptions],
 ) -> None:
     """Launch the kernel once per group of tensors with the same dtypes; all but the gradients must be contiguous.
 
     Tensors that are not aligned for vectorized loads get a launch of their own, so that the others keep these loads.
     """
+    lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+    step, lr_scales = options["step"], options.get("lr_scales")
     step_size = (lr / (1 - beta1**step)).float()
     if lr_scales is not None:
         step_size = step_size * lr_scales.float()
@@ -157,14 +173,14 @@ def triton_adamw_step(
             table.columns,
             table.num_tensors,
             table.search_steps,
-            grad_scale,
+            options["grad_scale"],
             step_size,
             correction2_root,
-            1 - lr * weight_decay,
+            1 - lr * options["weight_decay"],
             1 - beta1,
             beta2,
             1 - beta2,
-            eps,
+            options["eps"],
             *(triton_dtype(dtype) for dtype in dtypes),
             SEPARATE_MAIN=separate,
             ALIGNED=aligned,
@@ -184,15 +200,7 @@ def adamw_step(
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: Tensor,
-    grad_scale: Tensor,
-    lr_scales: Tensor | None = None,
+    **options: Unpack[AdamWOptions],
 ) -> None:
     """Update weights and moments in place.
 
@@ -202,33 +210,9 @@ def adamw_step(
         grads: gradients, same shapes, any float dtype.
         exp_avgs: first moments, dtype of `main`.
         exp_avg_sqs: second moments, dtype of `main`.
-        lr: learning rate of this step.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        eps: added to the square root of the second moment.
-        weight_decay: decoupled weight decay, multiplied by `lr`.
-        step: 1-based step number for the bias corrections; a scalar fp64 tensor, because skipped steps make it
-            unknown to the host.
-        grad_scale: scalar fp32 factor of every gradient (the clip coefficient); a negative one skips the update. On
-            the kernel path `step` and `grad_scale` are not read on the host.
-        lr_scales: learning rate factor of each tensor, not applied to weight decay, (tensors,) on the device; None for
-            1.
+        options: see `AdamWOptions`.
     """
     if not params:
         return
     step_function = triton_adamw_step if triton_runs_on(params[0]) else reference_adamw_step
-    step_function(
-        params,
-        main,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        grad_scale=grad_scale,
-        lr_scales=lr_scales,
-    )
+    step_function(params, main, grads, exp_avgs, exp_avg_sqs, **options)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
-from ...kernels.attention.decode import decode_attention
+from ...kernels.attention.decode import DecodeInputs, decode_attention
+from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.packed_sequences import PackedSequences
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import CrossAttentionCache
@@ -118,18 +119,18 @@ class CrossAttention(nn.Module):
             context = self._decode(query[:, 0], memory)[:, None]
         else:
             key, value = self.keys_and_values(memory.hidden)
-            context = self.backends[kind](
+            inputs = AttentionInputs(
                 query,
                 key,
                 value,
-                scale=self.scale,
-                causal=False,
-                dropout=self.dropout if self.training else 0.0,
-                distance_bias=memory.distance_bias,
+                softmax_scale=self.scale,
                 softcap=self.softcap,
-                packed=memory.packed,
+                distance_bias=memory.distance_bias,
                 key_padding_mask=memory.padding,
+                dropout_p=self.dropout if self.training else 0.0,
+                packed=memory.packed,
             )
+            context = self.backends[kind](inputs)
         if self.head_scale is not None:
             context = context * self.head_scale.to(context.dtype)[:, None]
         return linear_add_residual(residual, self.output, context.flatten(2))
@@ -141,7 +142,7 @@ class CrossAttention(nn.Module):
 
     def _decode(self, query: Tensor, memory: CrossAttentionCache) -> Tensor:
         """Attend from one token per sequence, (rows, heads, head_dim), to cached keys and values."""
-        return decode_attention(
+        inputs = DecodeInputs(
             query,
             memory.key,
             memory.value,
@@ -151,3 +152,4 @@ class CrossAttention(nn.Module):
             distance_bias=memory.distance_bias,
             softcap=self.softcap,
         )
+        return decode_attention(inputs)

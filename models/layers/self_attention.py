@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
-from ...kernels.attention.decode import decode_attention
+from ...kernels.attention.decode import DecodeInputs, decode_attention
+from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.attention.packed_sequences import PackedSequences
 from ...kernels.fused_qkv_rope import fused_qkv_rope
@@ -123,20 +124,21 @@ class SelfAttention(nn.Module):
         query, key, value = self._split_and_rotate(projected, rotary)
         if cache is not None:
             cache.prefill(key, value)
-        context = self.backends[kind](
+        inputs = AttentionInputs(
             query,
             key,
             value,
-            scale=self.scale,
             causal=self.causal,
-            dropout=self.dropout if self.training else 0.0,
+            window_size=self.window,
+            softmax_scale=self.scale,
+            softcap=self.softcap,
             distance_bias=None if terms is None else terms.distance_bias,
             alibi_slopes=None if terms is None else terms.alibi_slopes,
-            window=self.window,
-            softcap=self.softcap,
-            packed=packed,
             key_padding_mask=None if self.causal else padding,
+            dropout_p=self.dropout if self.training else 0.0,
+            packed=packed,
         )
+        context = self.backends[kind](inputs)
         return self._project_output(context, residual)
 
     def _project_output(self, context: Tensor, residual: Tensor | None) -> Tensor:
@@ -159,7 +161,7 @@ class SelfAttention(nn.Module):
         query = apply_rotary_and_append_kv(
             projected, cache.key, cache.value, cache.lengths, tables, interleaved=self.rotary_interleaved
         )
-        return decode_attention(
+        inputs = DecodeInputs(
             query,
             cache.key,
             cache.value,
@@ -170,6 +172,7 @@ class SelfAttention(nn.Module):
             left_window=-1 if self.window is None else self.window[0],
             softcap=self.softcap,
         )
+        return decode_attention(inputs)
 
     def _split_and_rotate(self, projected: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Split (batch, tokens, heads + 2 groups, head_dim) into normed and rotated queries, keys, and values."""

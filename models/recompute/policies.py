@@ -13,6 +13,7 @@ from torch import Tensor
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.backends.unfused import UnfusedAttention
 from ...kernels.attention.dispatch import BackendSelection
+from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.recompute_scores import attention_recompute_scores, supports
 from ..config.memory import RecomputeModule
 from ..config.slices import StackSlice
@@ -127,19 +128,33 @@ class RecomputedAttention:
     def __init__(self, function: AttentionFunction) -> None:
         self.function = function
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, dropout: float = 0.0, **options: Any) -> Tensor:
-        """Compute attention, with the arguments of `AttentionFunction`."""
-        uses_rng, function = dropout > 0, self.function
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention."""
+        uses_rng, function = inputs.dropout_p > 0, self.function
         if not torch.is_grad_enabled():
-            return function(query, key, value, dropout=dropout, **options)
-        fused_softmax = isinstance(function, UnfusedAttention) and function.masked_softmax_fusion
-        if fused_softmax and supports(query, dropout=dropout, **options):
-            return attention_recompute_scores(query, key, value, scale=options["scale"], causal=options["causal"])
-        if torch.compiler.is_compiling() and isinstance(function, UnfusedAttention):
-            weights = run_with_recompute(function.weights, uses_rng, query, key, dropout=dropout, **options)
-            return function.weighted_sum(weights, value)
-        # Early stop: the recomputation ends once the last matmul has saved its arguments.
-        return run_with_recompute(function, uses_rng, query, key, value, dropout=dropout, **options)
+            return function(inputs)
+        query, key, value = inputs[:3]
+        options: tuple[Any, ...] = inputs[3:]
+        if isinstance(function, UnfusedAttention):
+            if function.masked_softmax_fusion and supports(inputs):
+                return attention_recompute_scores(query, key, value, scale=inputs.scale, causal=inputs.causal)
+            if torch.compiler.is_compiling():
+                weights = run_with_recompute(
+                    lambda query, key: function.weights(AttentionInputs(query, key, value, *options)),
+                    uses_rng,
+                    query,
+                    key,
+                )
+                return function.weighted_sum(weights, value)
+        # Early stop: the recomputation ends once the last matmul has saved its arguments. Queries, keys and values are
+        # arguments of the recomputed function, so that they pass through saved-tensor hooks.
+        return run_with_recompute(
+            lambda query, key, value: function(AttentionInputs(query, key, value, *options)),
+            uses_rng,
+            query,
+            key,
+            value,
+        )
 
 
 def recompute_policies(

@@ -18,6 +18,7 @@ from tiers import DEVICES, TIER, extra
 from torch import Tensor
 
 from stoker.kernels.attention.dropout import dropout_keep_mask
+from stoker.kernels.attention.inputs import AttentionInputs
 from stoker.kernels.attention.reference import reference_attention, relative_positions, visibility_mask
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 97, 127, 128, 129, 200, 257, 1023, 1025)
@@ -399,6 +400,11 @@ def assert_equal(ours: Results, theirs: Results, *, but: tuple[str, ...] = ()) -
 
 def close(ours: Tensor, theirs: Tensor, tolerance: float = 1e-12) -> bool:
     return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def attend(backend: Callable[[AttentionInputs], Tensor], q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Call an attention backend."""
+    return backend(AttentionInputs(q, k, v, **options))
 
 
 def per_sequence(problem: Problem) -> list[Problem]:

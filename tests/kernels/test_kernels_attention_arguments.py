@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from stoker.kernels import flash_attention, reference_attention
 from stoker.kernels.attention.argument_checks import AttentionGeometry, check_arguments
+from stoker.kernels.attention.inputs import AttentionInputs
 
 SHAPES = {"q": (2, 5, 6, 16), "k": (2, 7, 3, 16), "v": (2, 7, 3, 16)}
 PACKED_SHAPES = {"q": (5, 6, 16), "k": (7, 3, 16), "v": (7, 3, 16)}
@@ -33,6 +34,10 @@ def packed(**changes: Any) -> dict[str, Any]:
     tensors = {n: torch.zeros(shape) for n, shape in PACKED_SHAPES.items()}
     lengths = {"cu_seqlens_q": ends(0, 2, 5), "cu_seqlens_k": ends(0, 4, 7), "max_seqlen_q": 3, "max_seqlen_k": 4}
     return tensors | lengths | changes
+
+
+def check(*, for_kernel: bool = True, **arguments: Any) -> AttentionGeometry:
+    return check_arguments(AttentionInputs(**arguments), for_kernel=for_kernel)
 
 
 def empty(shapes: dict[str, tuple[int, ...]], **options: Any) -> dict[str, Any]:
@@ -143,15 +148,15 @@ KERNEL_ONLY: dict[str, tuple[dict[str, Any], str]] = {
 def test_limits_of_the_kernels(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flash_attention(**arguments)
-    check_arguments(**arguments, for_kernel=False)
+    check(**arguments, for_kernel=False)
 
 
 def test_fp64_is_for_the_interpreter() -> None:
     with FakeTensorMode():
         on_gpu = empty(SHAPES, dtype=torch.float64, device="cuda")
         with pytest.raises(ValueError, match=r"`q` \(torch.float64\) must be bfloat16, float16 or float32"):
-            check_arguments(**on_gpu)
-    check_arguments(**empty(SHAPES, dtype=torch.float64))
+            check(**on_gpu)
+    check(**empty(SHAPES, dtype=torch.float64))
 
 
 def test_values_on_a_device_are_not_read() -> None:
@@ -159,7 +164,7 @@ def test_values_on_a_device_are_not_read() -> None:
     with FakeTensorMode():
         on_gpu = empty(PACKED_SHAPES, device="cuda")
         lengths = empty({"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}, dtype=torch.int32, device="cuda")
-        geometry = check_arguments(**on_gpu, **lengths, max_seqlen_q=3, max_seqlen_k=4)
+        geometry = check(**on_gpu, **lengths, max_seqlen_q=3, max_seqlen_k=4)
     assert (geometry.batch, geometry.queries, geometry.keys) == (2, 3, 4)
 
 
@@ -167,15 +172,15 @@ def test_values_on_a_device_are_not_read() -> None:
 def test_no_wait_for_the_device() -> None:
     arguments: dict[str, Any] = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in packed(causal=True).items()}
     with forbid_device_sync():
-        check_arguments(**arguments)
+        check(**arguments)
         flash_attention(**arguments)
 
 
 def test_geometry() -> None:
-    assert check_arguments(**dense()) == AttentionGeometry(
+    assert check(**dense()) == AttentionGeometry(
         batch=2, heads=6, groups=3, head_dim=16, queries=5, keys=7, packed=False, scale=0.25, left=-1, right=-1
     )
-    assert check_arguments(**packed(softmax_scale=1, max_seqlen_q=8)) == AttentionGeometry(
+    assert check(**packed(softmax_scale=1, max_seqlen_q=8)) == AttentionGeometry(
         batch=2, heads=6, groups=3, head_dim=16, queries=8, keys=4, packed=True, scale=1.0, left=-1, right=-1
     )
 
@@ -193,7 +198,7 @@ def test_geometry() -> None:
     ],
 )
 def test_window_and_causal_become_one(causal: bool, window: tuple[int, int], expected: tuple[int, int]) -> None:
-    geometry = check_arguments(**dense(causal=causal, window_size=window))
+    geometry = check(**dense(causal=causal, window_size=window))
     assert (geometry.left, geometry.right) == expected
 
 
@@ -201,19 +206,19 @@ def test_window_and_causal_become_one(causal: bool, window: tuple[int, int], exp
     "bias", [(), (7,), (5, 1), (6, 1, 7), (1, 1, 5, 7), (2, 6, 5, 7), (2, 1, 1, 1)]
 )  # fmt: skip
 def test_biases_that_broadcast(bias: tuple[int, ...]) -> None:
-    check_arguments(**dense(bias=torch.zeros(bias)))
+    check(**dense(bias=torch.zeros(bias)))
     value = torch.randn(SHAPES["v"])
     expected = reference_attention(**dense(v=value))
     torch.testing.assert_close(reference_attention(**dense(v=value, bias=torch.zeros(bias))), expected)
 
 
 def test_good_arguments_are_taken() -> None:
-    check_arguments(**dense(softmax_scale=0.0, softcap=30.0, window_size=[4, 0], rng=torch.zeros(2, dtype=torch.int64)))
-    check_arguments(**packed(cu_seqlens_q=ends(0, 0, 4), max_seqlen_q=4))  # an empty sequence, a token of none
-    check_arguments(**packed(cu_seqlens_q=ends(0), cu_seqlens_k=ends(0), max_seqlen_q=0, max_seqlen_k=0))
-    check_arguments(**packed(alibi_slopes=torch.zeros(6), distance_bias=torch.zeros(6, 3)))
-    check_arguments(**empty(SHAPES, dtype=torch.float64), alibi_slopes=torch.zeros(6, dtype=torch.float64))
-    check_arguments(**dense(distance_bias=torch.zeros(6, 3), bias=torch.zeros(5, 7), dropout_p=0))
+    check(**dense(softmax_scale=0.0, softcap=30.0, window_size=[4, 0], rng=torch.zeros(2, dtype=torch.int64)))
+    check(**packed(cu_seqlens_q=ends(0, 0, 4), max_seqlen_q=4))  # an empty sequence, a token of none
+    check(**packed(cu_seqlens_q=ends(0), cu_seqlens_k=ends(0), max_seqlen_q=0, max_seqlen_k=0))
+    check(**packed(alibi_slopes=torch.zeros(6), distance_bias=torch.zeros(6, 3)))
+    check(**empty(SHAPES, dtype=torch.float64), alibi_slopes=torch.zeros(6, dtype=torch.float64))
+    check(**dense(distance_bias=torch.zeros(6, 3), bias=torch.zeros(5, 7), dropout_p=0))
     half = empty(SHAPES, dtype=torch.bfloat16)
-    check_arguments(**half, bias=torch.zeros(5, 7))
-    check_arguments(**half, bias=torch.zeros(5, 7, dtype=torch.bfloat16), distance_bias=torch.zeros(6, 3))
+    check(**half, bias=torch.zeros(5, 7))
+    check(**half, bias=torch.zeros(5, 7, dtype=torch.bfloat16), distance_bias=torch.zeros(6, 3))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from attention_cases import told
+from attention_cases import attend, told
 from tiers import cases, extra, looped
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def inputs(
 
 def run(name: str, tensors: list[Tensor], **options: Any) -> list[Tensor]:
     """Output and gradients of a fixed random projection of it."""
-    output = ATTENTION_FUNCTIONS[name](*tensors[:3], **({"scale": 0.4, "causal": True} | options))
+    output = attend(ATTENTION_FUNCTIONS[name], *tensors[:3], **({"softmax_scale": 0.4, "causal": True} | options))
     generator = torch.Generator().manual_seed(1)
     upstream = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
     return [output.detach(), *torch.autograd.grad(output, tensors, upstream)]
@@ -91,9 +91,9 @@ def test_reference_is_the_definition(queries: int, keys: int, causal: bool, wind
             visible[i, j] = inside and not (causal and distance > 0)
     device = torch.device("cpu")
     assert torch.equal(visibility_mask(queries, keys, causal=causal, window=window, device=device), visible)
-    options = {"scale": 0.7, "causal": causal, "window": window, "bias": bias}
+    options = {"softmax_scale": 0.7, "causal": causal, "window_size": window, "bias": bias}
     for name in ("reference", "unfused"):
-        output = ATTENTION_FUNCTIONS[name](query, key, value, **options)
+        output = attend(ATTENTION_FUNCTIONS[name], query, key, value, **options)
         expected = by_hand(query, key, value, scale=0.7, visible=visible, bias=bias)
         assert (output - expected).abs().max() < 1e-14
 
@@ -152,11 +152,11 @@ def test_dropout_keeps_the_mean(name: str) -> None:
     torch.manual_seed(0)
     query, key = torch.zeros(1, 64, 4, 8), torch.zeros(1, 64, 4, 8)
     value = torch.ones(1, 64, 4, 8)
-    output = ATTENTION_FUNCTIONS[name](query, key, value, scale=1.0, causal=False, dropout=0.25)
+    output = attend(ATTENTION_FUNCTIONS[name], query, key, value, softmax_scale=1.0, causal=False, dropout_p=0.25)
     weights = output[..., 0] * 64 * 0.75  # kept weights of each row
     assert weights.std() > 1
     assert abs(weights.mean() - 48) < 1
-    again = ATTENTION_FUNCTIONS[name](query, key, value, scale=1.0, causal=False)
+    again = attend(ATTENTION_FUNCTIONS[name], query, key, value, softmax_scale=1.0, causal=False)
     assert torch.allclose(again, torch.ones_like(again))
 
 
@@ -167,11 +167,11 @@ def test_unfused_does_not_trust_beta_zero(monkeypatch: pytest.MonkeyPatch) -> No
         return beta * start + alpha * torch.bmm(left, right)
 
     query, key, value = (torch.randn(1, 4, 2, 8) for _ in range(3))
-    expected = ATTENTION_FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
+    expected = attend(ATTENTION_FUNCTIONS["unfused"], query, key, value, softmax_scale=0.3, causal=True)
     monkeypatch.setattr(torch, "baddbmm", baddbmm_of_mps)
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     try:
-        context = ATTENTION_FUNCTIONS["unfused"](query, key, value, scale=0.3, causal=True)
+        context = attend(ATTENTION_FUNCTIONS["unfused"], query, key, value, softmax_scale=0.3, causal=True)
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(context, expected)
@@ -180,9 +180,9 @@ def test_unfused_does_not_trust_beta_zero(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sdpa_refuses_what_it_would_get_wrong() -> None:
     query, key, value = inputs(queries=2, keys=5)
     with pytest.raises(ValueError, match="use `unfused`"):
-        ATTENTION_FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=True)
+        attend(ATTENTION_FUNCTIONS["sdpa_math"], query, key, value, softmax_scale=1.0, causal=True)
     with pytest.raises(ValueError, match="not supported by SDPA"):
-        ATTENTION_FUNCTIONS["sdpa_math"](query, key, value, scale=1.0, causal=False, window=(1, 0))
+        attend(ATTENTION_FUNCTIONS["sdpa_math"], query, key, value, softmax_scale=1.0, causal=False, window_size=(1, 0))
 
 
 @looped("name", ["sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "sdpa_math"])
@@ -198,7 +198,7 @@ def test_pytorch_agrees_with_the_table_on_cpu(name: str, dropout: float, bias: A
     (row,) = (backend for backend in BACKENDS if backend.name == name)
     torch_dtype = TORCH_DTYPES[dtype]
     tensors = inputs(dtype=torch_dtype)
-    options: dict[str, Any] = {"dropout": dropout}
+    options: dict[str, Any] = {"dropout_p": dropout}
     if bias != "none":
         options["bias"] = torch.zeros(1, 6, 9, 9, dtype=torch_dtype)
     if bias == "dense_with_gradient":
@@ -216,11 +216,13 @@ def test_pytorch_agrees_with_the_table_on_cpu(name: str, dropout: float, bias: A
 def test_one_graph(name: str) -> None:
     tensors = inputs(dtype=torch.float32)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ATTENTION_FUNCTIONS[name](query, key, value, scale=0.4, causal=True)
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(ATTENTION_FUNCTIONS[name], query, key, value, softmax_scale=0.4, causal=True)
 
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(compiled(*tensors), reference_backend(*tensors, scale=0.4, causal=True), atol=1e-6)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(
+        compiled(*tensors), attend(reference_backend, *tensors, softmax_scale=0.4, causal=True), atol=1e-6
+    )
 
 
 # ---------------------------------------------------------------- every option
@@ -230,7 +232,7 @@ PADDING = torch.arange(20) < torch.tensor([[13], [20]])
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"causal": False},
-    "window": {"window": (4, 1), "causal": False},
+    "window": {"window_size": (4, 1), "causal": False},
     "softcap": {"softcap": 2.0},
     "dense": {"bias": "dense"},
     "distance": {"distance_bias": "distance", "causal": False},
@@ -238,7 +240,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "slopes": {"alibi_slopes": "slopes"},
     "slopes with gradient": {"alibi_slopes": "slopes_with_gradient", "causal": False},
     "packed": {"packed": True},
-    "packed window": {"packed": True, "window": (3, 0)},
+    "packed window": {"packed": True, "window_size": (3, 0)},
     "packed distance": {"packed": True, "distance_bias": "distance"},
     "packed slopes": {"packed": True, "alibi_slopes": "slopes"},
     "padding": {"key_padding_mask": PADDING, "causal": False},
@@ -261,7 +263,7 @@ TAKEN = {
 
 def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     """Arguments of a backend; biases and slopes that want a gradient are added to `tensors`."""
-    options: dict[str, Any] = {"causal": True, "scale": 0.3} | words
+    options: dict[str, Any] = {"causal": True, "softmax_scale": 0.3} | words
     generator = torch.Generator().manual_seed(3)
     for name, shape in (("bias", (1, 4, 20, 20)), ("distance_bias", (4, 9))):
         if name in options:
@@ -287,7 +289,7 @@ def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pyte
     options = with_options(OPTIONS[option], tensors)
     if option not in TAKEN[name]:
         with pytest.raises(ValueError, match=r"must (be None|be 0|not be given)"):
-            ATTENTION_FUNCTIONS[name](*tensors[:3], **options)
+            attend(ATTENTION_FUNCTIONS[name], *tensors[:3], **options)
         return
     assert_same(run(name, tensors, **options), run("reference", tensors, **options), 2e-5)
 
@@ -315,7 +317,16 @@ def test_dropout_of_triton_comes_from_torchs_generator(packed: bool) -> None:
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         seen.append(
-            ATTENTION_FUNCTIONS["triton"](query, key, value, scale=1.0, causal=False, dropout=0.25, packed=documents)
+            attend(
+                ATTENTION_FUNCTIONS["triton"],
+                query,
+                key,
+                value,
+                softmax_scale=1.0,
+                causal=False,
+                dropout_p=0.25,
+                packed=documents,
+            )
         )
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])
@@ -396,24 +407,26 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
     query, key, value = (tensor.float() for tensor in inputs(dim=16))
     with torch.no_grad():
-        ATTENTION_FUNCTIONS["te_flash"](query, key, value, scale=0.3, causal=True)
+        attend(ATTENTION_FUNCTIONS["te_flash"], query, key, value, softmax_scale=0.3, causal=True)
     assert PretendedAttention.state["use_flash_attention"]
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
     assert "NVTE_FUSED_ATTN" not in os.environ
     assert not PretendedAttention.calls[-1]["training"]
-    transformer_engine.TEAttention("fused", deterministic=True)(query, key, value, scale=0.3, causal=True)
+    attend(
+        transformer_engine.TEAttention("fused", deterministic=True), query, key, value, softmax_scale=0.3, causal=True
+    )
     assert PretendedAttention.calls[-1]["deterministic"]
     assert PretendedAttention.calls[-1]["training"]
-    transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
+    attend(transformer_engine.te_fused, query, key, value, softmax_scale=0.3, causal=True)
     assert not PretendedAttention.calls[-1]["deterministic"]
-    transformer_engine.te_fused(query[:, :4], key, value, scale=0.3, causal=True)
+    attend(transformer_engine.te_fused, query[:, :4], key, value, softmax_scale=0.3, causal=True)
     assert PretendedAttention.calls[-1]["attn_mask_type"] == "causal_bottom_right"
     windows = {
         (None, True): (-1, 0), (None, False): (-1, -1), ((4, 2), True): (4, 0), ((4, 2), False): (4, 2),
         ((-1, 2), False): (9, 2), ((4, -1), False): (4, 9), ((4, -1), True): (4, 0),
     }  # fmt: skip
     for (window, causal), expected in windows.items():  # it knows none that is open on one side, nor takes None well
-        transformer_engine.te_fused(query, key, value, scale=0.3, causal=causal, window=window)
+        attend(transformer_engine.te_fused, query, key, value, softmax_scale=0.3, causal=causal, window_size=window)
         assert PretendedAttention.calls[-1]["window_size"] == expected
 
     def elsewhere(self: PretendedAttention, *tensors: Tensor, **options: Any) -> Tensor:
@@ -422,14 +435,14 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(PretendedAttention, "__call__", elsewhere)
     with pytest.raises(RuntimeError, match=r"restricted to fused attention but used \['unfused'\]"):
-        transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
+        attend(transformer_engine.te_fused, query, key, value, softmax_scale=0.3, causal=True)
 
     def refuse(*_: Any, **__: Any) -> Tensor:
         raise ValueError("No dot product attention backend is available")
 
     monkeypatch.setattr(PretendedAttention, "__call__", refuse)
     with pytest.raises(RuntimeError, match=r"does not support this call in te_fused: No dot.*NVTE_DEBUG_LEVEL=2"):
-        transformer_engine.te_fused(query, key, value, scale=0.3, causal=True)
+        attend(transformer_engine.te_fused, query, key, value, softmax_scale=0.3, causal=True)
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
 
 
@@ -439,16 +452,16 @@ def test_a_graph_breaks_around_what_cannot_be_traced(name: str, monkeypatch: pyt
     pretend_extras(monkeypatch)
     tensors = [tensor.detach().float() for tensor in inputs(dim=16)]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return 2 * ATTENTION_FUNCTIONS[name](2 * query, key, value, scale=0.3, causal=True)
+    def doubled(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return 2 * attend(ATTENTION_FUNCTIONS[name], 2 * query, key, value, softmax_scale=0.3, causal=True)
 
     torch.compiler.reset()
-    around = torch.compile(attend, backend="eager")
-    assert torch.allclose(around(*tensors), attend(*tensors))
+    around = torch.compile(doubled, backend="eager")
+    assert torch.allclose(around(*tensors), doubled(*tensors))
     assert not BACKENDS_BY_NAME[name].supports_compile
     torch.compiler.reset()
     with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
-        torch.compile(attend, backend="eager", fullgraph=True)(*tensors)
+        torch.compile(doubled, backend="eager", fullgraph=True)(*tensors)
     torch.compiler.reset()
 
 
@@ -462,7 +475,7 @@ def test_documents_are_counted_once_for_all_layers(monkeypatch: pytest.MonkeyPat
     assert unpadded_cu_seqlens(other).tolist() == [0, 20, 27, 29, 40]
     tensors = [tensor.float() for tensor in inputs(queries=20, keys=20, dim=16)]
     with pytest.raises(ValueError, match="must hold a mask"):
-        ATTENTION_FUNCTIONS["unfused"](*tensors, scale=0.3, causal=True, packed=packed)
+        attend(ATTENTION_FUNCTIONS["unfused"], *tensors, softmax_scale=0.3, causal=True, packed=packed)
 
 
 def test_functions_follow_call_and_flags() -> None:
@@ -490,9 +503,9 @@ def test_the_fused_softmax_is_the_softmax(fusion: bool, option: str, monkeypatch
     monkeypatch.setattr(unfused, "scaled_masked_softmax", lambda *a, **b: taken.append(True) or real(*a, **b))
     tensors = inputs(queries=20, keys=20, dim=16)
     options = with_options(OPTIONS[option], tensors)
-    output = UnfusedAttention(masked_softmax_fusion=fusion)(*tensors[:3], **options)
+    output = attend(UnfusedAttention(masked_softmax_fusion=fusion), *tensors[:3], **options)
     gradients = torch.autograd.grad(output.sum(), tensors)
-    expected = ATTENTION_FUNCTIONS["reference"](*tensors[:3], **options)
+    expected = attend(ATTENTION_FUNCTIONS["reference"], *tensors[:3], **options)
     assert_same([output, *gradients], [expected, *torch.autograd.grad(expected.sum(), tensors)], 1e-12)
     assert bool(taken) is fusion
 
@@ -575,7 +588,7 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
         pytest.skip("no call has two biases")
     call = gpu_call(
         groups=groups, head_dim=head_dim, bias=given[0] if given else "none", causal=words.get("causal", True),
-        window=words.get("window"), softcap=words.get("softcap", 0.0), packed="packed" in words,
+        window=words.get("window_size"), softcap=words.get("softcap", 0.0), packed="packed" in words,
         padding="key_padding_mask" in words,
     )  # fmt: skip
     skip_unless_it_runs(name, call)
@@ -593,7 +606,7 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
     results: list[list[Tensor]] = []
     for function, dtype in (("reference", torch.float64), (name, torch.bfloat16)):
         tensors = [tensor.to(dtype).requires_grad_() for tensor in drawn]
-        options: dict[str, Any] = {"causal": True, "scale": head_dim**-0.5} | words
+        options: dict[str, Any] = {"causal": True, "softmax_scale": head_dim**-0.5} | words
         if "bias" in words:
             options["bias"] = tensors[3]
         for word in ("distance_bias", "alibi_slopes"):
@@ -606,7 +619,7 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
             options["packed"] = PackedSequences.from_documents(documents, dtype=dtype, causal=options["causal"])
         if "key_padding_mask" in words:
             options["key_padding_mask"] = seen
-        output = ATTENTION_FUNCTIONS[function](*tensors[:3], **options)
+        output = attend(ATTENTION_FUNCTIONS[function], *tensors[:3], **options)
         results.append([output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))])
     for expected, ours in zip(*results, strict=True):
         assert (ours - expected).abs().max() < 0.03 * expected.abs().max()
@@ -645,8 +658,8 @@ def drawn_arguments(call: AttentionCall, dtype: torch.dtype) -> tuple[list[Tenso
         rounded[3] = tensors[3].float()
     wide = dtype == torch.float64
     tensors = [tensor.to("cuda", torch.float64 if wide else tensor.dtype).requires_grad_() for tensor in rounded]
-    options: dict[str, Any] = {"causal": call.causal, "window": call.window, "softcap": call.softcap,
-                               "scale": call.head_dim**-0.5, "dropout": call.dropout}  # fmt: skip
+    options: dict[str, Any] = {"causal": call.causal, "window_size": call.window, "softcap": call.softcap,
+                               "softmax_scale": call.head_dim**-0.5, "dropout_p": call.dropout}  # fmt: skip
     if call.bias != "none":
         names = {"dense": "bias", "distance": "distance_bias", "slopes": "alibi_slopes"}
         options[names[call.bias.removesuffix("_with_gradient")]] = tensors[3]
@@ -682,7 +695,7 @@ def test_what_the_table_accepts_runs_and_is_right(block: int) -> None:
             tensors, options = drawn_arguments(call, torch.float64 if wide else TORCH_DTYPES[call.dtype])
             with told(f"{backend.name}: {call}", seed):
                 function = get_attention_function(BackendSelection(call, backend.name, ()))
-                output = function(*tensors[:3], **options | ({"dropout": 0.0} if wide else {}))
+                output = attend(function, *tensors[:3], **options | ({"dropout_p": 0.0} if wide else {}))
                 upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
                 gradients = torch.autograd.grad(output, tensors, upstream.to(output))
                 results[backend.name] = [output.detach(), *gradients]
@@ -705,7 +718,7 @@ def test_gpu_backends_that_are_deterministic_repeat_to_the_bit(name: str) -> Non
     tensors = [torch.randn(shape, generator=generator).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes]
     runs = []
     for _ in range(20):
-        output = function(*tensors, scale=0.125, causal=True)
+        output = attend(function, *tensors, softmax_scale=0.125, causal=True)
         runs.append([output, *torch.autograd.grad(output.sum(), tensors)])
     for again in runs[1:]:
         assert all(torch.equal(first, other) for first, other in zip(runs[0], again, strict=True))

@@ -11,6 +11,7 @@ from tiers import full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention.decode import (
+    DecodeInputs,
     decode_attention,
     num_splits,
     reference_decode_attention,
@@ -21,6 +22,18 @@ from stoker.kernels.launch import HAS_TRITON
 
 ROWS, HEADS, GROUPS, WIDTH = 3, 6, 2, 24
 interpreted = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
+
+
+def reference_decode(*tensors: Any, **options: Any) -> Tensor:
+    return reference_decode_attention(DecodeInputs(*tensors, **options))
+
+
+def triton_decode(*tensors: Any, splits: int | None = None, **options: Any) -> Tensor:
+    return triton_decode_attention(DecodeInputs(*tensors, **options), splits)
+
+
+def decode(*tensors: Any, **options: Any) -> Tensor:
+    return decode_attention(DecodeInputs(*tensors, **options))
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,7 +70,7 @@ def test_a_step_is_the_last_row_of_attention(option: str, left: int) -> None:
     query, key, value = (randn(ROWS, 30, heads, WIDTH, seed=heads) for heads in (HEADS, GROUPS, GROUPS))
     last = torch.stack([query[row, length - 1] for row, length in enumerate(lengths.tolist())])
     keys, values = (torch.stack([ring(t[r], n, slots) for r, n in enumerate(lengths.tolist())]) for t in (key, value))
-    found = reference_decode_attention(last, keys, values, lengths - 1, scale=0.3, left_window=left, **OPTIONS[option])
+    found = reference_decode(last, keys, values, lengths - 1, scale=0.3, left_window=left, **OPTIONS[option])
     for row, length in enumerate(lengths.tolist()):
         whole = reference_attention(
             *(t[row : row + 1, :length] for t in (query, key, value)), causal=True, window_size=(left, -1),
@@ -74,7 +87,7 @@ def test_a_memory_is_seen_whole_and_shared_by_rows(option: str) -> None:
     query, key, value = (
         randn(*shape, seed=n) for n, shape in enumerate([(4, HEADS, WIDTH), *[(2, GROUPS, 19, WIDTH)] * 2])
     )
-    found = reference_decode_attention(query, key, value, positions, lengths=lengths, scale=0.3, **OPTIONS[option])
+    found = reference_decode(query, key, value, positions, lengths=lengths, scale=0.3, **OPTIONS[option])
     for row, position in enumerate(positions.tolist()):
         memory = row // 2
         length = int(lengths[memory])
@@ -110,8 +123,8 @@ def test_triton_is_plain_torch(option: str, left: int, splits: int | None) -> No
     )
     key[1, :, 71:] = value[1, :, 71:] = torch.nan
     options: dict[str, Any] = {"scale": 0.3, "left_window": left} | OPTIONS[option]
-    expected = reference_decode_attention(query, key, value, positions, **options)
-    found = triton_decode_attention(query, key, value, positions, splits=splits, **options)
+    expected = reference_decode(query, key, value, positions, **options)
+    found = triton_decode(query, key, value, positions, splits=splits, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
@@ -124,8 +137,8 @@ def test_triton_over_a_memory(splits: int, groups: int) -> None:
     )
     lengths, positions = torch.tensor([0, 70]), torch.tensor([0, 1, 2, 90])
     options: dict[str, Any] = {"scale": 0.3, "lengths": lengths, "distance_bias": OPTIONS["distance"]["distance_bias"]}
-    expected = reference_decode_attention(query, key, value, positions, **options)
-    found = triton_decode_attention(query, key, value, positions, splits=splits, **options)
+    expected = reference_decode(query, key, value, positions, **options)
+    found = triton_decode(query, key, value, positions, splits=splits, **options)
     assert not found[:2].any()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
@@ -138,10 +151,10 @@ def test_triton_is_as_near_to_the_truth_as_torch(dtype: torch.dtype) -> None:
         randn(*shape, seed=n, dtype=dtype) for n, shape in enumerate([(2, 8, 64), *[(2, 2, 300, 64)] * 2])
     )
     positions = torch.tensor([130, 299])
-    truth = reference_decode_attention(query.double(), key.double(), value.double(), positions, scale=0.125)
+    truth = reference_decode(query.double(), key.double(), value.double(), positions, scale=0.125)
     errors = [
         (function(query, key, value, positions, scale=0.125).double() - truth).abs()
-        for function in (triton_decode_attention, reference_decode_attention)
+        for function in (triton_decode, reference_decode)
     ]
     assert errors[0].max() <= 2 * errors[1].max() + 1e-7
 
@@ -153,10 +166,10 @@ def test_bits_do_not_depend_on_other_rows() -> None:
         for n, shape in enumerate([(3, HEADS, WIDTH), *[(3, GROUPS, 130, WIDTH)] * 2])
     )
     positions = torch.tensor([129, 3, 77])
-    whole = triton_decode_attention(query, key, value, positions, scale=0.2, splits=2)
+    whole = triton_decode(query, key, value, positions, scale=0.2, splits=2)
     for row in range(3):
         one = slice(row, row + 1)
-        alone = triton_decode_attention(query[one], key[one], value[one], positions[one], scale=0.2, splits=2)
+        alone = triton_decode(query[one], key[one], value[one], positions[one], scale=0.2, splits=2)
         assert torch.equal(whole[one], alone)
 
 
@@ -201,9 +214,9 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name: str, value: Any) -> None:
-    decode_attention(**GOOD)
+    decode(**GOOD)
     with pytest.raises(ValueError, match=f"^`{name}`"):
-        decode_attention(**GOOD | {name: value})
+        decode(**GOOD | {name: value})
 
 
 # ---------------------------------------------------------------- GPUs that are not here
@@ -249,10 +262,10 @@ def test_on_a_gpu(dtype: torch.dtype, width: int, groups: int) -> None:
     bias = randn(8, 2 * 100 + 1, seed=9, dtype=torch.float32).cuda()
     for more in ({}, {"distance_bias": bias}, {"softcap": 3.0, "left_window": 99}):
         options: dict[str, Any] = {"scale": width**-0.5} | more
-        truth = reference_decode_attention(query.double(), key.double(), value.double(), positions, **options)
-        found = decode_attention(query, key, value, positions, **options)
-        plain = reference_decode_attention(query, key, value, positions, **options)
-        assert torch.equal(found, decode_attention(query, key, value, positions, **options))
+        truth = reference_decode(query.double(), key.double(), value.double(), positions, **options)
+        found = decode(query, key, value, positions, **options)
+        plain = reference_decode(query, key, value, positions, **options)
+        assert torch.equal(found, decode(query, key, value, positions, **options))
         error, allowed = (found.double() - truth).abs().max(), (plain.double() - truth).abs().max()
         assert error <= 2 * allowed + 1e-6, options
 

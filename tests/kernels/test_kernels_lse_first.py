@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import attend
 from tiers import DEVICES, extra, full_only, looped
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -437,16 +438,16 @@ def test_sizes_of_fused_attention_and_beyond(tokens, head_dim):
 def test_backend():
     q, k, v, *_ = inputs(9, 9)
     expected = dense(q, k, v, causal=True, softmax_scale=0.3)[0]
-    torch.testing.assert_close(lse_first(q, k, v, scale=0.3, causal=True), expected)
+    torch.testing.assert_close(attend(lse_first, q, k, v, softmax_scale=0.3, causal=True), expected)
     options: list[dict[str, Any]] = [
-        {"dropout": 0.1},
+        {"dropout_p": 0.1},
         {"bias": torch.zeros(9, 9)},
-        {"window": (3, 0)},
+        {"window_size": (3, 0)},
         {"softcap": 5.0},
     ]
     for option in options:
         with pytest.raises(ValueError, match=f"`{next(iter(option))}` must not be given"):
-            lse_first(q, k, v, scale=0.3, causal=True, **option)
+            attend(lse_first, q, k, v, softmax_scale=0.3, causal=True, **option)
 
 
 @looped(

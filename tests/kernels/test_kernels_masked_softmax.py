@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import attend
 from tiers import DEVICES, extra, looped
 
 from stoker.kernels import masked_softmax
@@ -262,8 +263,8 @@ UNFUSED: dict[str, dict[str, Any]] = {
     "full": {"causal": False},
     "causal": {"causal": True},
     "padding": {"causal": True, "key_padding_mask": padding(2, 11)},
-    "window": {"causal": True, "window": (3, 0)},
-    "two_sided_window": {"causal": False, "window": (1, 2)},
+    "window": {"causal": True, "window_size": (3, 0)},
+    "two_sided_window": {"causal": False, "window_size": (1, 2)},
     "packed": {
         "causal": True,
         "packed": PackedSequences.from_documents(
@@ -298,7 +299,7 @@ def test_unfused_attention_is_the_same_with_the_fused_softmax(case, device, monk
         options["packed"] = PackedSequences(*moved)
     found = []
     for fusion in (True, False):
-        context = UnfusedAttention(masked_softmax_fusion=fusion)(q, k, v, scale=0.4, **options)
+        context = attend(UnfusedAttention(masked_softmax_fusion=fusion), q, k, v, softmax_scale=0.4, **options)
         gradients = torch.autograd.grad(context, (q, k, v), seeded(*context.shape, seed=9, device=device))
         found.append((context, *gradients))
     for fused, plain in zip(*found, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import attend
 from tiers import DEVICES, extra
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,6 +22,7 @@ from stoker.kernels import reference_attention
 from stoker.kernels.attention import recompute_scores, recompute_scores_kernels
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.call_spec import AttentionCall
+from stoker.kernels.attention.inputs import AttentionInputs
 from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.attention.recompute_scores import (
     _attention_score_gradient,
@@ -57,6 +59,15 @@ def results(function: Any, tensors: list[Tensor], **options: Any) -> list[Tensor
     *leaves, gradient = (tensor.detach().requires_grad_() for tensor in tensors)
     out = function(*leaves, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient.detach())]
+
+
+def backend(function: Any) -> Any:
+    """An attention backend with the arguments of `attention_recompute_scores`, and more."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *, scale: float, **options: Any) -> Tensor:
+        return attend(function, query, key, value, softmax_scale=scale, **options)
+
+    return run
 
 
 def defined(query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool) -> Tensor:
@@ -112,7 +123,7 @@ def test_gpu_long_sequences_in_fp32(queries: int, keys: int, head_dim: int, caus
 def assert_no_worse_than_unfused(tensors: list[Tensor], causal: bool) -> None:
     """Error against fp64 of the same inputs: at most that of `UnfusedAttention`, a single number twice it."""
     options: dict[str, Any] = {"scale": tensors[0].shape[-1] ** -0.5, "causal": causal}
-    plain = results(UnfusedAttention(), tensors, **options)
+    plain = results(backend(UnfusedAttention()), tensors, **options)
     found = results(attention_recompute_scores, tensors, **options)
     for ours, theirs, truth in zip(found, plain, exact(tensors, **options), strict=True):
         assert ours.dtype == theirs.dtype == tensors[0].dtype
@@ -271,11 +282,11 @@ PLAIN = AttentionCall(
 def option(name: str) -> Any:
     """Something that a call may be given besides."""
     options: dict[str, Any] = {
-        "dropout": 0.1,
+        "dropout_p": 0.1,
         "bias": torch.zeros(2, 8, 8),
         "distance_bias": torch.zeros(2, 5),
         "alibi_slopes": torch.ones(2),
-        "window": (4, 0),
+        "window_size": (4, 0),
         "softcap": 2.0,
         "packed": PackedSequences.from_documents(torch.arange(8).expand(2, 8) // 5, dtype=torch.float32, causal=True),
         "key_padding_mask": torch.ones(2, 8, dtype=torch.bool),
@@ -284,11 +295,11 @@ def option(name: str) -> Any:
 
 
 FACTS: dict[str, dict[str, Any]] = {
-    "dropout": {"dropout": 0.1},
+    "dropout_p": {"dropout": 0.1},
     "bias": {"bias": "dense"},
     "distance_bias": {"bias": "distance"},
     "alibi_slopes": {"bias": "slopes"},
-    "window": {"window": (4, 0)},
+    "window_size": {"window": (4, 0)},
     "softcap": {"softcap": 2.0},
     "packed": {"packed": True},
     "key_padding_mask": {"padding": True},
@@ -299,27 +310,33 @@ FACTS: dict[str, dict[str, Any]] = {
 def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "attention_recompute_scores", None)
     query, key, value, gradient = made(8, 8, batch=2)
-    assert not supports(query, scale=0.3, causal=True, **{name: option(name)})
+    assert not supports(AttentionInputs(query, key, value, causal=True, softmax_scale=0.3, **{name: option(name)}))
     assert not supports_call(replace(PLAIN, **FACTS[name]))
-    if name == "dropout":  # drawn anew in each call
+    if name == "dropout_p":  # drawn anew in each call
         return
     options: dict[str, Any] = {"scale": 0.3, "causal": name != "key_padding_mask", name: option(name)}
-    found = results(RecomputedAttention(UnfusedAttention()), [query, key, value, gradient], **options)
-    for ours, truth in zip(found, results(reference_backend, [query, key, value, gradient], **options), strict=True):
+    tensors = [query, key, value, gradient]
+    found = results(backend(RecomputedAttention(UnfusedAttention())), tensors, **options)
+    for ours, truth in zip(found, results(backend(reference_backend), tensors, **options), strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
+
+
+def of_width(width: int) -> AttentionInputs:
+    tensor = torch.zeros(1, 2, 1, width)
+    return AttentionInputs(tensor, tensor, tensor)
 
 
 @pytest.mark.parametrize("width", [8, 20, 264])
 def test_widths_of_heads_that_the_kernels_do_not_take(width: int) -> None:
-    assert not supports(torch.zeros(1, 2, 1, width), scale=1.0, causal=True)
+    assert not supports(of_width(width))
     assert not supports_call(replace(PLAIN, head_dim=width))
-    assert supports(torch.zeros(1, 2, 1, 24), scale=1.0, causal=True)
+    assert supports(of_width(24))
     assert supports_call(replace(PLAIN, head_dim=24))
 
 
 def test_without_triton_there_is_nothing_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert not supports(torch.zeros(1, 2, 1, 16), scale=1.0, causal=True)
+    assert not supports(of_width(16))
     assert not supports_call(replace(PLAIN, device="cpu", capability=None))
     assert not supports_call(replace(PLAIN, dtype="fp64"))
 
@@ -344,13 +361,13 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
         return attention_recompute_scores(*tensors, **options)
 
     monkeypatch.setattr(policies, "attention_recompute_scores", seen)
-    again: Any = RecomputedAttention(UnfusedAttention())
+    again = backend(RecomputedAttention(UnfusedAttention()))
     tensors = made(8, 12)
     truth = exact(tensors, scale=0.3, causal=True)
     if function == "compiled":
         torch.compiler.reset()
         monkeypatch.setattr(policies, "attention_recompute_scores", attention_recompute_scores)
-        again = torch.compile(again.__call__, fullgraph=True, backend="aot_eager")
+        again = torch.compile(again, fullgraph=True, backend="aot_eager")
         monkeypatch.setattr(UnfusedAttention, "weights", None)
         taken.append(True)
     for ours, wanted in zip(results(again, tensors, scale=0.3, causal=True), truth, strict=True):
@@ -361,10 +378,10 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
 def test_who_wants_plain_softmax_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "attention_recompute_scores", None)
     again = RecomputedAttention(UnfusedAttention(masked_softmax_fusion=False))
-    results(again, made(8, 12), scale=0.3, causal=True)
+    results(backend(again), made(8, 12), scale=0.3, causal=True)
     with torch.no_grad():
         monkeypatch.setattr(UnfusedAttention, "__call__", lambda *_, **__: "plain")
-        assert RecomputedAttention(UnfusedAttention())(*made(8, 12)[:3], scale=0.3, causal=True) == "plain"
+        assert attend(RecomputedAttention(UnfusedAttention()), *made(8, 12)[:3], causal=True) == "plain"
 
 
 def test_under_autocast_it_computes_in_its_dtype() -> None:

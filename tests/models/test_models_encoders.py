@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import attend
 from tiers import extra, full_only, looped
 from torch import Tensor
 
@@ -203,7 +204,7 @@ def test_every_backend_keeps_documents_of_two_texts_apart(backend: str) -> None:
     for function in (functions[backend], reference_backend):
         tensors = _inputs(5, 7)
         packed = PackedSequences.from_query_and_key_documents(of_queries, of_keys, dtype=torch.float32)
-        context = function(*tensors, scale=0.3, causal=False, packed=packed)
+        context = attend(function, *tensors, softmax_scale=0.3, causal=False, packed=packed)
         (context * torch.linspace(0, 1, context.numel()).view_as(context)).sum().backward()
         outcomes.append([context, *(tensor.grad for tensor in tensors)])
     assert outcomes[0][0][0, 2].abs().max() == 0
@@ -231,15 +232,15 @@ def test_cross_attention_may_have_relative_positions_of_its_own() -> None:
     only = {"relative_position_bias_self_attention_only": False}
     model = t5(decoder=only | {"num_layers": 1}).eval()
     assert model.cross_positions is not None
-    seen: dict[str, Any] = {}
+    seen: list[Any] = []
     layer = model.decoder.layers[0]
     assert isinstance(layer, Layer)
     cross = layer.cross_attention
     assert cross is not None
     function = cross.backends["evaluation"]
-    cross.backends["evaluation"] = lambda *tensors, **options: seen.update(options) or function(*tensors, **options)
+    cross.backends["evaluation"] = lambda inputs: seen.append(inputs) or function(inputs)
     model(drawn(2, READ), drawn(2, WRITTEN))
-    bias = seen["distance_bias"]
+    bias = seen[0].distance_bias
     reach = bias.shape[1] // 2
     buckets = relative_buckets(8, 6, bidirectional=True)
     for query in range(WRITTEN):

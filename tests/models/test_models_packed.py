@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import attend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import cases, extra, looped
@@ -244,14 +245,14 @@ def test_backends_take_each_document_by_itself(name: str, groups: int, causal: b
     documents = batch()[2]
     packed = PackedSequences.from_documents(documents, dtype=torch.float64, causal=causal)
     for term in (None, bias):
-        output = ATTENTION_FUNCTIONS[name](*tensors, scale=0.4, causal=causal, bias=term, packed=packed)
+        output = attend(ATTENTION_FUNCTIONS[name], *tensors, softmax_scale=0.4, causal=causal, bias=term, packed=packed)
         upstream = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         gradients = torch.autograd.grad(output, tensors, upstream)
         for row, begin, end in spans(documents):
             inside = (slice(row, row + 1), slice(begin, end))
             parts = [tensor.detach()[inside].requires_grad_() for tensor in tensors]
             own = None if term is None else term[..., begin:end, begin:end]
-            expected = ATTENTION_FUNCTIONS[name](*parts, scale=0.4, causal=causal, bias=own)
+            expected = attend(ATTENTION_FUNCTIONS[name], *parts, softmax_scale=0.4, causal=causal, bias=own)
             assert (output[inside] - expected).abs().max() <= 1e-13
             for ours, other in zip(gradients, torch.autograd.grad(expected, parts, upstream[inside]), strict=True):
                 assert (ours[inside] - other).abs().max() <= 1e-13
@@ -415,7 +416,7 @@ def test_gpu_backends_take_each_document_by_itself(name: str, tokens: int, group
     results: list[list[Tensor]] = []
     for function, tensors in (("reference", wide), (name, narrow)):
         packed = PackedSequences.from_documents(documents, dtype=tensors[0].dtype, causal=True)
-        output = ATTENTION_FUNCTIONS[function](*tensors, scale=0.125, causal=True, packed=packed)
+        output = attend(ATTENTION_FUNCTIONS[function], *tensors, softmax_scale=0.125, causal=True, packed=packed)
         results.append([output, *torch.autograd.grad(output, tensors, upstream.to(output.dtype))])
     for expected, ours in zip(*results, strict=True):
         assert (ours - expected).abs().max() < 0.02 * expected.abs().max()

@@ -8,8 +8,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from ..no_compile import disable_compile
-from ..packed_sequences import PackedSequences, unpadded_cu_seqlens, unpadded_key_cu_seqlens
+from ...launch import disable_compile
+from ..inputs import AttentionInputs
+from ..packed_sequences import unpadded_cu_seqlens, unpadded_key_cu_seqlens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,53 +24,40 @@ class FlashAttn:
     deterministic: bool = False
 
     @disable_compile
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        dropout: float = 0.0,
-        bias: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        packed: PackedSequences | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention; arguments as in `AttentionFunction`.
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention.
 
         Raises:
             ValueError: a bias, a padding mask, or slopes that require a gradient.
         """
-        for name, tensor in (("bias", bias), ("distance_bias", distance_bias), ("key_padding_mask", key_padding_mask)):
+        for name in ("bias", "distance_bias", "key_padding_mask"):
+            tensor = getattr(inputs, name)
             if tensor is not None:
                 raise ValueError(f"`{name}` {tuple(tensor.shape)} must be None in flash_attn; use `triton`.")
-        if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
+        slopes = inputs.alibi_slopes
+        if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
             raise ValueError("`alibi_slopes` must be None or without gradient in flash_attn; use `triton`.")
         package = import_module("flash_attn")
         options = {
-            "dropout_p": dropout,
-            "softmax_scale": scale,
-            "causal": causal,
-            "window_size": (-1, -1) if window is None else window,
-            "softcap": softcap,
-            "alibi_slopes": alibi_slopes,
+            "dropout_p": inputs.dropout_p,
+            "softmax_scale": inputs.scale,
+            "causal": inputs.causal,
+            "window_size": (-1, -1) if inputs.window_size is None else inputs.window_size,
+            "softcap": inputs.softcap,
+            "alibi_slopes": slopes,
             "deterministic": self.deterministic or torch.are_deterministic_algorithms_enabled(),
         }
-        if packed is None:
-            return package.flash_attn_func(query, key, value, **options)
+        q, k, v = inputs[:3]
+        if inputs.packed is None:
+            return package.flash_attn_func(q, k, v, **options)
         context = package.flash_attn_varlen_func(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            unpadded_cu_seqlens(packed),
-            unpadded_key_cu_seqlens(packed),
-            query.shape[1],
-            key.shape[1],
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            unpadded_cu_seqlens(inputs.packed),
+            unpadded_key_cu_seqlens(inputs.packed),
+            inputs.queries,
+            inputs.keys,
             **options,
         )
-        return context.unflatten(0, query.shape[:2])
+        return context.unflatten(0, q.shape[:2])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ...launch import INTERPRETED
 from ..backend_support import why_not_te
 from ..call_spec import InstalledSoftware
 from ..dispatch import BackendSelection
-from ..packed_sequences import PackedSequences
+from ..inputs import AttentionInputs
 from ..reference import reference_backend
 from .flash_attn import FlashAttn
 from .lse_first import lse_first
@@ -25,30 +25,8 @@ from .transformer_engine import TEAttention, import_transformer_engine, te_flash
 from .triton import triton_attention
 from .unfused import UnfusedAttention
 
-
-class AttentionFunction(Protocol):
-    """Signature of an attention backend; arguments and result as in `reference_backend`."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        dropout: float = 0.0,
-        bias: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        packed: PackedSequences | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention of queries (batch, queries, heads, head_dim) over (batch, keys, groups, head_dim)."""
-        ...
-
+AttentionFunction = Callable[[AttentionInputs], Tensor]
+"""An attention backend: dense inputs, result like `q`. A fully masked query has output and gradients 0."""
 
 ATTENTION_FUNCTIONS: dict[str, AttentionFunction] = {
     "triton": triton_attention,

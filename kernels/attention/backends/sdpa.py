@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..dense_bias import build_mask, combine_biases, fully_masked_rows
-from ..packed_sequences import PackedSequences
+from ..inputs import AttentionInputs
 from ..reference import visibility_mask
 
 
@@ -25,46 +25,30 @@ class SDPAAttention:
     backend: SDPBackend
     repeat_groups: bool = False
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        dropout: float = 0.0,
-        bias: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        packed: PackedSequences | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention; arguments as in `AttentionFunction`.
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention.
 
         Raises:
             ValueError: a window, a softcap, or a causal mask over unequal lengths, which SDPA aligns top-left.
             RuntimeError: from PyTorch, if the backend does not support these inputs.
         """
-        if window is not None:
-            raise ValueError(f"`window` ({window}) must be None, not supported by SDPA; use `unfused`.")
-        if softcap:
-            raise ValueError(f"`softcap` ({softcap}) must be 0, not supported by SDPA; use `unfused`.")
-        queries, keys = query.shape[1], key.shape[1]
+        if inputs.window_size is not None:
+            raise ValueError(
+                f"`window_size` ({inputs.window_size}) must be None, not supported by SDPA; use `unfused`."
+            )
+        if inputs.softcap:
+            raise ValueError(f"`softcap` ({inputs.softcap}) must be 0, not supported by SDPA; use `unfused`.")
+        query, key, value = inputs[:3]
+        queries, keys, causal, packed = inputs.queries, inputs.keys, inputs.causal, inputs.packed
         if causal and queries != keys:
             raise ValueError(f"`causal` must be False for {queries} queries and {keys} keys in SDPA; use `unfused`.")
-        bias = combine_biases(bias, distance_bias, alibi_slopes, queries, keys)
+        bias = combine_biases(inputs)
         if bias is not None:
             bias = bias.to(query.dtype)
         empty = None
         across = packed is not None and packed.key_document_ids is not None
-        if key_padding_mask is not None or across:
-            hidden = build_mask(
-                queries, keys, causal=causal, window=None, packed=packed, key_padding_mask=key_padding_mask,
-                device=query.device,
-            )  # fmt: skip
+        if inputs.key_padding_mask is not None or across:
+            hidden = build_mask(inputs, causal=causal)
             assert hidden is not None
             empty = fully_masked_rows(hidden)
             # fully masked rows are unmasked here and set to 0 below, so that neither they nor their gradients are NaN
@@ -85,9 +69,9 @@ class SDPAAttention:
                 key.transpose(1, 2),
                 value.transpose(1, 2),
                 attn_mask=bias,
-                dropout_p=dropout,
+                dropout_p=inputs.dropout_p,
                 is_causal=causal,
-                scale=scale,
+                scale=inputs.scale,
                 enable_gqa=per_group > 1 and not self.repeat_groups,
             )
         if empty is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -19,10 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...launch import disable_compile
 from ..dense_bias import build_mask, combine_biases
 from ..flags import cudnn_path_is_set, override_environment
-from ..no_compile import disable_compile
-from ..packed_sequences import PackedSequences, unpadded_cu_seqlens, unpadded_key_cu_seqlens
+from ..inputs import AttentionInputs
+from ..packed_sequences import unpadded_cu_seqlens, unpadded_key_cu_seqlens
 
 TEFamily = Literal["flash", "fused", "unfused"]
 _MODULE = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -73,7 +75,7 @@ def _module(
     )
 
 
-def _window_size(window: tuple[int, int] | None, causal: bool, queries: int, keys: int) -> tuple[int, int]:
+def _window_size(window: Sequence[int] | None, causal: bool, queries: int, keys: int) -> tuple[int, int]:
     """Convert a window to TransformerEngine's `window_size`, which cannot be unbounded on one side only.
 
     Always passed explicitly: its default is that of a causal mask, which causes a warning with another mask.
@@ -99,72 +101,52 @@ class TEAttention:
     deterministic: bool = False
 
     @disable_compile
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        dropout: float = 0.0,
-        bias: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        packed: PackedSequences | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention; arguments as in `AttentionFunction`.
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention.
 
         Raises:
             ValueError: a softcap, a padding mask, or a bias that the family does not support.
             RuntimeError: TransformerEngine rejected the call or used another family.
         """
-        if softcap:
-            raise ValueError(f"`softcap` ({softcap}) must be 0 in te_{self.family}; use `triton`.")
-        if key_padding_mask is not None:
+        if inputs.softcap:
+            raise ValueError(f"`softcap` ({inputs.softcap}) must be 0 in te_{self.family}; use `triton`.")
+        if inputs.key_padding_mask is not None:
             raise ValueError(f"`key_padding_mask` must be None in te_{self.family}; use `triton`.")
-        biased = bias is not None or distance_bias is not None or alibi_slopes is not None
-        if biased and (self.family == "flash" or (self.family == "fused" and packed is not None)):
-            packing = " with packed documents" if packed is not None else ""
+        packed = inputs.packed is not None
+        biased = any(bias is not None for bias in (inputs.bias, inputs.distance_bias, inputs.alibi_slopes))
+        if biased and (self.family == "flash" or (self.family == "fused" and packed)):
+            packing = " with packed documents" if packed else ""
             raise ValueError(f"`bias` must be None in te_{self.family}{packing}; use `triton`.")
-        queries, keys = query.shape[1], key.shape[1]
-        options = self._mask_options(queries, keys, causal, window, packed, query.device)
-        dense = combine_biases(bias, distance_bias, alibi_slopes, queries, keys)
+        options = self._mask_options(inputs)
+        dense = combine_biases(inputs)
         if dense is not None:
             shape = (*(1,) * (4 - dense.dim()), *dense.shape)
-            expanded = (shape[0], shape[1], queries, keys)  # cuDNN does not support a bias broadcast over rows
+            expanded = (
+                shape[0],
+                shape[1],
+                inputs.queries,
+                inputs.keys,
+            )  # cuDNN does not support a bias broadcast over rows
             options |= {
                 "core_attention_bias_type": "post_scale_bias",
-                "core_attention_bias": dense.to(query.dtype).reshape(shape).expand(expanded).contiguous(),
+                "core_attention_bias": dense.to(inputs.q.dtype).reshape(shape).expand(expanded).contiguous(),
             }
-        tensors = [query, key, value]
+        tensors = [*inputs[:3]]
         if "cu_seqlens_q" in options:
             tensors = [tensor.flatten(0, 1) for tensor in tensors]
-        context = self._run(tensors, scale, dropout, options)
-        return context.reshape(query.shape)
+        context = self._run(tensors, inputs.scale, inputs.dropout_p, options)
+        return context.reshape(inputs.q.shape)
 
-    def _mask_options(
-        self,
-        queries: int,
-        keys: int,
-        causal: bool,
-        window: tuple[int, int] | None,
-        packed: PackedSequences | None,
-        device: torch.device,
-    ) -> dict[str, Any]:
+    def _mask_options(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Convert the mask to TransformerEngine's arguments: True masks a key, and `causal` is top-left aligned."""
+        queries, keys, causal, packed = inputs.queries, inputs.keys, inputs.causal, inputs.packed
         causal_type = "causal" if queries == keys else "causal_bottom_right"
         mask_type = causal_type if causal else "no_mask"
-        window_size = _window_size(window, causal, queries, keys)
+        window_size = _window_size(inputs.window_size, causal, queries, keys)
         if packed is None:
             return {"attn_mask_type": mask_type, "window_size": window_size}
         if self.family == "unfused":  # with cu_seqlens it would pad every document to the length of a row
-            hidden = build_mask(
-                queries, keys, causal=causal, window=window, packed=packed, key_padding_mask=None, device=device
-            )
+            hidden = build_mask(inputs, causal=causal)
             return {"attn_mask_type": "arbitrary", "attention_mask": hidden, "window_size": (-1, -1)}
         return {
             "qkv_format": "thd",

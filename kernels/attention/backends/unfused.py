@@ -11,7 +11,7 @@ from torch import Tensor
 from ...launch import triton_runs_on
 from ...masked_softmax import scaled_masked_softmax
 from ..dense_bias import build_mask, combine_biases, fully_masked_rows
-from ..packed_sequences import PackedSequences
+from ..inputs import AttentionInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,51 +25,16 @@ class UnfusedAttention:
 
     masked_softmax_fusion: bool = True
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        dropout: float = 0.0,
-        bias: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        packed: PackedSequences | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Compute attention; arguments as in `AttentionFunction`."""
-        weights = self.weights(
-            query, key, scale=scale, causal=causal, dropout=dropout, bias=bias, distance_bias=distance_bias,
-            alibi_slopes=alibi_slopes, window=window, softcap=softcap, packed=packed,
-            key_padding_mask=key_padding_mask,
-        )  # fmt: skip
-        return self.weighted_sum(weights, value)
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Compute attention."""
+        return self.weighted_sum(self.weights(inputs), inputs.v)
 
-    def weights(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        scale: float,
-        causal: bool,
-        dropout: float = 0.0,
-        bias: Tensor | None = None,
-        distance_bias: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        packed: PackedSequences | None = None,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
+    def weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the attention weights after dropout, (batch, heads, queries, keys).
 
         The query heads of a group are stacked along the rows, so that grouped keys and values are never repeated.
         """
+        query, key, softcap = inputs.q, inputs.k, inputs.softcap
         batch, queries, heads, head_dim = query.shape
         keys, groups = key.shape[1], key.shape[2]
         stacked = stack_heads_by_group(query, groups)
@@ -77,30 +42,28 @@ class UnfusedAttention:
 
         # alpha scales in the fp32 accumulator of the product, so that fp16 scores do not overflow; the first argument,
         # unused with beta=0, must be zeros because MPS reads it nevertheless (pytorch #187521)
-        scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=scale)
+        scores = torch.baddbmm(stacked.new_zeros(1), stacked, keys_t, beta=0, alpha=inputs.scale)
         scores = scores.view(batch, heads, queries, keys)
-        dense = combine_biases(bias, distance_bias, alibi_slopes, queries, keys)
+        dense = combine_biases(inputs)
         if dense is not None or softcap:
             scores = scores.to(torch.promote_types(query.dtype, torch.float32))
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
             scores = scores if dense is None else scores + dense
         fused = self.masked_softmax_fusion and triton_runs_on(scores)
-        causal_in_kernel = fused and causal and packed is None  # the document mask is causal already
-        hidden = build_mask(
-            queries, keys, causal=causal and not causal_in_kernel, window=window, packed=packed,
-            key_padding_mask=key_padding_mask, device=query.device,
-        )  # fmt: skip
+        causal_in_kernel = fused and inputs.causal and inputs.packed is None  # the document mask is causal already
+        hidden = build_mask(inputs, causal=inputs.causal and not causal_in_kernel)
         if fused:
             probabilities = scaled_masked_softmax(scores, hidden, causal=causal_in_kernel)
         else:
             scores = scores.to(torch.promote_types(query.dtype, torch.float32))
             if hidden is not None:
                 scores = scores.masked_fill(hidden, float("-inf"))
-            across = packed is not None and packed.key_document_ids is not None
-            may_be_empty = dense is not None or window is not None or key_padding_mask is not None or across
-            probabilities = _softmax(scores, may_be_empty or (causal and queries > keys))
+            across = inputs.packed is not None and inputs.packed.key_document_ids is not None
+            masks = (dense, inputs.window_size, inputs.key_padding_mask)
+            may_be_empty = across or any(mask is not None for mask in masks)
+            probabilities = _softmax(scores, may_be_empty or (inputs.causal and queries > keys))
         probabilities = probabilities.to(query.dtype)
-        return F.dropout(probabilities, dropout) if dropout else probabilities
+        return F.dropout(probabilities, inputs.dropout_p) if inputs.dropout_p else probabilities
 
     def weighted_sum(self, weights: Tensor, value: Tensor) -> Tensor:
         """Return the weighted sum of the values, (batch, queries, heads, head_dim)."""

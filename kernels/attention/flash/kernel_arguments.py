@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ...launch import next_power_of_2, tl
+from ..argument_checks import AttentionGeometry
 from ..dropout import dropout_threshold
+from ..inputs import AttentionInputs
 from .portable.tile_configs import KernelKind, TileConfig, device_capability, tile_config
 
 # offsets within a tile are computed in 32 bits: at most 256 rows with this stride
@@ -17,7 +19,7 @@ MAX_ROW_STRIDE = 1 << 22
 
 
 class FlashAttentionParams(NamedTuple):
-    """Parameters of a call besides q, k and v; see `flash_attention`.
+    """Parameters of a checked call besides q, k and v; see `AttentionInputs`.
 
     `left` and `right` are the window with `causal` folded in, -1 for unbounded. `max_queries` and `max_keys` are the
     lengths of a dense call, or upper bounds for a packed one.
@@ -37,6 +39,26 @@ class FlashAttentionParams(NamedTuple):
     dropout_p: float
     max_queries: int
     max_keys: int
+
+    @classmethod
+    def from_checked(cls, inputs: AttentionInputs, sizes: AttentionGeometry) -> FlashAttentionParams:
+        """Build from inputs and the result of `check_arguments`."""
+        return cls(
+            bias=inputs.bias,
+            distance_bias=inputs.distance_bias,
+            alibi_slopes=inputs.alibi_slopes,
+            key_padding_mask=inputs.key_padding_mask,
+            rng=inputs.rng,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            cu_seqlens_k=inputs.cu_seqlens_k,
+            left=sizes.left,
+            right=sizes.right,
+            scale=sizes.scale,
+            softcap=float(inputs.softcap),
+            dropout_p=float(inputs.dropout_p),
+            max_queries=sizes.queries,
+            max_keys=sizes.keys,
+        )
 
     @property
     def packed(self) -> bool:
@@ -114,11 +136,15 @@ def tile_list(cu_seqlens: Tensor, rows: int, block: int) -> Tensor:
     return torch.cat([count[None], torch.stack([sequence, first], dim=1)]).int()
 
 
-def programs_per_head(rows: int, block: int, *, sequences: int, tile_bound: int | None) -> int:
-    """Return the programs per head: one per tile if dense; if packed, about the number of tiles of long sequences."""
-    if tile_bound is None:
-        return -(-rows // block) * sequences
-    return min(tile_bound, 2 * -(-rows // block))
+def tile_schedule(cu_seqlens: Tensor | None, rows: int, block: int, sequences: int) -> tuple[Tensor | None, int]:
+    """Return the tile list of packed sequences, None if dense, and the number of programs per head.
+
+    One program per tile if dense; if packed, about the number of tiles of long sequences.
+    """
+    if cu_seqlens is None:
+        return None, -(-rows // block) * sequences
+    tiles = tile_list(cu_seqlens, rows, block)
+    return tiles, min(len(tiles) - 1, 2 * -(-rows // block))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...launch import HAS_TRITON, INTERPRETED
 from ..argument_checks import check_arguments
+from ..inputs import AttentionInputs
 from .hopper.supported_calls import supports
 from .kernel_arguments import FlashAttentionParams
 from .portable.backward import launch_dkdv, launch_dq, prepare_backward
@@ -30,45 +31,49 @@ def _results(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> 
     return launch_forward(q, k, v, problem)
 
 
+class NeedsGradient(NamedTuple):
+    """Which gradients are needed; those of k and v are computed together."""
+
+    q: bool
+    kv: bool
+    bias: bool
+    distance_bias: bool
+    slopes: bool
+
+
 def _gradients(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    problem: FlashAttentionParams, needs_grad: Sequence[bool],
+    problem: FlashAttentionParams, needs: NeedsGradient,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, None where not needed.
-
-    `needs_grad`: flags for q, for k and v together, and for the three biases.
-    """
-    needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = needs_grad
-    bias, distance_bias, alibi_slopes = problem[:3]
+    """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, None where not needed."""
     if supports(q, k, v, problem):
-        return _hopper_backward(
-            q, k, v, out, lse, out_gradient, lse_gradient, problem, needs_q, needs_kv, needs_distance_bias, needs_slopes
-        )
+        return _hopper_gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
+    bias, distance_bias, alibi_slopes = problem[:3]
     saved = prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient)
     q_gradient = k_gradient = v_gradient = bias_gradient = distance_gradient = slopes_gradient = None
-    if needs_kv:
+    if needs.kv:
         k_gradient, v_gradient = launch_dkdv(saved, problem)
-    full_bias = needs_bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], *problem[-2:])
-    if needs_q or full_bias or needs_distance_bias or needs_slopes:
+    full_bias = needs.bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], *problem[-2:])
+    if needs.q or full_bias or needs.distance_bias or needs.slopes:
         scores_dtype = bias.dtype if bias is not None and full_bias else None
         dq, scores, far, slopes = launch_dq(
-            saved, problem, scores_dtype=scores_dtype, far_sums=needs_distance_bias, slope_sums=needs_slopes
+            saved, problem, scores_dtype=scores_dtype, far_sums=needs.distance_bias, slope_sums=needs.slopes
         )
-        q_gradient = dq if needs_q else q_gradient
+        q_gradient = dq if needs.q else q_gradient
         if scores is not None:
             bias_gradient = scores
         if far is not None and distance_bias is not None:
             distance_gradient = launch_distance_gradient(saved, problem, far).to(distance_bias.dtype)
         if slopes is not None and alibi_slopes is not None:
             slopes_gradient = slopes.to(alibi_slopes.dtype)
-    if needs_bias and bias is not None and not full_bias:
+    if needs.bias and bias is not None and not full_bias:
         bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
     return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient, slopes_gradient
 
 
-def _hopper_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, out_gradient: Tensor, lse_gradient: Tensor | None,
-    problem: FlashAttentionParams, needs_q: bool, needs_kv: bool, needs_distance_bias: bool, needs_slopes: bool,
+def _hopper_gradients(
+    out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    problem: FlashAttentionParams, needs: NeedsGradient,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Compute the result of `_gradients` with the Hopper kernels, which do not support a dense bias."""
     from .hopper import launchers
@@ -76,21 +81,21 @@ def _hopper_backward(
 
     saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     q_gradient = k_gradient = v_gradient = distance_gradient = slopes_gradient = row_sums = diagonals = None
-    if needs_kv or needs_distance_bias:
-        dk, dv, diagonals = launchers.launch_dkdv(saved, problem, diagonals=needs_distance_bias)
-        if needs_kv:
+    if needs.kv or needs.distance_bias:
+        dk, dv, diagonals = launchers.launch_dkdv(saved, problem, diagonals=needs.distance_bias)
+        if needs.kv:
             k_gradient, v_gradient = dk, dv
-    if needs_q or needs_distance_bias or needs_slopes:
-        far_sums = needs_distance_bias and problem.right < 0
-        dq, row_sums = launchers.launch_dq(saved, problem, far_sums=far_sums, slope_sums=needs_slopes)
-        q_gradient = dq if needs_q else q_gradient
+    if needs.q or needs.distance_bias or needs.slopes:
+        far_sums = needs.distance_bias and problem.right < 0
+        dq, row_sums = launchers.launch_dq(saved, problem, far_sums=far_sums, slope_sums=needs.slopes)
+        q_gradient = dq if needs.q else q_gradient
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
         total = None
         if lse_gradient is not None:  # fully masked rows do not contribute
             total = lse_gradient.masked_fill(lse == float("-inf"), 0.0).sum((0, 2))
         distance_gradient = distance_sums(diagonals, row_sums, total, reach, offset).to(problem.distance_bias.dtype)
-    if needs_slopes and row_sums is not None and problem.alibi_slopes is not None:
+    if needs.slopes and row_sums is not None and problem.alibi_slopes is not None:
         slopes_gradient = row_sums.sum((0, 2)).to(problem.alibi_slopes.dtype)
     return q_gradient, k_gradient, v_gradient, None, distance_gradient, slopes_gradient
 
@@ -98,98 +103,71 @@ def _hopper_backward(
 # ---------------------------------------------------------------- custom operations
 
 
-@torch.library.custom_op("stoker::flash_attention", mutates_args=())
-def _flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    distance_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_padding_mask: Tensor | None,
-    rng: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    max_queries: int,
-    max_keys: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute output and log-sum-exp; the arguments after v are the fields of a `Problem`."""
-    problem = FlashAttentionParams(
-        bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
-        softcap, dropout_p, max_queries, max_keys,
-    )  # fmt: skip
-    return _results(q, k, v, problem)
+_Field = Tensor | float | None  # of a `FlashAttentionParams`
+_FIELDS = (  # the types of all its fields, in order: an operation takes no record
+    "Tensor? bias, Tensor? distance_bias, Tensor? alibi_slopes, Tensor? key_padding_mask, Tensor? rng, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt left, SymInt right, float scale, float softcap, "
+    "float dropout_p, SymInt max_queries, SymInt max_keys"
+)
+
+
+@torch.library.custom_op(
+    "stoker::flash_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_FIELDS}) -> (Tensor, Tensor)",
+)
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor]:
+    """Compute output and log-sum-exp."""
+    return _results(q, k, v, FlashAttentionParams._make(problem))
 
 
 @_flash_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
-    return allocate_outputs(q, FlashAttentionParams(*problem))
+def _(q: Tensor, k: Tensor, v: Tensor, *problem: _Field) -> tuple[Tensor, Tensor]:
+    return allocate_outputs(q, FlashAttentionParams._make(problem))
 
 
-@torch.library.custom_op("stoker::flash_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "stoker::flash_attention_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor out_gradient, Tensor? lse_gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        f"{_FIELDS}, bool needs_q, bool needs_kv, bool needs_bias, bool needs_distance_bias, bool needs_slopes) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
 def _flash_attention_backward(
-    out_gradient: Tensor,
-    lse_gradient: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    distance_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_padding_mask: Tensor | None,
-    rng: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    max_queries: int,
-    max_keys: int,
-    needs_q: bool,
-    needs_kv: bool,
-    needs_bias: bool,
-    needs_distance_bias: bool,
-    needs_slopes: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *problem_and_needs: _Field,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute the gradients of q, k, v, bias, distance_bias and alibi_slopes, empty tensors where not needed."""
-    problem = FlashAttentionParams(
-        bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, left, right, scale,
-        softcap, dropout_p, max_queries, max_keys,
-    )  # fmt: skip
-    needs_grad = (needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes)
-    gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs_grad)
-    dq, dk, dv, *biases = (q.new_empty(0) if gradient is None else gradient for gradient in gradients)
-    return dq, dk, dv, biases[0], biases[1], biases[2]
+    problem, needs = _split(problem_and_needs)
+    gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 @_flash_attention_backward.register_fake
 def _(
     out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    *fields, needs_q, needs_kv, needs_bias, needs_distance_bias, needs_slopes = rest
-    problem = FlashAttentionParams(*fields)
+    *problem_and_needs: _Field,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    problem, needs = _split(problem_and_needs)
 
     def like(tensor: Tensor | None, needed: bool) -> Tensor:
         return tensor.new_empty(tensor.shape) if needed and tensor is not None else q.new_empty(0)
 
     return (
-        like(q, needs_q),
-        like(k, needs_kv),
-        like(v, needs_kv),
-        like(problem.bias, needs_bias),
-        like(problem.distance_bias, needs_distance_bias),
-        like(problem.alibi_slopes, needs_slopes),
+        like(q, needs.q),
+        like(k, needs.kv),
+        like(v, needs.kv),
+        like(problem.bias, needs.bias),
+        like(problem.distance_bias, needs.distance_bias),
+        like(problem.alibi_slopes, needs.slopes),
     )
+
+
+def _split(fields: Sequence[_Field]) -> tuple[FlashAttentionParams, NeedsGradient]:
+    count = len(FlashAttentionParams._fields)
+    return FlashAttentionParams._make(fields[:count]), NeedsGradient._make(fields[count:])
 
 
 # ---------------------------------------------------------------- autograd
@@ -197,7 +175,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *fields = inputs
-    problem = FlashAttentionParams(*fields)
+    problem = FlashAttentionParams._make(fields)
     ctx.save_for_backward(q, k, v, *output, *problem[:7])
     ctx.scalars = problem[7:]
     ctx.set_materialize_grads(False)
@@ -211,14 +189,14 @@ def _differentiate(
         if lse_gradient is None:
             return (None,) * 17
         out_gradient = torch.zeros_like(out)
-    needs = ctx.needs_input_grad
-    needs_grad = (needs[0], needs[1] or needs[2], *needs[3:6])
+    needs_each = ctx.needs_input_grad
+    needs = NeedsGradient(needs_each[0], needs_each[1] or needs_each[2], *needs_each[3:6])
     problem = FlashAttentionParams(*tensors, *ctx.scalars)
     if direct:
-        gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs_grad)
+        gradients = _gradients(out_gradient, lse_gradient, q, k, v, out, lse, problem, needs)
     else:
-        gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *needs_grad)
-    used = [gradient if needed else None for gradient, needed in zip(gradients, needs[:6], strict=True)]
+        gradients = _flash_attention_backward(out_gradient, lse_gradient, q, k, v, out, lse, *problem, *needs)
+    used = [gradient if needed else None for gradient, needed in zip(gradients, needs_each[:6], strict=True)]
     return (*used, *(None,) * 11)
 
 
@@ -233,7 +211,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Compute output and log-sum-exp; `inputs` as in `_flash_attention`."""
         q, k, v, *fields = inputs
-        results = _results(q, k, v, FlashAttentionParams(*fields))
+        results = _results(q, k, v, FlashAttentionParams._make(fields))
         _save(ctx, inputs, results)
         return results
 
@@ -328,31 +306,14 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(cap(softmax_scale * q k^T) + bias + distance_bias) v without storing the scores.
 
-    Differentiable once in q, k, v, `bias`, `distance_bias`, `alibi_slopes`, and through the log-sum-exp. The backward
-    pass has no atomics: all gradients are bitwise reproducible.
+    Arguments as in `AttentionInputs`. Differentiable once in q, k, v, `bias`, `distance_bias`, `alibi_slopes`, and
+    through the log-sum-exp. The backward pass has no atomics: all gradients are bitwise reproducible.
 
     Args:
-        q: (batch, queries, heads, head_dim), or packed (total queries, heads, head_dim); bf16, fp16 or fp32, under the
-            interpreter fp64 too; head_dim a multiple of 8 from 16 to 256. Under autocast, cast to its dtype.
-        k: (batch, keys, groups, head_dim), or packed; query head h uses group h // (heads / groups).
-        v: like `k`.
-        causal: mask later keys; both sequences end at the same token (bottom-right aligned).
-        window_size: keys visible to the left and to the right of a query, inclusive; -1 for all.
-        softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
-        softcap: cap * tanh(score / cap) bounds the scaled scores, before a bias is added; 0 for none.
-        bias: added to the scores, dtype of q or fp32, broadcastable to (batch, heads, queries, keys); dense only.
-        distance_bias: fp32 (heads, 2 R + 1); entry [h, R + d] is added for a key at distance d = j - (i + keys -
-            queries), clipped to [-R, R]. Its gradient takes O(queries + keys) memory.
-        alibi_slopes: fp32 (heads,); -slope * |d| is added for a key at distance d, in addition to the other biases.
-            Computed without lookup and clipping, unlike the equivalent `distance_bias`.
-        dropout_p: probability of dropping an attention weight; the others are scaled by 1 / (1 - dropout_p).
-        rng: int64 [seed, offset] of the dropout mask, on the device of q; see `dropout.py`.
-        cu_seqlens_q: int32 (sequences + 1), cumulative sequence lengths of a packed `q`, starting with 0. Entries may
-            repeat; tokens after the last entry belong to no sequence.
-        cu_seqlens_k: the same for `k` and `v`.
-        max_seqlen_q: upper bound of the lengths in `cu_seqlens_q`.
-        max_seqlen_k: upper bound of the lengths in `cu_seqlens_k`.
-        key_padding_mask: bool (batch, keys), False for padding; dense only.
+        q: bf16, fp16 or fp32, under the interpreter fp64 too; head_dim a multiple of 8 from 16 to 256. Under autocast,
+            q, k and v are cast to its dtype.
+        distance_bias: its gradient takes O(queries + keys) memory.
+        alibi_slopes: computed without lookup and clipping, unlike the equivalent `distance_bias`.
         deterministic: ignored, accepted for the common signature; the kernels always are.
         return_lse: also return the log-sum-exp of the scores.
 
@@ -364,23 +325,34 @@ def flash_attention(
     Raises:
         ValueError: invalid arguments, see `check_arguments`; or Triton does not support the device of the tensors.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        if bias is not None and bias.dtype not in (q.dtype, torch.float32):
-            bias = bias.to(q.dtype)
-    sizes = check_arguments(
-        q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
-        distance_bias=distance_bias, alibi_slopes=alibi_slopes, dropout_p=dropout_p, rng=rng,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        key_padding_mask=key_padding_mask,
-    )  # fmt: skip
-    _check_triton_serves(q)
-    operation = _flash_attention if _needs_dispatcher(q, k, v) else FlashAttention.apply
-    out, lse = operation(
-        q, k, v, bias, distance_bias, alibi_slopes, key_padding_mask, rng, cu_seqlens_q, cu_seqlens_k, sizes.left,
-        sizes.right, sizes.scale, float(softcap), float(dropout_p), sizes.queries, sizes.keys,
+    out, lse = attention_and_lse(
+        AttentionInputs(
+            q, k, v, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, bias=bias,
+            distance_bias=distance_bias, alibi_slopes=alibi_slopes, key_padding_mask=key_padding_mask,
+            dropout_p=dropout_p, rng=rng, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        )
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def attention_and_lse(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Compute output and log-sum-exp as `flash_attention`."""
+    device_type = inputs.q.device.type
+    if torch.is_autocast_enabled(device_type):
+        inputs = _cast(inputs, torch.get_autocast_dtype(device_type))
+    sizes = check_arguments(inputs)
+    q, k, v = inputs[:3]
+    _check_triton_serves(q)
+    operation = _flash_attention if _needs_dispatcher(q, k, v) else FlashAttention.apply
+    return operation(q, k, v, *FlashAttentionParams.from_checked(inputs, sizes))
+
+
+def _cast(inputs: AttentionInputs, dtype: torch.dtype) -> AttentionInputs:
+    q, k, v, bias = inputs[:4]
+    if bias is not None and bias.dtype not in (dtype, torch.float32):
+        bias = bias.to(dtype)
+    return AttentionInputs(q.to(dtype), k.to(dtype), v.to(dtype), bias, *inputs[4:])
 
 
 def _check_triton_serves(q: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ...launch import INTERPRETED, triton_runs_on
 from ..argument_checks import check_arguments
+from ..inputs import AttentionInputs
 from . import eager_stages, triton_stages
 from .chunks import GradientWriter, prefetch_chunks, split_into_chunks
 
@@ -113,9 +114,7 @@ def _attention_lse(
 
 
 @_attention_lse.register_fake
-def _(
-    q: Tensor, k: Sequence[Tensor], causal: bool, scale: float, chunk_size: int, k_offset: int, total_keys: int
-) -> Tensor:
+def _(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_wide_like(q))
 
 
@@ -139,17 +138,7 @@ def _attention_lse_backward(
 
 
 @_attention_lse_backward.register_fake
-def _(
-    lse_gradient: Tensor,
-    q: Tensor,
-    k: Sequence[Tensor],
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    chunk_size: int,
-    k_offset: int,
-    total_keys: int,
-) -> tuple[Tensor, list[Tensor]]:
+def _(lse_gradient: Tensor, q: Tensor, k: Sequence[Tensor], *_: Any) -> tuple[Tensor, list[Tensor]]:
     return q.new_empty(q.shape), [tensor.new_empty(tensor.shape) for tensor in k]
 
 
@@ -189,9 +178,7 @@ def _lse_first_attention(
 
 
 @_lse_first_attention.register_fake
-def _(
-    q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], causal: bool, scale: float, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=_wide_like(q))
 
 
@@ -214,16 +201,7 @@ def _lse_first_attention_backward(
 
 @_lse_first_attention_backward.register_fake
 def _(
-    out_gradient: Tensor,
-    lse_gradient: Tensor | None,
-    q: Tensor,
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    chunk_size: int,
+    out_gradient: Tensor, lse_gradient: Tensor | None, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], *_: Any
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     def like(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensor.new_empty(tensor.shape) for tensor in tensors]
@@ -310,7 +288,7 @@ def _checked(
                 )
         # placeholders on the device of the queries, since only shapes and dtypes are checked
         placeholders = [q.new_empty(1, dtype=tensor.dtype).expand(tensor.shape) for tensor in (key, value)]
-        geometry = check_arguments(q, *placeholders, causal=causal, softmax_scale=softmax_scale)
+        geometry = check_arguments(AttentionInputs(q, *placeholders, causal=causal, softmax_scale=softmax_scale))
         scale = geometry.scale
         if key.shape[2] != keys[0].shape[2]:
             raise ValueError(

@@ -7,15 +7,12 @@ from typing import Literal
 import torch
 
 from ...launch import next_power_of_2
-from ..flash.portable.tile_configs import TileConfig
+from ..flash.portable.tile_configs import INTERPRETER, TileConfig, has_large_memory
 
 Stage = Literal["lse", "output", "weights", "score_gradient"]
 
 # head width, padded to a power of two and at least 64 -> config; with eight warps no registers spill
 _Table = dict[int, TileConfig]
-
-# small tiles, so that even the short sequences of tests have several per axis
-_INTERPRETER = TileConfig(32, 32, 4, 1)
 
 # data center GPUs, Ampere to Blackwell: at least 163 KB of shared memory per program
 _LARGE: dict[Stage, _Table] = {
@@ -43,9 +40,8 @@ def stage_config(stage: Stage, head_dim: int, dtype: torch.dtype, capability: in
         capability: of the GPU, 90 for sm_90; None in the interpreter. An unknown one uses the nearest table.
     """
     if capability is None:
-        return _INTERPRETER
-    large = capability in (80, 87) or 90 <= capability < 120
-    config = (_LARGE if large else _SMALL)[stage][max(64, next_power_of_2(head_dim))]
+        return INTERPRETER
+    config = (_LARGE if has_large_memory(capability) else _SMALL)[stage][max(64, next_power_of_2(head_dim))]
     if dtype != torch.float32:
         return config
     return config._replace(queries=max(16, config.queries // 2), keys=max(16, config.keys // 2))

@@ -22,11 +22,10 @@ from ..flash.kernel_arguments import (
     accumulator_dtype,
     device_guard,
     launch_options,
-    select_config,
     stride_arguments,
     with_contiguous_rows,
 )
-from ..flash.portable.backward import BackwardInputs, dkdv_kernel, dq_kernel, prepare_backward
+from ..flash.portable.backward import BackwardInputs, launch_dkdv, launch_dq, prepare_backward
 from ..flash.portable.tile import (
     LN2,
     LOG2E,
@@ -256,55 +255,15 @@ def gradients_of_chunk_(
     For the flash attention kernels the causal mask of a chunk is a window: aligned with the end of the chunk, a query
     sees as many keys to the right as there are after the chunk.
     """
-    queries, heads, keys, groups = q.shape[1], q.shape[2], k.shape[1], k.shape[2]
+    queries, keys = q.shape[1], k.shape[1]
     right = -1 if shift is None else shift - (keys - queries)
     problem = FlashAttentionParams(
-        bias=None,
-        distance_bias=None,
-        alibi_slopes=None,
-        key_padding_mask=None,
-        rng=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        left=-1,
-        right=right,
-        scale=scale,
-        softcap=0.0,
-        dropout_p=0.0,
-        max_queries=queries,
-        max_keys=keys,
+        *(None,) * 7, left=-1, right=right, scale=scale, softcap=0.0, dropout_p=0.0, max_queries=queries, max_keys=keys
     )
     q, k, v, out_gradient = (with_contiguous_rows(tensor) for tensor in (q, k, v, out_gradient))
     saved = BackwardInputs(q, k, v, out_gradient, lse, delta)
     contribution = torch.empty_like(dq) if merge else dq
-    config = select_config("dq", q, problem)
-    with device_guard(q):
-        dq_kernel[_blocks(queries, config.queries, q, heads)](
-            **saved.kernel_arguments(problem),
-            **stride_arguments("dq", contribution),
-            **launch_options(config),
-            q_gradient_pointer=contribution,
-            tiles_pointer=None,
-            bias_gradient_pointer=None,
-            far_pointer=None,
-            slope_gradient_pointer=None,
-            stride_far=0,
-            heads_per_group=heads // groups,
-            WRITE_BIAS_GRADIENT=False,
-            FAR_SUMS=False,
-            SLOPE_SUMS=False,
-        )
+    launch_dq(saved, problem, out=contribution)
     if merge:
         dq += contribution
-    config = select_config("dkdv", q, problem)
-    with device_guard(q):
-        dkdv_kernel[_blocks(keys, config.keys, q, groups)](
-            **saved.kernel_arguments(problem),
-            **stride_arguments("dk", dk),
-            **stride_arguments("dv", dv),
-            **launch_options(config),
-            k_gradient_pointer=dk,
-            v_gradient_pointer=dv,
-            tiles_pointer=None,
-            HEADS_PER_GROUP=heads // groups,
-        )
+    launch_dkdv(saved, problem, out=(dk, dv))

@@ -10,21 +10,18 @@ import torch
 from torch import Tensor
 
 from ....launch import INTERPRETED
+from ...backend_support import HOPPER_HEAD_DIMS, MIN_TRITON, hopper_kernels_support
 from ..kernel_arguments import FlashAttentionParams
-
-HEAD_DIMS = (64, 128, 256)
-# the diagonal sums of a tile of keys have 2 reach / 64 bands; for a larger reach they are not small compared to K and V
-MAX_REACH = 512
 
 
 @cache
 def _has_gluon() -> bool:
-    """Return True if the installed Triton includes Gluon, from 3.6 on, the oldest version tested."""
+    """Return True if the installed Triton includes Gluon in a version tested."""
     try:
         installed = tuple(int(part) for part in version("triton").split(".")[:2])
     except (PackageNotFoundError, ValueError):
         return False
-    return installed >= (3, 6) and find_spec("triton.experimental.gluon") is not None
+    return installed >= MIN_TRITON and find_spec("triton.experimental.gluon") is not None
 
 
 @cache
@@ -51,20 +48,25 @@ def supports_scores(q: Tensor, k: Tensor, scale: float) -> bool:
     """Return True if the Hopper kernels support the scores of these tensors."""
     if INTERPRETED or not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if q.ndim != 4 or scale <= 0 or q.shape[-1] not in HEAD_DIMS or not (q.numel() and k.numel()):
+    if q.ndim != 4 or scale <= 0 or q.shape[-1] not in HOPPER_HEAD_DIMS or not (q.numel() and k.numel()):
         return False
     return _has_gluon() and _is_hopper(q.device)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> bool:
     """Return True if the Hopper kernels support this call, forward and backward."""
-    if problem.packed or problem.left >= 0 or problem.right > 0:
-        return False
-    if problem.softcap or problem.dropout_p or problem.bias is not None or problem.key_padding_mask is not None:
-        return False
-    distance, slopes = problem.distance_bias, problem.alibi_slopes
-    if (distance is not None or slopes is not None) and q.shape[-1] > 128:
-        return False
-    if distance is not None and (slopes is not None or distance.shape[1] // 2 > MAX_REACH):
+    distance, has_slopes = problem.distance_bias, problem.alibi_slopes is not None
+    options = (
+        problem.packed,
+        problem.left >= 0 or problem.right > 0,
+        problem.softcap,
+        problem.dropout_p,
+        problem.bias is not None,
+        problem.key_padding_mask is not None,
+        distance is not None and has_slopes,
+    )
+    reach = 0 if distance is None else distance.shape[1] // 2
+    relative = distance is not None or has_slopes
+    if not hopper_kernels_support(q.shape[-1], options=options, relative_bias=relative, reach=reach):
         return False
     return supports_scores(q, k, problem.scale)

@@ -22,10 +22,9 @@ from ..kernel_arguments import (
     common_kernel_arguments,
     device_guard,
     launch_options,
-    programs_per_head,
     select_config,
     stride_arguments,
-    tile_list,
+    tile_schedule,
     with_contiguous_rows,
 )
 from .tile import (
@@ -36,7 +35,7 @@ from .tile import (
     first_dropout_counter,
     load_lse,
     load_rows,
-    packed_bounds,
+    packed_tile,
     per_row_offset,
     row_pointer,
     score_exponents,
@@ -108,9 +107,9 @@ def dq_kernel(
         tile_begin, tile_end, tile_step = 0, 1, 1
     for tile in range(tile_begin, tile_end, tile_step):
         if PACKED:
-            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
-            first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
+            sequence, first, start_q, queries, start_k, keys = packed_tile(
+                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
+            )
         else:
             sequence, head, first = dense_tile(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
@@ -237,9 +236,9 @@ def dkdv_kernel(
         tile_begin, tile_end, tile_step = 0, 1, 1
     for tile in range(tile_begin, tile_end, tile_step):
         if PACKED:
-            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
-            first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
+            sequence, first, start_q, queries, start_k, keys = packed_tile(
+                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
+            )
         else:
             sequence, group, first = dense_tile(program, max_keys, groups, BLOCK_N, False)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
@@ -377,13 +376,19 @@ def prepare_backward(
     return BackwardInputs(q, k, v, out_gradient, lse, delta)
 
 
+def _allocate_like(tensor: Tensor, problem: FlashAttentionParams) -> Tensor:
+    """Allocate a gradient; if packed, initialized to 0 for rows outside of all sequences."""
+    return tensor.new_zeros(tensor.shape) if problem.packed else tensor.new_empty(tensor.shape)
+
+
 def launch_dq(
     saved: BackwardInputs,
     problem: FlashAttentionParams,
     *,
-    scores_dtype: torch.dtype | None,
-    far_sums: bool,
-    slope_sums: bool,
+    scores_dtype: torch.dtype | None = None,
+    far_sums: bool = False,
+    slope_sums: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradient of q, and optionally gradients of biases that the same kernel can accumulate.
 
@@ -393,14 +398,14 @@ def launch_dq(
         scores_dtype: also return the score gradients, in this dtype; dense calls only.
         far_sums: also return the sums of score gradients over far distances.
         slope_sums: also return the gradient of `alibi_slopes`.
+        out: tensor to write dq to, of any floating dtype; None allocates it.
 
     Returns:
         dq like q; the score gradients (batch, heads, queries, keys); their sums per query over distances <= -reach, and
         >= reach, (2, *shape of lse); the gradient of the slopes (heads,), in fp32 or fp64. None where not requested.
     """
     q = saved.q
-    zeros = q.new_zeros if problem.packed else q.new_empty
-    q_gradient = zeros(q.shape)
+    q_gradient = _allocate_like(q, problem) if out is None else out
     batch, heads = problem.batch_size(q), q.shape[-2]
     scores = far = None
     if scores_dtype is not None:
@@ -411,12 +416,7 @@ def launch_dq(
         return q_gradient, scores, far, saved.lse.new_zeros(heads) if slope_sums else None
     slopes = torch.zeros_like(saved.lse) if slope_sums else None
     config = select_config("dq", q, problem)
-    tiles = None
-    if problem.cu_seqlens_q is not None:
-        tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
-    slots = programs_per_head(
-        q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1
-    )
+    tiles, slots = tile_schedule(problem.cu_seqlens_q, q.shape[-3], config.queries, batch)
     with device_guard(q):
         dq_kernel[(slots * heads,)](
             **saved.kernel_arguments(problem),
@@ -427,7 +427,7 @@ def launch_dq(
             bias_gradient_pointer=scores,
             far_pointer=far,
             slope_gradient_pointer=slopes,
-            stride_far=saved.lse.numel(),
+            stride_far=0 if far is None else saved.lse.numel(),
             heads_per_group=heads // saved.k.shape[-2],
             WRITE_BIAS_GRADIENT=scores is not None,
             FAR_SUMS=far_sums,
@@ -438,21 +438,17 @@ def launch_dq(
     return q_gradient, scores, far, slopes
 
 
-def launch_dkdv(saved: BackwardInputs, problem: FlashAttentionParams) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of k and v, like k and v."""
+def launch_dkdv(
+    saved: BackwardInputs, problem: FlashAttentionParams, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of k and v, like k and v; in the tensors `out` if given, of any floating dtype."""
     q, k, v = saved.q, saved.k, saved.v
-    zeros = k.new_zeros if problem.packed else k.new_empty
-    k_gradient, v_gradient = zeros(k.shape), zeros(v.shape)
+    k_gradient, v_gradient = (_allocate_like(k, problem), _allocate_like(v, problem)) if out is None else out
     batch, heads, groups = problem.batch_size(q), q.shape[-2], k.shape[-2]
     if not (batch and k.shape[-3]):
         return k_gradient, v_gradient
     config = select_config("dkdv", q, problem)
-    tiles = None
-    if problem.cu_seqlens_k is not None:
-        tiles = tile_list(problem.cu_seqlens_k, k.shape[-3], config.keys)
-    slots = programs_per_head(
-        k.shape[-3], config.keys, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1
-    )
+    tiles, slots = tile_schedule(problem.cu_seqlens_k, k.shape[-3], config.keys, batch)
     with device_guard(q):
         dkdv_kernel[(slots * groups,)](
             **saved.kernel_arguments(problem),

@@ -22,7 +22,7 @@ from .tile import (
     first_dropout_counter,
     load_lse,
     load_rows,
-    packed_bounds,
+    packed_tile,
     per_row_offset,
     row_pointer,
     score_exponents,
@@ -193,9 +193,9 @@ def distance_gradient_kernel(
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
     for tile in range(split, tiles, splits):
         if PACKED:
-            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
-            first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
+            sequence, first, start_q, queries, start_k, keys = packed_tile(
+                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
+            )
         else:
             sequence, _, first = dense_tile(tile, max_queries, 1, BLOCK_M, False)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys

@@ -15,10 +15,9 @@ from ..kernel_arguments import (
     common_kernel_arguments,
     device_guard,
     launch_options,
-    programs_per_head,
     select_config,
     stride_arguments,
-    tile_list,
+    tile_schedule,
     with_contiguous_rows,
 )
 from .tile import (
@@ -28,7 +27,7 @@ from .tile import (
     dot,
     first_dropout_counter,
     load_rows,
-    packed_bounds,
+    packed_tile,
     per_row_offset,
     row_pointer,
     score_exponents,
@@ -69,9 +68,9 @@ def forward_kernel(
         tile_begin, tile_end, tile_step = 0, 1, 1
     for tile in range(tile_begin, tile_end, tile_step):
         if PACKED:
-            sequence = tl.load(tiles_pointer + 2 + 2 * tile)
-            first = tl.load(tiles_pointer + 3 + 2 * tile)
-            start_q, queries, start_k, keys = packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence)
+            sequence, first, start_q, queries, start_k, keys = packed_tile(
+                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
+            )
         else:
             sequence, head, first = dense_tile(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
             start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
@@ -156,12 +155,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParam
     if not (batch and q.shape[-3]):
         return out, lse
     config = select_config("forward", q, problem)
-    tiles = None
-    if problem.cu_seqlens_q is not None:
-        tiles = tile_list(problem.cu_seqlens_q, q.shape[-3], config.queries)
-    slots = programs_per_head(
-        q.shape[-3], config.queries, sequences=batch, tile_bound=None if tiles is None else len(tiles) - 1
-    )
+    tiles, slots = tile_schedule(problem.cu_seqlens_q, q.shape[-3], config.queries, batch)
     with device_guard(q):
         forward_kernel[(slots * heads,)](
             **common_kernel_arguments(q, k, v, problem),

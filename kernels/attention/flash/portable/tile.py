@@ -50,11 +50,18 @@ def dense_tile(program, rows, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constex
 
 
 @jit
-def packed_bounds(cu_seqlens_q, cu_seqlens_k, sequence):
-    """Return start and length of a packed sequence's queries, and of its keys."""
+def packed_tile(tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k):
+    """Return sequence and first row of a tile of the tile list, then start and length of its queries, and of its keys.
+
+    The tile list is that of `tile_list`.
+    """
+    sequence = tl.load(tiles_pointer + 2 + 2 * tile)
+    first = tl.load(tiles_pointer + 3 + 2 * tile)
     start_q = tl.load(cu_seqlens_q + sequence)
     start_k = tl.load(cu_seqlens_k + sequence)
     return (
+        sequence,
+        first,
         start_q,
         tl.load(cu_seqlens_q + sequence + 1) - start_q,
         start_k,

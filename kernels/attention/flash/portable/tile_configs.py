@@ -24,7 +24,7 @@ class TileConfig(NamedTuple):
 _Table = dict[int, TileConfig]
 
 # small tiles, so that even the short sequences of tests have several per axis
-_INTERPRETER = TileConfig(32, 32, 4, 1)
+INTERPRETER = TileConfig(32, 32, 4, 1)
 
 # data center GPUs, Ampere to Blackwell: at least 163 KB of shared memory per program
 _LARGE: dict[KernelKind, _Table] = {
@@ -94,22 +94,22 @@ def tile_config(
         dense_bias: a bias tile is loaded with each tile of scores, for which one pipeline stage is dropped.
     """
     if capability is None:
-        return _INTERPRETER
+        return INTERPRETER
     width = max(16, next_power_of_2(head_dim))
     if kind in ("bias_gradient", "distance_gradient"):
         config = _GRADIENTS[width]
     else:
-        config = (_LARGE if _has_large_memory(capability) else _SMALL)[kind][width]
+        config = (_LARGE if has_large_memory(capability) else _SMALL)[kind][width]
     if dense_bias:
         config = config._replace(stages=max(1, config.stages - 1))
     if dtype == torch.float32:
-        widest = width == 256 and not _has_large_memory(capability)
+        widest = width == 256 and not has_large_memory(capability)
         keys = 16 if widest else max(16, config.keys // 2)
         config = config._replace(queries=max(16, config.queries // 2), keys=keys)
     return config
 
 
-def _has_large_memory(capability: int) -> bool:
+def has_large_memory(capability: int) -> bool:
     """Return True for at least 163 KB of shared memory per program: sm_80, 87, and 90 to 110."""
     return capability in (80, 87) or 90 <= capability < 120
 
