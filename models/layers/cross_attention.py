@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
-from ...kernels.attention.packed_sequences import PackedSequences
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import CrossAttentionCache
+from .context import LayerContext
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
-
-
-class Memory(NamedTuple):
-    """Encoder output for the cross-attention of every decoder layer. A tuple of tensors, which compiled layers accept.
-
-    Attributes:
-        hidden: encoder output after its final norm, (batch, keys, hidden_size).
-        padding: bool (batch, keys), True for real tokens; None: all are real.
-        packed: document boundaries of decoder rows (queries) and encoder rows (keys), for packed samples.
-        distance_bias: (heads, 2 R + 1), score bias by distance, as in `ScoreBias`; None for none.
-    """
-
-    hidden: Tensor
-    padding: Tensor | None = None
-    packed: PackedSequences | None = None
-    distance_bias: Tensor | None = None
 
 
 class CrossAttention(nn.Module):
@@ -90,8 +73,7 @@ class CrossAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        memory: Memory | CrossAttentionCache,
-        kind: CallKind,
+        context: LayerContext,
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
@@ -99,8 +81,7 @@ class CrossAttention(nn.Module):
 
         Args:
             hidden: (batch, queries, hidden_size), already normed unless `norm` is given.
-            memory: encoder output of the same batch; its cached keys and values for a decode step (queries = 1).
-            kind: kind of call, which selects the backend.
+            context: kind of call, and `memory` of the same batch; cached for a decode step (queries = 1).
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
 
@@ -114,11 +95,13 @@ class CrossAttention(nn.Module):
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)
+        memory = context.memory
+        assert memory is not None
         if isinstance(memory, CrossAttentionCache):
-            context = self._decode(query[:, 0], memory)[:, None]
+            output = self._decode(query[:, 0], memory)[:, None]
         else:
             key, value = self.keys_and_values(memory.hidden)
-            context = self.backends[kind](
+            output = self.backends[context.kind](
                 query,
                 key,
                 value,
@@ -131,8 +114,8 @@ class CrossAttention(nn.Module):
                 key_padding_mask=memory.padding,
             )
         if self.head_scale is not None:
-            context = context * self.head_scale.to(context.dtype)[:, None]
-        return linear_add_residual(residual, self.output, context.flatten(2))
+            output = output * self.head_scale.to(output.dtype)[:, None]
+        return linear_add_residual(residual, self.output, output.flatten(2))
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Project an encoder output (batch, tokens, hidden_size) to K and V, each (batch, tokens, groups, head_dim)."""

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
-from ...kernels.attention.packed_sequences import PackedSequences
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import LayerKVCache
-from .attention_bias import ScoreBias
+from .context import LayerContext
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
 from .position_embeddings import RotaryTables
@@ -86,28 +85,16 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotary: RotaryTables | None,
-        kind: CallKind,
-        packed: PackedSequences | None = None,
-        terms: ScoreBias | None = None,
-        padding: Tensor | None = None,
+        context: LayerContext,
         norm: LayerNorm | RMSNorm | None = None,
-        cache: LayerKVCache | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             hidden: (batch, tokens, hidden_size), already normed unless `norm` is given.
-            rotary: cos/sin tables for rotary embedding, or None.
-            kind: kind of call, which selects the backend.
-            packed: document boundaries of packed samples, for attention within documents.
-            terms: position-dependent terms added to the scores, or None.
-            padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real. Ignored
-                by causal attention: padding is at the end of each row, where no real token attends to it.
+            context: kind of call, positions, masks and KV cache.
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
-            cache: KV cache. Several tokens are a prefill, which fills it; one token is a decode step, which is appended
-                and attends to all of it. None without.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
 
         Returns:
@@ -118,12 +105,14 @@ class SelfAttention(nn.Module):
         else:
             projected, residual = norm_linear(norm, self.qkv, hidden, residual)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
+        cache = context.cache
         if cache is not None and hidden.shape[1] == 1:
-            return self._project_output(self._decode(projected[:, 0], rotary, terms, cache)[:, None], residual)
-        query, key, value = self._split_and_rotate(projected, rotary)
+            return self._project_output(self._decode(projected[:, 0], context, cache)[:, None], residual)
+        query, key, value = self._split_and_rotate(projected, context.rotary)
         if cache is not None:
             cache.prefill(key, value)
-        context = self.backends[kind](
+        terms = context.terms
+        output = self.backends[context.kind](
             query,
             key,
             value,
@@ -134,25 +123,23 @@ class SelfAttention(nn.Module):
             alibi_slopes=None if terms is None else terms.alibi_slopes,
             window=self.window,
             softcap=self.softcap,
-            packed=packed,
-            key_padding_mask=None if self.causal else padding,
+            packed=context.packed,
+            key_padding_mask=None if self.causal else context.padding,
         )
-        return self._project_output(context, residual)
+        return self._project_output(output, residual)
 
-    def _project_output(self, context: Tensor, residual: Tensor | None) -> Tensor:
+    def _project_output(self, heads: Tensor, residual: Tensor | None) -> Tensor:
         """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given."""
         if self.head_scale is not None:
-            context = context * self.head_scale.to(context.dtype)[:, None]
-        return linear_add_residual(residual, self.output, context.flatten(2))
+            heads = heads * self.head_scale.to(heads.dtype)[:, None]
+        return linear_add_residual(residual, self.output, heads.flatten(2))
 
-    def _decode(
-        self, projected: Tensor, rotary: RotaryTables | None, terms: ScoreBias | None, cache: LayerKVCache
-    ) -> Tensor:
+    def _decode(self, projected: Tensor, context: LayerContext, cache: LayerKVCache) -> Tensor:
         """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), dim=1)
             projected = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=1)
-        tables = None
+        tables, rotary, terms = None, context.rotary, context.terms
         if rotary is not None:
             key_cosine, key_sine = rotary.for_keys()
             tables = rotary.cosine[:, 0], rotary.sine[:, 0], key_cosine[:, 0], key_sine[:, 0]

@@ -32,7 +32,7 @@ from stoker.models.assemble import assemble
 from stoker.models.build import get_stacks
 from stoker.models.config.peft_slice import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
-from stoker.models.layers.cross_attention import Memory
+from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.peft.apply import apply_peft
 from stoker.models.recompute.policies import recompute_policies
 from stoker.trainer.plan.hardware import parse_gpu
@@ -167,12 +167,12 @@ def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int
     memory = None
     if inputs.cross is not None:
         memory = Memory(torch.zeros(inputs.batch, inputs.encoder_length, width, dtype=dtype, requires_grad=True))
-    layer = module.layers[-1]
+    layer, context = module.layers[-1], LayerContext("training", rotary, terms, memory=memory)
 
     def run(hidden: Tensor) -> Any:
         autocast = facts.precision.autocast_dtype
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            return layer(hidden, rotary, "training", None, memory, terms, None)
+            return layer(hidden, context)
 
     torch._dynamo.reset()
     with simulate_cuda(monkeypatch), monkeypatch.context() as patch:

@@ -18,6 +18,7 @@ from stoker.models.build import build_model, copy_engine_factory, get_stacks
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
+from stoker.models.layers.context import LayerContext
 from stoker.models.memory import host_copies
 from stoker.models.memory.host_copies import HostMemoryError, PinnedMemoryPool
 from stoker.models.memory.offload_activations import ActivationOffload
@@ -240,7 +241,7 @@ def test_what_is_saved_twice_is_copied_once_and_parameters_stay() -> None:
     for layer in stack.layers:
         storages.append({})
         with saved_tensors_hooks(count, lambda tensor: tensor):
-            hidden, _ = layer(hidden, turn, "training")
+            hidden, _ = layer(hidden, LayerContext("training", turn))
         kept.append(hidden)
     copies = offloaded(model, 2)
     loss_of(model).backward()
