@@ -22,16 +22,18 @@ from .layers.mlp import MLP
 from .layers.norm import BranchInput, LayerNorm, RMSNorm
 from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding
 from .layers.self_attention import SelfAttention
-from .memory.activation_checkpoint import run_with_recompute, should_recompute
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
+from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
 from .moe.moe_layer import MoE
 
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 
 
-class Layer(nn.Module):
+class Layer(RecomputableModule):
     """Transformer layer: residual branches of self-attention, optional cross-attention, and MLP or MoE.
+
+    Recomputed: everything but the layer input.
 
     With the residual stream x and a branch f: `pre_ln`: x + f(norm(x)) (arXiv 2002.04745). `post_ln`: norm(x + f(x))
     (arXiv 1706.03762). `normformer`: pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456).
@@ -51,16 +53,9 @@ class Layer(nn.Module):
         cross_attention_output_norm: norm of the cross-attention output, for `normformer`.
 
     Attributes:
-        recompute: in training, save only the layer input and recompute the layer in the backward.
-        preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
-        recompute_norms: in training, save the input of a norm followed by a projection and recompute its output.
         attention_adapter: bottleneck adapter on the self-attention output (`peft.bottleneck`), or None.
         mlp_adapter: bottleneck adapter on the MLP output, or None.
     """
-
-    recompute: bool = False
-    preserve_rng_state: bool = False
-    recompute_norms: bool = False
 
     def __init__(
         self,
@@ -101,7 +96,7 @@ class Layer(nn.Module):
         Returns:
             The new residual stream (batch, tokens, hidden_size), and the router statistics for `update_statistics`.
         """
-        if self.recompute and should_recompute(self):
+        if self.is_recomputed:
             return run_with_recompute(self._run, self.preserve_rng_state, hidden, context)
         return self._run(hidden, context)
 
@@ -174,7 +169,7 @@ class Layer(nn.Module):
             return BranchInput(hidden, hidden)
         source = layer_input if self.block == "parallel_ln" else hidden
         skips_output = projection is not None and can_skip_norm_output(projection, norm)
-        if (self.recompute_norms or skips_output) and not has_several_readers and should_recompute(self):
+        if (norm.recompute or skips_output) and not has_several_readers and should_recompute(self):
             return BranchInput(hidden, source, norm=norm)
         # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
         # its summands are saved (other block types) or if one of them is narrower (autocast).
@@ -201,8 +196,10 @@ class Layer(nn.Module):
         return norm(hidden) if self.block == "post_ln" else hidden
 
 
-class Stack(nn.Module):
+class Stack(RecomputableModule):
     """Sequence of layers with shared position modules and a final norm.
+
+    Recomputed: everything but the input of each chunk of `recompute_chunk` layers.
 
     Args:
         layers: the layers, first to last.
@@ -211,15 +208,12 @@ class Stack(nn.Module):
         score_positions: position module that biases attention scores, shared by the layers, or None.
 
     Attributes:
-        recompute_chunk: in training, save only the input of each chunk of this many layers and recompute the chunk in
-            the backward; 1 leaves recomputation to the layers.
-        preserve_rng_state: restore the RNG state when a chunk is recomputed.
+        recompute_chunk: number of layers that are recomputed together.
         activation_offload: keeps the saved tensors of the first layers in host memory, or None.
         weight_offload: keeps the weights of the first layers in host memory between uses, or None.
     """
 
     recompute_chunk: int = 1
-    preserve_rng_state: bool = False
     activation_offload: ActivationOffload | None = None
     weight_offload: WeightOffload | None = None
 
@@ -271,7 +265,7 @@ class Stack(nn.Module):
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and should_recompute(self):
             activations = self.activation_offload.begin_forward(len(self.layers), context)
-        chunk = self.recompute_chunk if should_recompute(self) else 1
+        chunk = self.recompute_chunk if self.is_recomputed else 1
         for first in range(0, len(self.layers), chunk):
             numbers = range(first, min(first + chunk, len(self.layers)))
             layers = [cast(Layer, self.layers[number]) for number in numbers]
@@ -280,10 +274,10 @@ class Stack(nn.Module):
             with (
                 contextlib.nullcontext() if activations is None else activations.offload_saved_tensors(numbers, layers)
             ):
-                if chunk == 1:
-                    hidden, sums = _run_layers(layers, hidden, context)
-                else:
+                if self.is_recomputed:
                     hidden, sums = run_with_recompute(_run_layers, self.preserve_rng_state, layers, hidden, context)
+                else:
+                    hidden, sums = _run_layers(layers, hidden, context)
             for layer, layer_sums in zip(layers, sums, strict=True):
                 layer.update_statistics(layer_sums)
             if weights is not None and should_recompute(self):

@@ -2,85 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
-from ..dispatch.attention_calls import CallKind
 from ..kv_cache import LayerKVCache
+from .attention import Attention, AttentionArguments
 from .context import LayerContext
-from .fused_linear import linear_add_residual, norm_linear
+from .fused_linear import norm_linear
 from .norm import LayerNorm, RMSNorm
 from .position_embeddings import RotaryTables
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Attention):
     """Multi-head, multi-query or grouped-query self-attention.
 
     The rows of `qkv` are all query heads, then all key groups, then all value groups: [q | k | v].
 
     Args:
         hidden_size: width of the residual stream.
-        heads: query heads.
-        groups: key and value heads; divides `heads`.
-        head_dim: width of a head.
-        scale: factor of the scores.
-        qkv_bias: bias on `qkv`.
-        output_bias: bias on `output`.
-        dropout: probability of dropping an attention weight in training.
         causal: mask later tokens.
         rotary_interleaved: rotate adjacent pairs of channels instead of halves, with a rotary embedding.
-        backends: attention function for each kind of call.
         window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
-        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
-        query_norm: norm over each query head, before the rotary embedding; None without.
-        key_norm: norm over each key head, likewise.
-        head_scale: learned scale of each head's output (NormFormer, arXiv 2110.09456).
+        arguments: see `AttentionArguments`.
     """
+
+    qkv: nn.Linear
 
     def __init__(
         self,
         hidden_size: int,
         *,
-        heads: int,
-        groups: int,
-        head_dim: int,
-        scale: float,
-        qkv_bias: bool,
-        output_bias: bool,
-        dropout: float,
         causal: bool,
         rotary_interleaved: bool,
-        backends: Mapping[CallKind, AttentionFunction],
         window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        query_norm: LayerNorm | RMSNorm | None = None,
-        key_norm: LayerNorm | RMSNorm | None = None,
-        head_scale: bool = False,
+        **arguments: Unpack[AttentionArguments],
     ) -> None:
-        super().__init__()
-        self.heads = heads
-        self.groups = groups
-        self.head_dim = head_dim
-        self.scale = scale
-        self.dropout = dropout
-        self.uses_rng = dropout > 0
+        super().__init__(hidden_size, {"qkv": arguments["heads"] + 2 * arguments["groups"]}, **arguments)
         self.causal = causal
         self.window = window
-        self.softcap = softcap
         self.rotary_interleaved = rotary_interleaved
-        self.backends = dict(backends)
-        self.qkv = nn.Linear(hidden_size, (heads + 2 * groups) * head_dim, bias=qkv_bias)
-        self.query_norm = query_norm
-        self.key_norm = key_norm
-        self.head_scale = nn.Parameter(torch.ones(heads)) if head_scale else None
-        self.output = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
 
     def forward(
         self,
@@ -127,12 +93,6 @@ class SelfAttention(nn.Module):
             key_padding_mask=None if self.causal else context.padding,
         )
         return self._project_output(output, residual)
-
-    def _project_output(self, heads: Tensor, residual: Tensor | None) -> Tensor:
-        """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given."""
-        if self.head_scale is not None:
-            heads = heads * self.head_scale.to(heads.dtype)[:, None]
-        return linear_add_residual(residual, self.output, heads.flatten(2))
 
     def _decode(self, projected: Tensor, context: LayerContext, cache: LayerKVCache) -> Tensor:
         """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""

@@ -34,7 +34,7 @@ from stoker.models.config.peft_slice import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.peft.apply import apply_peft
-from stoker.models.recompute.policies import recompute_policies
+from stoker.models.recompute.apply import apply_recompute
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.inputs import RunInputs, collect_inputs, target_precision
 from stoker.trainer.plan.run_plan import gpu_target
@@ -95,8 +95,7 @@ def model_of(facts: RunInputs) -> Any:
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
         )
-        for policy in recompute_policies(part.stack, labels, *names, offloads=True):
-            policy.apply(stack)
+        apply_recompute(stack, part.stack, labels, *names, offloads=True)
     return model.to_empty(device="cpu").train()
 
 

@@ -23,8 +23,8 @@ from stoker.models.config.memory_rules import RECOMPUTE_RULES
 from stoker.models.config.memory_slice import RecomputeSlice
 from stoker.models.config.slices import StackSlice, gpt_slice
 from stoker.models.config.t5 import T5Keys
+from stoker.models.layers.recomputed_attention import RecomputedAttention
 from stoker.models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recompute_uses_rng
-from stoker.models.recompute.policies import RecomputedAttention
 from stoker.models.stack import Layer, Stack
 from stoker.trainer.core import factory, run_summary
 from stoker.trainer.data.build_datasets import build_data
