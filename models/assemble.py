@@ -11,11 +11,12 @@ from ..kernels.attention.backends.registry import AttentionFunction
 from ..kernels.attention.dispatch import BackendSelection
 from .bert import BERT
 from .config.batch_shape import BatchSpec
-from .config.bert_slice import BertSlice
+from .config.bert import BertSlice
 from .config.families import FamilySlice
-from .config.moe_slice import MoESlice
-from .config.slices import AttentionSlice, GPTSlice, StackSlice
-from .config.t5_slice import T5Slice, T5StackSlice
+from .config.gpt import GPTSlice
+from .config.moe import MoESlice
+from .config.stack import AttentionSlice, StackSlice
+from .config.t5 import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind
 from .gpt import GPT
 from .layers.attention import AttentionArguments

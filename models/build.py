@@ -19,9 +19,9 @@ from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
-from .config.peft_slice import PeftSlice, PromptSlice, peft_dropout
-from .config.slices import StackSlice
-from .config.t5_slice import T5Slice
+from .config.peft import PeftSlice, PromptSlice, peft_dropout
+from .config.stack import StackSlice
+from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallKind, choose_backends
 from .dispatch.attention_choices import CallContext, PlannedAttention, plan_attentions
 from .gpt import GPT

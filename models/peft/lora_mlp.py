@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from ...kernels.lora.lora_gated_mlp import MAX_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
 from ...kernels.norm_functions import NormFactors
-from ..config.peft_slice import LoRASlice, PeftSlice
-from ..config.slices import StackSlice
+from ..config.peft import LoRASlice, PeftSlice
+from ..config.stack import StackSlice
 from ..layers.fused_linear import can_skip_norm_output
 from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm, RMSNorm

@@ -7,7 +7,7 @@ from typing import cast
 
 from ...kernels.attention.dispatch import BackendSelection
 from ..config.memory import RecomputeModule
-from ..config.slices import StackSlice
+from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule
 from ..moe.moe_layer import MoE
 from ..stack import Layer, Stack

@@ -30,7 +30,7 @@ from stoker.kernels.lora import lora_gated_mlp, lora_linear
 from stoker.kernels.moe import expert_mlps, grouped_matmul, permute
 from stoker.models.assemble import assemble
 from stoker.models.build import get_stacks
-from stoker.models.config.peft_slice import peft_slice
+from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.peft.apply import apply_peft

@@ -13,7 +13,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import RoutingResult
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.slices import stack_slice
+from stoker.models.config.stack import stack_slice
 from stoker.models.gpt import GPT
 from stoker.models.layers.norm import BranchInput, RMSNorm
 from stoker.models.memory import recompute

@@ -16,8 +16,7 @@ from stoker.kernels.attention.call_spec import InstalledSoftware
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.build import build_gpt
-from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.slices import gpt_slice
+from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.dispatch.attention_calls import attention_calls, choose_backends
 from stoker.models.gpt import GPT
 from stoker.models.layers.attention_bias import Kerple, RelativeBias, Sandwich, alibi_slopes
