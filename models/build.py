@@ -19,9 +19,9 @@ from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.gpt import GPTKeys
-from .config.peft_slice import PeftSlice, PromptSlice, peft_dropout
-from .config.slices import StackSlice
-from .config.t5_slice import T5Slice
+from .config.peft import PeftSlice, PromptSlice, peft_dropout
+from .config.stack import StackSlice
+from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallKind, choose_backends
 from .dispatch.attention_choices import CallContext, PlannedAttention, plan_attentions
 from .gpt import GPT
@@ -32,7 +32,7 @@ from .memory.offload_weights import WeightOffload
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
 from .recompute.analysis import has_dropout, training_labels
-from .recompute.policies import recompute_policies
+from .recompute.apply import apply_recompute
 from .stack import Stack
 from .t5 import T5
 
@@ -121,8 +121,7 @@ def build_model(
     model = _assembled(described, batch_spec, plan.decisions, backends, peft).to(dtype)
     make_copies = copy_engine_factory(device) if "training" in kinds else None
     for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
-        for policy in recompute_policies(stack_slice, plan.decisions, *labels, offloads=make_copies is not None):
-            policy.apply(stack)
+        apply_recompute(stack, stack_slice, plan.decisions, *labels, offloads=make_copies is not None)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
         generation = {planned.label("generation") for planned in plan.attentions}

@@ -15,7 +15,7 @@ from .config.batch_shape import BatchSpec
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.attention_bias import CrossRelativeBias
 from .layers.compiling import eager_layers
-from .layers.cross_attention import Memory
+from .layers.context import Memory
 from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
 from .moe.find_moe_layers import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label

@@ -18,7 +18,13 @@ class ConfigBlock(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
+        defer_build=True,  # most blocks are bases or parts of others and never validate anything themselves
     )
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """Return the names of the keys that this class declares, without inherited ones."""
+        return tuple(name for name in cls.model_fields if name in cls.__annotations__)
 
 
 def extension_field(default: Any = ..., **constraints: Any) -> Any:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .key_block import Finding
-from .moe import MoEKeys
-from .moe_slice import capacity_factor_of, has_experts, layers_with_experts, needs_pre_softmax, routing_of
-from .stack import StackKeys
+from .moe import MoEKeys, capacity_factor_of, has_experts, layers_with_experts, needs_pre_softmax, routing_of
 
 _EXPERTS = "num_moe_experts"
 _BALANCING = "moe_router_load_balancing_type"
@@ -19,11 +17,11 @@ _SCORE = "moe_router_score_function"
 _BIAS = "moe_router_enable_expert_bias"
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
-MoERule = Callable[[StackKeys, bool], Iterator[Finding]]
+MoERule = Callable[[MoEKeys, bool], Iterator[Finding]]
 """Takes the keys of a stack with experts and whether it belongs to a T5."""
 
 
-def moe_rules(keys: StackKeys, *, is_t5: bool = False) -> Iterator[Finding]:
+def moe_rules(keys: MoEKeys, *, is_t5: bool = False) -> Iterator[Finding]:
     """All cross-field checks of the experts of one stack, of a T5 or not."""
     if not has_experts(keys, is_t5=is_t5):
         yield from _keys_without_experts(keys)
@@ -32,12 +30,12 @@ def moe_rules(keys: StackKeys, *, is_t5: bool = False) -> Iterator[Finding]:
         yield from rule(keys, is_t5)
 
 
-def _keys_without_experts(keys: StackKeys) -> Iterator[Finding]:
+def _keys_without_experts(keys: MoEKeys) -> Iterator[Finding]:
     """MoE keys have no effect in a dense stack."""
     ineffective = [
         name
-        for name, field in MoEKeys.model_fields.items()
-        if name != _EXPERTS and getattr(keys, name) != field.default
+        for name in MoEKeys.own_keys()
+        if name != _EXPERTS and getattr(keys, name) != MoEKeys.model_fields[name].default
     ]
     if not ineffective:
         return
@@ -52,7 +50,7 @@ def _keys_without_experts(keys: StackKeys) -> Iterator[Finding]:
     )
 
 
-def _no_effect(keys: StackKeys, name: str, other: str, when: str, fix: str) -> Finding:
+def _no_effect(keys: MoEKeys, name: str, other: str, when: str, fix: str) -> Finding:
     """Warn that the key `name` has no effect because of the key `other`."""
     return Finding("warning", (name, other), f"`{name}` ({getattr(keys, name)}) has no effect {when}.", fix)
 
@@ -60,7 +58,7 @@ def _no_effect(keys: StackKeys, name: str, other: str, when: str, fix: str) -> F
 # ---------------------------------------------------------------- layers and experts
 
 
-def topk_is_within_experts(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def topk_is_within_experts(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """The top-k experts of a token are distinct."""
     experts, (topk, _) = keys.num_moe_experts, routing_of(keys, is_t5=is_t5)
     if experts is not None and topk > experts:
@@ -73,7 +71,7 @@ def topk_is_within_experts(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def moe_layers_are_set_once(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def moe_layers_are_set_once(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """The layers with experts are set by either `moe_layer_freq` or `moe_frequency`, and there is at least one."""
     every, pattern, layers = keys.moe_frequency, keys.moe_layer_freq, keys.num_layers
     if every != 1 and pattern != 1:
@@ -107,7 +105,7 @@ def moe_layers_are_set_once(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def experts_have_no_inner_norm(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def experts_have_no_inner_norm(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """NormFormer's norm inside the MLP is not implemented for experts."""
     if keys.transformer_block_type == "normformer":
         yield Finding(
@@ -119,7 +117,7 @@ def experts_have_no_inner_norm(keys: StackKeys, is_t5: bool) -> Iterator[Finding
         )
 
 
-def ffn_dropout_needs_dense_layers(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def ffn_dropout_needs_dense_layers(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """`ffn_dropout` applies to dense layers and shared experts; experts use `moe_dropout`."""
     unused = all(layers_with_experts(keys)) and keys.moe_shared_expert_intermediate_size is None
     if keys.ffn_dropout and unused:
@@ -135,7 +133,7 @@ def ffn_dropout_needs_dense_layers(keys: StackKeys, is_t5: bool) -> Iterator[Fin
 # ---------------------------------------------------------------- the router
 
 
-def t5_defaults_differ_from_gpt(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def t5_defaults_differ_from_gpt(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """T5 defaults to the only router of NeMo's T5, which differs from GPT's default."""
     if is_t5 and keys.moe_router_topk is None and keys.moe_router_load_balancing_type is None:
         yield Finding(
@@ -147,7 +145,7 @@ def t5_defaults_differ_from_gpt(keys: StackKeys, is_t5: bool) -> Iterator[Findin
         )
 
 
-def one_expert_needs_pre_softmax(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def one_expert_needs_pre_softmax(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """The softmax over a single expert is constant, so that the router gets no gradient from the loss."""
     if keys.num_moe_experts == 1:
         if needs_pre_softmax(keys, is_t5=is_t5):
@@ -168,7 +166,7 @@ def one_expert_needs_pre_softmax(keys: StackKeys, is_t5: bool) -> Iterator[Findi
         )
 
 
-def sinkhorn_balances_alone(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def sinkhorn_balances_alone(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """Sinkhorn balances the load itself, computes its own gates and does not support a capacity."""
     _, balancing = routing_of(keys, is_t5=is_t5)
     if balancing != "sinkhorn":
@@ -199,7 +197,7 @@ def sinkhorn_balances_alone(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
             yield _no_effect(keys, name, _BALANCING, f"with {is_sinkhorn}, which {why}", f"use {modern}")
 
 
-def score_function_fits_other_keys(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def score_function_fits_other_keys(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """Softmax keys have no effect with sigmoid scores; the expert bias needs sigmoid scores, between 0 and 1."""
     _, balancing = routing_of(keys, is_t5=is_t5)
     if balancing == "sinkhorn":
@@ -218,14 +216,14 @@ def score_function_fits_other_keys(keys: StackKeys, is_t5: bool) -> Iterator[Fin
         )
 
 
-def bias_update_rate_needs_bias(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def bias_update_rate_needs_bias(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """The update rate has no effect without the expert bias."""
     name = "moe_router_bias_update_rate"
     if not keys.moe_router_enable_expert_bias and getattr(keys, name) != MoEKeys.model_fields[name].default:
         yield _no_effect(keys, name, _BIAS, f"without `{_BIAS}`", f"use {_BIAS}=true")
 
 
-def expert_groups_are_valid(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def expert_groups_are_valid(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """The number of groups divides the number of experts, and the groups of a token have at least top-k experts."""
     experts, groups, chosen = keys.num_moe_experts, keys.moe_router_num_groups, keys.moe_router_group_topk
     topk, balancing = routing_of(keys, is_t5=is_t5)
@@ -264,7 +262,7 @@ def expert_groups_are_valid(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
 # ---------------------------------------------------------------- load balancing and capacity
 
 
-def balancing_needs_a_coefficient(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def balancing_needs_a_coefficient(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """A balancing loss needs a coefficient and vice versa.
 
     If every token goes to all experts, neither the loss nor the bias has anything to balance.
@@ -288,7 +286,7 @@ def balancing_needs_a_coefficient(keys: StackKeys, is_t5: bool) -> Iterator[Find
         )
 
 
-def capacity_is_valid(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def capacity_is_valid(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """Padding and dropping need a capacity, which should be above 0 and below the number of tokens."""
     topk, balancing = routing_of(keys, is_t5=is_t5)
     if keys.num_moe_experts is None:
@@ -346,7 +344,7 @@ def capacity_is_valid(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
 # ---------------------------------------------------------------- implementation
 
 
-def dispatcher_has_no_effect(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def dispatcher_has_no_effect(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """Dispatchers make no difference, as every rank holds all experts."""
     if keys.moe_token_dispatcher_type is not None:
         yield Finding(
@@ -357,7 +355,7 @@ def dispatcher_has_no_effect(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def sequential_experts_are_slow(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def sequential_experts_are_slow(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
     """`moe_grouped_gemm=False`, NeMo's default, is the slow reference implementation."""
     if keys.moe_grouped_gemm is None:
         return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .batch_shape import BatchSpec
-from .bert_slice import BertSlice
+from .bert import BertSlice
 from .families import FamilyKeys, family_slice, sequence_length_of
-from .moe_slice import MoESlice
-from .slices import AttentionSlice, StackSlice
-from .t5_slice import T5Slice
+from .moe import MoESlice
+from .stack import AttentionSlice, StackSlice
+from .t5 import T5Slice
 
 
 def count_norm(stack: StackSlice, width: int | None = None) -> int:

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..layers.mlp import MLP
-from ..memory.activation_checkpoint import run_with_recompute, should_recompute
+from ..memory.recompute import RecomputableModule, run_with_recompute
 from .experts import Experts
 from .router import STATISTIC_NAMES, Router
 
 
-class MoE(nn.Module):
+class MoE(RecomputableModule):
     """Mixture of experts: each token is processed by its top-k experts and by the shared expert.
+
+    Recomputed: router and experts.
 
     Router statistics, in training only, are added to buffers in place, which works in compiled layers and CUDA graphs.
     The buffers stay in fp32 whatever dtype the model is cast to.
@@ -28,8 +30,6 @@ class MoE(nn.Module):
             auxiliary loss (arXiv 2408.15664).
 
     Attributes:
-        recompute: in training, save only the input and recompute router and experts in the backward.
-        preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
         statistics: fp32 (experts + 6): sum of `Routing.statistics` since it was last zeroed; non-persistent.
         loss_share: fp32 scalar: share of a micro batch in its global batch, a factor of the gradients of the auxiliary
             losses; non-persistent.
@@ -38,8 +38,6 @@ class MoE(nn.Module):
             `expert_bias`.
     """
 
-    recompute: bool = False
-    preserve_rng_state: bool = False
     statistics: Tensor
     loss_share: Tensor
     expert_bias: Tensor | None
@@ -95,7 +93,7 @@ class MoE(nn.Module):
             (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         real = None if padding is None else padding.flatten()
-        if self.recompute and should_recompute(self):
+        if self.is_recomputed:
             output, sums = run_with_recompute(self._run, self.preserve_rng_state, hidden, real, norm, use_capacity)
             return (output if residual is None else residual + output), sums
         return self._run(hidden, real, norm, use_capacity, router_input, residual)

@@ -8,11 +8,10 @@ from dataclasses import replace
 from ...kernels.attention.call_spec import AttentionCall
 from ...kernels.attention.dispatch import BackendSelection
 from ..config.families import FamilySlice
-from ..config.memory import RecomputeModule
-from ..config.memory_slice import RecomputeSlice
-from ..config.peft_slice import LoRASlice, PeftSlice, peft_dropout
-from ..config.slices import MLPSlice, StackSlice
-from ..config.t5_slice import T5Slice
+from ..config.memory import RecomputeModule, RecomputeSlice
+from ..config.peft import LoRASlice, PeftSlice, peft_dropout
+from ..config.stack import MLPSlice, StackSlice
+from ..config.t5 import T5Slice
 from ..peft.lora_mlp import is_lora_mlp_fused
 
 _CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_attention", "moe")

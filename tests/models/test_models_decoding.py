@@ -13,7 +13,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.peft_slice import PromptSlice
+from stoker.models.config.peft import PromptSlice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
 from stoker.models.incremental_decoding import GPTDecoder, T5Decoder, kv_cache_bytes

@@ -276,7 +276,7 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     )
     model = gpt(num_layers=3)
     for layer in model.decoder.layers:
-        layer.register_forward_pre_hook(lambda _, args: given.append(args[3]))
+        layer.register_forward_pre_hook(lambda _, args: given.append(args[1].packed))
     tokens, labels, documents = batch()
     for _ in range(2):
         model.loss(tokens, labels, 1.0, documents)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.config.peft_slice import IA3Slice, LoRASlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice, peft_slice
 from ...models.hf.architectures import ARCHITECTURES
 from ...models.hf.config_fields import format_value
 from ...models.hf.weight_layout import Geometry

@@ -10,11 +10,10 @@ import torch
 
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.launch import HAS_TRITON
-from ...models.config.families import family_slice
-from ...models.config.family_rules import keys_by_stack
-from ...models.config.memory_slice import offload_slice
-from ...models.config.moe_slice import moe_slice
-from ...models.config.peft_slice import peft_slice
+from ...models.config.families import family_slice, keys_by_stack
+from ...models.config.memory import offload_slice
+from ...models.config.moe import moe_slice
+from ...models.config.peft import peft_slice
 from ...models.config.t5 import T5Keys
 from ...models.recompute.analysis import effective_recompute, recompute_uses_rng
 from ..config.batch_spec import batch_spec

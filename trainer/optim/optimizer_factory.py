@@ -12,8 +12,8 @@ from torch import nn
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import family_slice, sequence_length_of
 from ...models.config.parameter_count import count_parameters, count_stack
-from ...models.config.slices import StackSlice
-from ...models.config.t5_slice import T5Slice
+from ...models.config.stack import StackSlice
+from ...models.config.t5 import T5Slice
 from ...models.memory.host_copies import CopyEngine
 from ..config.lr_schedule import build_schedule
 from ..config.schema.optim import OptimBlock, optimizer_kind, optimizer_settings

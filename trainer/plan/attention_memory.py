@@ -12,7 +12,7 @@ from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.recompute_scores import supports_call
 from ...models.config.memory import RecomputeModule
-from ...models.config.slices import AttentionSlice, StackSlice
+from ...models.config.stack import AttentionSlice, StackSlice
 from .inputs import ByteWidths
 
 _FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")

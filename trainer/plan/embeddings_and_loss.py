@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...kernels.cross_entropy import can_accumulate_in_gemm, default_chunk_tokens
-from ...models.config.bert_slice import BertSlice
-from ...models.config.t5_slice import T5Slice
+from ...models.config.bert import BertSlice
+from ...models.config.t5 import T5Slice
 from .inputs import RunInputs, StackInputs
 from .layer_memory import norm_saved_bytes, norm_saves_input
 

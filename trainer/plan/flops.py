@@ -8,10 +8,9 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.bert import BertKeys
 from ...models.config.families import FamilyKeys
 from ...models.config.gpt import GPTKeys
-from ...models.config.moe_slice import moe_slice
-from ...models.config.position_slices import head_dim_of
-from ...models.config.slices import mlp_slice, resolve_window
-from ...models.config.stack import StackKeys
+from ...models.config.moe import moe_slice
+from ...models.config.positions import head_dim_of, resolve_window
+from ...models.config.stack import StackKeys, mlp_slice
 from ...models.config.t5 import T5Keys
 
 # Dense (no sparsity) bf16 tensor-core peaks in TFLOP/s with fp32 accumulation, by the name the driver reports.

@@ -13,7 +13,7 @@ from ...kernels.attention.flags import AttentionFlags
 from ...models.build import DTYPE_NAMES, decide_compile
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice, family_slice
-from ...models.config.peft_slice import (
+from ...models.config.peft import (
     PROJECTIONS,
     LoRASlice,
     PeftSlice,
@@ -23,8 +23,8 @@ from ...models.config.peft_slice import (
     peft_dropout,
     peft_slice,
 )
-from ...models.config.slices import AttentionSlice, StackSlice
-from ...models.config.t5_slice import T5Slice
+from ...models.config.stack import AttentionSlice, StackSlice
+from ...models.config.t5 import T5Slice
 from ...models.dispatch.attention_calls import CallKind, choose_backends
 from ...models.dispatch.attention_choices import CallContext, plan_attentions
 from ...models.peft.lora_mlp import is_lora_mlp_fused

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from ...kernels.launch import supports_fp32_output
 from ...kernels.moe.routing import expert_capacity
 from ...models.config.memory import RecomputeModule
-from ...models.config.moe_slice import MoESlice
+from ...models.config.moe import MoESlice
 from ...models.config.parameter_count import count_cross_attention, count_experts, count_layer, count_mlp, count_norm
-from ...models.config.peft_slice import Projection
-from ...models.config.slices import MLPSlice
+from ...models.config.peft import Projection
+from ...models.config.stack import MLPSlice
 from ...models.recompute.analysis import saves_only_output
 from .attention_memory import AttentionTokens, SavedTensors, attention_memory
 from .inputs import StackInputs

@@ -14,10 +14,9 @@ import torch
 from ...kernels.moe.routing import expert_capacity
 from ...models.build import plan_model
 from ...models.config.families import FamilySlice, family_slice
-from ...models.config.moe_slice import MoESlice
-from ...models.config.slices import AttentionSlice, StackSlice
-from ...models.config.t5 import T5Keys
-from ...models.config.t5_slice import T5Slice
+from ...models.config.moe import MoESlice
+from ...models.config.stack import AttentionSlice, StackSlice
+from ...models.config.t5 import T5Keys, T5Slice
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from ..config.batch_spec import batch_spec
 from ..config.parameter_layout import DataParallelLayout

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ...kernels.attention.dispatch import BackendSelection
-from ...models.config.peft_slice import LoRASlice, peft_slice
-from ...models.config.slices import AttentionSlice, StackSlice
+from ...models.config.peft import LoRASlice, peft_slice
+from ...models.config.stack import AttentionSlice, StackSlice
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from .attention_memory import recomputes_from_log_sum_exp
 from .flops import training_flops_per_sample

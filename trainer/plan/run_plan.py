@@ -8,9 +8,8 @@ import torch
 
 from ...kernels.attention.backends.registry import detect_installed_software
 from ...kernels.attention.dispatch import BackendSelection
-from ...models.config.memory import RecomputeModule
-from ...models.config.memory_slice import RecomputeSlice
-from ...models.config.peft_slice import peft_slice
+from ...models.config.memory import RecomputeModule, RecomputeSlice
+from ...models.config.peft import peft_slice
 from ...models.memory.host_copies import SLAB_BYTES
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name

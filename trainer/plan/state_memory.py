@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...models.config.parameter_count import count_parameters
-from ...models.config.slices import StackSlice
-from ...models.config.t5_slice import T5Slice
+from ...models.config.stack import StackSlice
+from ...models.config.t5 import T5Slice
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state

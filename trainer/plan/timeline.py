@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ...models.config.memory import RecomputeModule
-from ...models.config.memory_slice import OffloadSlice, RecomputeSlice
+from ...models.config.memory import OffloadSlice, RecomputeModule, RecomputeSlice
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from .embeddings_and_loss import (
     decoder_embedding_grad_is_separate,

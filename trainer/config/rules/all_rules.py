@@ -1,8 +1,8 @@
 """All cross-field rules.
 
 Every public function of the modules below is a rule: a small pure function from the context to findings with full
-paths. Rules within a stack are in `models/config/model_rules.py`. They run on typed keys, outside pydantic, so that
-every problem is found at once.
+paths; those of the stack are in `models/config/`. They run on typed keys, outside pydantic, so that every problem is
+found at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FunctionType, ModuleType
 
-from ....models.config.family_rules import model_rules
+from ....models.config.families import model_rules
 from ....models.config.key_block import Finding
 from . import (
     checkpoint_rules,

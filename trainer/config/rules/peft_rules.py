@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.family_rules import keys_by_stack
+from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
-from ....models.config.moe_slice import moe_slice
-from ....models.config.peft_slice import SelectiveSlice, peft_slice
-from ....models.config.position_slices import BOUNDED_POSITION_TYPES
+from ....models.config.moe import moe_slice
+from ....models.config.peft import SelectiveSlice, peft_slice
+from ....models.config.positions import BOUNDED_POSITION_TYPES
 from ..data_task import task_name
 from ..schema.root import T5ModelBlock
 from .rule_context import RuleContext, no_effect, unused
