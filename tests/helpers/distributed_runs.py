@@ -141,11 +141,12 @@ class UnevenTargets:
 def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, Any]:
     from dataclasses import replace
 
-    from stoker.trainer import train as run
     from stoker.trainer.callbacks import expert_load, train_loop
+    from stoker.trainer.core import run_context
     from stoker.trainer.lightning.lightning_module import LanguageModule
+    from stoker.trainer.train import run_training
 
-    build_data, training_step = run.build_data, LanguageModule.training_step
+    build_data, training_step = run_context.build_data, LanguageModule.training_step
     module_class: Any = LanguageModule
     steps: list[dict[int, list[int]]] = []
     targets: list[int] = []
@@ -174,9 +175,9 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
     if changes.pop("late", False):
         train_loop.is_async = lambda device: True
     expert_load.has_matplotlib = lambda: False  # drawing a figure takes longer than the run
-    run.build_data = build_uneven
+    run_context.build_data = build_uneven
     module_class.training_step = record
-    result = run.run_training(tiny_config(directory, **changes), ranks)
+    result = run_training(tiny_config(directory, **changes), ranks)
     assert result.exit_code == (143 if sigterm_at else 0)
     validation = result.validation
     values = [validation.loss, validation.tokens, validation.bytes] if validation else None

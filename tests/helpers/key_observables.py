@@ -25,7 +25,6 @@ from stoker.models.gpt import GPT
 from stoker.models.moe import experts as experts_module
 from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.models.stack import Layer
-from stoker.trainer import train
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
@@ -34,7 +33,8 @@ from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import canonical_metric_name
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.factory import build_model, build_optimizer, choose_device, grad_reduce_dtype
+from stoker.trainer.core import run_context
+from stoker.trainer.core.factory import build_model, build_optimizer, grad_reduce_dtype
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
@@ -42,6 +42,7 @@ from stoker.trainer.data.tokenizers import sentencepiece_tokenizer
 from stoker.trainer.data.tokenizers.gpt2_files import gpt2_tokenizer_json
 from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import CharTokenizer
+from stoker.trainer.device.choose_device import choose_device
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.train import run_training
@@ -349,16 +350,16 @@ def validation_losses(harness: ConfigHarness, changes: Changes) -> Any:
 def algorithms(harness: ConfigHarness, changes: Changes) -> Any:
     """Deterministic-algorithm settings in force within a run, observed when data is built."""
     seen: list[tuple[bool, bool]] = []
-    original = train.build_data
+    original = run_context.build_data
 
     def build(root: RootBlock) -> Any:
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         seen.append((torch.are_deterministic_algorithms_enabled(), warn_only))
         return original(root)
 
-    harness.monkeypatch.setattr(train, "build_data", build)
+    harness.monkeypatch.setattr(run_context, "build_data", build)
     harness.run(changes)
-    harness.monkeypatch.setattr(train, "build_data", original)
+    harness.monkeypatch.setattr(run_context, "build_data", original)
     assert not torch.are_deterministic_algorithms_enabled()
     return seen
 

@@ -13,7 +13,7 @@ from config_helpers import load, problems
 from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.factory import check_splits
+from stoker.trainer.core.run_checks import check_splits
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.sources.hf_datasets import read_dataset

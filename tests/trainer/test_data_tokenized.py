@@ -11,10 +11,10 @@ import tokenizers
 from config_helpers import load, problems
 from tiers import looped
 
-from stoker.trainer import train
 from stoker.trainer.config import dataset_names
 from stoker.trainer.config.blend_spec import parse_prefixes
 from stoker.trainer.config.schema.root import RootBlock
+from stoker.trainer.core.run_context import build_data_by_rank
 from stoker.trainer.data import build_datasets
 from stoker.trainer.data.build_datasets import Data, build_data
 from stoker.trainer.data.datasets.blend import BlendedSamples
@@ -300,7 +300,7 @@ def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path)
     made = {}
     for number in (0, 1):
         folder = tmp_path / str(number)
-        train._build_data(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
+        build_data_by_rank(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
         made[number] = folder.is_dir()
     assert made == {0: True, 1: False}
 

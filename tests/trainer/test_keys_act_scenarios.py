@@ -50,7 +50,6 @@ from key_observables import (
 from stoker.models import build
 from stoker.models.build import decide_compile
 from stoker.models.config.key_block import ConfigBlock
-from stoker.trainer import train
 from stoker.trainer.callbacks import profiler
 from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
@@ -63,7 +62,7 @@ from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core import factory, run_summary
+from stoker.trainer.core import run_context, run_summary, training_loop
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
@@ -207,7 +206,7 @@ def the_smallest_validation_loss_is_kept(harness: ConfigHarness) -> None:
     def evaluate(*_: Any, **__: Any) -> EvaluationResult:
         return EvaluationResult(loss=next(measured), tokens=1, bytes=0)
 
-    harness.monkeypatch.setattr(factory, "evaluate", evaluate)
+    harness.monkeypatch.setattr(training_loop, "evaluate", evaluate)
     keeps_one = {**VALIDATES, TRAINER + "val_check_interval": 1, CALLBACK + "save_top_k": 1}
     assert checkpoints(harness, {**keeps_one, CALLBACK + "save_last": False}) == ["step-2"]
 
@@ -354,9 +353,9 @@ def the_optimizer_lies_in_host_memory(harness: ConfigHarness) -> None:
 @story(MODEL + "enable_cuda_graph")
 def micro_batches_are_recorded(harness: ConfigHarness) -> None:
     made: list[Any] = []
-    for part in (train, factory, run_summary, inputs):
+    for part in (run_context, training_loop, run_summary, inputs):
         harness.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
-    harness.monkeypatch.setattr(factory, "CapturedMicroBatches", lambda step, *_: made.append(step) or step)
+    harness.monkeypatch.setattr(training_loop, "CapturedMicroBatches", lambda step, *_: made.append(step) or step)
     harness.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
     assert len(made) == 1
 

@@ -11,7 +11,7 @@ from torch import nn
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core import factory
+from stoker.trainer.core import training_loop
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
 from stoker.trainer.lightning.cuda_graph import WARM_UP_MICRO_BATCHES, CapturedGraph, CapturedMicroBatches, capture
 from stoker.trainer.train import run_training
@@ -140,12 +140,12 @@ def test_errors_that_are_each_others_cause_are_given_up_too():
 
 @pytest.mark.parametrize("wish", [None, True])
 def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, wish):
-    monkeypatch.setattr(factory, "uses_cuda_graph", lambda *_: True)
-    monkeypatch.setattr(factory, "CapturedMicroBatches", lambda run, parameters, give_up: give_up)
+    monkeypatch.setattr(training_loop, "uses_cuda_graph", lambda *_: True)
+    monkeypatch.setattr(training_loop, "CapturedMicroBatches", lambda run, parameters, give_up: give_up)
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
     model: Any = nn.Linear(1, 1)
     model.attention_decisions = {}
-    recorder: Any = factory.build_graph_capture(root, model, torch.device("cuda"), 1, print)
+    recorder: Any = training_loop.build_graph_capture(root, model, torch.device("cuda"), 1, print)
     assert recorder(None) is (None if wish else print)
 
 

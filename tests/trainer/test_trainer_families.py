@@ -22,7 +22,7 @@ from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.core import factory as parts
-from stoker.trainer.core import run_summary
+from stoker.trainer.core import run_summary, training_loop
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.optim.optimizer_factory import fused_projection_rows
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_encoder_and_decoder(tmp_path: Path, text: Path) -> 
     form = batch_spec(made.root)
     data = build_data(made.root)
     model = parts.build_model(made.root, data, PrecisionPlan("fp32", torch.float32), CPU)
-    rates = parts.build_throughput(made.root, model, CPU)
+    rates = training_loop.build_throughput(made.root, model, CPU)
     assert form.decoder_seq_length > 0
     assert rates.tokens_per_sample == form.seq_length + form.decoder_seq_length
     whole = training_flops_per_sample(made.root.model, 384, form)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.trainer.core import factory
+from stoker.trainer.core import training_loop
 from stoker.trainer.plan.flops import bf16_peak_flops, matmul_parameters, training_flops_per_token
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "encoder_seq_length": 16}
@@ -84,8 +84,10 @@ def test_the_peak_is_that_of_all_processes(monkeypatch):
     """Tokens per second are those of all, so MFU would be too large by their number."""
     config = tiny_config(Path("run"), model__override_vocab_size=64)
     model: Any = SimpleNamespace(output_weight=torch.zeros(64, 32))
-    monkeypatch.setattr(factory, "device_name", lambda device: "NVIDIA H200")
-    one, two = (factory.build_throughput(config.root, model, torch.device("cpu"), processes) for processes in (1, 2))
+    monkeypatch.setattr(training_loop, "device_name", lambda device: "NVIDIA H200")
+    one, two = (
+        training_loop.build_throughput(config.root, model, torch.device("cpu"), processes) for processes in (1, 2)
+    )
     assert one.peak_flops == 989e12
     assert two.peak_flops == 2 * 989e12
     assert two.flops_per_token == one.flops_per_token

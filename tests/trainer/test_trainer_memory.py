@@ -11,12 +11,12 @@ from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
 from stoker.models.config.parameter_count import count_parameters
-from stoker.trainer import train as running
 from stoker.trainer.config.parameter_layout import DataParallelLayout
 from stoker.trainer.conversion import load_model
-from stoker.trainer.core import factory
 from stoker.trainer.core.factory import build_model
+from stoker.trainer.core.run_context import free_previous_runs
 from stoker.trainer.data import build_datasets
+from stoker.trainer.device.choose_device import choose_device, device_from_option
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
 from stoker.trainer.plan.memory_check import check_memory
@@ -134,11 +134,11 @@ def test_peaks_are_those_of_the_run(monkeypatch, kind, is_initialized):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", begun.append)
     device = torch.device(kind)
-    running._free_previous_runs(device)
+    free_previous_runs(device)
     assert begun == ([device] if kind == "cuda" and is_initialized else [])
 
 
-@pytest.mark.parametrize("choose", [factory.choose_device, load_model.choose_device])
+@pytest.mark.parametrize("choose", [choose_device, device_from_option])
 def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choose):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -146,7 +146,7 @@ def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choos
     for kind, expected in (("cpu", None), ("cuda", "expandable_segments:True")):
         for name in environment.ALLOCATOR_VARIABLES:
             monkeypatch.delenv(name, raising=False)
-        choose(load(f"trainer.accelerator={kind}").root if choose is factory.choose_device else kind)
+        choose(load(f"trainer.accelerator={kind}").root if choose is choose_device else kind)
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
 

@@ -24,7 +24,7 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.cli import evaluate
 from stoker.trainer.cli.thread_tuning import measure_step_time
 from stoker.trainer.config.parameter_layout import plan_layout
-from stoker.trainer.core import factory as parts
+from stoker.trainer.core import run_checks
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.dataloader import PrefetchingDataLoader
 from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_ids
@@ -81,13 +81,13 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
         PackedSequences, "from_documents", lambda numbers, **how: seen.append(numbers) or real(numbers, **how)
     )
     planned: list[bool] = []
-    plan = parts.plan_model
+    plan = run_checks.plan_model
 
     def spy(*model, **facts):
         planned.append(facts["batch_spec"].packed)
         return plan(*model, **facts)
 
-    monkeypatch.setattr(parts, "plan_model", spy)
+    monkeypatch.setattr(run_checks, "plan_model", spy)
     settings = {"trainer__log_every_n_steps": 1, "trainer__limit_val_batches": 1.0}
     packed = run_training(tiny_config(tmp_path / "packed", model__data=data_of(texts, **BOTH), **settings))
     said = capsys.readouterr().out

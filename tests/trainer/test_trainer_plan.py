@@ -9,8 +9,8 @@ from config_helpers import load
 from plan_helpers import FULL, LLAMA, OFFLOAD, ONE, planned
 from tiers import looped
 
-from stoker.trainer import train as running
 from stoker.trainer.cli.main import main
+from stoker.trainer.core.run_context import report_out_of_memory
 from stoker.trainer.plan.fit_advice import out_of_memory_lines
 from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.plan.hardware import GIB, GPU_NAMES, match_gpu, parse_gpu
@@ -330,19 +330,19 @@ def test_a_failed_allocation_names_the_keys_that_help():
     root = load(LLAMA, *ONE).root
     target = gpu_target(root, parse_gpu("h200:20GiB"))
     plan = make_plan(root, target)
-    with pytest.raises(UserError) as error, running._report_out_of_memory(root, torch.device("cuda"), plan):
+    with pytest.raises(UserError) as error, report_out_of_memory(root, torch.device("cuda"), plan):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     lines = error.value.lines
     assert lines[0].startswith("out of memory on cuda: CUDA out of memory")
     assert "of 20.0 GiB" in lines[1]
     assert any("model.activations_checkpoint_modules=" in line and "GiB (-" in line for line in lines)
-    with pytest.raises(UserError) as error, running._report_out_of_memory(root, torch.device("cuda"), plan):
+    with pytest.raises(UserError) as error, report_out_of_memory(root, torch.device("cuda"), plan):
         torch.empty(2**50, dtype=torch.uint8)
     assert error.value.lines[0].startswith("out of host memory: ")
     assert len(error.value.lines) == 2, "none of the keys that help a device"
     with (
         pytest.raises(UserError, match="out of host memory"),
-        running._report_out_of_memory(root, torch.device("cuda"), plan),
+        report_out_of_memory(root, torch.device("cuda"), plan),
     ):
         raise MemoryError
     assert out_of_memory_lines(root, None) == [

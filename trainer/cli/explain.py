@@ -129,7 +129,7 @@ def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, Install
     import torch
 
     from ...kernels.attention.backends.registry import detect_installed_software
-    from ..core.factory import choose_device
+    from ..device.choose_device import choose_device
 
     try:
         device = choose_device(root)

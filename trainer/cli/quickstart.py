@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from ..core.factory import choose_device
     from ..data.build_datasets import build_data
+    from ..device.choose_device import choose_device
     from ..train import run_training
     from .thread_tuning import measure_step_time
 

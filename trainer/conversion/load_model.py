@@ -25,8 +25,8 @@ from ..config.data_task import task_name
 from ..config.run_config import RunConfig
 from ..data.build_datasets import sequence_length
 from ..data.tokenizers.tokenizer import Tokenizer
+from ..device.choose_device import device_from_option
 from ..device.precision import PrecisionPlan, plan_precision
-from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
@@ -85,7 +85,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
     Raises:
         UserError: there is no usable model or no such device, or the base weights of an adapter are missing.
     """
-    device = choose_device(device_name)
+    device = device_from_option(device_name)
     if is_hf_folder(path) and not is_peft_folder(path):
         saved = _open_hf_folder(path, base, average=ema)
     else:
@@ -175,19 +175,3 @@ def _open_hf_folder(path: Path, base: Path | None, *, average: bool) -> _SavedMo
         raise UserError([*error.lines, fix]) from None
     load = PretrainedWeights(path, None).load
     return _SavedModel(str(path), path, initial_state(config.root), config, tokenizer, load)
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device of a `--device` option.
-
-    Raises:
-        UserError: this machine, or this build of torch, does not have it.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not available[name]:
-        raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
-    if name == "cuda":
-        enable_expandable_segments()
-    return torch.device(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -100,14 +100,7 @@ def find_resume_checkpoint(keys: ExpManagerBlock, directory: RunDirectory) -> tu
 def initial_run_state(
     root: RootBlock, data: Data, precision: PrecisionPlan, base: BaseRecord | None = None
 ) -> RunState:
-    """Return the state of this run at step 0, as recorded in its checkpoints.
-
-    Args:
-        root: the configuration.
-        data: the training data.
-        precision: dtypes of weights and arithmetic.
-        base: base weights of an adapter; None for full training.
-    """
+    """Return the state of this run at step 0, as recorded in its checkpoints; `base` is None for full training."""
     form = batch_spec(root)
     return RunState(
         step=0,
@@ -142,7 +135,7 @@ def check_resume_compatibility(
     """Check that a run can resume from a checkpoint.
 
     Args:
-        checkpoint: the checkpoint to resume from.
+        checkpoint: the checkpoint.
         current: state of the run at step 0.
         tokenizer_document: tokenizer of the run.
         root: configuration of the run.
@@ -154,6 +147,13 @@ def check_resume_compatibility(
         UserError: data or tokenizer differ, so that the position in the data is meaningless; or the optimizer or the
             base weights differ.
     """
+    _check_same_training(checkpoint, current, tokenizer_document, root)
+    return list(_differences(checkpoint, current, root))
+
+
+def _check_same_training(
+    checkpoint: Checkpoint, current: RunState, tokenizer_document: dict[str, Any], root: RootBlock
+) -> None:
     saved = checkpoint.state
     if saved.data_fingerprint != current.data_fingerprint:
         raise UserError(
@@ -183,42 +183,38 @@ def check_resume_compatibility(
             f"this run uses {current.base.path if current.base else 'none'}; use the same model.restore_from_path and "
             "model.peft"
         )
-    warnings: list[str] = []
+
+
+def _differences(checkpoint: Checkpoint, current: RunState, root: RootBlock) -> Iterator[str]:
+    saved = checkpoint.state
     for field, (key, effect) in _FIELD_KEYS.items():
-        before, after = getattr(saved, field), getattr(current, field)
-        if before != after:
-            warnings.append(f"`{key}` was {before} in {checkpoint.path.name} and is {after} now: {effect}")
+        yield from _change(checkpoint, key, getattr(saved, field), getattr(current, field), effect)
     for key in sorted(saved.data_keys.keys() & current.data_keys.keys()):
-        before, after = saved.data_keys[key], current.data_keys[key]
-        if before != after:
-            warnings.append(
-                f"`model.data.{key}` was {before} in {checkpoint.path.name} and is {after} now: samples are built "
-                "differently"
-            )
-    before = load_checkpoint_config(checkpoint)
-    if before is not None and before.model.family == root.model.family:
-        warnings += function_mismatch_warnings(root.model, before.model)
-    warnings += _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _TRAINING_ONLY_KEYS)
+        values = saved.data_keys[key], current.data_keys[key]
+        yield from _change(checkpoint, f"model.data.{key}", *values, "samples are built differently")
+    config = load_checkpoint_config(checkpoint)
+    if config is not None and config.model.family == root.model.family:
+        yield from function_mismatch_warnings(root.model, config.model)
+    yield from _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _TRAINING_ONLY_KEYS)
     for key in sorted(saved.optimizer.keys() | current.optimizer.keys()):
-        before, after = saved.optimizer.get(key), current.optimizer.get(key)
-        if before != after:
-            warnings.append(f"`{_full_key(key)}` was {before} in {checkpoint.path.name} and is {after} now")
+        path = f"model.{key}" if key.startswith("optim") else f"trainer.{key}"
+        yield from _change(checkpoint, path, saved.optimizer.get(key), current.optimizer.get(key))
     for name, after in current.versions.items():
         if saved.versions.get(name) != after:
-            warnings.append(f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ")
-    return warnings
+            yield f"{name} was {saved.versions.get(name)} and is {after} now: rounding may differ"
+
+
+def _change(checkpoint: Checkpoint, key: str, before: Any, after: Any, effect: str = "") -> Iterator[str]:
+    """Yield a line if the value of a key has changed since the checkpoint."""
+    if before != after:
+        consequence = f": {effect}" if effect else ""
+        yield f"`{key}` was {before} in {checkpoint.path.name} and is {after} now{consequence}"
 
 
 def load_resumed_weights(
     checkpoint: Checkpoint, model: nn.Module, base: PretrainedWeights | None, root: RootBlock
 ) -> None:
-    """Load the weights of the checkpoint a run resumes from.
-
-    Args:
-        checkpoint: a full model or an adapter.
-        model: model of the run.
-        base: base weights of an adapter.
-        root: configuration of the run.
+    """Load the weights of the checkpoint a run resumes from, with `base` below those of an adapter.
 
     Raises:
         UserError: the weights do not fit; the message names the changed keys, then the tensors that differ.
@@ -266,23 +262,17 @@ def _new_run_overrides(checkpoint: Checkpoint) -> str:
 
 
 def _changed_keys(checkpoint: Checkpoint, root: RootBlock, selected: Callable[[str], bool]) -> list[str]:
-    """Return a line for each key that has changed since the checkpoint; none if its configuration cannot be read.
+    """Return a line for each selected key that has changed since the checkpoint.
 
-    Args:
-        checkpoint: the checkpoint to resume from.
-        root: configuration of the run.
-        selected: predicate on the path of a key.
+    None if the configuration of the checkpoint cannot be read.
     """
     saved = load_checkpoint_config(checkpoint)
     if saved is None:
         return []
     before, after = (dict(dotted_paths.leaves(each.model_dump())) for each in (saved, root))
     return [
-        f"`{path}` was {before.get(path)} in {checkpoint.path.name} and is {after.get(path)} now"
+        line
         for path in {**before, **after}
-        if selected(path) and before.get(path) != after.get(path)
+        if selected(path)
+        for line in _change(checkpoint, path, before.get(path), after.get(path))
     ]
-
-
-def _full_key(key: str) -> str:
-    return f"model.{key}" if key.startswith("optim") else f"trainer.{key}"

@@ -1,0 +1,208 @@
+"""What a run needs before its model is built: device, data, run directory, checkpoint to resume from, logger."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...models.memory.host_copies import HostMemoryError
+from ..callbacks.preemption import StopHandler
+from ..callbacks.profiler import check_profiling
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.run_directory import RunDirectory, open_run_directory
+from ..config.parameter_layout import layout_from_config
+from ..config.run_config import RunConfig
+from ..config.schema.root import RootBlock
+from ..data.build_datasets import Data, build_data
+from ..device.choose_device import choose_device
+from ..device.cuda_graph_support import uses_cuda_graph
+from ..device.determinism import deterministic_algorithms
+from ..device.precision import PrecisionPlan, plan_precision
+from ..distributed.process_group import DistributedContext
+from ..loggers.logger_backends import check_loggers
+from ..loggers.progress_bar import ProgressDisplay
+from ..loggers.run_logger import RunLogger
+from ..plan.fit_advice import out_of_memory_lines, plan_run
+from ..plan.memory_check import check_memory
+from ..plan.report import summary_lines
+from ..plan.run_plan import Plan
+from ..utils.environment import set_variables
+from ..utils.errors import UserError
+from ..utils.host_memory import is_out_of_host_memory, is_out_of_memory
+from .debug_runs import fast_dev_run, overfit_batches
+from .resume import find_resume_checkpoint
+from .run_checks import check_attention, check_metrics, check_splits
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A run on one rank, before its model is built.
+
+    Attributes:
+        config: the configuration, the same on every rank.
+        ranks: the ranks of the run.
+        device: device of this rank.
+        precision: dtypes of weights and arithmetic.
+        stop: signals and time limits of this process.
+        data: the datasets and the tokenizer.
+        directory: the run directory.
+        resumed: the checkpoint to resume from; None for a new run.
+        logger: metrics and log lines; disabled on all ranks but the first.
+        plan: predicted memory and time; None if the run cannot be planned.
+    """
+
+    config: RunConfig
+    ranks: DistributedContext
+    device: torch.device
+    precision: PrecisionPlan
+    stop: StopHandler
+    data: Data
+    directory: RunDirectory
+    resumed: Checkpoint | None
+    logger: RunLogger
+    plan: Plan | None
+
+    @property
+    def root(self) -> RootBlock:
+        """The keys of the configuration."""
+        return self.config.root
+
+    @property
+    def first_step(self) -> int:
+        """Completed optimizer steps when this process starts."""
+        return self.resumed.state.step if self.resumed else 0
+
+
+@contextmanager
+def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContext]:
+    """Prepare a run and log its start; within the context, failed allocations and errors are reported to the user.
+
+    Raises:
+        UserError: the configuration is not supported on this machine, the data or the checkpoint cannot be used, or the
+            run directory cannot be written.
+    """
+    config = fast_dev_run(config)
+    root = config.root
+    set_variables(root.env_vars)  # for callers from Python; the CLI has set them before torch was imported
+    if len(set(ranks.all_gather_text(config.digest))) > 1:
+        raise UserError("the ranks have different configurations; start them with the same files and overrides")
+    device = choose_device(root, ranks.local_rank)
+    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
+    check_loggers(root.exp_manager)
+    check_profiling(root, device)
+    free_previous_runs(device)
+    with ExitStack() as stack:
+        stack.enter_context(deterministic_algorithms(root.trainer.deterministic))
+        stack.enter_context(report_out_of_memory(root, device))
+        check_memory(root, precision, device, layout_from_config(root, ranks.world_size))
+        uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
+        stop = stack.enter_context(StopHandler(root.trainer.max_time, root.exp_manager.max_time_per_run))
+        data = build_data_by_rank(root, ranks)  # before the run directory: unreadable data leaves none behind
+        warnings = check_metrics(root, data) + check_splits(root, data)
+        directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
+        logger = stack.enter_context(_open_logger(config, ranks, directory, resumed))
+        for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
+            logger.log(line)
+        plan = plan_run(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
+        for line in summary_lines(plan) if plan is not None else ():
+            logger.log(line)
+        stack.enter_context(_errors_in_log(logger))
+        stack.enter_context(report_out_of_memory(root, device, plan))
+        yield RunContext(config, ranks, device, precision, stop, data, directory, resumed, logger, plan)
+
+
+def free_previous_runs(device: torch.device) -> None:
+    """Free the device memory of earlier runs in this process and reset its peak statistics.
+
+    Lightning's loop and its module form a reference cycle that keeps the model alive until garbage collection.
+    """
+    if device.type == "cuda" and torch.cuda.is_initialized():  # the allocator has no statistics before
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def report_out_of_memory(root: RootBlock, device: torch.device, plan: Plan | None = None) -> Iterator[None]:
+    """Turn a failed allocation into a UserError, with the keys that would help if there is a plan."""
+    try:
+        yield
+    except HostMemoryError as error:
+        raise UserError(f"out of host memory: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        message = " ".join(str(error).split())[:200]
+        on_host = device.type != "cpu" and is_out_of_host_memory(error)
+        where = "out of host memory" if on_host else f"out of memory on {device.type}"
+        fixes = (
+            ["offload less to host memory, or prefetch fewer batches"] if on_host else out_of_memory_lines(root, plan)
+        )
+        raise UserError([where + (f": {message}" if message else ""), *fixes]) from error
+
+
+def build_data_by_rank(root: RootBlock, ranks: DistributedContext) -> Data:
+    """Build the data on local rank 0 first, then on the other ranks of the node, which reuse its index files."""
+    data, problem = None, None
+    for is_our_turn in (ranks.local_rank == 0, ranks.local_rank != 0):
+        if is_our_turn:
+            try:
+                data = overfit_batches(build_data(root), root)
+                if ranks.world_size > 1 and ranks.local_rank == 0:
+                    data.train.batch(0, 1)  # builds the index of the first epoch, if it is cached in files
+            except UserError as error:
+                problem = error
+        ranks.raise_on_all_ranks(problem)
+    assert data is not None
+    return data
+
+
+def _open_directory_and_checkpoint(
+    config: RunConfig, ranks: DistributedContext, stack: ExitStack
+) -> tuple[RunDirectory, Checkpoint | None, list[str]]:
+    """Choose the run directory and the checkpoint to resume from on rank 0, and broadcast them."""
+    directory, resumed, lines, problem = None, None, [], None
+    if ranks.is_rank_zero:
+        try:
+            directory = stack.enter_context(open_run_directory(config))
+            resumed, lines = find_resume_checkpoint(config.root.exp_manager, directory)
+        except UserError as error:
+            problem = error
+    ranks.raise_on_all_ranks(problem)
+    paths = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
+    path, checkpoints, start = json.loads(ranks.broadcast_text(json.dumps(paths)))
+    if directory is None:
+        directory = RunDirectory(Path(path), Path(checkpoints))
+        resumed = open_checkpoint(Path(start), verify=False) if start else None
+    return directory, resumed, lines
+
+
+def _open_logger(
+    config: RunConfig, ranks: DistributedContext, directory: RunDirectory, resumed: Checkpoint | None
+) -> RunLogger:
+    if not ranks.is_rank_zero:
+        return RunLogger.disabled()
+    keys = config.root.trainer
+    return RunLogger.open(
+        config,
+        directory.path,
+        ProgressDisplay(keys.max_steps, live=keys.enable_progress_bar, title=config.root.name),
+        resumed_at=resumed.state.step if resumed else 0,
+        drop_validation=resumed is not None and resumed.state.loop.validation_due,
+    )
+
+
+@contextmanager
+def _errors_in_log(logger: RunLogger) -> Iterator[None]:
+    """Copy the message of a UserError to run.log."""
+    try:
+        yield
+    except UserError as error:
+        with suppress(UserError):  # if run.log cannot be written either, keep the original error
+            logger.log_to_file("\n".join(error.lines))
+        raise

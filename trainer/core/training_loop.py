@@ -1,0 +1,232 @@
+"""Training loop of a run: Lightning module, dataloader, callback, checkpoint saver and profilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...models.build import LanguageModel
+from ..callbacks.expert_load import build_expert_load_metrics
+from ..callbacks.profiler import ProfilerList, build_profilers
+from ..callbacks.reporting import ThroughputFactors
+from ..callbacks.train_loop import SaveFunction, TrainLoopCallback, ValidateFunction
+from ..checkpoint.async_saver import CheckpointSaver
+from ..checkpoint.loop_state import LoopState
+from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
+from ..checkpoint.run_environment import device_name
+from ..checkpoint.writer import CheckpointContent, apply_retention
+from ..config.batch_spec import batch_spec
+from ..config.lr_schedule import build_schedule
+from ..config.schema.exp_manager import canonical_metric_name
+from ..config.schema.root import RootBlock
+from ..data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
+from ..data.dataloader import PrefetchingDataLoader
+from ..data.subsets import validation_subset
+from ..data.tokenizers.tokenizer import tokenizer_state
+from ..device.cuda_graph_support import uses_cuda_graph
+from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
+from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
+from ..lightning.expert_balance import build_expert_balancer
+from ..lightning.lightning_module import LanguageModule
+from ..plan.flops import bf16_peak_flops, training_flops_per_sample
+from ..utils.local_shard import local_shard
+from .run_context import RunContext
+from .training_state import TrainingState
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """What `lightning_trainer.fit` runs, and what must be closed after it.
+
+    Attributes:
+        module: model, optimizer and dataloader, at the first step of this process.
+        callback: logging, validation, checkpoints and stopping between steps.
+        saver: checkpoint saver, perhaps still writing in the background.
+        profilers: the enabled profilers.
+    """
+
+    module: LanguageModule
+    callback: TrainLoopCallback
+    saver: CheckpointSaver
+    profilers: ProfilerList
+
+
+def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
+    """Build the training loop of a run from its step on."""
+    root, ranks, start, log = run.root, run.ranks, state.start, run.logger.log
+    schedule = BatchSchedule(
+        root.model.global_batch_size,
+        first_step=start.step,
+        consumed=start.consumed_samples,
+        ramp_up=parse_ramp_up(root.model.rampup_batch_size, root.model.global_batch_size),
+    )
+    module = _build_module(run, state, schedule)
+    saver = CheckpointSaver(
+        run.directory.checkpoints,
+        ranks,
+        _retention(run),
+        async_save=root.exp_manager.checkpoint_callback_params.async_save,
+    )
+    profilers = build_profilers(root, run.directory.path, run.device, log, ranks.rank, start.step)
+    callback = TrainLoopCallback(
+        root,
+        run.logger,
+        run.stop,
+        build_throughput(root, state.model, run.device, ranks.world_size),
+        validate=_build_validation(run, state),
+        save=_build_save(run, state, module, schedule, saver),
+        checkpoint_directory=run.directory.checkpoints,
+        consumed_samples=schedule.consumed_samples,
+        state=start.loop,
+        resumed_metrics=start.metrics,
+        all_reduce_flags=ranks.all_reduce_flags_async,
+        flags_are_async=ranks.world_size > 1,
+        ema=state.ema,
+        profilers=profilers,
+        expert_load=build_expert_load_metrics(
+            root,
+            state.model,
+            run.directory.path,
+            ranks,
+            resumed_at=start.step,
+            state=start.loop.expert_load,
+            report=log,
+        ),
+    )
+    return TrainingLoop(module, callback, saver, profilers)
+
+
+def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
+    """Build the Lightning module with its dataloader."""
+    root, keys, ranks = run.root, run.root.model, run.ranks
+    batches = RankBatchSampler(schedule, keys.micro_batch_size, ranks.rank, ranks.world_size)
+    return LanguageModule(
+        state.model,
+        state.optimizer,
+        build_schedule(keys.optim, root.trainer.max_steps),
+        PrefetchingDataLoader(run.data.train, batches, run.device, keys.data.num_workers),
+        run.precision,
+        seed=keys.seed,
+        step=state.start.step,
+        ranks=ranks,
+        data_parallel=state.data_parallel,
+        graph_capture=build_graph_capture(root, state.model, run.device, ranks.world_size, run.logger.log),
+        expert_balancer=build_expert_balancer(
+            root, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, ranks
+        ),
+    )
+
+
+def build_throughput(
+    root: RootBlock, model: LanguageModel, device: torch.device, world_size: int = 1
+) -> ThroughputFactors:
+    """Return the token and FLOP counts from which throughput and MFU of all processes are computed."""
+    form = batch_spec(root)
+    tokens = form.seq_length + form.decoder_seq_length
+    peak = bf16_peak_flops(device_name(device))
+    return ThroughputFactors(
+        tokens_per_sample=tokens,
+        flops_per_token=training_flops_per_sample(
+            root.model, model.output_weight.shape[0], form, frozen=root.model.peft.is_on
+        )
+        / tokens,
+        peak_flops=None if peak is None else peak * world_size,
+    )
+
+
+def build_graph_capture(
+    root: RootBlock, model: LanguageModel, device: torch.device, world_size: int, log: Callable[[str], None]
+) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
+    """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
+
+    With `enable_cuda_graph: null`, a capture that runs out of memory is logged with `log` and falls back to eager.
+    """
+    if not uses_cuda_graph(root, device, world_size, model.attention_decisions):
+        return None
+    on_failure = None if root.model.enable_cuda_graph else log
+    return lambda run: CapturedMicroBatches(run, model.parameters(), on_failure)
+
+
+def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction | None:
+    """Return a function that validates on `trainer.limit_val_batches` of the samples, or None if that is 0."""
+    root, model = run.root, state.model
+    limit = root.trainer.limit_val_batches
+    if not limit or run.data.validation is None:
+        return None
+    samples = validation_subset(root, run.data.validation)
+    size = root.model.micro_batch_size
+    per_global_batch = root.model.global_batch_size // size
+    default_batches = limit if isinstance(limit, int) else None
+
+    def validate(global_batches: int | None, should_stop: Callable[[], bool] | None) -> EvaluationResult:
+        model.eval()
+        batches = default_batches if global_batches is None else global_batches
+        try:
+            return evaluate(
+                loss_function(model, run.precision, run.device),
+                samples,
+                token_bytes=run.data.token_byte_counts,
+                batch_size=size,
+                limit_batches=None if batches is None else batches * per_global_batch,
+                device=run.device,
+                ranks=run.ranks,
+                should_stop=should_stop,
+            )
+        finally:
+            if state.data_parallel is not None:
+                state.data_parallel.reshard()
+            model.train()
+
+    return validate
+
+
+def _build_save(
+    run: RunContext, state: TrainingState, module: LanguageModule, schedule: BatchSchedule, saver: CheckpointSaver
+) -> SaveFunction | None:
+    """Return a function that saves a checkpoint of a step, or None if no checkpoint would be kept."""
+    keys = run.root.exp_manager
+    params = keys.checkpoint_callback_params
+    if not keys.create_checkpoint_callback or (params.save_top_k == 0 and not params.save_last):
+        return None
+
+    def save(step: int, metrics: Mapping[str, float], loop: LoopState) -> Path:
+        run_state = state.start.model_copy(
+            update={
+                "step": step,
+                "updates": state.optimizer.step_count,
+                "consumed_samples": schedule.consumed_samples(step),
+                "val_loss": metrics.get("val_loss"),
+                "metrics": {name: value for name, value in metrics.items() if name != "val_loss"},
+                "loop": loop,
+            }
+        )
+        kind, state_dict = tensors_to_save(module.model)
+        tensors = {
+            kind: {name: local_shard(tensor) for name, tensor in state_dict.items()},
+            OPTIMIZER: state.optimizer.local_shards(),
+        }
+        if state.ema is not None:
+            tensors[EMA_WEIGHTS] = state.ema.local_shards()
+        tokenizer = tokenizer_state(run.data.tokenizer)
+        return saver.save(CheckpointContent(run_state, tensors, run.config.document, tokenizer))
+
+    return save
+
+
+def _retention(run: RunContext) -> Callable[[], None]:
+    """Return a function that applies checkpoint retention; a run that is being stopped keeps its newest checkpoint."""
+    params = run.root.exp_manager.checkpoint_callback_params
+
+    def clean() -> None:
+        apply_retention(
+            run.directory.checkpoints,
+            save_top_k=params.save_top_k,
+            save_last=params.save_last or run.stop.reason is not None,
+            monitor=canonical_metric_name(params.monitor),
+            mode=params.mode,
+        )
+
+    return clean
