@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from adapter_runs import base_folder, finetune, our_logits, some_tokens, their_logits
 from hf_folders import random_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.conversion.load_model import LoadedModel, load_model
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_in(folder: Path) -> Any:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return loaded.eval()
 
 
