@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -116,7 +116,6 @@ def test_a_constant_need_in_random_cuts_takes_constant_memory(
     assert sizes[50] == sizes[-1]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3000), st.randoms(use_true_random=False)), max_size=80))
 def test_a_buffer_that_is_out_is_nobody_elses(steps: list[tuple[bool, int, random.Random]]) -> None:
     """Whatever is taken and given back in whatever order."""
