@@ -12,6 +12,7 @@ import transformers
 from adapter_runs import base_folder, finetune, our_logits, some_tokens, their_logits
 from hf_folders import random_model
 from safetensors.torch import load_file
+from tiers import full_only
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.conversion.load_model import LoadedModel, load_model
@@ -97,6 +98,7 @@ def test_what_has_no_average_is_refused(folder: Path, tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
 
 
+@full_only  # importing lm_eval takes seconds
 def test_the_harness_takes_true_and_false(folder: Path) -> None:
     pytest.importorskip("lm_eval")
     from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM
