@@ -1,4 +1,4 @@
-"""The norm beside a stream that goes on: its backward against autograd in fp64, and what a compiled layer keeps."""
+"""RMSNorm fused with the residual branch: its backward against autograd in fp64, and what a compiled layer saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would make a run fit: suggestions, the search of `stoker plan --fit`, and what both say."""
+"""Changes that make a run fit: suggestions, the search of `stoker plan --fit`, and their output."""
 
 import json
 

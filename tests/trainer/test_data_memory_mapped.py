@@ -1,4 +1,4 @@
-"""Samples from mapped tokens: every token once per epoch, and pure functions of their position."""
+"""Samples from memory-mapped tokens: every token once per epoch, and pure functions of their position."""
 
 import json
 import pickle

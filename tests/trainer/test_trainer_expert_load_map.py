@@ -1,4 +1,4 @@
-"""The file and the picture of the load of the experts: small, whole, and the same after a resume."""
+"""The file and the figure of the load of the experts: small, whole, and the same after a resume."""
 
 from __future__ import annotations
 

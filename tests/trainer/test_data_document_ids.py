@@ -1,4 +1,4 @@
-"""Numbers of documents within samples: Megatron's rule, whatever the samples come from."""
+"""Document ids within samples: Megatron's rule, for every source of samples."""
 
 from __future__ import annotations
 

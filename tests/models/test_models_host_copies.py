@@ -1,4 +1,4 @@
-"""The pool of host buffers: nobody's bytes are another's, and it stays as large as the largest step needs."""
+"""Pool of host buffers: no buffer is handed out twice, and the pool stays as large as the largest step needs."""
 
 from __future__ import annotations
 
