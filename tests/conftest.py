@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import inspect
 import os
 import signal
 import sys
@@ -12,12 +13,7 @@ from typing import Any
 import interpreter_speedups
 import pytest
 from fork_server import ForkServer
-from hypothesis import settings
 from tiers import TIER
-
-# the same examples in every run, so that no test fails at random
-settings.register_profile("stoker", derandomize=True, deadline=None)
-settings.load_profile("stoker")
 
 gc.disable()  # until everything is imported, see `pytest_collection_finish`
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -37,8 +33,16 @@ if importlib.util.find_spec("stoker") is None:
     spec.loader.exec_module(module)
 
 
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: Any) -> list[pytest.Item] | None:
+    """Skip functions marked `gpu` unless STOKER_TEST_TIER=gpu, before their thousands of cases are made."""
+    if TIER == "gpu" or not inspect.isfunction(obj):
+        return None
+    marks = [*collector.iter_markers(), *getattr(obj, "pytestmark", [])]
+    return [] if any(mark.name == "gpu" for mark in marks) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked `gpu` unless STOKER_TEST_TIER=gpu."""
+    """Deselect parameters marked `gpu` too."""
     if TIER != "gpu":
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -90,6 +90,42 @@ def test_nothing_unsafe_is_called() -> None:
     assert [line for path in FILES for line in unsafe_uses(path)] == []
 
 
+def parameters(function: ast.FunctionDef) -> set[str]:
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return {argument.arg for argument in every if argument}
+
+
+def fields(owner: ast.ClassDef) -> set[str]:
+    """Return the fields and methods of a class, the attributes it sets and the parameters of its constructor."""
+    methods = [node for node in owner.body if isinstance(node, ast.FunctionDef)]
+    found = {method.name for method in methods}
+    found.update(*(parameters(method) for method in methods if method.name == "__init__"))
+    found |= {
+        node.attr for node in ast.walk(owner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    for assignment in owner.body:
+        if isinstance(assignment, ast.Assign | ast.AnnAssign):
+            targets = assignment.targets if isinstance(assignment, ast.Assign) else [assignment.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def unknown_arguments(path: Path) -> Iterator[str]:
+    for node in nodes(path):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            doc = ast.get_docstring(node) or ""
+            sections = re.findall(r"^(?:Args|Attributes):\n((?: .*\n?|\n)*)", doc, re.MULTILINE)
+            entries = [entry for section in sections for entry in re.findall(r"(?m)^    ([\w*][^:]*):", section)]
+            documented = {word.strip(" *") for entry in entries for word in entry.split(",")}
+            if unknown := documented - (fields(node) if isinstance(node, ast.ClassDef) else parameters(node)):
+                yield f"{name(path)}:{node.lineno} {node.name} has no {sorted(unknown)}"
+
+
+def test_docstrings_name_parameters_that_exist() -> None:
+    assert [line for path in FILES for line in unknown_arguments(path)] == []
+
+
 def test_the_architecture_page_names_files_that_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"\b(?:kernels|models|trainer|conf|tests|scripts|docs)/[\w/]*(?:\.\w+)?", page))

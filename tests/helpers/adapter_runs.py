@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from hf_folders import TOKENS, VOCAB, letter_tokenizer, random_model, save
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from stoker.models.t5 import T5
 from stoker.trainer.config.run_config import RunConfig
@@ -70,7 +70,7 @@ def our_logits(restored: LoadedModel, tokens: Tensor) -> Tensor:
     return logits[..., :VOCAB]
 
 
-def their_logits(model: PreTrainedModel | Any, tokens: Tensor, *, is_t5: bool = False) -> Tensor:
+def their_logits(model: transformers.PreTrainedModel | Any, tokens: Tensor, *, is_t5: bool = False) -> Tensor:
     """Return the same logits of a transformers model, with or without a peft wrapper."""
     with torch.no_grad():
         more = {"decoder_input_ids": _shifted(tokens)} if is_t5 else {}

@@ -9,14 +9,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from transformers.models.gpt_neox import modeling_gpt_neox
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.mixtral import modeling_mixtral
-from transformers.models.mt5 import modeling_mt5
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.t5 import modeling_t5
 
 from stoker.models.build import LanguageModel
 from stoker.models.hf.architecture import Architecture
@@ -48,6 +40,15 @@ def _top_k_router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Ten
 @contextmanager
 def keep_input_dtype() -> Iterator[None]:
     """Keep norms, rotary embeddings and routers in the dtype of their input, where transformers upcasts to fp32."""
+    from transformers.models.gpt_neox import modeling_gpt_neox
+    from transformers.models.llama import modeling_llama
+    from transformers.models.mistral import modeling_mistral
+    from transformers.models.mixtral import modeling_mixtral
+    from transformers.models.mt5 import modeling_mt5
+    from transformers.models.qwen2 import modeling_qwen2
+    from transformers.models.qwen3 import modeling_qwen3
+    from transformers.models.t5 import modeling_t5
+
     norms = (
         *(modeling_llama.LlamaRMSNorm, modeling_mistral.MistralRMSNorm, modeling_mixtral.MixtralRMSNorm),
         *(modeling_qwen2.Qwen2RMSNorm, modeling_qwen3.Qwen3RMSNorm, modeling_t5.T5LayerNorm, modeling_mt5.MT5LayerNorm),

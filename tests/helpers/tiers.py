@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import settings
 
 TIER = os.environ.get("STOKER_TEST_TIER", "fast")
 assert TIER in ("fast", "full", "gpu"), f"STOKER_TEST_TIER={TIER}: it is fast, full or gpu"
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if TIER == "gpu" else [])]
+
+# the same examples in every run, so that no test fails at random
+settings.register_profile("stoker", derandomize=True, deadline=None, max_examples=25 if TIER == "fast" else 100)
+settings.load_profile("stoker")
 
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -35,6 +40,11 @@ def extra(*values: T) -> tuple[T, ...]:
 def full_only(test: Test) -> Test:
     """The outermost decorator of a test that the fast tier does not collect."""
     return None if TIER == "fast" else test  # type: ignore[return-value]
+
+
+def examples(full: int) -> settings:
+    """A decorator like `hypothesis.settings(max_examples=full)`; the fast tier makes a quarter of them, at least 10."""
+    return settings(max_examples=max(full // 4, min(full, 10)) if TIER == "fast" else full)
 
 
 def looped(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from attention_cases import attend, told
-from tiers import cases, extra, looped
+from tiers import cases, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
@@ -212,7 +212,8 @@ def test_pytorch_agrees_with_the_table_on_cpu(name: str, dropout: float, bias: A
                 run(name, tensors, **options)
 
 
-@pytest.mark.parametrize("name", ["unfused", *extra(*(name for name in ON_CPU if name != "unfused"), "reference")])
+@full_only
+@pytest.mark.parametrize("name", [*ON_CPU, "reference"])
 def test_one_graph(name: str) -> None:
     tensors = inputs(dtype=torch.float32)
 

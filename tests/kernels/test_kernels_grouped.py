@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import looped
+from tiers import examples, looped
 
 from stoker.kernels.moe.assignments import padded_assignments, sorted_assignments
 from stoker.kernels.moe.grouped_matmul import (
@@ -33,7 +33,7 @@ def ends_of(counts: list[int]) -> torch.Tensor:
 # ---------------------------------------------------------------- assignments
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(1, 20), st.integers(1, 9), st.data())
 def test_assignments_are_a_stable_sort(tokens, experts, data):
     topk = data.draw(st.integers(1, experts))
@@ -80,7 +80,7 @@ def test_padded_assignments_fill_every_expert_from_its_first_row(capacity):
 # ---------------------------------------------------------------- tiles
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 20), st.sampled_from([4, 16]))
 def test_tiles_cover_every_row_once(counts, after, block):
     ends = ends_of(counts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as some
+from tiers import examples
 from torch import Tensor
 
 from stoker.kernels.moe.assignments import Assignments, sorted_assignments
@@ -29,7 +30,7 @@ def check(experts: Tensor, number: int, kept: Tensor | None, device: str) -> Non
         assert torch.equal(one.cpu(), other), name
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     some.integers(0, 3 * BLOCK), some.integers(1, 40), some.integers(1, 4), some.integers(0, 10),
     some.sampled_from([None, 0.0, 0.3, 1.0]),

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.routing import (
@@ -160,7 +161,7 @@ def test_biased_sigmoid_scores_in_groups_are_those_of_a_loop(data: st.DataObject
     np.testing.assert_allclose(ours.gates.numpy(), gates, rtol=1e-12)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(choices(), st.integers(0, 17), st.sampled_from(["probs", "position"]), st.none() | st.integers(0, 2**14 - 1))
 def test_what_is_kept_is_what_a_loop_keeps(
     choice: tuple[Array, Array, int], capacity: int, policy: Any, mask: int | None
@@ -197,7 +198,7 @@ def test_capacity_is_the_share_rounded_up(tokens: int, experts: int, topk: int, 
     assert capacity >= (tokens > 0)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data())
 def test_padded_experts_give_what_a_loop_gives(data: st.DataObject) -> None:
     """From logits to the layer's output, dropped assignments and empty rows included."""

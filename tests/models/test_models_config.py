@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tiers import looped
+from tiers import examples, looped
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt, num_parameters
@@ -264,7 +264,7 @@ GEOMETRY = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(changes=GEOMETRY, vocab_size=st.integers(1, 200))
 def test_counted_parameters_are_built(changes: dict[str, Any], vocab_size: int) -> None:
     model = build_gpt(

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attend
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import cases, extra, looped
+from tiers import cases, examples, extra, looped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -205,7 +205,7 @@ def test_bf16_and_autocast_are_as_good_as_their_dtype(monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------- what the layers are given
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=4))
 def test_mask_positions_and_lengths_follow_the_documents(rows: list[list[int]]) -> None:
     """Megatron's loop over the end tokens gives the same mask and positions; the lengths cut at the same places."""

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from config_helpers import load
 from hf_fp64 import keep_input_dtype, map_parameters
 from tiers import extra
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
@@ -30,7 +30,7 @@ VOCAB, BATCH, TOKENS, ANSWER = 53, 3, 41, 23
 class Case(NamedTuple):
     """Their model, our keys, and what it is among theirs."""
 
-    reference: PreTrainedModel
+    reference: transformers.PreTrainedModel
     keys: FamilyKeys
     kind: Architecture
 
@@ -42,14 +42,14 @@ def hf_upcasts_lifted() -> Iterator[None]:
 
 
 def t5(*, layers: tuple[int, int], gated: bool, tied: bool, backend: str = "auto", heads: int = 3) -> Case:
-    config_class: Any = T5Config
+    config_class: Any = transformers.T5Config
     config = config_class(
         vocab_size=VOCAB, d_model=24, d_kv=10, d_ff=37, num_layers=layers[0], num_decoder_layers=layers[1],
         num_heads=heads, relative_attention_num_buckets=12, relative_attention_max_distance=30, dropout_rate=0.0,
         feed_forward_proj="gated-gelu" if gated else "relu", tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1,
         decoder_start_token_id=0,
     )  # fmt: skip
-    reference = T5ForConditionalGeneration(config)
+    reference = transformers.T5ForConditionalGeneration(config)
     if not tied:  # transformers 5 ties them all the same, although v1.1 and ByT5 have heads of their own
         reference.lm_head = nn.Linear(24, VOCAB, bias=False)
     stack: dict[str, Any] = {
@@ -74,7 +74,7 @@ def t5(*, layers: tuple[int, int], gated: bool, tied: bool, backend: str = "auto
 
 
 def bert() -> Case:
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=30, num_hidden_layers=2, num_attention_heads=5, intermediate_size=44,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=TOKENS,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def bert() -> Case:
             "encoder_seq_length": TOKENS, "make_vocab_size_divisible_by": 8,
         }
     )  # fmt: skip
-    return Case(BertForMaskedLM(config), ours, BERT)
+    return Case(transformers.BertForMaskedLM(config), ours, BERT)
 
 
 def same_weights(case: Case, dtype: torch.dtype, *, padded: bool, std: float) -> LanguageModel:
@@ -200,20 +200,20 @@ def test_the_presets_are_the_released_models(name: str) -> None:
         f"model={name}", "data=mock", f"model.override_vocab_size={VOCAB}", "model.make_vocab_size_divisible_by=8",
         f"model.{length}={TOKENS}", *rates, *layers,
     ).root.model  # fmt: skip
-    config_class: Any = BertConfig if name == "bert_base" else T5Config
+    config_class: Any = transformers.BertConfig if name == "bert_base" else transformers.T5Config
     if name == "bert_base":
         config = config_class(
             vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=TOKENS, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )  # fmt: skip
-        case = Case(BertForMaskedLM(config), ours, BERT)
+        case = Case(transformers.BertForMaskedLM(config), ours, BERT)
     else:
         untied = RELEASED[name]["feed_forward_proj"] == "gated-gelu"
         config = config_class(
             vocab_size=VOCAB, num_layers=1, num_decoder_layers=1, dropout_rate=0.0, decoder_start_token_id=0,
             **RELEASED[name], **({"tie_word_embeddings": False} if untied else {}),
         )  # fmt: skip
-        reference = T5ForConditionalGeneration(config)
+        reference = transformers.T5ForConditionalGeneration(config)
         if untied:
             reference.lm_head = nn.Linear(config.d_model, VOCAB, bias=False)
         case = Case(reference, ours, T5_GATED if untied else T5)

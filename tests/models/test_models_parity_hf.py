@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hf_fp64 import keep_input_dtype, map_parameters
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-)
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
@@ -48,19 +40,19 @@ def keys(**changes: Any) -> GPTKeys:
     return GPTKeys.model_validate(common | changes)
 
 
-def gpt2() -> tuple[PreTrainedModel, GPTKeys, Architecture]:
-    config = GPT2Config(
+def gpt2() -> tuple[transformers.PreTrainedModel, GPTKeys, Architecture]:
+    config = transformers.GPT2Config(
         vocab_size=VOCAB, n_positions=TOKENS, n_embd=30, n_layer=LAYERS, n_head=5, attn_pdrop=0, resid_pdrop=0,
         embd_pdrop=0,
     )  # fmt: skip
     ours = keys(hidden_size=30, ffn_hidden_size=120, num_attention_heads=5, openai_gelu=True)
-    return GPT2LMHeadModel(config), ours, GPT2
+    return transformers.GPT2LMHeadModel(config), ours, GPT2
 
 
 def llama(
     *, groups: int, tied: bool, bias: bool = False, backend: str = "auto"
-) -> tuple[PreTrainedModel, GPTKeys, Architecture]:
-    config = LlamaConfig(
+) -> tuple[transformers.PreTrainedModel, GPTKeys, Architecture]:
+    config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=36, intermediate_size=50, num_hidden_layers=LAYERS, num_attention_heads=6,
         num_key_value_heads=groups, head_dim=10, rms_norm_eps=1e-5, tie_word_embeddings=tied, attention_bias=bias,
         mlp_bias=bias, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
@@ -70,11 +62,11 @@ def llama(
         normalization="rmsnorm", activation="fast-swiglu", bias=bias, position_embedding_type="rope", rotary_base=500.0,
         share_embeddings_and_output_weights=tied, attention_backend=backend,
     )  # fmt: skip
-    return LlamaForCausalLM(config), ours, LLAMA
+    return transformers.LlamaForCausalLM(config), ours, LLAMA
 
 
-def mixtral(experts: int, topk: int, **changes: Any) -> tuple[PreTrainedModel, GPTKeys, Architecture]:
-    config = MixtralConfig(
+def mixtral(experts: int, topk: int, **changes: Any) -> tuple[transformers.PreTrainedModel, GPTKeys, Architecture]:
+    config = transformers.MixtralConfig(
         vocab_size=VOCAB, hidden_size=36, intermediate_size=50, num_hidden_layers=LAYERS, num_attention_heads=6,
         num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, num_local_experts=experts, num_experts_per_tok=topk,
         sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
@@ -85,7 +77,7 @@ def mixtral(experts: int, topk: int, **changes: Any) -> tuple[PreTrainedModel, G
         normalization="rmsnorm", activation="swiglu", bias=False, position_embedding_type="rope", rotary_base=500.0,
         share_embeddings_and_output_weights=False, num_moe_experts=experts, moe_router_topk=topk, **changes,
     )  # fmt: skip
-    return MixtralForCausalLM(config), ours, MIXTRAL
+    return transformers.MixtralForCausalLM(config), ours, MIXTRAL
 
 
 def same_weights(reference: nn.Module, ours: GPTKeys, kind: Architecture, dtype: torch.dtype) -> GPT:
@@ -107,7 +99,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def worst_difference(build: tuple[PreTrainedModel, GPTKeys, Architecture], dtype: torch.dtype) -> float:
+def worst_difference(build: tuple[transformers.PreTrainedModel, GPTKeys, Architecture], dtype: torch.dtype) -> float:
     reference, ours, kind = build
     reference.type(dtype)
     reference.set_attn_implementation("sdpa")  # the eager one casts to fp32

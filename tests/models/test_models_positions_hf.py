@@ -9,15 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hf_fp64 import _rms_norm, _rotary, map_parameters
 from tiers import looped
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.qwen3 import modeling_qwen3
-from transformers.models.t5.modeling_t5 import T5Attention
 
 from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.attention.flags import AttentionFlags
@@ -38,6 +33,8 @@ VOCAB, TOKENS = 53, 13
 
 @looped("heads", [1, 2, 3, 6, 8, 12, 16, 20, 71])
 def test_slopes_of_bloom(heads: int) -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
     theirs = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(ALiBi(heads, heads).slopes, theirs, rtol=1e-6, atol=0)
 
@@ -45,6 +42,8 @@ def test_slopes_of_bloom(heads: int) -> None:
 @looped("bidirectional", [True, False])
 @looped(("buckets", "largest"), [(32, 128), (32, 40), (64, 256), (8, 20), (16, 100)])
 def test_buckets_of_t5(buckets: int, largest: int, bidirectional: bool) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
     ours = torch.tensor(relative_buckets(buckets, largest, bidirectional=bidirectional))
     reach, distances = len(ours) // 2, torch.arange(-5 * largest, 5 * largest + 1)
     theirs = T5Attention._relative_position_bucket(distances, bidirectional, buckets, largest)
@@ -82,8 +81,10 @@ SCALINGS: list[tuple[RotaryScaling, dict[str, Any]]] = [
 @looped("base", [10000.0, 500000.0])
 @looped("share", [1.0, 0.5])
 def test_rotary_frequencies(scaling: RotaryScaling, parameters: dict[str, Any], base: float, share: float) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope = {**parameters, "rope_theta": base, "partial_rotary_factor": share}
-    config = LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=rope)
+    config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=1, head_dim=128, rope_parameters=rope)
     theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
     ours = scaling.apply(rotary_frequencies(int(128 * share), base), base)
     torch.testing.assert_close(torch.tensor(ours, dtype=FP64).float(), theirs, rtol=2e-6, atol=0)
@@ -142,6 +143,8 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 @pytest.fixture
 def qwen3_upcasts_lifted() -> Iterator[None]:
+    from transformers.models.qwen3 import modeling_qwen3
+
     with (
         mock.patch.object(modeling_qwen3.Qwen3RMSNorm, "forward", _rms_norm),
         mock.patch.object(modeling_qwen3.Qwen3RotaryEmbedding, "forward", _rotary),
@@ -151,12 +154,12 @@ def qwen3_upcasts_lifted() -> Iterator[None]:
 
 @pytest.mark.usefixtures("qwen3_upcasts_lifted")
 def test_qwen3() -> None:
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=VOCAB, hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     )  # fmt: skip
-    reference = Qwen3ForCausalLM(config)
+    reference = transformers.Qwen3ForCausalLM(config)
     randomised(reference).set_attn_implementation("sdpa")
     model = model_of(activation="fast-swiglu", qk_layernorm=True, share_embeddings_and_output_weights=False)
 
@@ -169,6 +172,8 @@ def _gemma_norm(self: Any, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def gemma2_upcasts_lifted() -> Iterator[None]:
+    from transformers.models.gemma2 import modeling_gemma2
+
     softmax = F.softmax
     with (
         mock.patch.object(modeling_gemma2.Gemma2RMSNorm, "forward", _gemma_norm),
@@ -179,12 +184,12 @@ def gemma2_upcasts_lifted() -> Iterator[None]:
 
 
 def gemma2(**changes: Any) -> Any:
-    config = Gemma2Config(
+    config = transformers.Gemma2Config(
         vocab_size=VOCAB, hidden_size=36, intermediate_size=50, num_hidden_layers=1, num_attention_heads=6,
         num_key_value_heads=2, head_dim=10, rms_norm_eps=1e-5, query_pre_attn_scalar=10, pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **changes,
     )  # fmt: skip
-    reference = randomised(Gemma2ForCausalLM(config))
+    reference = randomised(transformers.Gemma2ForCausalLM(config))
     reference.set_attn_implementation("eager")
     return reference
 

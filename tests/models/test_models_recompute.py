@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_compiler
+from compiled_graphs import CompiledGraphs
 from tiers import extra, full_only
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -341,28 +338,9 @@ def test_nothing_is_kept_that_a_part_makes_again() -> None:
 # ---------------------------------------------------------------- compiled
 
 
-class Graphs:
-    """A backend for torch.compile that splits forward and backward as inductor does, and keeps both graphs."""
-
-    def __init__(self) -> None:
-        self.forwards: list[torch.fx.Graph] = []
-        self.backwards: list[torch.fx.Graph] = []
-
-    def compile(self, model: GPT) -> None:
-        torch.compiler.reset()
-        backend = aot_autograd(
-            fw_compiler=make_boxed_compiler(lambda graph, _: graph.forward),
-            partition_fn=self._split,
-            decompositions=select_decomp_table(),
-        )
-        for layer in model.decoder.layers:
-            layer.compile(fullgraph=True, dynamic=False, backend=backend)
-
-    def _split(self, *given: Any, **options: Any) -> Any:
-        forward, backward = min_cut_rematerialization_partition(*given, **options)
-        self.forwards.append(forward.graph)
-        self.backwards.append(backward.graph)
-        return forward, backward
+def compile_layers(model: GPT, graphs: CompiledGraphs) -> None:
+    for layer in model.decoder.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend=graphs.backend)
 
 
 def made(graph: torch.fx.Graph) -> Counter[str]:
@@ -375,9 +353,9 @@ NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_dropout": 0.
 
 def step_of(mode: str) -> tuple[dict[str, Tensor], Counter[str], int]:
     """What a compiled step gives, the products of a layer's backward, and the bytes that are kept."""
-    graphs = Graphs()
+    graphs = CompiledGraphs()
     model = gpt(**LLAMA | NO_DROPOUT, attention_backend="unfused", num_layers=2, **MODES.get(mode, {}))
-    graphs.compile(model)
+    compile_layers(model, graphs)
     step = trained(model)
     (backward,) = graphs.backwards  # both layers are one compilation
     return step, made(backward), kept_bytes(model)
@@ -470,9 +448,9 @@ def test_the_kernels_of_unfused_attention_train_alike_and_keep_no_scores(
     plain, ours = gpt(**keys), gpt(**keys, **SELECTIVE)
     everything, wanted = kept_bytes(plain), trained(plain)
     monkeypatch.setattr(recompute_scores, "triton_runs_on", lambda _: True)
-    graphs = Graphs()
+    graphs = CompiledGraphs()
     if compiled:
-        graphs.compile(ours)
+        compile_layers(ours, graphs)
     for name, value in trained(ours).items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
     scores, log_sum_exps = 2 * 4 * TOKENS * TOKENS * 4, 2 * 4 * TOKENS * 4

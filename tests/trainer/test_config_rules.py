@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from config_helpers import load, problems, write
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import extra, full_only, looped
+from tiers import examples, full_only, looped
 
 from stoker.kernels.attention.flags import KNOWN_FLAGS
 from stoker.trainer.config.load import config_from_document
@@ -185,12 +185,9 @@ def test_environment_text(value: Any, text: str) -> None:
     assert format_variable(value) == text
 
 
-@pytest.mark.parametrize("examples", [15, *extra(40)])
-def test_the_fix_of_a_batch_size_works(examples: int) -> None:
-    settings(max_examples=examples)(given(st.integers(1, 64), st.integers(1, 64))(check_fix))()
-
-
-def check_fix(together: int, micro: int) -> None:
+@examples(40)
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_the_fix_of_a_batch_size_works(together: int, micro: int) -> None:
     if together % micro == 0:
         return
     problem = problems(f"model.global_batch_size={together}", f"model.micro_batch_size={micro}")[
@@ -241,7 +238,7 @@ def _value(path: str, chance: random.Random) -> str:
 
 
 def test_random_configurations() -> None:
-    junk(40, 1)
+    junk(20, 1)
 
 
 @full_only

@@ -8,9 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import full_only
+from tiers import examples, full_only
 
 from stoker.trainer.data.datasets.blend import MAX_PERIOD, BlendedSamples, BlendSchedule
 from stoker.trainer.data.datasets.samples import EvaluationWindows, MockSamples
@@ -18,7 +18,7 @@ from stoker.trainer.data.datasets.samples import EvaluationWindows, MockSamples
 WEIGHTS = st.lists(st.integers(1, 60) | st.sampled_from([0.1, 0.3, 0.7, 0.25, 1.5]), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(weights=WEIGHTS)
 def test_every_set_is_within_one_sample_of_its_weight_at_every_position(weights: list[float]) -> None:
     exact = [Fraction(str(weight)) for weight in weights]
@@ -31,7 +31,7 @@ def test_every_set_is_within_one_sample_of_its_weight_at_every_position(weights:
         assert np.abs(behind).max() < share.denominator
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(weights=WEIGHTS, first=st.integers(0, 500), count=st.integers(1, 200))
 def test_each_set_is_taken_in_its_own_order_without_gaps(weights: list[float], first: int, count: int) -> None:
     interleave = BlendSchedule(weights)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from stoker.trainer.data.sources import indexed_tokens
 from stoker.trainer.data.sources.indexed_tokens import IndexedReader, IndexedWriter, token_dtype
@@ -82,7 +83,7 @@ def test_dtype_follows_megatrons_rule(vocab_size: int, name: str) -> None:
     assert token_dtype(vocab_size).name == name
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     shards=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=5), min_size=1, max_size=4),
     chunk=st.sampled_from([1, 2, 1 << 20]),

@@ -3,9 +3,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import looped
+from tiers import examples, looped
 
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX, EvaluationWindows, MockSamples, Samples, TrainingWindows
 
@@ -23,7 +23,7 @@ def _makers() -> dict[str, Samples]:
 
 @pytest.mark.parametrize("kind", ["train", "evaluation", "mock"])
 @given(order=st.permutations(range(8)), cuts=st.sets(st.integers(1, 239), max_size=6))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_a_sample_depends_on_its_position_alone(kind: str, order: list[int], cuts: set[int]) -> None:
     """Whatever is asked for, in whatever order and chunks, over two epochs, by one object or a fresh one."""
     whole = _makers()[kind].batch(0, 240)
@@ -55,7 +55,6 @@ def test_impossible_positions_are_refused(kind: str, first: int, count: int) -> 
 
 
 @given(tokens=st.integers(2, 400), length=st.integers(1, 50), seed=st.integers(0, 2**70), epoch=st.integers(0, 10**9))
-@settings(deadline=None)
 def test_training_windows_of_an_epoch_do_not_overlap_and_fill_the_stream(
     tokens: int, length: int, seed: int, epoch: int
 ) -> None:
@@ -123,7 +122,6 @@ def test_too_short_a_stream_is_refused() -> None:
 
 
 @given(tokens=st.integers(2, 300), length=st.integers(1, 50), batch_size=st.integers(1, 9))
-@settings(deadline=None)
 def test_evaluation_counts_every_token_once(tokens: int, length: int, batch_size: int) -> None:
     stream = np.arange(tokens)
     samples = EvaluationWindows(stream, length)

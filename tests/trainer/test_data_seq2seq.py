@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from span_texts import restore
+from tiers import examples
 
 from stoker.trainer.cli import main
 from stoker.trainer.config.data_task import task_from_config
@@ -232,7 +233,7 @@ def test_a_prefix_and_what_follows_make_up_a_window(texts: Path) -> None:
     assert max(places) > 56
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=3 * OPEN_ROWS),
     st.integers(20, 40),

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from span_texts import restore
 
@@ -89,7 +89,6 @@ def test_a_decoder_side_that_is_too_short_is_refused():
         window_length(2, T5)
 
 
-@settings(deadline=None)
 @given(lengths, corruptions, seeds)
 def test_noise_is_what_was_asked_for(length, corruption, seed):
     mask = masks(length, corruption, seed, rows=3)
@@ -104,7 +103,6 @@ def test_noise_is_what_was_asked_for(length, corruption, seed):
     np.testing.assert_array_equal(mask.starts, mask.noise & ~before)
 
 
-@settings(deadline=None)
 @given(lengths, corruptions, seeds)
 def test_the_text_comes_back_and_sentinels_are_in_order(length, corruption, seed):
     text = philox_generator(seed, 1).random_raw(2 * length).reshape(2, length) % np.uint64(1000)
@@ -142,7 +140,6 @@ def test_every_way_to_cut_is_equally_likely():
     assert abs(counts - 1000).max() < 5 * 30
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 12), st.floats(0.05, 0.5), st.booleans(), seeds)
 def test_ngram_spans_stay_within_their_budget(length, longest, density, whole, seed):
     text = philox_generator(seed, 1).random_raw(length) % np.uint64(7)
@@ -165,7 +162,6 @@ def test_ngram_spans_stay_within_their_budget(length, longest, density, whole, s
     np.testing.assert_array_equal(restore(encoder, decoder, SENTINELS), text)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 100), st.floats(0.0, 0.95), st.floats(0.05, 0.5), seeds)
 def test_ngram_spans_leave_out_what_is_kept(length, share, density, seed):
     kept = philox_generator(seed, 1).random_raw(length) < share * 2.0**64

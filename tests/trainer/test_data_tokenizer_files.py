@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import regex
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import full_only, looped
+from tiers import examples, full_only, looped
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from stoker.trainer.data.tokenizers import gpt2_pretokenizer, sentencepiece_tokenizer
@@ -160,7 +160,7 @@ def gpt2_by_the_paper(text: str, vocabulary: dict[str, int], ranks: dict[tuple[s
     return ids
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(TEXTS)
 def test_gpt2_is_the_papers_algorithm(text: str) -> None:
     ids = gpt2().encode(text)
@@ -210,7 +210,7 @@ def test_gpt2_without_an_end_of_text_gets_one() -> None:
 # ---------------------------------------------------------------- tokenizer.json
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(TEXTS)
 def test_byte_level_loses_nothing(text: str) -> None:
     tokenizer = build_json_tokenizer(changed(), {})
@@ -233,7 +233,7 @@ def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert [tokenizer.encode(text).tolist() for text in texts] == expected
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(TEXTS.filter(bool))
 def test_byte_fallback_counts_the_bytes_of_the_text(text: str) -> None:
     tokenizer = build_json_tokenizer(canonical_json(json.dumps(llama_like())), {})
@@ -364,7 +364,7 @@ def test_definitions_that_are_refused(definition: Any, problem: str) -> None:
         JsonTokenizer(text, SpecialTokenIds())
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_a_damaged_definition_is_refused_or_works(data: st.DataObject) -> None:
     """Whatever is changed in it, nothing but a ValueError comes out: a checkpoint may come from anywhere."""
@@ -424,7 +424,7 @@ def test_every_character_is_cut_as_the_library_cuts_it() -> None:
     check_characters([code for code in range(0x110000) if not 0xD800 <= code < 0xE000])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(TEXTS, st.sampled_from([1, 2, 3, 7]))
 def test_long_texts_are_cut_in_slices_without_a_trace(text: str, size: int) -> None:
     text = text * 3
@@ -485,7 +485,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=TEXTS)
 def test_sentencepiece_ids_are_its_own(kind: str, text: str) -> None:
     spm = pytest.importorskip("sentencepiece")

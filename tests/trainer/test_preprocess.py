@@ -221,6 +221,7 @@ def test_a_tokenizer_is_trained_and_used(tmp_path: Path) -> None:
     assert digest(tmp_path / "p")[:2] == digest(tmp_path / "q")[:2]
 
 
+@full_only
 def test_parquet_and_zstandard(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -37,13 +37,14 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_whole_checkpoint(tmp_path, forks,
 def test_an_error_of_any_call_of_a_save_is_told_once_and_leaves_a_whole_checkpoint(tmp_path, how, ranks, code):
     is_async = how == "async"
     calls = count_calls(tmp_path / "counted", is_async=is_async, world_size=ranks)
+    tried = range(1, calls + 1, 3 if TIER == "fast" else 1)
     told = 0
 
     def fail(number, name, real, args):
         if number == wanted:
             raise OSError(code, os.strerror(code))
 
-    for wanted in range(1, calls + 1):
+    for wanted in tried:
         directory = tmp_path / str(wanted)
         save(directory, 2, is_async=is_async, world_size=ranks)
         restore = replace_calls(fail)
@@ -60,7 +61,7 @@ def test_an_error_of_any_call_of_a_save_is_told_once_and_leaves_a_whole_checkpoi
                 assert os.strerror(code) in error.lines[0]
                 assert len(error.lines) == 2
         assert problems_after(directory, is_async=is_async, world_size=ranks) == [], wanted
-    assert told >= 0.8 * calls
+    assert told >= 0.8 * len(tried)
 
 
 # ---------------------------------------------------------------- disks
@@ -101,8 +102,11 @@ def sizes(count):
     return [100 + 25 * number for number in range(count)]
 
 
-@pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.parametrize("kib", [300, 550, *extra(*(size for size in sizes(20) if size not in (300, 550)))])
+@pytest.mark.parametrize(
+    ("kib", "how"),
+    [(300, "sync"), (550, "async"), *extra((300, "async"), (550, "sync"))]
+    + [(size, how) for size in extra(*sizes(20)) if size not in (300, 550) for how in ("sync", "async")],
+)
 def test_a_full_disk_ends_the_run_in_a_line_and_it_goes_on_with_more_space(tmp_path, peace, capsys, kib, how):
     change = f"exp_manager.checkpoint_callback_params.async_save={how == 'async'}"
     with mounted(tmp_path / "disk", f"size={kib}k") as disk:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_fp64 import map_parameters
 from tiers import cases
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
@@ -27,9 +27,9 @@ VOCAB, READ, MOST = 16, 12, 10
 CPU = torch.device("cpu")
 
 
-def their_t5() -> PreTrainedModel:
-    config: Any = T5Config
-    return T5ForConditionalGeneration(
+def their_t5() -> transformers.PreTrainedModel:
+    config: Any = transformers.T5Config
+    return transformers.T5ForConditionalGeneration(
         config(
             vocab_size=VOCAB, d_model=24, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=3,
             relative_attention_num_buckets=8, relative_attention_max_distance=20, dropout_rate=0.0, pad_token_id=0,
@@ -38,21 +38,21 @@ def their_t5() -> PreTrainedModel:
     )  # fmt: skip
 
 
-def their_gpt() -> PreTrainedModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
+def their_gpt() -> transformers.PreTrainedModel:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
             vocab_size=VOCAB, n_positions=READ + MOST, n_embd=24, n_layer=2, n_head=3, attn_pdrop=0, resid_pdrop=0,
             embd_pdrop=0, bos_token_id=1, eos_token_id=1, pad_token_id=1,
         )
     )  # fmt: skip
 
 
-def our_keys(reference: PreTrainedModel) -> T5Keys | GPTKeys:
+def our_keys(reference: transformers.PreTrainedModel) -> T5Keys | GPTKeys:
     common = {
         "hidden_size": 24, "ffn_hidden_size": 32, "num_attention_heads": 3, "kv_channels": 8, "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }  # fmt: skip
-    if isinstance(reference, GPT2LMHeadModel):
+    if isinstance(reference, transformers.GPT2LMHeadModel):
         more = {"num_layers": 2, "ffn_hidden_size": 96, "openai_gelu": True, "encoder_seq_length": READ + MOST}
         return GPTKeys.model_validate(common | more | {"make_vocab_size_divisible_by": 8})
     stack = common | {
@@ -69,7 +69,7 @@ def our_keys(reference: PreTrainedModel) -> T5Keys | GPTKeys:
     )  # fmt: skip
 
 
-def pair(reference: PreTrainedModel, seed: int) -> tuple[Any, LanguageModel]:
+def pair(reference: transformers.PreTrainedModel, seed: int) -> tuple[Any, LanguageModel]:
     """Their model with random weights, and ours with the same."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in reference.parameters():

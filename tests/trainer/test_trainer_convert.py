@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_folders import (
     MODELS,
     TOKENS,
@@ -23,7 +24,6 @@ from hf_fp64 import keep_input_dtype
 from safetensors.torch import load_file
 from tiers import cases
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
@@ -65,7 +65,7 @@ def our_model(folder: Path, dtype: torch.dtype) -> LanguageModel:
     return model.eval()
 
 
-def difference(reference: PreTrainedModel, ours: LanguageModel, tokens_per_text: int = TOKENS) -> float:
+def difference(reference: transformers.PreTrainedModel, ours: LanguageModel, tokens_per_text: int = TOKENS) -> float:
     """The largest difference of logits, relative to the largest logit."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, VOCAB, (2, tokens_per_text), generator=generator)
@@ -94,7 +94,7 @@ def test_round_trip_and_logits(name: str, tmp_path: Path) -> None:
     table = open_checkpoint(ours / "checkpoints" / "step-0", with_optimizer=False).weight_files[0]
     assert not load_file(table)["token_embedding.weight"][VOCAB:].any(), "padding"
 
-    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (theirs, back))
+    before, after = (transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (theirs, back))
     written = json.loads((back / "config.json").read_text())
     tokens = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
     said_twice = {"rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base", "torch_dtype"}
@@ -139,7 +139,7 @@ def test_files_of_several_shards_both_ways(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == wanted.keys()
     assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
@@ -213,7 +213,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path, capsys: pytest.CaptureFixture
     # Where the files are gone, they are written from what the checkpoint knows.
     (tmp_path / "ours" / "tokenizer" / "tokenizer.json").unlink()
     convert(tmp_path / "ours", tmp_path / "again")
-    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert again("cab", add_special_tokens=False)["input_ids"] == [2, 0, 1]
     assert again.eos_token_id == 29
 
@@ -244,7 +244,7 @@ def test_train_generate_and_evaluate(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "weights from" in capsys.readouterr().out
     convert(run, tmp_path / "tuned")
     assert (tmp_path / "tuned" / "chat_template.jinja").exists()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     before, after = tensors_of(theirs)["lm_head.weight"], loaded.lm_head.weight
     assert not torch.equal(before, after.float())
     assert (before - after.float()).abs().max() < 0.1

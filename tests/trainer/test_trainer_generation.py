@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import full_only
+from tiers import cases, full_only
 from tiny_run import tiny_config
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def generator(model: GPT | None = None, context: int = CONTEXT) -> Generator:
 # ---------------------------------------------------------------- texts
 
 
-@pytest.mark.parametrize("sampling", DRAWN, ids=str)
+@pytest.mark.parametrize("sampling", cases(DRAWN, fast=1), ids=str)
 def test_a_text_does_not_depend_on_its_batch(sampling: SamplingParams) -> None:
     """Prompts of different lengths and seeds, some batches of them, in which texts end at different times."""
     made, seeds = generator(), [3, 4, 5, 3, 6]

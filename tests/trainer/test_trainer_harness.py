@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_folders import random_model, save
 from tiers import extra, full_only
 from tiny_run import tiny_config
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from stoker.trainer.cli.evaluate_tasks import TASKS, add_arguments, has_tasks
 from stoker.trainer.cli.main import main
@@ -78,12 +78,12 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     library.add_special_tokens(["<s>", "</s>"])
     if request.param:
         library.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    config: Any = LlamaConfig(
+    config: Any = transformers.LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     torch.manual_seed(5)
-    theirs = LlamaForCausalLM(config)
+    theirs = transformers.LlamaForCausalLM(config)
     for parameter in theirs.parameters():
         parameter.data.normal_(0, 0.3)
     save(theirs.eval(), folder / "theirs")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf_folders import TOKENS, VOCAB, random_model, save
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from stoker.models.bert import BERT
 from stoker.models.gpt import GPT
@@ -26,7 +26,7 @@ from stoker.trainer.utils.errors import EXIT_OK
 BYTES = ("--tokenizer", "byte-level")
 
 
-def both(name: str, folder: Path) -> tuple[PreTrainedModel, LoadedModel]:
+def both(name: str, folder: Path) -> tuple[transformers.PreTrainedModel, LoadedModel]:
     """A random model of transformers', and the same one converted."""
     theirs = random_model(name)
     save(theirs, folder / "theirs")
@@ -61,7 +61,7 @@ def some_requests(seed: int = 0) -> list[Request]:
     return requests
 
 
-def reference(model: PreTrainedModel, request: Request, longest: int = TOKENS) -> tuple[float, bool]:
+def reference(model: transformers.PreTrainedModel, request: Request, longest: int = TOKENS) -> tuple[float, bool]:
     """One request at a time, in transformers, log-probabilities in fp64."""
     context, continuation = list(request.context), list(request.continuation)
     called: Any = model
@@ -77,7 +77,7 @@ def reference(model: PreTrainedModel, request: Request, longest: int = TOKENS) -
 
 
 @torch.no_grad()
-def with_greedy(model: PreTrainedModel, requests: list[Request]) -> list[Request]:
+def with_greedy(model: transformers.PreTrainedModel, requests: list[Request]) -> list[Request]:
     """The requests, one whose continuation is what the model would write itself, and one where only its end is."""
     called: Any = model
 

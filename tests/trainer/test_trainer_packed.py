@@ -141,6 +141,7 @@ def test_two_ranks_with_cut_weights_equal_one(tmp_path: Path, texts: Path, forks
     assert records(together)[0]["validation"] == pytest.approx(records(alone)[0]["validation"], rel=1e-12)
 
 
+@full_only
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"
 def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled below the hooks that gather the weights, with equal numbers, whatever the documents."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from stoker.trainer.conversion.convert_adapters import convert_adapter
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.utils.errors import UserError
 
-peft: Any = pytest.importorskip("peft")
-
+pytestmark = pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
 DRAWN = "model.peft.lora_tuning.row_init_method=normal"
 FAST = [("llama", "lora"), ("t5_v1_1", "ia3")]
 EVERY = [
@@ -42,6 +42,8 @@ def convert(source: Path, target: Path, **options: Any) -> list[str]:
 
 
 def loaded(name: str, adapter: Path) -> Any:
+    import peft
+
     return peft.PeftModel.from_pretrained(random_model(name), adapter).eval()
 
 
@@ -96,7 +98,9 @@ def test_virtual_tokens_are_the_same_in_peft(name: str, tmp_path: Path) -> None:
 
 def theirs(name: str, folder: Path, **fields: Any) -> tuple[Any, Path]:
     """An adapter with random numbers on a random model, and the folder that peft saves it in."""
-    kind = peft.IA3Config if "feedforward_modules" in fields else peft.LoraConfig
+    import peft
+
+    kind: Any = peft.IA3Config if "feedforward_modules" in fields else peft.LoraConfig
     model = peft.get_peft_model(random_model(name), kind(task_type="CAUSAL_LM", **fields)).eval()
     generator = torch.Generator().manual_seed(5)
     for key, parameter in model.named_parameters():

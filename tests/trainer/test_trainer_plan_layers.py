@@ -4,7 +4,7 @@ import pytest
 import torch
 from deferred_copies import DeferredCopies
 from saved_activations import backward_peak_bytes, loss_peak_bytes, model_of, plan_inputs, saved_compiled, saved_eager
-from tiers import extra
+from tiers import extra, full_only
 
 from stoker.models.layers import recomputed_attention
 from stoker.models.memory.offload_activations import ActivationOffload
@@ -181,13 +181,8 @@ def test_as_written_layers_keep_what_autograd_saves(name, monkeypatch):
     assert planned == pytest.approx(saved_eager(facts, monkeypatch), rel=0.03)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        *extra(*(name for name in CASES if name not in ("llama", "chunk again"))),
-    ],
-)
+@full_only
+@pytest.mark.parametrize("name", [name for name in CASES if name != "chunk again"])
 def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
     facts = plan_inputs(CASES[name], compiled=True)
     for number, stack in enumerate(facts.stacks):

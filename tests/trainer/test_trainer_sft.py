@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import keep_last_overrides
-from tiers import extra, full_only
+from tiers import cases, extra, full_only
 from torch import Tensor
 
 from stoker.trainer.cli import main
@@ -78,7 +78,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, fast=4))
 def test_packed_rows_are_unpacked_rows(kind: str, tmp_path: Path) -> None:
     """Loss and gradients of an epoch, in fp64."""
     found = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import looped
+from tiers import full_only, looped
 
 from stoker.trainer.evaluation.baselines import docstring_from_name
 from stoker.trainer.evaluation.text_scores import rouge_l, score_predictions, split_words
@@ -30,6 +30,7 @@ def test_rouge_l_of_the_reference(target: str, written: str, expected: float) ->
 texts = st.lists(st.sampled_from(["a", "b", "c", "The", "the", "x9", "é", ".", "-", ""]), max_size=14).map(" ".join)
 
 
+@full_only  # the library imports nltk, which takes seconds
 @given(texts, texts)
 def test_rouge_l_is_that_of_the_library(target: str, written: str) -> None:
     scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"])

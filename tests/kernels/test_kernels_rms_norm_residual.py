@@ -1,4 +1,4 @@
-"""The norm beside a stream that goes on: its backward against autograd in fp64, and what a compiled layer keeps."""
+"""RMSNorm fused with the residual branch: its backward against autograd in fp64, and what a compiled layer saves."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_compiler
+from compiled_graphs import CompiledGraphs
 from tiers import DEVICES, full_only
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 
 from stoker.kernels import rms_norm_residual as module
 from stoker.kernels.norm_functions import rms_norm
@@ -138,19 +135,10 @@ def traced(
     part: Callable[[Tensor], Tensor], stream: Tensor, leaves: list[Tensor]
 ) -> tuple[Any, list[str], list[Tensor]]:
     """Gradients of a compiled part, operations of its backward, and what is kept for that."""
-    graphs: list[tuple[torch.fx.Graph, torch.fx.Graph, int]] = []
-
-    def split(*given: Any, **options: Any) -> Any:
-        forward, backward = min_cut_rematerialization_partition(*given, **options)
-        graphs.append((forward.graph, backward.graph, options["num_fwd_outputs"]))
-        return forward, backward
-
-    torch.compiler.reset()
-    compiler = make_boxed_compiler(lambda graph, _: graph.forward)
-    backend = aot_autograd(fw_compiler=compiler, partition_fn=split, decompositions=select_decomp_table())
-    output = torch.compile(part, backend=backend, fullgraph=True, dynamic=False)(stream)
+    graphs = CompiledGraphs()
+    output = torch.compile(part, backend=graphs.backend, fullgraph=True, dynamic=False)(stream)
     gradients = torch.autograd.grad(output.square().sum(), [x for x in leaves if x.requires_grad])
-    ((forward, backward, outputs),) = graphs
+    (forward,), (backward,), (outputs,) = graphs.forwards, graphs.backwards, graphs.num_outputs
     kept = [x.meta["val"] for x in next(iter(forward.find_nodes(op="output"))).args[0][outputs:]]
     return gradients, [str(node.target) for node in backward.nodes], kept
 

@@ -1,4 +1,4 @@
-"""The loss of all families: the sum over the labels that count, divided within the operation that makes it."""
+"""The loss of all families: the sum over the labels that count, divided within the operation that computes it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Waiting for copies to the host and back: as the plan plays it through, and as the engines do it on a clock."""
+"""Waiting for copies to the host and back: as the plan simulates it, and as the engines do it on a clock."""
 
 from __future__ import annotations
 

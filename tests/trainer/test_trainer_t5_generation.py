@@ -1,4 +1,4 @@
-"""What a T5 writes, and how `stoker evaluate` scores it."""
+"""Text generation of a T5, and how `stoker evaluate` scores it."""
 
 from __future__ import annotations
 

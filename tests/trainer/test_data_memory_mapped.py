@@ -1,4 +1,4 @@
-"""Samples from mapped tokens: every token once per epoch, and pure functions of their position."""
+"""Samples from memory-mapped tokens: every token once per epoch, and pure functions of their position."""
 
 import json
 import pickle
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import extra
+from tiers import examples, extra
 from torch.utils.data import DataLoader, Dataset
 
 from stoker.trainer.data.datasets.blend import BlendedSamples
@@ -43,7 +43,7 @@ def equal(a: Batch, b: Batch) -> bool:
     return torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(lengths=LENGTHS, sequence=st.integers(1, 40), seed=st.integers(0, 3), shuffle=st.booleans())
 def test_every_token_is_a_label_once_per_epoch(
     lengths: list[int], sequence: int, seed: int, shuffle: bool, tmp_path_factory: pytest.TempPathFactory
@@ -88,7 +88,7 @@ def test_documents_keep_their_order_without_shuffling(tmp_path: Path) -> None:
     assert rows != sorted(rows), "samples are shuffled all the same"
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     lengths=LENGTHS,
     sequence=st.integers(1, 20),
@@ -115,7 +115,7 @@ def test_a_range_of_documents_never_leaves_it(tmp_path: Path) -> None:
     assert sorted(labels[labels != IGNORE_INDEX].tolist()) == list(range(5, 22))
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(sets=st.lists(LENGTHS, min_size=1, max_size=4), sequence=st.integers(1, 20))
 def test_evaluation_takes_each_token_once(
     sets: list[list[int]], sequence: int, tmp_path_factory: pytest.TempPathFactory

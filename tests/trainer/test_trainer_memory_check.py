@@ -1,4 +1,4 @@
-"""What cannot start ends before anything is built or written, in lines that name the keys."""
+"""Runs that cannot start end before anything is built or written, in lines that name the keys."""
 
 import gc
 import os

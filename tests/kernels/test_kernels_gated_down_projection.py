@@ -1,4 +1,4 @@
-"""Gated projection: kernel and function against torch's autograd, every gate, odd widths, frozen weights, and bits."""
+"""Gated down projection: kernel and function against autograd, every gate, odd widths, frozen weights, and bits."""
 
 from __future__ import annotations
 

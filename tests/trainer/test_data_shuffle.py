@@ -1,4 +1,4 @@
-"""Random orders made piece by piece: the order of random words, whatever the size of the pieces."""
+"""Random orders generated in chunks: the order of random words, whatever the chunk size."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from adapter_runs import base_folder, finetune, our_logits, some_tokens, their_logits
 from hf_folders import random_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from tiers import full_only
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.conversion.load_model import LoadedModel, load_model
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_in(folder: Path) -> Any:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return loaded.eval()
 
 
@@ -97,6 +98,7 @@ def test_what_has_no_average_is_refused(folder: Path, tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
 
 
+@full_only  # importing lm_eval takes seconds
 def test_the_harness_takes_true_and_false(folder: Path) -> None:
     pytest.importorskip("lm_eval")
     from stoker.trainer.evaluation.harness.lm_eval_model import StokerLM

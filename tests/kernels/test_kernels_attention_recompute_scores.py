@@ -1,4 +1,4 @@
-"""Attention that makes its scores again from log-sum-exps: against the definition in fp64, and in 16 bits as unfused.
+"""Attention that recomputes scores from log-sum-exps: against the definition in fp64, and in 16 bits as unfused.
 
 On a CPU the kernels run in Triton's interpreter; `-m gpu` runs the same tests, and larger ones, on a device.
 """

@@ -1,7 +1,7 @@
-"""No key lies: each key of the schema changes something that can be seen.
+"""Every key of the schema has an observable effect.
 
 A row says which observable (`key_observables.py`) a key changes. Keys with a closed list of values are in
-`test_keys_act_values.py`, those that need more than one configuration each in `test_keys_act_scenarios.py`.
+`test_key_effects_values.py`, those that need more than one configuration each in `test_key_effects_scenarios.py`.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ from key_observables import (
     weights_trained_on_documents,
     workers,
 )
-from test_keys_act_fine_tuning import KEYS as KEYS_OF_FINE_TUNING
-from test_keys_act_scenarios import SCENARIOS
-from test_keys_act_values import VALUES
+from test_key_effects_fine_tuning import KEYS as KEYS_OF_FINE_TUNING
+from test_key_effects_scenarios import SCENARIOS
+from test_key_effects_values import VALUES
 from tiers import extra
 
 from stoker.trainer.config.schema.key_index import schema_keys

@@ -4,9 +4,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiers import looped
+from tiers import examples, looped
 
 from stoker.trainer.cli import generate
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
@@ -38,7 +38,7 @@ def _reference(logits: list[float], temperature: float, top_k: int | None, top_p
     top_k=st.none() | st.integers(1, 45),
     top_p=st.none() | st.sampled_from([0.01, 0.3141, 0.7243, 0.9517]),
 )
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_distribution_is_the_references(
     logits: list[float], temperature: float, top_k: int | None, top_p: float | None
 ) -> None:
@@ -110,7 +110,7 @@ def test_greedy_takes_the_best_token_and_says_where_there_is_none() -> None:
     ),
     number=st.floats(0, 1, exclude_max=True),
 )
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_number_decides_a_token_by_the_distribution(
     logits: list[float], sampling: SamplingParams, number: float
 ) -> None:

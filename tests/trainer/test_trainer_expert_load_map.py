@@ -1,10 +1,11 @@
-"""The file and the picture of the load of the experts: small, whole, and the same after a resume."""
+"""The file and the figure of the load of the experts: small, whole, and the same after a resume."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from tiers import full_only
 
 from stoker.trainer.callbacks import expert_load
 from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
@@ -121,6 +122,7 @@ def test_variation_is_the_deviation_over_the_mean():
     assert coefficient_of_variation(np.zeros(4)) == 0.0
 
 
+@full_only  # importing matplotlib and drawing take seconds
 @pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
 def test_the_picture(tmp_path):
     found = ExpertLoadHistory(tmp_path / "x.json", EXPERTS)

@@ -1,4 +1,4 @@
-"""`model.restore_from_path`: a run that begins with the weights of another one."""
+"""`model.restore_from_path`: a run that starts with the weights of another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning a token's heads and putting its keys and values into the cache: Triton against plain torch."""
+"""Rotary embedding and KV cache append of a new token: Triton against plain torch."""
 
 from __future__ import annotations
 

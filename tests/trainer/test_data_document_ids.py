@@ -1,4 +1,4 @@
-"""Numbers of documents within samples: Megatron's rule, whatever the samples come from."""
+"""Document ids within samples: Megatron's rule, for every source of samples."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.data.build_datasets import build_data
@@ -45,7 +46,7 @@ def test_an_end_token_belongs_to_the_document_it_ends() -> None:
     assert numbers.is_contiguous()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(rows=st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=4))
 def test_numbers_restart_positions_where_megatron_does(rows: list[list[int]]) -> None:
     """Megatron's loop over the end tokens: positions after each of them begin at 0 again."""

@@ -85,7 +85,7 @@ ROWS: list[tuple[str, Any, dict[str, Any]]] = [
     (SET + "add_eos", False, {}),
 ]
 KEYS = {key for key, _, _ in ROWS} - {DATA + "packed_sequence", DATA + "context_key", DATA + "label_key"}
-"""Those that `test_keys_act.py` leaves to this file."""
+"""Those that `test_key_effects.py` leaves to this file."""
 
 
 @pytest.mark.parametrize(("key", "value", "others"), ROWS, ids=[f"{row[0]}-{row[1]}" for row in ROWS])

@@ -1,4 +1,4 @@
-"""What is recorded about a run, and that secrets are not."""
+"""The record of the environment of a run, without secrets."""
 
 import json
 import os

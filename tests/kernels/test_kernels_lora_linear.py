@@ -1,4 +1,4 @@
-"""What LoRA adds to a wide output: the kernel that writes it first, and an output that begins with a stream."""
+"""LoRA added to a wide output: the kernel that writes it first, and an output that starts as the residual."""
 
 from __future__ import annotations
 

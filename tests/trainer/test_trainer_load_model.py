@@ -1,4 +1,4 @@
-"""A model out of a checkpoint: what is said of weights that are none of its."""
+"""Models loaded from a checkpoint: errors about weights that are not the model's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splitting and turning a fused projection in one pass: Triton against plain torch, forward and backward."""
+"""Fused split of QKV and rotary embedding: Triton against plain torch, forward and backward."""
 
 from __future__ import annotations
 

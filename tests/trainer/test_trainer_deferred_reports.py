@@ -1,4 +1,4 @@
-"""A report whose line is made while the next step runs says what one that is made at once says."""
+"""A report that is made while the next step runs equals one that is made at once."""
 
 from __future__ import annotations
 

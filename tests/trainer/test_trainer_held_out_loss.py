@@ -1,4 +1,4 @@
-"""How evaluation drives a model: batches of one shape, losses read once."""
+"""Evaluation of a model on held-out data: batches of one shape, losses read once."""
 
 import numpy as np
 import pytest

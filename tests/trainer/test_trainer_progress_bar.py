@@ -1,4 +1,4 @@
-"""What the terminal shows: aligned lines, or a live panel where there is a terminal."""
+"""Terminal output: aligned lines, or a live progress bar where there is a terminal."""
 
 import io
 

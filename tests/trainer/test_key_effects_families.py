@@ -1,6 +1,6 @@
 """Every key that T5 or BERT has besides GPT's acts: changed alone, it changes the model. None is left out.
 
-The keys of a stack are shown to act in test_keys_act.py; here each is shown to reach its own stack of a T5, no other.
+The keys of a stack are covered by test_key_effects.py; here each is shown to reach its own stack of a T5, no other.
 """
 
 from __future__ import annotations
