@@ -246,8 +246,7 @@ from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 if __name__ == "__main__":
     settings = {"tokenizer": ByteTokenizer().to_dict(), "reading": asdict(ReadOptions("text", False)), "stop": False}
     settings |= {"eod_id": None, "paths": [sys.argv[1] + "/fifo"], "kinds": ["text"]}
-    span = {"source": 0, "start": 0, "end": 9}
-    task = Task((0, 0), {"prefix": sys.argv[1] + "/part", "spans": [span]}, None, 0)
+    task = Task((0, 0), {"prefix": sys.argv[1] + "/part", "spans": [(0, 0, 9)]}, None, 0)
     with WorkerPool(1, settings) as pool:
         pool.run(iter([task]), print, lambda: print(pool._workers[0].process.pid, flush=True))
 """

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ...config.suggest import closest
 from ...utils.errors import UserError
 from ..datasets.sft_examples import Example
-from ..tokenizers.tokenizer import TokenIds, Tokenizer, encode_utf8
+from ..tokenizers.tokenizer import TokenIds, Tokenizer, encode_utf8, literal_pattern
 from ..tokenizers.tokenizer_json import JsonTokenizer
 from .chat_files import get_chat_template, special_tokens_map
 from .chat_template import Chat, ChatRenderError, Message, RenderedChat
@@ -241,13 +241,8 @@ def _encode_segments(tokenizer: Tokenizer, rendered: RenderedChat) -> tuple[Toke
 
 def _encode_with_special_tokens(tokenizer: Tokenizer, text: str, special: Mapping[str, int]) -> TokenIds:
     """Return the ids of a text with special tokens recognized."""
-    parts: list[TokenIds] = []
-    while text:
-        positions = {name: text.find(name) for name in special}
-        first = min((place for place in positions.values() if place >= 0), default=len(text))
-        parts.append(tokenizer.encode(text[:first]))
-        name = max((name for name, place in positions.items() if place == first), key=len, default="")
-        if name:
-            parts.append(np.array([special[name]], parts[-1].dtype))
-        text = text[first + len(name) :]
-    return np.concatenate([tokenizer.encode(""), *parts])
+    parts = literal_pattern(special).split(text)  # odd elements are special tokens
+    dtype = tokenizer.encode("").dtype
+    return np.concatenate(
+        [np.array([special[part]], dtype) if index % 2 else tokenizer.encode(part) for index, part in enumerate(parts)]
+    )

@@ -7,27 +7,10 @@ expression has split the text into words.
 from __future__ import annotations
 
 import json
-from typing import Any
+
+from .tokenizer_json import added_token, json_text
 
 EOS_TOKEN = "<|endoftext|>"
-
-
-def byte_level_tokenizer_json(model: dict[str, Any], added: dict[str, int]) -> str:
-    """Return the canonical `tokenizer.json` of a byte-level BPE with GPT-2's pre-tokenizer."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    parsed = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": id_, "content": token, **flags} for token, id_ in added.items()],
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": model,
-    }
-    return json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
 
 
 def gpt2_tokenizer_json(vocab: str, merges: str) -> str:
@@ -70,6 +53,19 @@ def gpt2_tokenizer_json(vocab: str, merges: str) -> str:
         "vocab": vocabulary,
         "merges": pairs,
     }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     # The end-of-text token is the only EOS of such a vocabulary, so it is added if missing; GPT-2's id is the last.
-    added = {EOS_TOKEN: vocabulary.get(EOS_TOKEN, max(vocabulary.values(), default=-1) + 1)}
-    return byte_level_tokenizer_json(model, added)
+    eos_id = vocabulary.get(EOS_TOKEN, max(vocabulary.values(), default=-1) + 1)
+    return json_text(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [added_token(eos_id, EOS_TOKEN)],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": model,
+        }
+    )

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .token_bytes import unicode_to_bytes
+from .tokenizer import literal_pattern
 
 if TYPE_CHECKING:
     import tokenizers
@@ -50,9 +51,7 @@ class CachedWordTokenizer:
         self._ids_of_word = _WordIds(library.model, self._dtype)
         added_tokens = {token.content: id_ for id_, token in library.get_added_tokens_decoder().items()}
         self._ids_of_token = {token: np.array([id_], self._dtype) for token, id_ in added_tokens.items()}
-        # At the first match position the longest token wins, as in the library. `(?!)` never matches.
-        longest_first = sorted(added_tokens, key=len, reverse=True)
-        self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._tokens = literal_pattern(added_tokens)  # the longest token wins, as in the library
 
     def encode(self, text: str) -> NDArray[Any]:
         """Return the token ids of `text`, [N].

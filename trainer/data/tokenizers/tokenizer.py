@@ -8,8 +8,9 @@ when it is read (`tokenizer_from_dict`), because a checkpoint may come from an u
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,12 @@ def _without_post_processor(document: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(definition, dict):
         return dict(document)
     return {**document, "definition": definition | {"post_processor": None}}
+
+
+def literal_pattern(texts: Collection[str]) -> re.Pattern[str]:
+    """Return a pattern whose `split` puts these texts at odd positions; where several begin, the longest matches."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")  # `(?!)` never matches
 
 
 def id_dtype(vocab_size: int) -> type[np.uint16 | np.int32]:

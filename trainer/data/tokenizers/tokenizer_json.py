@@ -127,7 +127,7 @@ def canonical_json(text: str) -> str:
     """
     parsed = _parse(text)
     parsed["truncation"] = parsed["padding"] = None
-    return _text(parsed)
+    return json_text(parsed)
 
 
 def build_json_tokenizer(definition: str, named: Mapping[str, str], added: Sequence[str] = ()) -> JsonTokenizer:
@@ -164,12 +164,9 @@ def with_added_tokens(document: Mapping[str, Any], tokens: Sequence[str]) -> Jso
 def _with_special_tokens(parsed: dict[str, Any], library: tokenizers.Tokenizer, tokens: Sequence[str]) -> str:
     """Return a definition with additional special tokens."""
     first = max(library.get_vocab().values()) + 1
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    parsed["added_tokens"] = [
-        *(parsed.get("added_tokens") or []),
-        *({"id": first + n, "content": token, **flags} for n, token in enumerate(tokens)),
-    ]
-    return _text(parsed)
+    new = [added_token(id_, token) for id_, token in enumerate(tokens, first)]
+    parsed["added_tokens"] = [*(parsed.get("added_tokens") or []), *new]
+    return json_text(parsed)
 
 
 def json_tokenizer_from_dict(document: Mapping[str, Any]) -> JsonTokenizer:
@@ -212,5 +209,12 @@ def _parse(definition: str) -> dict[str, Any]:
     return parsed
 
 
-def _text(parsed: Mapping[str, Any]) -> str:
+def added_token(id_: int, content: str) -> dict[str, Any]:
+    """Return the entry of a special token in `added_tokens`."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": id_, "content": content, **flags}
+
+
+def json_text(parsed: Mapping[str, Any]) -> str:
+    """Return a parsed `tokenizer.json` as text in its canonical form."""
     return json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))

@@ -15,15 +15,9 @@ from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 def tokenizer_for_corpus(root: RootBlock, corpus: Corpus) -> Tokenizer:
     """Return the tokenizer of `model.tokenizer`; a char tokenizer covers the characters of all splits."""
-    match root.model.tokenizer.library:
-        case "byte-level":
-            return ByteTokenizer()
-        case "char":
-            return CharTokenizer.from_texts([text for texts in corpus.documents.values() for text in texts])
-        case _:
-            from .tokenizer_files import tokenizer_from_config
-
-            return tokenizer_from_config(root.model.tokenizer)
+    if root.model.tokenizer.library == "char":
+        return CharTokenizer.from_texts([text for texts in corpus.documents.values() for text in texts])
+    return configured_tokenizer(root) or ByteTokenizer()
 
 
 def configured_tokenizer(root: RootBlock) -> Tokenizer | None:
