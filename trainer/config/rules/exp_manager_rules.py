@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...utils.redaction import has_user_info
-from ...utils.text import parse_duration
+from ...utils.text import parse_duration, pluralize
 from ..schema.exp_manager import TRAINING_METRICS, Metric
 from .rule_context import RuleContext, is_changed, no_effect
 
@@ -32,12 +32,11 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
         inert = sorted(path for path in context.set_by_user if path.startswith(f"{block}.") and path != switch)
         inert = [path for path in inert if is_changed(context, path)]
         if inert and not is_on:
-            count = f"{len(inert)} {'key' if len(inert) == 1 else 'keys'}"
             names = ", ".join(f"`{path.removeprefix(f'{block}.')}`" for path in inert[:6])
             yield Finding(
                 "info",
                 (*inert, switch),
-                f"{count} without effect because `{switch}` is False: {names}",
+                f"{pluralize(len(inert), 'key')} without effect because `{switch}` is False: {names}",
                 f"{switch}=true",
             )
 
