@@ -75,7 +75,7 @@ def imports_of(module: Module, names: Mapping[str, Module]) -> Iterator[tuple[st
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Strongly connected components of more than one module, largest first."""
-    found = networkx.strongly_connected_components(networkx.DiGraph(graph))
+    found = networkx.strongly_connected_components(networkx.DiGraph(dict(graph)))
     return sorted((sorted(one) for one in found if len(one) > 1), key=lambda one: (-len(one), one))
 
 

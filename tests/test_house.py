@@ -33,6 +33,16 @@ def test_every_package_is_declared() -> None:
     assert declared == found
 
 
+def test_every_data_file_is_package_data() -> None:
+    """A wheel holds the YAML files that the rooms read."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folders = {package: ROOT.joinpath(*package.split(".")[1:]) for package in declared}
+    packaged = {path for package, globs in declared.items() for glob in globs for path in folders[package].glob(glob)}
+    files = [path for room in (*FLOORS, "conf") for path in (ROOT / room).rglob("*.yaml")]
+    assert len(files) > 50
+    assert [name(path) for path in files if path not in packaged] == []
+
+
 def imports_upwards(path: Path) -> Iterator[str]:
     parts = path.relative_to(ROOT).parts
     for node in nodes(path):

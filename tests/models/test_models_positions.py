@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS, AttentionFunction
+from stoker.kernels.attention.inputs import AttentionInputs
 from stoker.kernels.attention.packed_sequences import PackedSequences
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.dispatch.attention_calls import CallKind
 from stoker.models.layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, alibi_slopes
+from stoker.models.layers.context import LayerContext
 from stoker.models.layers.position_embeddings import RotaryEmbedding, XPosEmbedding
 from stoker.models.layers.self_attention import SelfAttention
 
@@ -253,10 +255,10 @@ def test_what_a_backend_gets_does_not_grow_with_the_square(kind: str, generator:
     """Forward and backward, at 40 times the length of the other tests; the backend stands in for `triton`."""
     tokens, given = 40 * TOKENS, []
 
-    def backend(query: Tensor, *_: Tensor, **options: Any) -> Tensor:
-        (term,) = (options[name] for name in ("distance_bias", "alibi_slopes") if options[name] is not None)
+    def backend(inputs: AttentionInputs) -> Tensor:
+        (term,) = (term for term in (inputs.distance_bias, inputs.alibi_slopes) if term is not None)
         given.append(term)
-        return query * term.mean()
+        return inputs.q * term.mean()
 
     case = case_of(kind, True, generator)
     attention = SelfAttention(
@@ -266,7 +268,7 @@ def test_what_a_backend_gets_does_not_grow_with_the_square(kind: str, generator:
     with LargestTensor() as largest:
         assert case.score_positions is not None
         terms = case.score_positions(tokens, tokens)
-        attention(torch.randn(1, tokens, HIDDEN, dtype=FP64), None, "training", terms=terms).sum().backward()
+        attention(torch.randn(1, tokens, HIDDEN, dtype=FP64), LayerContext("training", terms=terms)).sum().backward()
     reach = LARGEST if kind == "relative" else tokens - 1
     assert [tuple(term.shape) for term in given] == [(HEADS,) if kind == "alibi" else (HEADS, 2 * reach + 1)]
     assert largest.entries <= 100 * tokens < tokens**2
@@ -350,7 +352,7 @@ def test_flash_and_unfused_equal_the_definition(
     for name in functions:
         terms = case.score_positions and case.score_positions(TOKENS, TOKENS)
         rotary = case.rotary and case.rotary(TOKENS)
-        output = counts * attention(hidden, rotary, name, packed, terms, padding)
+        output = counts * attention(hidden, LayerContext(name, rotary, terms, packed, padding))
         torch.testing.assert_close(output, expected, rtol=1e-11, atol=1e-11)
         for ours, theirs in zip(gradients_of(output, upstream, leaves), expected_gradients, strict=True):
             assert theirs.abs().max() > 0

@@ -13,6 +13,7 @@ from tiers import examples, full_only, looped
 from stoker.kernels.attention.flags import KNOWN_FLAGS
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.config.problems import ConfigError
+from stoker.trainer.config.rules import all_rules
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils.environment import format_variable
@@ -253,3 +254,8 @@ def test_shares_of_a_batch_are_not_judged_beside_a_refused_way_to_cut_the_model(
     cut = [f"model.{name}_parallel_size={size}" for name, size in sizes.items()]
     assert problems(*asked, *cut).keys() == {f"model.{name}_parallel_size" for name in sizes}
     assert problems(*asked).keys() == {"model.global_batch_size"}
+
+
+def test_every_module_of_rules_is_run() -> None:
+    files = {path.stem for path in Path(all_rules.__file__).parent.glob("*_rules.py")} - {"all_rules"}
+    assert {rule.__module__.rpartition(".")[2] for rule in all_rules.RULES} == files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,9 @@ from ...models.config.model import Family
 from ..utils.redaction import redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
-from .interpolation import InterpolationError, Resolver, has_interpolation
+from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
 from .nemo import nemo_spellings
-from .nemo.key_states import KeyStates, Verdict
+from .nemo.key_states import KeyStates, Verdict, is_known_key, suggest_keys
 from .nemo.key_table import KeyState, find_row
 from .override_typos import quoted_override
 from .problems import ConfigError, KeyReport, Problem
@@ -45,7 +45,7 @@ class Draft:
         tree: values as written.
         origins: origin by path.
         environ: the caller's environment variables.
-        literal: do not resolve interpolations (untrusted documents).
+        literal: do not resolve interpolations (of untrusted documents).
 
     Attributes:
         packaged: paths set by packaged files.
@@ -72,24 +72,23 @@ class Draft:
         """Apply one value override. An unknown key stays in the tree, to be reported with all others."""
         origin = Origin("override", edit.typed)
         if edit.is_reset:
-            if edit.has_value and _is_known(edit.path) and not self._matches_reset_value(edit):
+            if edit.has_value and is_known_key(edit.path) and not self._matches_reset_value(edit):
                 return
             for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
                 del self.origins[path]
-            if not dotted_paths.remove(self.tree, edit.path) and not _is_known(edit.path):
+            if not dotted_paths.remove(self.tree, edit.path) and not is_known_key(edit.path):
                 dotted_paths.put(self.tree, edit.path, None)
                 self.origins[edit.path] = origin
             return
-        value = edit.value
+        value = _text_keys(edit.value) if isinstance(edit.value, dict) else edit.value
         if isinstance(value, dict) and value and not _is_open(edit.path):
-            value = _text_keys(value)
             for path, leaf in dotted_paths.leaves(value, edit.path):
                 dotted_paths.put(self.tree, path, leaf)
                 self.origins[path] = origin
             return
         for path in [known for known in self.origins if known.startswith(edit.path + ".")]:
             del self.origins[path]
-        dotted_paths.put(self.tree, edit.path, _text_keys(value) if isinstance(value, dict) else value)
+        dotted_paths.put(self.tree, edit.path, value)
         self.origins[edit.path] = origin
         if (
             edit.value is not None
@@ -168,9 +167,9 @@ class Draft:
         effective = [row for row in self._effective_accounts(root, wrong) if row.path not in inactive]
         findings = tuple(replace(finding, origin=self._finding_origin(finding)) for finding in self.findings)
         if self.problems:
-            raise ConfigError(_without_duplicates(self.problems), [*effective, *account], findings)
+            raise ConfigError(list(dict.fromkeys(self.problems)), [*effective, *account], findings)
         document = self._document(root)
-        origins = {key: self.origins.get(key, DEFAULT_ORIGIN) for key in _leaf_paths(document)} | self.origins
+        origins = {path: DEFAULT_ORIGIN for path, _ in dotted_paths.leaves(document)} | self.origins
         return RunConfig(
             root=root,
             origins=origins,
@@ -207,8 +206,7 @@ class Draft:
         if other is not None:  # further problems would be misleading
             path, model_name = other
             rule = f"a configuration of NeMo's {model_name}; stoker supports GPT, T5 and BERT"
-            value = format_value(dotted_paths.get(self.tree, path))
-            raise ConfigError([Problem(path, value, self.origin_text(path), rule, _NO_SUCH_MODEL)])
+            raise ConfigError([self._problem(path, dotted_paths.get(self.tree, path), rule, _NO_SUCH_MODEL)])
         path = "model.family"
         inferred = infer_family.infer_family(self.tree) or self._family_hint
         if inferred is not None and dotted_paths.get(self.tree, path) is None:
@@ -240,15 +238,7 @@ class Draft:
                 if row is not None and not acts and (row.state is KeyState.HISTORICAL or row.switch):
                     dotted_paths.put(self._resolved, path, raw)
                 else:
-                    self.problems.append(
-                        Problem(
-                            path,
-                            format_value(raw),
-                            self.origin_text(path),
-                            f"it {error}",
-                            self._reference_suggestion(error),
-                        )
-                    )
+                    self.problems.append(self._problem(path, raw, f"it {error}", self._reference_suggestion(error)))
                 continue
             dotted_paths.put(self._resolved, path, found.value)
             if found.from_environment or has_interpolation(found.value):
@@ -256,24 +246,21 @@ class Draft:
                 dotted_paths.put(self._raw, path, raw)
 
     def _reference_suggestion(self, error: InterpolationError) -> str:
-        from .interpolation import MissingKeyError
-        from .nemo.key_states import suggest_keys
-
         if not isinstance(error, MissingKeyError):
             return ""
         blocks = schema_blocks(self._family)
         near = [path for path in suggest_keys(error.target, self._family) if path not in blocks]
         return f"did you mean ${{{near[0]}}}?" if near else ""
 
+    def _problem(self, path: str, value: Any, rule: str, fix: str) -> Problem:
+        return Problem(path, format_value(value), self.origin_text(path), rule, fix)
+
     def _report_missing(self, acting: Tree) -> None:
         for path, value in list(dotted_paths.leaves(acting)):
             if value == MISSING:
                 dotted_paths.remove(acting, path)
-                self.problems.append(
-                    Problem(
-                        path, MISSING, self.origin_text(path), "must be given before a run can start", f"{path}=VALUE"
-                    )
-                )
+                rule = "must be given before a run can start"
+                self.problems.append(self._problem(path, MISSING, rule, f"{path}=VALUE"))
 
     def _add_finding(self, finding: Finding) -> None:
         """Record a finding; an error becomes a problem with values and origins."""
@@ -321,10 +308,6 @@ class Draft:
         return document
 
 
-def _leaf_paths(document: Tree) -> list[str]:
-    return [path for path, _ in dotted_paths.leaves(document)]
-
-
 def nemo_default(path: str) -> Any:
     """Return NeMo's default of a key, for references to keys that no file sets.
 
@@ -347,12 +330,6 @@ def _is_at_or_below(path: str, above: str) -> bool:
     return path == above or path.startswith(above + ".")
 
 
-def _is_known(path: str) -> bool:
-    from .nemo.key_states import is_known_key
-
-    return is_known_key(path)
-
-
 def _is_open(path: str) -> bool:
     key = find_key(path)
     return key is not None and key.is_open
@@ -361,7 +338,3 @@ def _is_open(path: str) -> bool:
 def _text_keys(block: Mapping[Any, Any]) -> Tree:
     """Return a block of an override with text keys; Hydra may parse names as numbers."""
     return {str(name): _text_keys(value) if isinstance(value, dict) else value for name, value in block.items()}
-
-
-def _without_duplicates(problems: Sequence[Problem]) -> list[Problem]:
-    return list(dict.fromkeys(problems))

@@ -20,7 +20,7 @@ def expand_stack_keys(tree: Tree, kind_of: Callable[[str], str], moved: dict[str
 
     Args:
         tree: resolved values.
-        kind_of: returns the kind of origin of a path; see `Origin`.
+        kind_of: the kind of origin of a path; see `Origin`.
         moved: receives new path -> old path for every moved key.
 
     Yields:

@@ -26,11 +26,7 @@ _UNSUPPORTED_KEYS = (
 
 
 def infer_family(tree: Tree) -> tuple[Family, str] | None:
-    """Return the inferred family and the reason, or None if `model.family` is set or nothing indicates a family (GPT).
-
-    Args:
-        tree: values as written.
-    """
+    """Return the inferred family and the reason; None if `model.family` is set or nothing names a family (GPT)."""
     if _names_family(tree):
         return None
     if all(isinstance(stack := dotted_paths.get(tree, path), dict) and stack for path in STACKS["t5"]):

@@ -1,7 +1,7 @@
 """Learning rate schedules as pure functions of the step, as in NeMo (nemo_semantics 1.7, golden values in Appendix B).
 
 A schedule depends on the configuration alone and has no state, so checkpoints do not contain any. The attributes of a
-schedule are the keys of `model.optim.sched` that apply to it.
+schedule are the keys of `model.optim.sched` that apply to it: learning rates, and numbers of optimizer steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,6 @@ class CosineAnnealing:
     Without `constant_steps` the warm-up is lr * (step + 1) / (warmup + 1), so the first step has a non-zero rate, and
     the cosine ends at `max_steps`. With `constant_steps` (as in Megatron) the warm-up is lr * step / warmup, and the
     cosine ends `constant_steps` earlier, with `min_lr` from there.
-
-    Attributes:
-        lr: peak learning rate.
-        min_lr: final learning rate.
-        max_steps: length of the schedule, in optimizer steps.
-        warmup_steps: steps of warm-up.
-        constant_steps: steps at `min_lr` at the end.
     """
 
     lr: float
@@ -56,13 +49,7 @@ class CosineAnnealing:
 class WarmupPolicy:
     """Linear warm-up lr * (step + 1) / (warmup + 1), then `lr` up to `max_steps`, then `min_lr`.
 
-    Subclasses have the same warm-up and end, and their own decay in between (`decayed_lr`).
-
-    Attributes:
-        lr: peak learning rate.
-        min_lr: learning rate after `max_steps`.
-        max_steps: length of the schedule, in optimizer steps.
-        warmup_steps: steps of warm-up.
+    Subclasses have the same warm-up and end, and their own decay in between (`_decayed_lr`).
     """
 
     lr: float
@@ -76,7 +63,7 @@ class WarmupPolicy:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         if step > self.max_steps or self.max_steps <= self.decay_start:
             return self.min_lr
-        return self.lr if step < self.decay_start else self.decayed_lr(step)
+        return self.lr if step < self.decay_start else self._decayed_lr(step)
 
     @property
     def decay_start(self) -> int:
@@ -88,7 +75,7 @@ class WarmupPolicy:
         """Steps from `decay_start` to `max_steps`."""
         return self.max_steps - self.decay_start
 
-    def decayed_lr(self, step: int) -> float:
+    def _decayed_lr(self, step: int) -> float:
         """Return the learning rate between `decay_start` and `max_steps`."""
         return self.lr
 
@@ -97,8 +84,7 @@ class WarmupPolicy:
 class WarmupAnnealing(WarmupPolicy):
     """Linear decay from `lr` to `min_lr` at `max_steps`."""
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         return self.min_lr + (1 - (step - self.decay_start) / self.decay_steps) * (self.lr - self.min_lr)
 
 
@@ -106,8 +92,7 @@ class WarmupAnnealing(WarmupPolicy):
 class InverseSquareRootAnnealing(WarmupPolicy):
     """lr / sqrt((step + 1) / (warmup + 1)), with no floor before `max_steps`."""
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         return self.lr / math.sqrt((step + 1) / (self.warmup_steps + 1))
 
 
@@ -115,8 +100,7 @@ class InverseSquareRootAnnealing(WarmupPolicy):
 class SquareAnnealing(WarmupPolicy):
     """lr times the square of the remaining fraction of the decay; at least `min_lr`."""
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         return max(self.lr * ((self.max_steps - step) / self.decay_steps) ** 2, self.min_lr)
 
 
@@ -124,8 +108,7 @@ class SquareAnnealing(WarmupPolicy):
 class SquareRootAnnealing(WarmupPolicy):
     """lr times the square root of the remaining fraction of all steps, warm-up included; at least `min_lr`."""
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         return max(self.lr * math.sqrt((self.max_steps - step) / self.max_steps), self.min_lr)
 
 
@@ -135,8 +118,7 @@ class PolynomialDecayAnnealing(WarmupPolicy):
 
     power: float = 1.0
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         remaining = (self.max_steps - step) / self.decay_steps
         return self.min_lr + (self.lr - self.min_lr) * remaining**self.power
 
@@ -163,8 +145,7 @@ class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
 
     power: float = 1.0
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         remaining = (self.max_steps - step) / self.decay_steps
         return self.min_lr + (self.lr - self.min_lr) * remaining**self.power
 
@@ -173,8 +154,7 @@ class PolynomialHoldDecayAnnealing(WarmupHoldPolicy):
 class WarmupHoldAnnealLinear(WarmupHoldPolicy):
     """Warmup-stable-decay (WSD, arXiv 2404.06395) with linear decay from `lr` to `min_lr`."""
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         return self.lr - (self.lr - self.min_lr) * (step - self.decay_start) / self.decay_steps
 
 
@@ -182,8 +162,7 @@ class WarmupHoldAnnealLinear(WarmupHoldPolicy):
 class WarmupHoldAnnealOneMinusSquareRoot(WarmupHoldPolicy):
     """Warmup-stable-decay (WSD) with decay 1 - sqrt(elapsed fraction) (arXiv 2408.11029); at least `min_lr`."""
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         return max(self.lr * (1 - math.sqrt((step - self.decay_start) / self.decay_steps)), self.min_lr)
 
 
@@ -193,8 +172,7 @@ class NoamHoldAnnealing(WarmupHoldPolicy):
 
     decay_rate: float = 0.5
 
-    def decayed_lr(self, step: int) -> float:
-        """Return the learning rate; see the class."""
+    def _decayed_lr(self, step: int) -> float:
         peak = max(1.0, self.warmup_steps**self.decay_rate)
         return max(self.lr * peak / max(1.0, (step - self.hold_steps) ** self.decay_rate), self.min_lr)
 
@@ -203,11 +181,7 @@ class NoamHoldAnnealing(WarmupHoldPolicy):
 class NoamAnnealing:
     """lr / sqrt(d_model) * min(step ** -0.5, step * warmup ** -1.5) (arXiv 1706.03762), without an end.
 
-    Attributes:
-        lr: scale factor, not the peak.
-        min_lr: lower bound after the warm-up.
-        warmup_steps: step of the peak; 0 for no warm-up.
-        d_model: width of the model.
+    `lr` is a factor, not the peak; `min_lr` is the lower bound after the warm-up, of 0 or more steps.
     """
 
     lr: float
@@ -229,10 +203,7 @@ class NoamAnnealing:
 class T5InverseSquareRootAnnealing:
     """1 / sqrt(max(step, constant_steps)), independent of `lr` (arXiv 1910.10683); `min_lr` after `max_steps`.
 
-    Attributes:
-        min_lr: learning rate after `max_steps`.
-        max_steps: length of the schedule, in optimizer steps.
-        constant_steps: steps at the peak, 1 / sqrt(constant_steps); at least 1.
+    `constant_steps` is at least 1.
     """
 
     min_lr: float

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
-from math import prod
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 Number = int | float
 
 
-def _numbers(name: str, values: tuple[Any, ...], count: int | None = None) -> tuple[Number, ...]:
-    if count is not None and len(values) != count:
-        raise ValueError(f"`{name}` takes {count} numbers, but was given {len(values)}")
+def _divide(a: Number, b: Number) -> Number:
+    """Return the quotient; an integer if it is exact, so that `${divide:4096,32}` can be a size."""
+    return a // b if a % b == 0 and isinstance(a, int) and isinstance(b, int) else a / b
+
+
+def _divide_ceil(a: Number, b: Number) -> Number:
+    return -(-a // b)
+
+
+_OF_ANY: Mapping[str, Callable[[tuple[Number, ...]], Number]] = {"multiply": math.prod, "sum": sum, "add": sum}
+_OF_TWO: Mapping[str, Callable[[Number, Number], Number]] = {
+    "subtract": operator.sub,
+    "divide": _divide,
+    "divide_floor": operator.floordiv,  # this and the next are the NeMo-Launcher's
+    "divide_ceil": _divide_ceil,
+}
+
+
+def _call(name: str, *values: Any) -> Number:
+    if name in _OF_TWO and len(values) != 2:
+        raise ValueError(f"`{name}` takes 2 numbers, but was given {len(values)}")
     if not values:
         raise ValueError(f"`{name}` needs at least one number")
     for value in values:
@@ -20,58 +40,13 @@ def _numbers(name: str, values: tuple[Any, ...], count: int | None = None) -> tu
             raise ValueError(f"`{name}` takes numbers, but was given {value!r}")
         if isinstance(value, int) and value.bit_length() > 64:
             raise ValueError(f"`{name}` was given a number beyond 64 bits")
-    return values
-
-
-def multiply(*values: Any) -> Number:
-    """Return the product of all values."""
-    return prod(_numbers("multiply", values))
-
-
-def add(*values: Any) -> Number:
-    """Return the sum of all values; NeMo calls it `sum`."""
-    return sum(_numbers("sum", values))
-
-
-def subtract(*values: Any) -> Number:
-    """Return the first minus the second value."""
-    a, b = _numbers("subtract", values, 2)
-    return a - b
-
-
-def _divisible(name: str, values: tuple[Any, ...]) -> tuple[Number, Number]:
-    a, b = _numbers(name, values, 2)
-    if b == 0:
+    if name in _OF_ANY:
+        return _OF_ANY[name](values)
+    if name != "subtract" and values[1] == 0:
         raise ValueError(f"`{name}` cannot divide by zero")
-    return a, b
-
-
-def divide(*values: Any) -> Number:
-    """Return the quotient; an integer if it is exact, so that `${divide:4096,32}` can be a size."""
-    a, b = _divisible("divide", values)
-    return a // b if a % b == 0 and isinstance(a, int) and isinstance(b, int) else a / b
-
-
-def divide_floor(*values: Any) -> Number:
-    """Return the quotient rounded down (NeMo-Launcher)."""
-    a, b = _divisible("divide_floor", values)
-    return a // b
-
-
-def divide_ceil(*values: Any) -> Number:
-    """Return the quotient rounded up (NeMo-Launcher)."""
-    a, b = _divisible("divide_ceil", values)
-    return -(-a // b)
+    return _OF_TWO[name](*values)
 
 
 RESOLVERS: Mapping[str, Callable[..., Number]] = MappingProxyType(
-    {
-        "multiply": multiply,
-        "sum": add,
-        "add": add,
-        "subtract": subtract,
-        "divide": divide,
-        "divide_floor": divide_floor,
-        "divide_ceil": divide_ceil,
-    }
+    {name: partial(_call, name) for name in (*_OF_ANY, *_OF_TWO)}
 )

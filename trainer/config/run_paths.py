@@ -14,11 +14,7 @@ from .schema.root import RootBlock
 
 
 def create_run_directory(root: RootBlock, created: list[Path] | None = None) -> Path:
-    """Choose and create the run directory.
-
-    Args:
-        root: the configuration.
-        created: list to which the directories created are appended, in order of creation.
+    """Choose and create the run directory; `created` receives the directories created, in order.
 
     Raises:
         OSError: it cannot be created.
@@ -69,7 +65,7 @@ def _experiment_directory(root: RootBlock) -> Path:
 
 
 def create_directory(path: Path, created: list[Path]) -> Path:
-    """Create a directory and its missing parents; append those created to `made`.
+    """Create a directory and its missing parents; append those created to `created`.
 
     Raises:
         OSError: it cannot be created.
@@ -81,11 +77,9 @@ def create_directory(path: Path, created: list[Path]) -> Path:
 
 
 def remove_directories(created: Sequence[Path], recursive: Collection[Path]) -> None:
-    """Remove the directories created for a run that fails to start.
+    """Remove the directories `created` for a run that fails to start.
 
-    Args:
-        created: the directories, in order of creation.
-        recursive: those to remove with their contents; others are removed only if empty.
+    Those in `recursive` are removed with their contents, others only if they are empty.
     """
     for path in reversed(created):
         if path in recursive:
@@ -96,10 +90,6 @@ def remove_directories(created: Sequence[Path], recursive: Collection[Path]) -> 
 
 def checkpoint_directory(root: RootBlock, run_directory: Path) -> Path:
     """Return the checkpoint directory of a run.
-
-    Args:
-        root: the configuration.
-        run_directory: the run directory.
 
     Raises:
         UserError: the path is invalid.

@@ -27,12 +27,8 @@ def noise_counts(length: int, corruption: Corruption) -> tuple[int, int]:
 
     At least one token is noise and one is not; every span has a noise token, and a kept token before it.
 
-    Args:
-        length: tokens of the text, at least 2.
-        corruption: noise density and mean span length.
-
     Raises:
-        ValueError: the text is too short.
+        ValueError: the text has less than 2 tokens.
     """
     if length < 2:
         raise ValueError(f"`length` ({length}) must be at least 2: there is nothing to corrupt")
@@ -56,7 +52,7 @@ def window_length(encoder_length: int, corruption: Corruption, decoder_length: i
 
     Args:
         encoder_length: tokens on the encoder side, including EOS.
-        corruption: noise density and mean span length.
+        corruption: amount of span corruption.
         decoder_length: maximum tokens on the decoder side; None for no limit.
 
     Raises:

@@ -62,13 +62,7 @@ def _normalized(word: str) -> str:
 
 @lru_cache(maxsize=4096)
 def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3) -> tuple[str, ...]:
-    """Return the known keys that `path` may have meant, best first.
-
-    Args:
-        path: the unknown dotted path.
-        known: (path, acts) of every known key; keys that act are preferred.
-        count: maximum number of keys to return.
-    """
+    """Return at most `count` of the `known` keys, (path, acts), that `path` may have meant: best first."""
     parent, _, name = path.rpartition(".")
     acting = dict(known)
     scored: dict[str, float] = {}

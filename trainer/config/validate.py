@@ -16,6 +16,7 @@ from .problems import Problem
 from .schema.key_index import SchemaKey, enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from .schema.root import RootBlock, family_of
 from .suggest import closest
+from .yaml_reader import parse_scalar
 
 _LARGEST = 2**63 - 1
 _SUFFIXES = {"": 1, "k": 1000, "m": 1_000_000}
@@ -25,14 +26,11 @@ Origins = Callable[[str], str]
 
 
 def validate_types(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Problem], set[str]]:
-    """Type the keys that act.
-
-    Args:
-        given: values of keys that act, as plain data; all others get their default. Invalid ones are removed.
-        origin_of: returns the origin of a path.
+    """Type the values `given` for keys that act, as plain data; invalid ones are removed from it.
 
     Returns:
-        The typed root (invalid keys have their default), the problems, and the paths of invalid keys.
+        The typed root (keys that are invalid or not given have their default), the problems, and the paths of invalid
+        keys.
     """
     problems: list[Problem] = []
     wrong: set[str] = set()
@@ -164,8 +162,6 @@ def _fix(key: SchemaKey, value: Any, detail: str) -> str:
 
 
 def _fix_for_text(key: SchemaKey, value: str) -> str:
-    from .yaml_reader import parse_scalar
-
     plain = parse_scalar(value)
     if not isinstance(plain, str) and plain is not None:
         return f"write {format_value(plain)} without quotes"

@@ -10,6 +10,7 @@ from typing import Any
 from ....models.config.key_block import Finding
 from ....models.config.model import FAMILIES, Family
 from ...utils.redaction import redact_value
+from ...utils.text import pluralize
 from .. import dotted_paths
 from ..dotted_paths import MISSING, Tree
 from ..override_typos import quoted_override
@@ -84,8 +85,6 @@ class Verdict:
     """Result for one given key.
 
     Attributes:
-        path: dotted path.
-        value: its value.
         state: its state; None for an unknown key.
         note: description or reason, for a key that does not act.
         error: the error; empty if the key is accepted.
@@ -101,13 +100,7 @@ class Verdict:
 
 
 class KeyStates:
-    """States of all keys of a configuration.
-
-    Args:
-        tree: resolved values; the family is that of `model.family`.
-        origin_of: returns the origin of the value at a path.
-        is_typed: returns True if a path was set on the command line.
-    """
+    """States of all keys in a tree of resolved values; `is_typed` tells which were set on the command line."""
 
     def __init__(
         self, tree: Tree, origin_of: Callable[[str], str], is_typed: Callable[[str], bool] = lambda _: False
@@ -148,26 +141,17 @@ class KeyStates:
         history = [verdict.path for verdict in self._verdicts if verdict.state is KeyState.HISTORICAL]
         typed = [path for path in history if self._is_typed(path)]
         files = [path for path in history if path not in typed]
-        if typed:  # list all: a key that was typed is expected to have an effect
-            yield Finding(
-                "info",
-                tuple(typed),
-                f"{_count_keys(typed)} of NeMo without effect here, given on the command line: {', '.join(typed)}",
-            )
-        if files:
-            yield Finding(
-                "info", tuple(files), f"{_count_keys(files)} of NeMo without effect here, accepted: {_listed(files)}"
-            )
         inert = [
-            v for v in self._verdicts if v.state is KeyState.NOT_YET and not v.error and v.note and self._is_set(v)
+            v.path for v in self._verdicts if v.state is KeyState.NOT_YET and not v.error and v.note and self._is_set(v)
         ]
-        if inert:
-            names = [verdict.path for verdict in inert]
-            yield Finding(
-                "info",
-                tuple(names),
-                f"{_count_keys(names)} without effect because the feature is off: {_listed(names)}",
-            )
+        for paths, what, listed in (
+            # All that were typed are listed: the user expects them to have an effect.
+            (typed, "of NeMo without effect here, given on the command line", ", ".join(typed)),
+            (files, "of NeMo without effect here, accepted", _listed(files)),
+            (inert, "without effect because the feature is off", _listed(inert)),
+        ):
+            if paths:
+                yield Finding("info", tuple(paths), f"{pluralize(len(paths), 'key')} {what}: {listed}")
 
     def _verdict(self, path: str, value: Any) -> Verdict:
         if _CODE_KEYS.intersection(path.split(".")) or _names_code(value):
@@ -289,10 +273,6 @@ def _names_code(value: Any) -> bool:
     if isinstance(value, dict):
         return bool(_CODE_KEYS.intersection(value)) or any(map(_names_code, value.values()))
     return isinstance(value, list) and any(map(_names_code, value))
-
-
-def _count_keys(names: list[str]) -> str:
-    return f"{len(names)} {'key' if len(names) == 1 else 'keys'}"
 
 
 def _listed(names: list[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
-from .rule_context import RuleContext, no_effect
+from .rule_context import RuleContext, no_effect, unused
 
 
 def names_stay_below_exp_dir(context: RuleContext) -> Iterator[Finding]:
@@ -33,36 +33,26 @@ def explicit_log_dir_overrides_names(context: RuleContext) -> Iterator[Finding]:
         for name in ("exp_dir", "name", "version"):
             path = f"exp_manager.{name}"
             if path in context.given and getattr(manager, name) is not None:
-                yield Finding(
-                    "warning",
-                    (path, "exp_manager.explicit_log_dir"),
-                    f"`{name}` has no effect with `explicit_log_dir`",
-                    f"~{path}",
-                )
+                yield no_effect(path, "exp_manager.explicit_log_dir", "with `explicit_log_dir`")
     elif manager.resume_if_exists and manager.version is not None:
-        yield Finding(
-            "warning",
-            ("exp_manager.version", "exp_manager.resume_if_exists"),
-            "`version` has no effect with `resume_if_exists`: all attempts share one run directory",
-            "~exp_manager.version",
-        )
+        when = "with `resume_if_exists`: all attempts share one run directory"
+        yield no_effect("exp_manager.version", "exp_manager.resume_if_exists", when)
     determines_directory = {
         "explicit_log_dir": manager.explicit_log_dir is not None,
         "resume_if_exists": manager.resume_if_exists,
         "version": manager.version is not None,
     }
-    path = "exp_manager.use_datetime_version"
-    if not manager.use_datetime_version and any(determines_directory.values()) and path in context.set_by_user:
-        other = next(name for name, is_set in determines_directory.items() if is_set)
-        yield no_effect(path, f"exp_manager.{other}", f"with `{other}`, which determines the run directory")
+    other = next((name for name, is_set in determines_directory.items() if is_set), "")
+    if other:
+        when = f"with `{other}`, which determines the run directory"
+        yield from unused(context, "exp_manager.use_datetime_version", f"exp_manager.{other}", when)
 
 
 def ignore_no_checkpoint_needs_resume(context: RuleContext) -> Iterator[Finding]:
     """`resume_ignore_no_checkpoint` acts only with `resume_if_exists`."""
-    manager = context.root.exp_manager
-    path = "exp_manager.resume_ignore_no_checkpoint"
-    if not manager.resume_ignore_no_checkpoint and not manager.resume_if_exists and path in context.set_by_user:
-        yield no_effect(path, "exp_manager.resume_if_exists", "without `resume_if_exists`")
+    switch = "exp_manager.resume_if_exists"
+    if not context.root.exp_manager.resume_if_exists:
+        yield from unused(context, "exp_manager.resume_ignore_no_checkpoint", switch, "without `resume_if_exists`")
 
 
 def checkpoint_params_need_callback(context: RuleContext) -> Iterator[Finding]:
@@ -114,25 +104,25 @@ def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
 def validation_keys_need_validation(context: RuleContext) -> Iterator[Finding]:
     """Settings of validation have no effect with `limit_val_batches: 0`."""
     manager, trainer = context.root.exp_manager, context.root.trainer
-    drop_last = "model.data.validation_drop_last"
-    if context.root.model.data.validation_drop_last and drop_last in context.set_by_user and trainer.overfit_batches:
-        yield no_effect(drop_last, "trainer.overfit_batches", "with `overfit_batches`, which are always full batches")
+    drop_last, batches, when = (
+        "model.data.validation_drop_last",
+        "trainer.limit_val_batches",
+        "with `limit_val_batches` (0)",
+    )
+    if trainer.overfit_batches:
+        full = "with `overfit_batches`, which are always full batches"
+        yield from unused(context, drop_last, "trainer.overfit_batches", full)
     if trainer.limit_val_batches:
         return
-    if (
-        context.root.model.data.validation_drop_last
-        and drop_last in context.set_by_user
-        and not trainer.overfit_batches
-    ):
-        yield no_effect(drop_last, "trainer.limit_val_batches", "with `limit_val_batches` (0)")
-    if trainer.num_sanity_val_steps and "trainer.num_sanity_val_steps" in context.set_by_user:
-        yield no_effect("trainer.num_sanity_val_steps", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
+    if not trainer.overfit_batches:
+        yield from unused(context, drop_last, batches, when)
+    yield from unused(context, "trainer.num_sanity_val_steps", batches, when)
     params = manager.checkpoint_callback_params
     val_check_interval_acts = (
         manager.create_checkpoint_callback and params.every_n_train_steps is None and params.train_time_interval is None
     ) or manager.create_early_stopping_callback
     if "trainer.val_check_interval" in context.set_by_user and not val_check_interval_acts:
-        yield no_effect("trainer.val_check_interval", "trainer.limit_val_batches", "with `limit_val_batches` (0)")
+        yield no_effect("trainer.val_check_interval", batches, when)
 
 
 def checkpoint_interval_fits_run(context: RuleContext) -> Iterator[Finding]:

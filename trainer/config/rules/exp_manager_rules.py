@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...utils.redaction import has_user_info
-from ...utils.text import parse_duration
+from ...utils.text import parse_duration, pluralize
 from ..schema.exp_manager import TRAINING_METRICS, Metric
 from .rule_context import RuleContext, is_changed, no_effect
 
@@ -32,12 +32,11 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
         inert = sorted(path for path in context.set_by_user if path.startswith(f"{block}.") and path != switch)
         inert = [path for path in inert if is_changed(context, path)]
         if inert and not is_on:
-            count = f"{len(inert)} {'key' if len(inert) == 1 else 'keys'}"
             names = ", ".join(f"`{path.removeprefix(f'{block}.')}`" for path in inert[:6])
             yield Finding(
                 "info",
                 (*inert, switch),
-                f"{count} without effect because `{switch}` is False: {names}",
+                f"{pluralize(len(inert), 'key')} without effect because `{switch}` is False: {names}",
                 f"{switch}=true",
             )
 
@@ -170,32 +169,18 @@ def smaller_time_limit_applies(context: RuleContext) -> Iterator[Finding]:
     yield no_effect(larger, smaller, f"with `{smaller.rpartition('.')[2]}`, which is not longer")
 
 
-def time_limits_are_positive(context: RuleContext) -> Iterator[Finding]:
-    """A time limit must be at least one second; with zero a run never makes a step, even when restarted."""
-    root = context.root
-    for path, limit in (
-        ("trainer.max_time", root.trainer.max_time),
-        (f"{_AT}.max_time_per_run", root.exp_manager.max_time_per_run),
+def durations_are_positive(context: RuleContext) -> Iterator[Finding]:
+    """Durations must be at least one second: a limit of zero ends every start, an interval of zero saves every step."""
+    trainer, manager = context.root.trainer, context.root.exp_manager
+    interval = manager.checkpoint_callback_params.train_time_interval
+    for path, duration, fix in (
+        ("trainer.max_time", trainer.max_time, "~trainer.max_time for no limit"),
+        (f"{_AT}.max_time_per_run", manager.max_time_per_run, f"~{_AT}.max_time_per_run for no limit"),
+        (f"{_CALLBACK}.train_time_interval", interval, f"{_CALLBACK}.every_n_train_steps=1 to save after every step"),
     ):
-        if limit is not None and not parse_duration(limit):
-            yield Finding(
-                "error",
-                (path,),
-                f"`{path.rpartition('.')[2]}` ({limit}) must be at least one second",
-                f"~{path} for no limit",
-            )
-
-
-def save_interval_is_positive(context: RuleContext) -> Iterator[Finding]:
-    """`train_time_interval` must be at least one second; zero would save after every step."""
-    interval = context.root.exp_manager.checkpoint_callback_params.train_time_interval
-    if interval is not None and not parse_duration(interval):
-        yield Finding(
-            "error",
-            (f"{_CALLBACK}.train_time_interval",),
-            f"`train_time_interval` ({interval}) must be at least one second",
-            f"{_CALLBACK}.every_n_train_steps=1 to save after every step",
-        )
+        if duration is not None and not parse_duration(duration):
+            rule = f"`{path.rpartition('.')[2]}` ({duration}) must be at least one second"
+            yield Finding("error", (path,), rule, fix)
 
 
 def copied_files_have_distinct_names(context: RuleContext) -> Iterator[Finding]:

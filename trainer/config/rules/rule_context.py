@@ -56,13 +56,7 @@ def defaults_to_fp32(context: RuleContext) -> bool:
 
 
 def no_effect(path: str, other: str, when: str) -> Finding:
-    """Return a warning that a key has no effect.
-
-    Args:
-        path: path of the key.
-        other: path of the key that disables it.
-        when: the condition, beginning with `with` or `without`.
-    """
+    """Return a warning that a key has no effect because of another; `when` begins with `with` or `without`."""
     return Finding("warning", (path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")
 
 
