@@ -24,7 +24,7 @@ from ..utils.local_shard import local_shard
 from ..utils.text import truncate_lines
 from .from_hf import HFSource, MappedModel, MappedTensors, map_source, open_source
 from .hf_folder import weight_paths
-from .tensor_source import TensorSource
+from .tensor_source import TensorSource, describe_differences
 
 RESTORE_KEY = "model.restore_from_path"
 _SHOWN = 10
@@ -181,13 +181,7 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
 
 def _fill(path: Path, found: MappedTensors, model: nn.Module) -> None:
     wanted = base_tensors(model)
-    problems = [f"{name} is missing" for name in wanted if name not in found.specs]
-    problems += [f"{name} is not a parameter of this model" for name in found.specs if name not in wanted]
-    problems += [
-        f"{name} is {list(found.specs[name].shape)}, the model needs {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in found.specs and tuple(tensor.shape) != tuple(found.specs[name].shape)
-    ]
+    problems = describe_differences(found.specs, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
     if problems:
         raise UserError(
             [

@@ -32,7 +32,7 @@ from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, damage_as_us
 from .from_hf import parameter_layout
 from .output_folder import atomic_folder
 from .size_check import check_model_size
-from .tensor_source import CastTensors, TensorSource
+from .tensor_source import CastTensors, TensorSource, describe_differences
 from .tokenizer_copy import (
     given_tokenizer_files,
     original_tokenizer_files,
@@ -182,14 +182,12 @@ def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
 
 
 def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: TensorSource) -> None:
-    wanted = {entry.parameter: entry.shape for entry in outgoing.placed}
-    problems = [f"{name} is missing" for name in wanted if name not in tensors.specs]
-    problems += [f"{name} is not a parameter of this model" for name in tensors.specs if name not in wanted]
-    for name, shape in wanted.items():
-        if name in tensors.specs and tensors.specs[name].shape != shape:
-            problems.append(f"{name} has the shape {list(tensors.specs[name].shape)}, which must be {list(shape)}")
-        elif name in tensors.specs and not tensors.specs[name].dtype.is_floating_point:
-            problems.append(f"{name} has the unsupported dtype {tensors.specs[name].dtype}")
+    problems = describe_differences(tensors.specs, {entry.parameter: entry.shape for entry in outgoing.placed})
+    problems += [
+        f"{name} has the unsupported dtype {spec.dtype}"
+        for name, spec in tensors.specs.items()
+        if not spec.dtype.is_floating_point
+    ]
     if problems:
         lines = truncate_lines(problems, _SHOWN, indent="  ")
         raise UserError([f"checkpoint {checkpoint.path} does not fit its configuration:", *lines])
