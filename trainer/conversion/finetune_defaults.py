@@ -261,7 +261,7 @@ def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
 def _checkpoint_model(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the `model` block of a checkpoint's configuration."""
     from .checkpoint_io import checkpoint_config
-    from .size_check import check_model_size
+    from .pretrained import check_model_size
 
     root = checkpoint_config(checkpoint).root
     check_model_size(checkpoint, root, root.model.override_vocab_size or 1)

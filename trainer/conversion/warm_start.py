@@ -18,7 +18,8 @@ from ..utils.text import pluralize
 from .adapter_weights import load_pretrained_adapter
 from .checkpoint_io import checkpoint_config
 from .finetune_defaults import EXECUTION_KEYS
-from .pretrained import RESTORE_KEY, PretrainedWeights, hf_tokenizer_keys, open_hf_model
+from .from_hf import open_source
+from .pretrained import RESTORE_KEY, PretrainedWeights, hf_tokenizer_keys, map_hf_model
 
 TRAINING_ONLY_KEYS = (
     *("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
@@ -88,7 +89,8 @@ def _has_same_tokenizer(base: PretrainedWeights, keys: TokenizerBlock, tokenizer
 def _trained_model_keys(base: PretrainedWeights) -> AnyModelBlock | None:
     """Return the model keys the weights were trained with; None if this version does not support them."""
     if base.checkpoint is None:
-        with open_hf_model(base.path) as incoming:
+        with open_source(base.path) as source:
+            incoming = map_hf_model(source)
             return MODEL_BLOCKS[incoming.architecture.family].model_validate(incoming.keys)
     root = load_checkpoint_config(base.checkpoint)
     return None if root is None else root.model
