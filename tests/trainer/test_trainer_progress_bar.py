@@ -6,8 +6,9 @@ import pytest
 from rich.console import Console
 from tiers import looped
 
-from stoker.trainer.loggers.progress_bar import ProgressDisplay, format_duration, format_step, format_validation
+from stoker.trainer.loggers.progress_bar import ProgressDisplay, format_step, format_validation
 from stoker.trainer.loggers.step_report import StepReport
+from stoker.trainer.utils.text import format_duration
 
 REPORT = StepReport(
     step=120, loss=2.34567, grad_norm=0.5, lr=2e-4, consumed_samples=960, step_seconds=0.25, tokens_per_second=65536.0,

@@ -61,38 +61,26 @@ def run(args: argparse.Namespace) -> int:
         UserError: SOURCE cannot be converted, with every reason; or TARGET cannot be written.
     """
     environment.prepare_process()
+    from ..conversion.convert_adapters import convert_adapter, is_adapter
+    from ..conversion.from_hf import convert_to_stoker
     from ..conversion.output_folder import check_target_is_free
     from ..conversion.tensor_source import DTYPES
+    from ..conversion.to_hf import convert_to_hf
 
     check_target_is_free(args.target)
     source = Path(args.source)
-    if source.is_dir() and (lines := _convert_if_adapter(source, args)) is not None:
-        print("\n".join(lines))
-        return EXIT_OK
-    adapter_options = {"--merge": args.merge, f"--base {args.base}": args.base}
-    if options := [name for name, value in adapter_options.items() if value]:
-        if not source.exists():
-            raise UserError(f"{args.source}: there is no such folder")
-        raise UserError(
-            f"{', '.join(options)}: {args.source} is not an adapter; leave {'it' if len(options) == 1 else 'them'} out"
-        )
-    to = _target_format(source, args.source)
-    if args.to not in (None, to):
-        raise UserError(f"--to {args.to}: {args.source} already has that format")
     dtype = DTYPES[args.dtype] if args.dtype else None
-    if to == "hf":
+    options = {"dtype": dtype, "tokenizer": args.tokenizer, "model_type": args.model_type, "ema": args.ema}
+    if source.is_dir() and is_adapter(source):
+        if args.ignore_field:
+            raise UserError(
+                "--ignore-field applies to the config.json of a whole Hugging Face model, not of an adapter"
+            )
+        lines = convert_adapter(source, args.target, merge=args.merge, to=args.to, base=args.base, **options)
+    elif _target_format(source, args) == "hf":
         if args.ignore_field:
             raise UserError("--ignore-field applies to the config.json of a Hugging Face model")
-        from ..conversion.to_hf import convert_to_hf
-
-        lines = convert_to_hf(
-            source,
-            args.target,
-            dtype=dtype,
-            tokenizer=args.tokenizer,
-            model_type=args.model_type,
-            ema=args.ema,
-        )
+        lines = convert_to_hf(source, args.target, **options)
     else:
         if args.ema:
             raise UserError(f"--ema: {args.source} is a Hugging Face model, which has no moving average")
@@ -102,41 +90,31 @@ def run(args: argparse.Namespace) -> int:
             from ..conversion.hub import download
 
             source = download(args.source)
-        from ..conversion.from_hf import convert_to_stoker
-
         lines = convert_to_stoker(source, args.target, dtype=dtype, tokenizer=args.tokenizer, ignored=args.ignore_field)
     print("\n".join(lines))
     return EXIT_OK
 
 
-def _convert_if_adapter(source: Path, args: argparse.Namespace) -> list[str] | None:
-    """Convert an adapter; return None if SOURCE is not one."""
-    from ..conversion.convert_adapters import convert_adapter, is_adapter
-    from ..conversion.tensor_source import DTYPES
-
-    if not is_adapter(source):
-        return None
-    if args.ignore_field:
-        raise UserError("--ignore-field applies to the config.json of a whole Hugging Face model, not of an adapter")
-    return convert_adapter(
-        source,
-        args.target,
-        merge=args.merge,
-        to=args.to,
-        base=args.base,
-        dtype=DTYPES[args.dtype] if args.dtype else None,
-        tokenizer=args.tokenizer,
-        model_type=args.model_type,
-        ema=args.ema,
-    )
-
-
-def _target_format(source: Path, typed: str) -> str:
-    """Return the format SOURCE is converted to, `hf` or `stoker`.
+def _target_format(source: Path, args: argparse.Namespace) -> str:
+    """Return the format a whole model is converted to, `hf` or `stoker`.
 
     Raises:
-        UserError: SOURCE is neither a Hugging Face model nor a stoker checkpoint.
+        UserError: SOURCE is neither a Hugging Face model nor a stoker checkpoint, or an option does not apply to it.
     """
+    adapter_options = {"--merge": args.merge, f"--base {args.base}": args.base}
+    if options := [name for name, value in adapter_options.items() if value]:
+        if not source.exists():
+            raise UserError(f"{args.source}: there is no such folder")
+        raise UserError(
+            f"{', '.join(options)}: {args.source} is not an adapter; leave {'it' if len(options) == 1 else 'them'} out"
+        )
+    to = _format_not_of(source, args.source)
+    if args.to not in (None, to):
+        raise UserError(f"--to {args.to}: {args.source} already has that format")
+    return to
+
+
+def _format_not_of(source: Path, typed: str) -> str:
     if not source.exists():
         if _HUB_ID.fullmatch(typed):
             return "stoker"

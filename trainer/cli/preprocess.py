@@ -17,7 +17,7 @@ from ..data.preprocess.train_tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
 from ..data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 from ..utils.environment import available_cores, user_path
 from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
-from ..utils.text import pluralize
+from ..utils.text import format_duration, pluralize
 
 _LINE_SECONDS = 30.0
 _MAX_WORKERS = 256
@@ -154,7 +154,7 @@ class _ProgressLine:
         seconds = now - self._started
         done = progress.fraction - progress.resumed
         left = seconds * (1 - progress.fraction) / done if done > 0 else None
-        eta = "" if left is None else f", {_duration(left)} left"
+        eta = "" if left is None else f", {format_duration(left)} left"
         text = (
             f"{progress.fraction:6.1%}  {pluralize(progress.documents, 'document')}, "
             f"{progress.text_bytes / seconds / 1e6:.1f} MB/s{eta}"
@@ -170,12 +170,6 @@ class _ProgressLine:
         if self._shown:
             print(file=sys.stderr, flush=True)
             self._shown = False
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def find_base_of_adapter(checkpoint: Checkpoint, base_path: Path | None = None) 
             content = "an adapter of randomly initialized weights" if checkpoint.is_adapter else "a whole model"
             raise UserError(f"--base {base_path}: {checkpoint.path} holds {content}; leave --base out")
         return None
-    return find_recorded_base(checkpoint) if base_path is None else find_pretrained(base_path, "--base")
+    return find_recorded_base(checkpoint, base_path)
 
 
 def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: PretrainedWeights | None, *, cast: bool) -> None:
@@ -161,12 +161,14 @@ def load_with_base(checkpoint: Checkpoint, model: nn.Module, base: PretrainedWei
     checkpoint.load_weights(model, cast=cast)
 
 
-def find_recorded_base(checkpoint: Checkpoint) -> PretrainedWeights:
-    """Find the base weights at the path recorded in an adapter checkpoint.
+def find_recorded_base(checkpoint: Checkpoint, base_path: Path | None = None) -> PretrainedWeights:
+    """Find the base weights of an adapter checkpoint: at `base_path`, or at the path recorded in it.
 
     Raises:
         UserError: the path does not exist.
     """
+    if base_path is not None:
+        return find_pretrained(base_path, "--base")
     assert checkpoint.state.base is not None
     path = Path(checkpoint.state.base.path)
     if not path.exists():

@@ -114,7 +114,7 @@ def _base_of(checkpoint: Checkpoint, named: Path | None) -> PretrainedWeights:
         raise UserError(
             f"checkpoint {checkpoint.path}: its adapter was trained on random weights, which were not saved"
         )
-    return find_recorded_base(checkpoint) if named is None else find_pretrained(named, "--base")
+    return find_recorded_base(checkpoint, named)
 
 
 def _merge_to_stoker(

@@ -10,7 +10,6 @@ The result can be used like a run directory:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from ...kernels.attention.flags import AttentionFlags
@@ -366,22 +366,7 @@ def _write(folder: Path, target: Path, source: Path, incoming: MappedModel, tens
         path.parent.mkdir(parents=True)
         about = "# @package model.tokenizer\n" if group == "tokenizer" else ""
         about += f"# {incoming.architecture.name}, converted from {_one_line(source)}\n"
-        path.write_text(about + "".join(f"{line}\n" for line in _yaml(block)), encoding="utf-8")
-
-
-def _yaml(block: Mapping[str, Any], indent: str = "") -> Iterable[str]:
-    """Yield YAML lines of nested mappings of numbers, strings and lists."""
-    for name, value in block.items():
-        if isinstance(value, dict):
-            yield f"{indent}{name}:"
-            yield from _yaml(value, indent + "  ")
-        elif isinstance(value, float):
-            text = repr(value)
-            mantissa, _, exponent = text.partition("e")
-            # YAML 1.1 reads 1e-05 as a string
-            yield f"{indent}{name}: {text if '.' in mantissa or not exponent else f'{mantissa}.0e{exponent}'}"
-        else:
-            yield f"{indent}{name}: {json.dumps(value)}"
+        path.write_text(about + yaml.safe_dump(block, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _one_line(path: Path) -> str:

@@ -37,25 +37,18 @@ _FIELDS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-_NAMES = (
-    ("token_embd.", "model.embed_tokens."),
-    ("output_norm.", "model.norm."),
-    ("output.", "lm_head."),
-    *(
-        (f"blk.{{n}}.{theirs}.", f"model.layers.{{n}}.{name}.")
-        for theirs, name in (
-            ("attn_norm", "input_layernorm"),
-            ("ffn_norm", "post_attention_layernorm"),
-            ("attn_q", "self_attn.q_proj"),
-            ("attn_k", "self_attn.k_proj"),
-            ("attn_v", "self_attn.v_proj"),
-            ("attn_output", "self_attn.o_proj"),
-            ("ffn_gate", "mlp.gate_proj"),
-            ("ffn_up", "mlp.up_proj"),
-            ("ffn_down", "mlp.down_proj"),
-        )
-    ),
-)
+_MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "gpt-2": _BYTES,
@@ -179,11 +172,15 @@ class GGUFModel:
 
 def _name(name: str) -> str:
     """Map a GGUF tensor name to transformers; unknown names are unchanged, and reported later as unknown."""
-    for theirs, ours in _NAMES:
-        match = re.match(re.escape(theirs).replace(r"\{n\}", r"(\d+)") + r"(?=(weight|bias)$)", name)
-        if match:
-            return ours.replace("{n}", match.group(1) if "{n}" in theirs else "") + name[match.end() :]
-    return name
+    stem, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return name
+    if stem in _MODEL_TENSORS:
+        return f"{_MODEL_TENSORS[stem]}.{kind}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match is None or match[2] not in _LAYER_TENSORS:
+        return name
+    return f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{kind}"
 
 
 def _definition(tokens: list[str], merges: list[str], types: Any, split: Mapping[str, Any]) -> dict[str, Any]:

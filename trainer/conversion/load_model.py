@@ -32,8 +32,7 @@ from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
 from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, initial_state
 from .from_hf import map_source, open_source, run_config_of
-from .pretrained import PretrainedWeights
-from .size_check import check_model_size
+from .pretrained import PretrainedWeights, check_model_size
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...models.config.parameter_count import count_parameters
 from ..checkpoint.hf_files import is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
 from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
+from ..config.batch_spec import batch_spec
+from ..config.schema.root import RootBlock
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import local_shard
 from ..utils.text import truncate_lines
 from .from_hf import HFSource, MappedModel, MappedTensors, map_source, open_source
 from .hf_folder import weight_paths
-from .tensor_source import TensorSource
+from .tensor_source import TensorSource, describe_differences
 
 RESTORE_KEY = "model.restore_from_path"
 _SHOWN = 10
+_MIN_ITEMSIZE = 2
+"""Bytes per weight of the narrowest supported dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +147,29 @@ def check_same_base(base: PretrainedWeights, expected: BaseRecord, adapter: Path
         )
 
 
-@contextmanager
-def open_hf_model(path: Path) -> Iterator[MappedModel]:
-    """Open a Hugging Face folder as a stoker model: configuration keys, tokenizer and weight mapping.
+def check_model_size(
+    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, base: PretrainedWeights | None = None
+) -> None:
+    """Check before allocating anything that the weight files can hold the parameters of the configuration.
+
+    Args:
+        base: base weights, if the checkpoint is an adapter.
 
     Raises:
-        UserError: the model is not supported; lists every reason.
+        UserError: the model is too large for the files, or the base is not the one the adapter was trained on.
     """
-    with open_source(path) as source:
-        yield map_hf_model(source)
+    unpadded = {"make_vocab_size_divisible_by": 1}  # Hugging Face vocabularies are not padded
+    keys = root.model if base is None else root.model.model_copy(update=unpadded)
+    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, batch_spec(root))
+    files = checkpoint.weight_files if base is None else base.files
+    total_bytes = sum(file.stat().st_size for file in files)
+    if parameters * _MIN_ITEMSIZE > total_bytes:
+        if base is not None and checkpoint.state.base is not None:
+            check_same_base(base, checkpoint.state.base, checkpoint.path)  # a wrong --base is the likelier reason
+        raise UserError(
+            f"checkpoint {checkpoint.path} does not fit the model of its configuration, which has {parameters:,} "
+            f"parameters: its weights have {total_bytes:,} bytes"
+        )
 
 
 def map_hf_model(source: HFSource) -> MappedModel:
@@ -181,13 +200,7 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
 
 def _fill(path: Path, found: MappedTensors, model: nn.Module) -> None:
     wanted = base_tensors(model)
-    problems = [f"{name} is missing" for name in wanted if name not in found.specs]
-    problems += [f"{name} is not a parameter of this model" for name in found.specs if name not in wanted]
-    problems += [
-        f"{name} is {list(found.specs[name].shape)}, the model needs {list(tensor.shape)}"
-        for name, tensor in wanted.items()
-        if name in found.specs and tuple(tensor.shape) != tuple(found.specs[name].shape)
-    ]
+    problems = describe_differences(found.specs, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
     if problems:
         raise UserError(
             [

@@ -53,6 +53,17 @@ class CastTensors:
         return cast_checked(self._source.read(name), self.specs[name].dtype, name)
 
 
+def describe_differences(found: Mapping[str, TensorSpec], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return a line for each tensor that is missing, of another shape than wanted, or no parameter of the model."""
+    lines = [f"{name} is missing" for name in wanted if name not in found]
+    lines += [f"{name} is not a parameter of this model" for name in found if name not in wanted]
+    return lines + [
+        f"{name} has the shape {list(found[name].shape)}, which must be {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+
+
 def cast_checked(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Cast a tensor.
 

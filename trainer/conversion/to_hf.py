@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -30,9 +29,10 @@ from ..utils.safetensors_io import TensorSpec, write_json, write_safetensors_str
 from ..utils.text import truncate_lines
 from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, damage_as_user_error
 from .from_hf import parameter_layout
+from .merge_adapter import open_merged
 from .output_folder import atomic_folder
-from .size_check import check_model_size
-from .tensor_source import CastTensors, TensorSource
+from .pretrained import PretrainedWeights, check_model_size
+from .tensor_source import CastTensors, TensorSource, describe_differences
 from .tokenizer_copy import (
     given_tokenizer_files,
     original_tokenizer_files,
@@ -41,9 +41,6 @@ from .tokenizer_copy import (
     write_template,
     write_tokenizer,
 )
-
-if TYPE_CHECKING:
-    from .pretrained import PretrainedWeights
 
 SHARD_BYTES = 5_000_000_000
 _CACHED = 4
@@ -98,7 +95,8 @@ def convert_to_hf(
     ours = checkpoint_tokenizer(checkpoint)
     check_model_size(checkpoint, root, model_vocab_size(root, ours), base)
     outgoing = choose_architecture(root, ours, model_type)
-    with damage_as_user_error(checkpoint), _opened(checkpoint, root, ours, base) as tensors:
+    opened = checkpoint.open_weights() if base is None else open_merged(checkpoint, root, ours, base)
+    with damage_as_user_error(checkpoint), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
         with atomic_folder(target) as folder:
             specs = _write_weights(folder, outgoing, CastTensors(tensors, dtype), shard_bytes)
@@ -107,16 +105,6 @@ def convert_to_hf(
             _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
     numbers = sum(spec.num_bytes // spec.dtype.itemsize for spec in specs.values())
     return [*complaints, f"{target}: {outgoing.architecture.name} with {numbers:,} parameters, of {checkpoint.path}"]
-
-
-def _opened(
-    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: PretrainedWeights | None
-) -> AbstractContextManager[TensorSource]:
-    if base is None:
-        return checkpoint.open_weights()
-    from .merge_adapter import open_merged
-
-    return open_merged(checkpoint, root, tokenizer, base)
 
 
 def choose_architecture(root: RootBlock, tokenizer: Tokenizer, model_type: str | None) -> HFModel:
@@ -182,14 +170,12 @@ def _with_length(back: FamilyKeys, ours: FamilyKeys) -> FamilyKeys:
 
 
 def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: TensorSource) -> None:
-    wanted = {entry.parameter: entry.shape for entry in outgoing.placed}
-    problems = [f"{name} is missing" for name in wanted if name not in tensors.specs]
-    problems += [f"{name} is not a parameter of this model" for name in tensors.specs if name not in wanted]
-    for name, shape in wanted.items():
-        if name in tensors.specs and tensors.specs[name].shape != shape:
-            problems.append(f"{name} has the shape {list(tensors.specs[name].shape)}, which must be {list(shape)}")
-        elif name in tensors.specs and not tensors.specs[name].dtype.is_floating_point:
-            problems.append(f"{name} has the unsupported dtype {tensors.specs[name].dtype}")
+    problems = describe_differences(tensors.specs, {entry.parameter: entry.shape for entry in outgoing.placed})
+    problems += [
+        f"{name} has the unsupported dtype {spec.dtype}"
+        for name, spec in tensors.specs.items()
+        if not spec.dtype.is_floating_point
+    ]
     if problems:
         lines = truncate_lines(problems, _SHOWN, indent="  ")
         raise UserError([f"checkpoint {checkpoint.path} does not fit its configuration:", *lines])

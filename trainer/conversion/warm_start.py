@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from torch import nn
 
 from ...models.config.families import keys_by_stack
-from ...models.config.memory import MemoryKeys
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock, RootBlock
@@ -18,15 +17,19 @@ from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .adapter_weights import load_pretrained_adapter
 from .checkpoint_io import checkpoint_config
-from .pretrained import RESTORE_KEY, PretrainedWeights, hf_tokenizer_keys, open_hf_model
+from .finetune_defaults import EXECUTION_KEYS
+from .from_hf import open_source
+from .pretrained import RESTORE_KEY, PretrainedWeights, hf_tokenizer_keys, map_hf_model
 
+TRAINING_ONLY_KEYS = (
+    *("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    *("moe_input_jitter_eps", "moe_router_bias_update_rate"),
+)
+"""Keys of a stack that change its training, but not the function its weights compute at inference."""
 _FUNCTION_PRESERVING_KEYS = {
-    *("hidden_dropout", "attention_dropout", "ffn_dropout", "init_method_std", "use_scaled_init_method"),
-    *("use_flash_attention", "attention_backend", "transformer_engine", "masked_softmax_fusion"),
-    *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_dropout", "moe_router_bias_update_rate"),
-    *("moe_layer_recompute", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_per_layer_logging"),
-    "moe_router_dtype",
-    *MemoryKeys.own_keys(),
+    *EXECUTION_KEYS,
+    *TRAINING_ONLY_KEYS,
+    *("init_method_std", "use_scaled_init_method", "moe_token_dispatcher_type", "moe_router_dtype"),
 }
 """Keys of a stack that do not change the function its weights compute at inference."""
 
@@ -86,7 +89,8 @@ def _has_same_tokenizer(base: PretrainedWeights, keys: TokenizerBlock, tokenizer
 def _trained_model_keys(base: PretrainedWeights) -> AnyModelBlock | None:
     """Return the model keys the weights were trained with; None if this version does not support them."""
     if base.checkpoint is None:
-        with open_hf_model(base.path) as incoming:
+        with open_source(base.path) as source:
+            incoming = map_hf_model(source)
             return MODEL_BLOCKS[incoming.architecture.family].model_validate(incoming.keys)
     root = load_checkpoint_config(base.checkpoint)
     return None if root is None else root.model

@@ -24,9 +24,9 @@ from ..config.data_task import task_name
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
 from ..conversion.adapter_weights import load_with_base
+from ..conversion.finetune_defaults import SHAPES
 from ..conversion.pretrained import PretrainedWeights
-from ..conversion.pretrained_config import SHAPES
-from ..conversion.warm_start import function_mismatch_warnings, load_checkpoint_config
+from ..conversion.warm_start import TRAINING_ONLY_KEYS, function_mismatch_warnings, load_checkpoint_config
 from ..data.build_datasets import Data
 from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import recorded_settings
@@ -47,11 +47,6 @@ _EXCLUDED_DATA_KEYS = {
     *("seq_length", "seq_length_dec"),  # in the lengths
     *("index_mapping_dir", "num_workers", "train_ds", "validation_ds", "test_ds"),
 }
-_TRAINING_ONLY_KEYS = (
-    *("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
-    *("moe_input_jitter_eps", "moe_router_bias_update_rate"),
-)
-"""Keys of a stack that change its training, but not the function its weights compute at inference."""
 _FILE_KEYS = {"file_names", "concat_sampling_probabilities"}  # in the fingerprint, and the order
 
 
@@ -195,7 +190,7 @@ def _differences(checkpoint: Checkpoint, current: RunState, root: RootBlock) -> 
     config = load_checkpoint_config(checkpoint)
     if config is not None and config.model.family == root.model.family:
         yield from function_mismatch_warnings(root.model, config.model)
-    yield from _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in _TRAINING_ONLY_KEYS)
+    yield from _changed_keys(checkpoint, root, lambda path: path.rpartition(".")[2] in TRAINING_ONLY_KEYS)
     for key in sorted(saved.optimizer.keys() | current.optimizer.keys()):
         path = f"model.{key}" if key.startswith("optim") else f"trainer.{key}"
         yield from _change(checkpoint, path, saved.optimizer.get(key), current.optimizer.get(key))

@@ -38,11 +38,10 @@ class DataParallel:
 
     def shard(self, model: LanguageModel) -> None:
         """Shard a model, on the meta device or with its full weights, before the optimizer is built."""
-        raise NotImplementedError
 
     def load_full(self, parameter: Tensor, full: Tensor) -> None:
-        """Copy a full parameter into the local shard."""
-        raise NotImplementedError
+        """Copy a full parameter into the local shard; replicated weights into all rows."""
+        local_shard(parameter).copy_from_full(full)
 
     def local_shard(self, tensor: Tensor) -> LocalShard:
         """Return the shard of a parameter, or of its gradient, that this rank updates."""

@@ -45,13 +45,6 @@ class ReplicatedDataParallel(DataParallel):
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def shard(self, model: LanguageModel) -> None:
-        """Do nothing: the weights are replicated."""
-
-    def load_full(self, parameter: Tensor, full: Tensor) -> None:
-        """Copy a full parameter."""
-        parameter.detach().copy_(full)
-
     def local_shard(self, tensor: Tensor) -> LocalShard:
         """Return the full tensor, or with a distributed optimizer the local rows."""
         if self.layout.shards == 1:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from ...models.build import LanguageModel, get_stacks
 from ..config.parameter_layout import DataParallelLayout
-from ..utils.local_shard import local_shard
 from .data_parallel import DataParallel
 
 # FSDP2 reduces gradients over the shard group, then over the replica group.
@@ -61,10 +59,6 @@ class ShardedDataParallel(DataParallel):
             # With only a divide factor NCCL would use premul-sum, which gloo does not support.
             part.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(model, "loss")
-
-    def load_full(self, parameter: Tensor, full: Tensor) -> None:
-        """Copy the local rows of a full parameter."""
-        local_shard(parameter).copy_from_full(full)
 
     def reshard(self) -> None:
         """Free the gathered weights, which the next optimizer step makes stale."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from ..utils.text import format_duration
 from .step_report import StepReport
 
 _REDRAW_SECONDS = 0.2
@@ -139,16 +140,6 @@ def format_validation(step: int, max_steps: int, metrics: dict[str, float]) -> s
     """Format a validation as an aligned line: loss, then the other metrics."""
     others = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items() if name != "val_loss")
     return f"step {step:>{len(str(max_steps))}}/{max_steps}  val loss {metrics['val_loss']:.4f}  {others}".rstrip()
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds as short as possible: `45 s`, `3:07`, `2:03:00`."""
-    total = max(0, round(seconds))
-    if total < 60:
-        return f"{total} s"
-    minutes, secs = divmod(total, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
 def _optional(value: float | None, form: str) -> str:

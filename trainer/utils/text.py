@@ -17,7 +17,17 @@ def truncate_lines(lines: Iterable[str], limit: int, *, more: str = "and {:,} mo
     return [f"{indent}{line}" for line in (*shown[:limit], *rest)]
 
 
-def parse_duration(format_duration: str) -> int:
+def format_duration(seconds: float) -> str:
+    """Format seconds as short as possible: `45 s`, `3:07`, `2:03:00`."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    minutes, secs = divmod(total, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def parse_duration(text: str) -> int:
     """Convert `DD:HH:MM:SS` to seconds."""
-    days, hours, minutes, seconds = (int(part) for part in format_duration.split(":"))
+    days, hours, minutes, seconds = (int(part) for part in text.split(":"))
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
