@@ -15,7 +15,7 @@ from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
 from .layers.norm import LayerNorm, RMSNorm
 from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
-from .moe.find_moe_layers import find_moe_layers
+from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
 from .stack import Stack
 

@@ -17,7 +17,7 @@ from .layers.attention_bias import CrossRelativeBias
 from .layers.compiling import eager_layers
 from .layers.context import Memory
 from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
-from .moe.find_moe_layers import find_moe_layers
+from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .peft.ptuning import PromptEncoder
 from .stack import Stack

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import cases, extra, looped
@@ -19,7 +20,6 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.stack import Layer
