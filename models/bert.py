@@ -125,12 +125,9 @@ class BERT(nn.Module):
         """Return the sum of the cross-entropies of all labels divided by `denominator`.
 
         Args:
-            tokens: as in `forward`.
             labels: (batch, tokens) int64, the original token at each masked position; -100 is ignored.
             denominator: usually the number of labels in the global batch, so that micro batch losses add up.
-            token_types: as in `forward`.
-            padding: as in `forward`.
-            documents: as in `forward`.
+            tokens and others: as in `forward`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
@@ -164,11 +161,8 @@ class BERT(nn.Module):
         """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
-            tokens: as in `forward`.
-            token_types: as in `forward`.
-            padding: as in `forward`.
-            documents: as in `forward`.
             routed: bool (batch, tokens), True for tokens that are routed to experts; None: those of `padding`.
+            tokens and others: as in `forward`.
         """
         length = tokens.shape[1]
         kind = self._kind_of_call(length, padding, documents)

@@ -189,13 +189,8 @@ def plan_model(
 
     Args:
         model: slice of the model.
-        device: device of the model.
         dtype: compute dtype.
-        flags: attention settings from environment variables.
-        micro_batch_size: samples per call.
-        batch_spec: shape of the samples of training and evaluation.
-        kinds: kinds of call the model is built for.
-        peft: PEFT scheme.
+        device and others: as in `build_model`.
 
     Raises:
         ValueError: `dtype` or `compile` is not supported.
