@@ -12,7 +12,7 @@ from ..kernels.attention.packed_sequences import PackedSequences, document_posit
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
 from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
-from .moe.find_moe_layers import find_moe_layers
+from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
 from .peft.ptuning import PromptEncoder
 from .stack import Stack

@@ -17,7 +17,7 @@ from .layers.attention_bias import CrossRelativeBias
 from .layers.compiling import eager_layers
 from .layers.context import Memory
 from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
-from .moe.find_moe_layers import find_moe_layers
+from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .peft.ptuning import PromptEncoder
 from .stack import Stack
@@ -167,13 +167,9 @@ class T5(nn.Module):
         """Return the sum of the cross-entropies of all labels divided by `denominator`.
 
         Args:
-            encoder_tokens: as in `forward`.
-            decoder_tokens: as in `forward`.
             labels: (batch, tokens) int64, the next token of each of `decoder_tokens`; -100 is ignored.
             denominator: usually the number of labels in the global batch, so that micro batch losses add up.
-            encoder_padding: as in `forward`.
-            encoder_documents: as in `forward`.
-            decoder_documents: as in `forward`.
+            encoder_tokens and others: as in `forward`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
@@ -218,14 +214,10 @@ class T5(nn.Module):
         """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
-            encoder_tokens: as in `forward`.
-            decoder_tokens: as in `forward`.
-            encoder_padding: as in `forward`.
-            encoder_documents: as in `forward`.
-            decoder_documents: as in `forward`.
             encoder_routed: bool, like `encoder_tokens`, True for tokens that are routed to experts; None: those of
                 `encoder_padding`, as in generation.
             decoder_routed: bool, like `decoder_tokens`; None: all tokens are routed.
+            encoder_tokens and others: as in `forward`.
         """
         kind = self._kind_of_call(
             encoder_tokens.shape[1], decoder_tokens.shape[1], encoder_padding, encoder_documents, decoder_documents

@@ -82,29 +82,13 @@ class MoEKeys(DenseStackKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESlice:
-    """Experts of a stack.
+    """Experts of a stack, as the keys of `MoEKeys` describe them; None and a coefficient of 0 stand for none.
 
     Attributes:
-        experts: number of experts per MoE layer.
-        topk: experts per token.
-        balancing: load balancing.
-        aux_loss: coefficient of the load-balancing loss; 0 for none.
-        z_loss: coefficient of the router z-loss; 0 for none.
-        jitter: multiplicative noise of the router's input in training, 1 - jitter to 1 + jitter; None for none.
-        capacity_factor: capacity factor of an expert; None for no limit.
-        pad_to_capacity: pad the input of every expert to its capacity.
-        drop_policy: tokens that an expert over capacity keeps: those with the largest gates, or the first.
+        jitter: the router's input is multiplied by uniform noise from 1 - jitter to 1 + jitter, in training.
         implementation: grouped GEMMs, or a loop over the experts.
-        pre_softmax: softmax over all experts, before the selection.
-        score: score function of the router.
-        topk_scaling: scaling factor of the gates; None for none.
-        num_groups: number of equal expert groups; None for no groups.
-        group_topk: groups per token; None for no groups.
-        bias_update_rate: update rate of the expert bias (auxiliary-loss-free balancing); None without this bias.
-        router_dtype: compute dtype of the router.
-        ffn_hidden_size: FFN width of an expert.
+        bias_update_rate: update rate of the expert bias; None without this bias.
         dropout: dropout probability inside an expert, after the activation.
-        shared_ffn_hidden_size: FFN width of the shared expert; None for none.
         layers: True for each layer of the stack that has experts.
     """
 

@@ -58,17 +58,11 @@ class AttentionSlice:
     """Attention of a layer.
 
     Attributes:
-        heads: query heads.
-        groups: key and value heads; divides `heads`.
-        head_dim: width of a head.
+        groups: key and value heads; divides `heads`, the query heads.
         scale: factor of the scores.
-        qkv_bias: bias on the query, key and value projection.
-        output_bias: bias on the output projection.
         dropout: dropout probability of the attention weights in training.
-        causal: causal attention.
         window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
         softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
-        position_bias: position bias on the scores, if any.
         qk_norm: norms over each query and key head.
         head_scale: a learned factor for each head.
         use_flash_attention: None for any backend family, True without unfused, False without flash.
@@ -121,19 +115,13 @@ class StackSlice:
     """Stack of transformer layers.
 
     Attributes:
-        num_layers: number of layers.
-        hidden_size: width of the residual stream.
         block: placement of the norms in a layer.
         hidden_dropout: dropout probability of attention and MLP outputs before the residual add, and of the embeddings.
-        attention: self-attention.
-        rotary: rotary embedding, or None.
         norm: all norms of the stack.
         mlp: MLP of the dense layers.
         moe: experts of the MoE layers; None in a dense stack.
         init_std: standard deviation of the initial weights.
         output_init_std: standard deviation of the initial output projections of attention and MLP.
-        recompute: recompute (activation checkpointing); None for none.
-        offload: CPU offloading; None for none.
     """
 
     num_layers: int

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.relative_position_buckets import relative_buckets
-from .computed_table import ComputedTable
+from .position_embeddings import ComputedTable
 
 
 class ScoreBias(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.mlp import MLP
 from ..memory.recompute import RecomputableModule, run_with_recompute
@@ -143,3 +143,8 @@ class MoE(RecomputableModule):
             self.expert_bias = torch.zeros(number, device=device) if leaves_meta else bias.to(device)
             self.step_counts = torch.zeros(number, device=device)
         return self
+
+
+def find_moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """Return the MoE modules by name (`decoder.layers.3.mlp`), in forward order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}

@@ -7,12 +7,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tiers import examples, looped
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, num_parameters
+from stoker.models.build import num_parameters
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.dense_stack import PositionEmbedding
 from stoker.models.config.families import model_rules

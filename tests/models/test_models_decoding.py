@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from tiers import cases
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, build_model
+from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.peft import PromptSlice

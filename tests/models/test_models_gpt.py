@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from tiers import extra, full_only, looped
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
 from stoker.models import lm_head as head_module
-from stoker.models.build import build_gpt, decide_compile
+from stoker.models.build import decide_compile
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.layers.context import LayerContext

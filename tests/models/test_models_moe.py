@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from tiers import extra
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import RoutingResult
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.stack import stack_slice
 from stoker.models.gpt import GPT
@@ -19,8 +19,7 @@ from stoker.models.layers.norm import BranchInput, RMSNorm
 from stoker.models.memory import recompute
 from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
-from stoker.models.moe.find_moe_layers import find_moe_layers
-from stoker.models.moe.moe_layer import MoE
+from stoker.models.moe.moe_layer import MoE, find_moe_layers
 from stoker.models.moe.router import STATISTIC_NAMES
 from stoker.models.recompute.analysis import has_dropout
 

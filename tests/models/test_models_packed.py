@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attend
+from gpt_builder import build_gpt
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import cases, examples, extra, looped
@@ -20,7 +21,6 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.stack import Layer

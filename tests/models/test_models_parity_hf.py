@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from gpt_builder import build_gpt
 from hf_fp64 import keep_input_dtype, map_parameters
 from torch import Tensor, nn
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.hf.architecture import Architecture

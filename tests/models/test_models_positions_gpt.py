@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from tiers import full_only
 from torch import Tensor
 
 from stoker.kernels.attention.call_spec import InstalledSoftware
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.dispatch.attention_calls import attention_calls, choose_backends
 from stoker.models.gpt import GPT

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from gpt_builder import build_gpt
 from hf_fp64 import _rms_norm, _rotary, map_parameters
 from tiers import looped
 from torch import Tensor
@@ -18,7 +19,6 @@ from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.hf.llama import QWEN3

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import gpt, load, problems, write
+from gpt_builder import build_gpt
 from tiers import looped
 from tiny_run import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, build_model, num_parameters
+from stoker.models.build import build_model, num_parameters
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import FamilyKeys, family_slice, model_rules
@@ -25,7 +26,7 @@ from stoker.models.config.moe_rules import moe_rules
 from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
-from stoker.models.moe.find_moe_layers import find_moe_layers
+from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
