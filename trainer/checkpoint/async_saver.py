@@ -35,15 +35,15 @@ class CheckpointSaver:
     ) -> None:
         self._directory = directory
         self._ranks = ranks.with_own_group() if async_save else ranks
-        self._clean = apply_retention
-        self._beside = async_save
+        self._apply_retention = apply_retention
+        self._async_save = async_save
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(self, content: CheckpointContent) -> Path:
         """Save a checkpoint and return its path; an asynchronous save waits only for the copy to host memory."""
         self.wait()
-        if not self._beside:
+        if not self._async_save:
             self._write(content)
         else:
             tensors = {kind: copy_to_host(shards) for kind, shards in content.tensors.items()}
@@ -72,7 +72,7 @@ class CheckpointSaver:
         problem = None
         if self._ranks.is_rank_zero:
             try:
-                self._clean()
+                self._apply_retention()
             except OSError as error:
                 problem = UserError(
                     [

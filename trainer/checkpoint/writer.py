@@ -91,8 +91,8 @@ def write_checkpoint(directory: Path, content: CheckpointContent, ranks: Distrib
 
     def write_own() -> dict[str, FileRecord]:
         return {
-            name: write_shards(temporary / name, pieces)
-            for kind, pieces in content.tensors.items()
+            name: write_shards(temporary / name, shards)
+            for kind, shards in content.tensors.items()
             if (name := shard_file_name(kind, ranks.rank, ranks.world_size))
         }
 
@@ -121,14 +121,9 @@ def write_metadata(
     config_document: Mapping[str, Any],
     tokenizer_document: Mapping[str, Any],
 ) -> None:
-    """Write state, configuration, tokenizer and manifest of a checkpoint.
+    """Write state, configuration, tokenizer and manifest to a checkpoint directory before it is renamed.
 
-    Args:
-        directory: checkpoint directory, before it is renamed.
-        files: tensor files already written to it.
-        state: as in `CheckpointContent`.
-        config_document: as in `CheckpointContent`.
-        tokenizer_document: as in `CheckpointContent`.
+    `files` are the tensor files already written to it.
     """
     records = {name: asdict(record) for name, record in files.items()}
     for name, document in (
@@ -160,37 +155,20 @@ def remove_temporaries(directory: Path) -> list[Path]:
     return removed
 
 
-def should_keep(
-    candidate: RunState,
-    others: list[RunState],
-    *,
-    save_top_k: int,
-    save_last: bool,
-    monitor: str = "val_loss",
-    mode: str = "min",
-) -> bool:
-    """Return True if retention keeps a checkpoint: one of the `save_top_k` best (-1: all), or the last.
+def apply_retention(
+    directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
+) -> list[Path]:
+    """Delete all checkpoints but the `save_top_k` best (-1: all), and the newest with `save_last`.
 
-    A checkpoint without a value of the metric ranks last; on ties the newer one ranks first.
+    A checkpoint without a value of the metric ranks last; on ties the newer one ranks first. Checkpoints whose state
+    cannot be read are skipped.
 
     Args:
-        candidate: state of the checkpoint.
-        others: states of the other checkpoints.
+        directory: directory of the checkpoints.
         save_top_k: number of best checkpoints to keep.
         save_last: keep the newest checkpoint in any case.
         monitor: metric to rank by, a name in `RunState.metrics` or `val_loss`.
         mode: `min` or `max`.
-    """
-    if save_top_k == -1 or (save_last and all(candidate.step >= other.step for other in others)):
-        return True
-    rank = _rank(candidate, monitor, mode)
-    return sum(_rank(other, monitor, mode) < rank for other in others) < save_top_k
-
-
-def apply_retention(
-    directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
-) -> list[Path]:
-    """Delete the checkpoints that `should_keep` rejects; those whose state cannot be read are skipped.
 
     Returns:
         The deleted paths.
@@ -201,17 +179,15 @@ def apply_retention(
             states[path] = RunState.model_validate(read_json(path / STATE))
         except (DamagedFileError, ValidationError):
             continue
+    if save_top_k == -1 or not states:
+        return []
+    newest = max(state.step for state in states.values())
+    ranks = {path: _rank(state, monitor, mode) for path, state in states.items()}
+    ordered = sorted(ranks.values())
     expired = [
         path
         for path, state in states.items()
-        if not should_keep(
-            state,
-            [other for other in states.values() if other is not state],
-            save_top_k=save_top_k,
-            save_last=save_last,
-            monitor=monitor,
-            mode=mode,
-        )
+        if ordered.index(ranks[path]) >= save_top_k and not (save_last and state.step == newest)
     ]
     for path in expired:
         _remove(_set_aside(path, _DELETED))

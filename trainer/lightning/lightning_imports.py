@@ -42,8 +42,8 @@ def _without_extras() -> Iterator[None]:
 
 with _without_extras():
     import pytorch_lightning as pl
-    from lightning_fabric.plugins import ClusterEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
     from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-__all__ = ["ClusterEnvironment", "ParallelStrategy", "SIGTERMException", "SingleDeviceStrategy", "pl"]
+__all__ = ["LightningEnvironment", "ParallelStrategy", "SIGTERMException", "SingleDeviceStrategy", "pl"]
