@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ from key_observables import (
 
 from stoker.models import build
 from stoker.models.build import decide_compile
-from stoker.models.config.key_block import ConfigBlock
 from stoker.trainer.callbacks import profiler
 from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
@@ -268,27 +268,29 @@ EVENTS = ("max_queue", "flush_secs", "filename_suffix")
 def loggers_get_their_settings(harness: ConfigHarness) -> None:
     """Each setting reaches its logger; what the loggers do with it is in test_trainer_loggers.py."""
     made: dict[str, Any] = {}
+    blocks = {"wandb": "wandb_logger_kwargs", "mlflow": "mlflow_logger_kwargs", "tensorboard": "summary_writer_kwargs"}
 
-    class Sink:
-        def __init__(self, *given: Any, **_: Any) -> None:
-            keys = next(item for item in given if isinstance(item, ConfigBlock))
-            made[type(keys).__name__] = keys.model_dump()
+    class Logger:
+        def __init__(self, config: RunConfig, directory: Path, resumed_at: int, block: str) -> None:
+            made[block] = getattr(config.root.exp_manager, block).model_dump()
 
         def log(self, step: int, figures: Any, group: str) -> None: ...
 
         def close(self, *, failed: bool) -> None: ...
 
-    for name in ("WandbLogger", "MLflowLogger", "TensorBoardLogger"):
-        harness.monkeypatch.setattr(logger_backends, name, Sink)
+    for name, block in blocks.items():
+        backend = logger_backends.BACKENDS[name]
+        fake = backend._replace(open=partial(Logger, block=block))
+        harness.monkeypatch.setitem(logger_backends.BACKENDS, name, fake)
     harness.monkeypatch.setattr(logger_backends.importlib.util, "find_spec", lambda _: True)
     on = {f"create_{name}_logger": True for name in ("wandb", "mlflow", "tensorboard")}
     harness.run(
         {MANAGER + switch: value for switch, value in on.items()} | {MANAGER + "wandb_logger_kwargs.project": "p"}
     )
-    assert made["WandbBlock"]["project"] == "p"
-    assert set(made["WandbBlock"]) == set(WANDB)
-    assert set(made["MlflowBlock"]) == set(MLFLOW)
-    assert set(made["SummaryWriterBlock"]) == set(EVENTS)
+    assert made["wandb_logger_kwargs"]["project"] == "p"
+    assert set(made["wandb_logger_kwargs"]) == set(WANDB)
+    assert set(made["mlflow_logger_kwargs"]) == set(MLFLOW)
+    assert set(made["summary_writer_kwargs"]) == set(EVENTS)
 
 
 MEMORY = "model.memory_profile."

@@ -305,7 +305,7 @@ def test_a_slow_host_is_part_of_the_steps_it_belongs_to(device: Device) -> None:
 def test_a_profile_that_is_written_before_the_line_is_no_part_of_its_step(device: Device) -> None:
     profiler: Any = SimpleNamespace(overhead_seconds=0.0)
     observers = ProfilerList([], print)
-    observers._observers = [profiler]
+    observers._profilers = [profiler]
     profiler.phase = ProfilerList([], print).phase
     run = Reported(device, observers)
     run.step(100.0)

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from tiny_run import tiny_config
 
-from stoker.trainer.config.schema.exp_manager import ExpManagerBlock, SummaryWriterBlock
+from stoker.trainer.config.schema.exp_manager import ExpManagerBlock
 from stoker.trainer.loggers import logger_backends
 from stoker.trainer.loggers.logger_backends import (
     BackgroundLogger,
@@ -45,7 +45,7 @@ def rows(path):
 
 
 def test_a_table_gets_a_column_when_a_figure_first_appears(tmp_path):
-    sink = CSVLogger(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
+    sink = CSVLogger(tiny_config(tmp_path), tmp_path, 0)
     sink.log(1, {"loss": 3.5}, "train")
     sink.log(1, {"val_loss": 4.0}, "validation")
     sink.log(2, {"loss": 0.1 + 0.2}, "train")
@@ -61,17 +61,18 @@ def test_the_table_of_a_resumed_run_begins_with_what_metrics_jsonl_kept(tmp_path
     (tmp_path / "metrics.csv").write_text("step,loss\n1,1.0\n2,2.0\n3,3.0\n2,tor")
     kept = [{"step": step, "loss": float(step)} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    sink = CSVLogger(tmp_path / "metrics.csv", tmp_path / "metrics.jsonl")
+    sink = CSVLogger(tiny_config(tmp_path), tmp_path, 0)
     sink.log(3, {"loss": 30.0}, "train")
     assert [row["loss"] for row in rows(tmp_path / "metrics.csv")] == ["1.0", "2.0", "30.0"]
 
 
 def test_tensorboard_gets_its_settings(tmp_path):
-    sink = TensorBoardLogger(tmp_path, SummaryWriterBlock(max_queue=3, flush_secs=7, filename_suffix=".here"), 0)
+    settings = {"max_queue": 3, "flush_secs": 7, "filename_suffix": ".here"}
+    sink = TensorBoardLogger(tiny_config(tmp_path, exp_manager__summary_writer_kwargs=settings), tmp_path, 0)
     sink.log(1, {"loss": 1.0}, "train")
     writer = sink._writer
     sink.close(failed=False)
-    assert [path.name.endswith(".here") for path in tmp_path.iterdir()] == [True]
+    assert [path.name.endswith(".here") for path in (tmp_path / "tensorboard").iterdir()] == [True]
     assert (writer.max_queue, writer.flush_secs) == (3, 7)
 
 

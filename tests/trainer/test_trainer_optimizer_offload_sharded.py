@@ -49,7 +49,7 @@ def check(kind, layout, dtype):
         mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard"))
         for model in models:
             fully_shard(model, mesh=mesh)
-        del arguments["piece_of"]
+        del arguments["shard_of"]
     plain, ours = (
         OPTIMIZER_FACTORIES[kind](
             model.named_parameters(), clip_norm=0.3, main_weights=dtype != torch.float32, **arguments, **host

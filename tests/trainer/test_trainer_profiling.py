@@ -166,7 +166,7 @@ def root(tmp_path, **changes):
 
 def kinds(tmp_path, rank=0, **changes):
     observers = profiling.build_profilers(root(tmp_path, **changes), tmp_path, CPU, print, rank)
-    return [type(observer).__name__ for observer in observers._observers]
+    return [type(observer).__name__ for observer in observers._profilers]
 
 
 def test_the_keys_choose_and_one_rank_profiles(tmp_path):

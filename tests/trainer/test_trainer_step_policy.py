@@ -17,14 +17,15 @@ from tiny_run import final_hashes, tiny_config, tiny_document
 from torch._utils import ExceptionWrapper
 
 from stoker.models.gpt import GPT
-from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
-from stoker.trainer.callbacks.early_stopping import EarlyStopping, continue_hint
-from stoker.trainer.callbacks.loss_spike import (
+from stoker.trainer.callbacks.divergence import (
     MIN_REFERENCE_LOSSES,
     NUM_RECENT_LOSSES,
     NUM_REFERENCE_LOSSES,
+    DivergedError,
+    LossMonitor,
     loss_deviation,
 )
+from stoker.trainer.callbacks.early_stopping import EarlyStopping, continue_hint
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState, LoopState
 from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.config.load import config_from_document

@@ -63,7 +63,7 @@ class ExpertLoadMetrics:
         self._ranks = ranks
         self._experts = [len(layer.router.weight) for layer in layers.values()]
         self._load_map = load_map
-        self._say = report
+        self._log = report
         self._can_plot = load_map is not None and has_matplotlib()
         self._next_plot = 0.0
         self._logged = {index: _label(name, layers) for index, name in enumerate(layers) if name in per_layer}
@@ -73,16 +73,14 @@ class ExpertLoadMetrics:
     def collect(self, step: int, *, restart: bool) -> Callable[[], dict[str, float]]:
         """Start an asynchronous copy of the statistics to the host and reset them.
 
-        Args:
-            step: completed steps.
-            restart: this is a regular report: start new averages.
+        With `restart`, at a regular report, new averages are started.
 
         Returns:
             A function that waits for the copy and returns the metrics since the last regular report; call it exactly
-            once, before the next `take`.
+            once, before the next `collect`.
         """
-        counted = self._send()
-        return lambda: self._add(counted.get(), step, restart=restart)
+        copied = self._send()
+        return lambda: self._add(copied.get(), step, restart=restart)
 
     def save(self, *, plot: bool, last: bool = False) -> None:
         """Write the load history file and plot.
@@ -107,7 +105,7 @@ class ExpertLoadMetrics:
             raise UserError(f"cannot write the expert load: {where}", EXIT_IO) from error
         except Exception as error:  # an error of the plotting library must not end the run
             self._can_plot = False
-            self._say(f"warning: the expert load cannot be plotted: {type(error).__name__}: {error}")
+            self._log(f"warning: the expert load cannot be plotted: {type(error).__name__}: {error}")
 
     @torch.no_grad()
     def _send(self) -> AsyncHostCopy:
@@ -116,16 +114,16 @@ class ExpertLoadMetrics:
         merged = torch.cat(statistics)
         if merged.device.type != "mps":
             merged = merged.double()  # counts summed over ranks may exceed the exact integers of fp32
-        counted = AsyncHostCopy(self._ranks.all_reduce_(merged))
+        copied = AsyncHostCopy(self._ranks.all_reduce_(merged))
         torch._foreach_zero_(statistics)  # pyright: ignore[reportPrivateImportUsage]
-        return counted
+        return copied
 
-    def _add(self, counted: Tensor, step: int, *, restart: bool) -> dict[str, float]:
+    def _add(self, copied: Tensor, step: int, *, restart: bool) -> dict[str, float]:
         """Accumulate statistics and return the metrics.
 
         Non-finite statistics of a layer, from a step that was skipped because of them, are dropped.
         """
-        values = counted.split([experts + len(STATISTIC_NAMES) for experts in self._experts])
+        values = copied.split([experts + len(STATISTIC_NAMES) for experts in self._experts])
         fresh = tuple(tuple(layer.tolist()) if layer.isfinite().all() else (0.0,) * len(layer) for layer in values)
         if self._load_map is not None:
             tokens = [sums[:experts] for sums, experts in zip(fresh, self._experts, strict=True)]
@@ -133,11 +131,11 @@ class ExpertLoadMetrics:
         known = self.sums or tuple((0.0,) * len(sums) for sums in fresh)
         total = tuple(tuple(map(add, old, new)) for old, new in zip(known, fresh, strict=True))
         self.sums = () if restart else total
-        return self._figures(total)
+        return self._metrics(total)
 
-    def _figures(self, total: Sums) -> dict[str, float]:
+    def _metrics(self, total: Sums) -> dict[str, float]:
         layers = {
-            index: _figures_of(np.array(sums[:experts]), dict(zip(STATISTIC_NAMES, sums[experts:], strict=True)))
+            index: _layer_metrics(np.array(sums[:experts]), dict(zip(STATISTIC_NAMES, sums[experts:], strict=True)))
             for index, (sums, experts) in enumerate(zip(total, self._experts, strict=True))
             if any(sums[:experts])  # otherwise the layer saw only padding, or nothing
         }
@@ -159,7 +157,7 @@ class ExpertLoadMetrics:
         return means | {"expert_share_min": least, "expert_share_max": most} | each
 
 
-def _figures_of(tokens: np.ndarray, sums: Mapping[str, float]) -> dict[str, float]:
+def _layer_metrics(tokens: np.ndarray, sums: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a layer.
 
     Args:
@@ -198,17 +196,7 @@ def build_expert_load_metrics(
     state: Sums,
     report: Callable[[str], None],
 ) -> ExpertLoadMetrics | None:
-    """Build the `ExpertLoadMetrics` of a model, or None without MoE layers.
-
-    Args:
-        root: the configuration.
-        model: the model.
-        directory: run directory.
-        ranks: ranks of the run.
-        resumed_at: step the run resumes from.
-        state: `ExpertLoadMetrics.sums` at that step.
-        report: prints a message.
-    """
+    """Build the `ExpertLoadMetrics` of a model, or None without MoE layers; `state` is their `sums` at `resumed_at`."""
     layers = find_moe_layers(model)
     if not layers:
         return None

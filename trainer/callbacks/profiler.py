@@ -1,6 +1,6 @@
 """Profilers: a torch.profiler trace of some steps, host time per phase, a CUDA memory snapshot.
 
-Each profiles the steps of one process, counted from 1 at the start of the process, and writes to the run directory. The
+Each profiles the steps of one process, copied from 1 at the start of the process, and writes to the run directory. The
 memory snapshot is a pickle, the only format that https://pytorch.org/memory_viz reads; torch writes it, and stoker
 never reads one.
 """
@@ -62,45 +62,45 @@ class ProfilerList:
     """
 
     def __init__(self, profilers: Sequence[Profiler], log: LogFunction) -> None:
-        self._observers = list(profilers)
-        self._say = log
-        self._aside = 0.0
+        self._profilers = list(profilers)
+        self._log = log
+        self._past_overhead = 0.0
 
     @property
     def overhead_seconds(self) -> float:
         """Total profiling overhead in seconds, to be excluded from step times."""
-        return self._aside + sum(observer.overhead_seconds for observer in self._observers)
+        return self._past_overhead + sum(profiler.overhead_seconds for profiler in self._profilers)
 
     def on_step_start(self, step: int) -> None:
         """Call before step `number` of this process."""
-        self._each(lambda observer: observer.on_step_start(step))
+        self._each(lambda profiler: profiler.on_step_start(step))
 
     def on_step_end(self, step: int) -> None:
         """Call after step `number` of this process."""
-        self._each(lambda observer: observer.on_step_end(step))
+        self._each(lambda profiler: profiler.on_step_end(step))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context of work between two steps."""
         with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.phase(name))
+            for profiler in self._profilers:
+                stack.enter_context(profiler.phase(name))
             yield
 
     def close(self) -> None:
         """Close all profilers; a second call does nothing."""
-        self._each(lambda observer: observer.close())
-        self._aside = self.overhead_seconds
-        self._observers = []
+        self._each(lambda profiler: profiler.close())
+        self._past_overhead = self.overhead_seconds
+        self._profilers = []
 
     def _each(self, call: Callable[[Profiler], None]) -> None:
-        for observer in list(self._observers):
+        for profiler in list(self._profilers):
             try:
-                call(observer)
+                call(profiler)
             except OSError as error:
-                self._observers.remove(observer)
-                self._aside += observer.overhead_seconds
-                self._say(f"warning: cannot write the profile: {error}; the run continues without it")
+                self._profilers.remove(profiler)
+                self._past_overhead += profiler.overhead_seconds
+                self._log(f"warning: cannot write the profile: {error}; the run continues without it")
 
 
 def check_profiling(root: RootBlock, device: torch.device) -> None:
@@ -121,37 +121,45 @@ def build_profilers(
 ) -> ProfilerList:
     """Build the enabled profilers of one process.
 
-    Args:
-        root: configuration with `trainer.profiler`, `trainer.profile_steps` and `model.memory_profile`.
-        directory: the run directory; profiles go to its subdirectory `profile`.
-        device: device of this process.
-        log: logs a line.
-        rank: rank of this process. Times and traces are those of rank 0.
-        steps_before: completed steps of the run when this process starts, for file names.
+    Profiles go to the subdirectory `profile` of the run directory. Times and traces are those of rank 0.
+    `steps_before` are the completed steps of the run when this process starts, for file names.
     """
-    observers: list[Profiler] = []
+    profilers: list[Profiler] = []
     profile, memory = directory / "profile", root.model.memory_profile
     if root.trainer.profiler == "pytorch" and rank == 0:
         first, last = root.trainer.profile_steps
-        observers.append(TraceProfiler(profile, first, last, device, log, steps_before))
+        profilers.append(TraceProfiler(profile, first, last, device, log, steps_before))
     elif root.trainer.profiler == "simple" and rank == 0:
-        observers.append(PhaseTimer(profile, log))
+        profilers.append(PhaseTimer(profile, log))
     if memory.enabled and memory.rank == rank:
         key = "model.memory_profile.output_path"
         place = user_path(memory.output_path, key).absolute() if memory.output_path else profile
-        observers.append(
+        profilers.append(
             MemorySnapshotRecorder(place, memory.start_step, memory.end_step, device, log, rank, steps_before)
         )
-    return ProfilerList(observers, log)
+    return ProfilerList(profilers, log)
 
 
 class _StepRange:
-    """Profiler of a range of steps: starts before the first and finishes after the last, or at the end of the run."""
+    """Profiler of a range of steps: starts before the first and finishes after the last, or at the end of the run.
 
-    def __init__(self, first: int, last: int, steps_before: int, device: torch.device) -> None:
+    Args:
+        directory: output directory.
+        first: first profiled step of this process.
+        last: last profiled step of this process.
+        device: device to profile besides the CPU.
+        log: logs a line.
+        steps_before: completed steps of the run when this process starts, for file names.
+    """
+
+    def __init__(
+        self, directory: Path, first: int, last: int, device: torch.device, log: LogFunction, steps_before: int = 0
+    ) -> None:
+        self._directory = directory
         self._first, self._last = first, last
-        self._steps_before = steps_before
         self._device = device
+        self._log = log
+        self._steps_before = steps_before
         self._current = 0
         self._running = False
         self.overhead_seconds = 0.0
@@ -160,7 +168,7 @@ class _StepRange:
         """Start at the first step of the range."""
         if step == self._first:
             self._running = True
-            with self._aside():
+            with self._measured_overhead():
                 self.start()
 
     def on_step_end(self, step: int) -> None:
@@ -178,11 +186,11 @@ class _StepRange:
         """Finish if running."""
         if self._running:
             self._running = False
-            with self._aside():
+            with self._measured_overhead():
                 self.finish(f"steps-{self._steps_before + self._first}-{self._steps_before + self._current}")
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _measured_overhead(self) -> Iterator[None]:
         """Measure the overhead of the code within, after synchronizing the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -202,22 +210,10 @@ class _StepRange:
 class TraceProfiler(_StepRange):
     """torch.profiler trace of some steps for https://ui.perfetto.dev or chrome://tracing, and a table of operations.
 
-    Args:
-        directory: output directory of `trace-steps-F-L.json.gz` and `operations-steps-F-L.txt`.
-        first: first traced step of this process.
-        last: last traced step of this process.
-        device: device to trace besides the CPU.
-        log: logs a line of the table.
-        steps_before: completed steps of the run when this process starts, for file names.
+    Writes `trace-steps-F-L.json.gz` and `operations-steps-F-L.txt`, and logs the table.
     """
 
-    def __init__(
-        self, directory: Path, first: int, last: int, device: torch.device, log: LogFunction, steps_before: int = 0
-    ) -> None:
-        super().__init__(first, last, steps_before, device)
-        self._directory = directory
-        self._say = log
-        self._profile: Any = None
+    _profile: Any = None
 
     def start(self) -> None:
         """Start tracing."""
@@ -239,7 +235,7 @@ class TraceProfiler(_StepRange):
         (self._directory / f"operations-{steps}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         self._profile = None
         for line in (f"trace {path}", *lines):
-            self._say(line)
+            self._log(line)
 
 
 def operations_table(operations: Sequence[Any], *, on_device: bool, top: int = _TOP_OPERATIONS) -> list[str]:
@@ -278,7 +274,7 @@ class PhaseTimer:
     def __init__(self, directory: Path, log: LogFunction, clock: Callable[[], float] = time.perf_counter) -> None:
         self.overhead_seconds = 0.0
         self._directory = directory
-        self._say = log
+        self._log = log
         self._clock = clock
         self._start: float | None = None
         self._step_start = 0.0
@@ -312,7 +308,7 @@ class PhaseTimer:
         self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / "times.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         for line in lines:
-            self._say(line)
+            self._log(line)
 
     def table(self, total: float) -> list[str]:
         """Format one line per phase, the longest first; the rest of `total` seconds is waiting for data."""
@@ -332,14 +328,7 @@ class PhaseTimer:
 class MemorySnapshotRecorder(_StepRange):
     """CUDA memory snapshot of all allocations during some steps (NeMo's `model.memory_profile`).
 
-    Args:
-        directory: output directory of `memory-rank-R-steps-F-L.pickle`, for https://pytorch.org/memory_viz.
-        first: first recorded step of this process.
-        last: last recorded step of this process.
-        device: the CUDA device.
-        log: logs a line.
-        rank: rank of this process.
-        steps_before: completed steps of the run when this process starts, for file names.
+    Writes `memory-rank-R-steps-F-L.pickle`, for https://pytorch.org/memory_viz; `rank` is that of this process.
     """
 
     def __init__(
@@ -352,9 +341,7 @@ class MemorySnapshotRecorder(_StepRange):
         rank: int = 0,
         steps_before: int = 0,
     ) -> None:
-        super().__init__(first, last, steps_before, device)
-        self._directory = directory
-        self._say = log
+        super().__init__(directory, first, last, device, log, steps_before)
         self._rank = rank
 
     def start(self) -> None:
@@ -369,4 +356,4 @@ class MemorySnapshotRecorder(_StepRange):
             torch.cuda.memory._dump_snapshot(str(path))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None, device=self._device)
-        self._say(f"memory record {path}, for https://pytorch.org/memory_viz")
+        self._log(f"memory record {path}, for https://pytorch.org/memory_viz")

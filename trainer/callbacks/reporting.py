@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..lightning.lightning_module import LanguageModule
-from ..loggers.run_logger import RunLogger, peak_memory_gib
+from ..loggers.run_logger import RunLogger
 from ..loggers.step_report import StepReport
 from ..utils.async_host_copy import DeviceTimestamp
+from ..utils.host_memory import peak_memory_gib
 from .divergence import LossMonitor
 from .expert_load import ExpertLoadMetrics
 from .profiler import ProfilerList
@@ -63,8 +64,8 @@ class StepReporter:
         monitor: monitors the metrics of every step.
         throughput: tokens and FLOPs of a sample.
         consumed_samples: number of samples trained on after a number of steps.
-        profilers: profilers, whose overhead is excluded from step times.
-        expert_load: statistics of the expert load; None without experts.
+        profilers: their overhead is excluded from step times.
+        expert_load: None without experts.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class StepReporter:
         profilers: ProfilerList,
         expert_load: ExpertLoadMetrics | None,
     ) -> None:
-        self._journal = logger
-        self._policy = monitor
-        self._rates = throughput
+        self._logger = logger
+        self._monitor = monitor
+        self._throughput = throughput
         self._consumed_samples = consumed_samples
-        self._observers = profilers
+        self._profilers = profilers
         self._expert_load = expert_load
         self._window: _Window | None = None
         self._pending: _PendingReport | None = None
@@ -93,14 +94,12 @@ class StepReporter:
     def report(self, module: LanguageModule, *, restart: bool) -> dict[str, float]:
         """Report this step synchronously; return the metrics used for checkpoints and early stopping.
 
-        Args:
-            module: the module after the step.
-            restart: start new means (regular reports).
+        With `restart`, at a regular report, new means are started.
 
         Raises:
             DivergedError: too many steps in a row were not finite.
         """
-        with self._observers.phase("report"):
+        with self._profilers.phase("report"):
             metrics = self._finish(self._begin(module, restart=restart))
         # The first step of a process compiles and allocates, so the clock starts after it.
         self.restart_clock(module)
@@ -109,7 +108,7 @@ class StepReporter:
     def start(self, module: LanguageModule, *, restart: bool) -> None:
         """Begin the report of this step without a host sync; `finish` must be called before the next one."""
         assert self._pending is None
-        with self._observers.phase("report begun"):
+        with self._profilers.phase("report begun"):
             self._pending = self._begin(module, restart=restart)
 
     def finish(self) -> None:
@@ -121,13 +120,13 @@ class StepReporter:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        with self._observers.phase("report"):
+        with self._profilers.phase("report"):
             self._finish(pending)
         self._window = _Window(pending.step, pending.timestamp)
 
     def restart_clock(self, module: LanguageModule) -> None:
         """Restart the timed window, after work that is not part of a step."""
-        self._window = _Window(module.step, DeviceTimestamp(module.device, self._observers.overhead_seconds))
+        self._window = _Window(module.step, DeviceTimestamp(module.device, self._profilers.overhead_seconds))
 
     def _begin(self, module: LanguageModule, *, restart: bool) -> _PendingReport:
         return _PendingReport(
@@ -137,33 +136,33 @@ class StepReporter:
             memory_gib=peak_memory_gib(module.device),
             values=module.read_metrics_async(),
             experts=self._expert_load.collect(module.step, restart=restart) if self._expert_load is not None else dict,
-            timestamp=DeviceTimestamp(module.device, self._observers.overhead_seconds),
+            timestamp=DeviceTimestamp(module.device, self._profilers.overhead_seconds),
         )
 
     def _finish(self, pending: _PendingReport) -> dict[str, float]:
         """Wait for the values of the steps since the last report and log them."""
         step, values = pending.step, pending.values()
-        for warning in self._policy.update(step - len(values) + 1, values):
-            self._journal.log(f"warning: {warning}")
-        loss, grad_norm = self._policy.mean_loss(restart=pending.restart), values[-1][1]
+        for warning in self._monitor.update(step - len(values) + 1, values):
+            self._logger.log(f"warning: {warning}")
+        loss, grad_norm = self._monitor.mean_loss(restart=pending.restart), values[-1][1]
         seconds, tokens_per_second = None, None
         if self._window is not None:
             elapsed = pending.timestamp.seconds_since(self._window.start)
             seconds = elapsed / (step - self._window.step)
             samples = self._consumed_samples(step) - self._consumed_samples(self._window.step)
-            tokens_per_second = samples * self._rates.tokens_per_sample / elapsed
-        peak = self._rates.peak_flops
-        self._journal.log_step(
+            tokens_per_second = samples * self._throughput.tokens_per_sample / elapsed
+        peak = self._throughput.peak_flops
+        self._logger.log_step(
             StepReport(
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,
                 lr=pending.lr,
                 consumed_samples=self._consumed_samples(step),
-                skipped_steps=self._policy.skipped_steps,
+                skipped_steps=self._monitor.skipped_steps,
                 step_seconds=seconds,
                 tokens_per_second=tokens_per_second,
-                mfu=tokens_per_second * self._rates.flops_per_token / peak if tokens_per_second and peak else None,
+                mfu=tokens_per_second * self._throughput.flops_per_token / peak if tokens_per_second and peak else None,
                 memory_gib=pending.memory_gib,
                 experts=pending.experts(),
             )

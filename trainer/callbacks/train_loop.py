@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,8 @@ class TrainLoopCallback(pl.Callback):
         consumed_samples: number of samples trained on after a number of steps.
         state: loop state of the checkpoint the run resumes from.
         resumed_metrics: metrics of the step the run resumes from.
-        all_reduce_flags: all-reduces the flags of all ranks; called once after every step, and between validation
-            batches.
-        flags_are_async: `all_reduce_flags` is asynchronous and returns the result of the previous call.
-        ema: exponential moving average of the weights, or None.
-        profilers: profilers.
-        expert_load: statistics of the expert load; None without experts.
+        all_reduce_flags: called once after every step, and between validation batches.
+        flags_are_async: `all_reduce_flags` returns the result of the previous call.
 
     Attributes:
         validation: the last validation result.
@@ -97,22 +93,22 @@ class TrainLoopCallback(pl.Callback):
         self._keys = keys
         self._params = manager.checkpoint_callback_params
         self._interval = self._params.train_time_interval
-        self._journal = logger
+        self._logger = logger
         self._stop = stop_handler
         self._validate = validate
         self._save = save
         self._checkpoints = checkpoint_directory
-        self._agree = all_reduce_flags
-        self._answers_late = flags_are_async
-        self._average = ema
-        self._validates_average = ema is not None and not manager.ema.validate_original_weights
-        self._observers = profilers or ProfilerList([], logger.log)
+        self._all_reduce_flags = all_reduce_flags
+        self._flags_are_async = flags_are_async
+        self._ema = ema
+        self._validates_ema = ema is not None and not manager.ema.validate_original_weights
+        self._profilers = profilers or ProfilerList([], logger.log)
         self._expert_load = expert_load
-        self._policy = LossMonitor(keys.max_skipped_steps, keys.loss_spike_threshold, state)
-        self._reports = StepReporter(logger, self._policy, throughput, consumed_samples, self._observers, expert_load)
-        self._early: EarlyStopping | None = None
+        self._monitor = LossMonitor(keys.max_skipped_steps, keys.loss_spike_threshold, state)
+        self._reporter = StepReporter(logger, self._monitor, throughput, consumed_samples, self._profilers, expert_load)
+        self._early_stopping: EarlyStopping | None = None
         if manager.create_early_stopping_callback:
-            self._early = EarlyStopping(manager.early_stopping_callback_params, state.patience)
+            self._early_stopping = EarlyStopping(manager.early_stopping_callback_params, state.patience)
         self._is_strict = manager.early_stopping_callback_params.strict
         self._is_verbose = manager.early_stopping_callback_params.verbose
         self._saved_at = time.monotonic()
@@ -124,25 +120,26 @@ class TrainLoopCallback(pl.Callback):
         self.validation: EvaluationResult | None = None
         self.checkpoint: Path | None = None
         self.stop_reason: str | None = None
-        if self._early is not None and self._early.stop_reason is not None:
-            self.stop_reason = f"{STOP_REASON_PREFIX} ({self._early.stop_reason})"
+        if self._early_stopping is not None and self._early_stopping.stop_reason is not None:
+            self.stop_reason = f"{STOP_REASON_PREFIX} ({self._early_stopping.stop_reason})"
 
     def run_pending_validation(self, module: LanguageModule) -> None:
         """Run the validation that was interrupted when the run was stopped, before training resumes."""
         step = module.step
-        self._journal.log(f"running the interrupted validation of step {step:,}")
-        validation = self._run_validation(step, 0)
-        if validation is None:
-            self.stop_reason = self._stop.apply_flags(self._pending_signals)
-            return
-        self.validation_pending = False
-        metrics = dict(self._resumed_metrics) | validation
-        if self._early is not None and step % self._keys.val_check_interval == 0:
-            stopping = self._check_progress(self._early, step, metrics)
-            if stopping is not None and step < self._keys.max_steps:
-                self.stop_reason = f"{STOP_REASON_PREFIX} ({stopping})"
-        if self._save is not None:  # replace the checkpoint of this step by one with its validation metrics
-            self._write(module, metrics)
+        self._logger.log(f"running the interrupted validation of step {step:,}")
+        with self._report_divergence():
+            validation = self._run_validation(step, 0)
+            if validation is None:
+                self.stop_reason = self._stop.apply_flags(self._pending_signals)
+                return
+            self.validation_pending = False
+            metrics = dict(self._resumed_metrics) | validation
+            if self._early_stopping is not None and step % self._keys.val_check_interval == 0:
+                stopping = self._check_progress(self._early_stopping, step, metrics)
+                if stopping is not None and step < self._keys.max_steps:
+                    self.stop_reason = f"{STOP_REASON_PREFIX} ({stopping})"
+            if self._save is not None:  # replace the checkpoint of this step by one with its validation metrics
+                self._save_checkpoint(module, metrics)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reinstall the signal handlers that Lightning replaces, and run the sanity validation."""
@@ -152,7 +149,7 @@ class TrainLoopCallback(pl.Callback):
         batches = self._keys.num_sanity_val_steps
         if batches and self._validate is not None:
             loss = self._evaluate(batches).loss
-            self._journal.log(
+            self._logger.log(
                 f"validation loss before the first step {loss:.4f} ({pluralize(batches, 'batch', 'batches')})"
             )
         self._saved_at = time.monotonic()
@@ -162,19 +159,25 @@ class TrainLoopCallback(pl.Callback):
     ) -> None:
         """Start the step in the profilers."""
         assert isinstance(pl_module, LanguageModule)
-        self._observers.on_step_start(pl_module.step + 1 - self._first_step)
+        self._profilers.on_step_start(pl_module.step + 1 - self._first_step)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, validate, save and stop as due after this step."""
         assert isinstance(pl_module, LanguageModule)
-        step = pl_module.step
-        self._observers.on_step_end(step - self._first_step)
-        self._finish_report()  # deferred from the previous step, so that the device already has this one to run
-        if self._average is not None:
-            assert pl_module.unwrapped_optimizer.grad_norm is not None
-            self._average.update(step, pl_module.unwrapped_optimizer.grad_norm)
+        with self._report_divergence():
+            self._profilers.on_step_end(pl_module.step - self._first_step)
+            self._reporter.finish()  # deferred from the previous step, so that the device already has this one to run
+            if self._ema is not None:
+                assert pl_module.unwrapped_optimizer.grad_norm is not None
+                self._ema.update(pl_module.step, pl_module.unwrapped_optimizer.grad_norm)
+            self.stop_reason = self._after_step(pl_module)
+        trainer.should_stop |= self.stop_reason is not None
+
+    def _after_step(self, module: LanguageModule) -> str | None:
+        """Log, validate and save as due after this step; return the reason to stop now, or None."""
+        step = module.step
         last = step == self._keys.max_steps
         flags = self._reduce_flags()
         reason = None if last else self._stop.apply_flags(flags)
@@ -189,12 +192,14 @@ class TrainLoopCallback(pl.Callback):
         # Log steps that depend on the step alone, so that an interrupted and an uninterrupted run have the same ones:
         # clocks, signals and the end of this process do not count.
         regular = step % self._keys.log_every_n_steps == 0 or checks or self._is_save_due(step)
-        first = not self._reports.has_started
-        needs_metrics = validates or saves or last or reason is not None or (checks and self._early is not None)
-        if regular and not (first or needs_metrics) and is_async(pl_module.device):
-            self._reports.start(pl_module, restart=True)  # only logged, so the read is deferred to avoid a sync
+        first = not self._reporter.has_started
+        needs_metrics = (
+            validates or saves or last or reason is not None or (checks and self._early_stopping is not None)
+        )
+        if regular and not (first or needs_metrics) and is_async(module.device):
+            self._reporter.start(module, restart=True)  # only logged, so the read is deferred to avoid a sync
         elif first or regular or saves or last:
-            metrics = self._report(pl_module, restart=regular)
+            metrics = self._reporter.report(module, restart=regular)
             if validates:
                 validation = self._run_validation(step, flags)
                 self.validation_pending = validation is None
@@ -202,24 +207,23 @@ class TrainLoopCallback(pl.Callback):
                     reason, saves = self._stop.apply_flags(self._pending_signals), self._save is not None
                 else:
                     metrics |= validation
-            if checks and self._early is not None and not self.validation_pending:
-                stopping = self._check_progress(self._early, step, metrics)
+            if checks and self._early_stopping is not None and not self.validation_pending:
+                stopping = self._check_progress(self._early_stopping, step, metrics)
                 if stopping is not None and not last:
                     reason = reason or f"{STOP_REASON_PREFIX} ({stopping})"
                     saves = saves or (self._save is not None and self._saves_last())
             if saves:
-                self._write(pl_module, metrics)
+                self._save_checkpoint(module, metrics)
             if validates or saves:
-                self._reports.restart_clock(pl_module)
-        if reason is not None:
-            self.stop_reason = reason
-            trainer.should_stop = True
+                self._reporter.restart_clock(module)
+        return reason
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Flush the deferred report of the last step, the profilers and the expert load."""
-        self._finish_report()
-        self._observers.close()
-        self._write_load(draw=True, last=True)
+        with self._report_divergence():
+            self._reporter.finish()
+        self._profilers.close()
+        self._save_expert_load(draw=True, last=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Flush the deferred report of the previous step.
@@ -229,17 +233,17 @@ class TrainLoopCallback(pl.Callback):
         assert isinstance(pl_module, LanguageModule)
         if pl_module.ranks.world_size == 1:
             try:
-                self._reports.finish()
+                self._reporter.finish()
             except Exception as error:  # after a CUDA error nothing can be read; the original error matters more
-                self._journal.log_to_file(f"report of the previous step: {error}")
+                self._logger.log_to_file(f"report of the previous step: {error}")
 
     def _reduce_flags(self) -> int:
         """All-reduce the flags of all ranks; those of other ranks may arrive a step late."""
         flags = self._stop.flags
         if self._interval is not None and time.monotonic() - self._saved_at >= parse_duration(self._interval):
             flags |= StopFlag.SAVE
-        reduced = self._agree(flags)
-        if self._saved_just_now and self._answers_late:  # this result is of flags from before that save
+        reduced = self._all_reduce_flags(flags)
+        if self._saved_just_now and self._flags_are_async:  # this result is of flags from before that save
             reduced &= ~StopFlag.SAVE
         self._saved_just_now = False
         return reduced
@@ -253,20 +257,6 @@ class TrainLoopCallback(pl.Callback):
 
     def _saves_last(self) -> bool:
         return self._params.save_last or (self._params.every_n_train_steps is None and self._interval is None)
-
-    def _report(self, module: LanguageModule, *, restart: bool) -> dict[str, float]:
-        """Log this step synchronously; return the metrics that decide about checkpoints and early stopping."""
-        try:
-            return self._reports.report(module, restart=restart)
-        except DivergedError as error:
-            raise self._diverged(str(error)) from None
-
-    def _finish_report(self) -> None:
-        """Flush the deferred report of the previous step, if there is one."""
-        try:
-            self._reports.finish()
-        except DivergedError as error:
-            raise self._diverged(str(error)) from None
 
     def _run_validation(self, step: int, flags: int) -> dict[str, float] | None:
         """Validate and log the metrics; None if a signal interrupts it.
@@ -283,21 +273,21 @@ class TrainLoopCallback(pl.Callback):
             return None
         val_loss, bits_per_byte = self.validation.loss, self.validation.bits_per_byte
         if not math.isfinite(val_loss):
-            raise self._diverged(f"training diverged at step {step}: validation loss {val_loss}")
+            raise DivergedError(f"training diverged at step {step}: validation loss {val_loss}")
         metrics = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
-        self._journal.log_validation(step, metrics)
-        self._write_load(draw=True)
+        self._logger.log_validation(step, metrics)
+        self._save_expert_load(draw=True)
         return metrics
 
     def _should_stop_validation(self) -> bool:
         """Poll for signals between two validation batches; those of other ranks may arrive a batch late."""
-        self._pending_signals = self._agree(self._stop.flags) & SIGNAL_FLAGS
+        self._pending_signals = self._all_reduce_flags(self._stop.flags) & SIGNAL_FLAGS
         return bool(self._pending_signals)
 
     def _evaluate(self, batches: int | None, should_stop: Callable[[], bool] | None = None) -> EvaluationResult:
         assert self._validate is not None
-        average = self._average if self._validates_average else None
-        with self._observers.phase("validation"), average.applied() if average is not None else nullcontext():
+        average = self._ema if self._validates_ema else None
+        with self._profilers.phase("validation"), average.applied() if average is not None else nullcontext():
             return self._validate(batches, should_stop)
 
     def _check_progress(self, early: EarlyStopping, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -307,43 +297,48 @@ class TrainLoopCallback(pl.Callback):
             problem = f"`exp_manager.early_stopping_callback_params.monitor` ({early.metric}) was not measured"
             if self._is_strict:
                 raise UserError(f"{problem} at step {step}; monitor one of {', '.join(metrics)}")
-            self._journal.log_to_file(f"{problem} at step {step}")
+            self._logger.log_to_file(f"{problem} at step {step}")
             return None
         reason, line = early.check(value)
         if self._is_verbose:
-            self._journal.log(f"{STOP_REASON_PREFIX}: {line}")
+            self._logger.log(f"{STOP_REASON_PREFIX}: {line}")
         return reason
 
-    def _write(self, module: LanguageModule, metrics: Mapping[str, float]) -> None:
+    def _save_checkpoint(self, module: LanguageModule, metrics: Mapping[str, float]) -> None:
         assert self._save is not None
-        if self._policy.consecutive_skipped_steps and not _is_finite(module):
-            raise self._diverged(f"training diverged at step {module.step}: some weights are not finite")
-        state = self._policy.state().model_copy(update={"validation_due": self.validation_pending})
-        if self._early is not None:
-            state = state.model_copy(update={"patience": self._early.state})
+        if self._monitor.consecutive_skipped_steps and not _is_finite(module):
+            raise DivergedError(f"training diverged at step {module.step}: some weights are not finite")
+        state = self._monitor.state().model_copy(update={"validation_due": self.validation_pending})
+        if self._early_stopping is not None:
+            state = state.model_copy(update={"patience": self._early_stopping.state})
         if self._expert_load is not None:
             state = state.model_copy(update={"expert_load": self._expert_load.sums})
-            self._write_load(draw=False)
+            self._save_expert_load(draw=False)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        with self._observers.phase("checkpoint"):
+        with self._profilers.phase("checkpoint"):
             self.checkpoint = self._save(module.step, finite, state)
         self._saved_at = time.monotonic()
         self._saved_just_now = True
 
-    def _write_load(self, *, draw: bool, last: bool = False) -> None:
+    def _save_expert_load(self, *, draw: bool, last: bool = False) -> None:
         if self._expert_load is not None:
             self._expert_load.save(plot=draw, last=last)
 
-    def _diverged(self, what: str) -> UserError:
-        saved = checkpoint_paths(self._checkpoints)
-        return UserError(
-            [
-                what,
-                f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet",
-                "lower `model.optim.lr`, lengthen `model.optim.sched.warmup_steps` or clip harder with "
-                "`trainer.gradient_clip_val`",
-            ]
-        )
+    @contextmanager
+    def _report_divergence(self) -> Iterator[None]:
+        """Turn a DivergedError into a UserError with advice."""
+        try:
+            yield
+        except DivergedError as error:
+            saved = checkpoint_paths(self._checkpoints)
+            raise UserError(
+                [
+                    str(error),
+                    f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet",
+                    "lower `model.optim.lr`, lengthen `model.optim.sched.warmup_steps` or clip harder with "
+                    "`trainer.gradient_clip_val`",
+                ]
+            ) from None
 
 
 def _is_finite(module: LanguageModule) -> bool:

@@ -35,15 +35,15 @@ class CheckpointSaver:
     ) -> None:
         self._directory = directory
         self._ranks = ranks.with_own_group() if async_save else ranks
-        self._clean = apply_retention
-        self._beside = async_save
+        self._apply_retention = apply_retention
+        self._async_save = async_save
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(self, content: CheckpointContent) -> Path:
         """Save a checkpoint and return its path; an asynchronous save waits only for the copy to host memory."""
         self.wait()
-        if not self._beside:
+        if not self._async_save:
             self._write(content)
         else:
             tensors = {kind: copy_to_host(shards) for kind, shards in content.tensors.items()}
@@ -64,21 +64,20 @@ class CheckpointSaver:
     def _write_in_thread(self, content: CheckpointContent) -> None:
         try:
             self._write(content)
-        except BaseException as error:  # re-raised by `finish`
+        except BaseException as error:  # re-raised by `wait`
             self._error = error
 
     def _write(self, content: CheckpointContent) -> None:
         write_checkpoint(self._directory, content, self._ranks)
-        problem = None
-        if self._ranks.is_rank_zero:
+        with self._ranks.raise_on_all_ranks():
             try:
-                self._clean()
+                if self._ranks.is_rank_zero:
+                    self._apply_retention()
             except OSError as error:
-                problem = UserError(
+                raise UserError(
                     [
                         f"cannot delete old checkpoints in {self._directory}: {error.strerror or error}",
                         f"step {content.state.step:,} is saved",
                     ],
                     EXIT_IO,
-                )
-        self._ranks.raise_on_all_ranks(problem)
+                ) from None

@@ -41,6 +41,7 @@ from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, local_shard
 from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, verify_file
+from .hf_files import is_hf_folder, is_peft_folder
 from .loop_state import LoopState
 from .sharded_safetensors import FullTensors, OverlaidTensors, open_full_tensors, read_shards, shard_files
 
@@ -57,7 +58,7 @@ class BaseRecord(ConfigBlock):
     path: Annotated[str, Field(min_length=1)]
     """Path at training time: a checkpoint or a Hugging Face model folder."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Digest of the names and hashes of the weight files; see `base_weights.weights_digest`."""
+    """Digest of the names and hashes of the weight files; see `pretrained.weights_digest`."""
 
 
 class RunState(ConfigBlock):
@@ -111,7 +112,7 @@ class Checkpoint:
         path: checkpoint directory.
         state: content of `state.json`.
         files: names of the files listed in the manifest.
-        uses_ema: load the moving average of the weights instead of the weights, see `averaged`.
+        uses_ema: load the moving average of the weights instead of the weights, see `with_ema`.
     """
 
     path: Path
@@ -134,29 +135,28 @@ class Checkpoint:
         """Tokenizer document, including the chat template."""
         return _object(self.path / TOKENIZER)
 
+    def _tensor_files(self, kind: str) -> list[Path]:
+        return [self.path / name for name in shard_files(kind, self.files)]
+
     @property
     def has_ema(self) -> bool:
         """True if the checkpoint holds a moving average of the weights."""
-        return bool(shard_files(EMA_WEIGHTS, self.files))
-
-    @property
-    def _average_files(self) -> list[Path]:
-        return [self.path / name for name in shard_files(EMA_WEIGHTS, self.files)]
+        return bool(self._tensor_files(EMA_WEIGHTS))
 
     @property
     def weight_files(self) -> list[Path]:
         """Model weight files, by rank."""
-        return [self.path / name for name in shard_files(WEIGHTS, self.files)]
+        return self._tensor_files(WEIGHTS)
 
     @property
     def adapter_files(self) -> list[Path]:
         """Adapter files, by rank."""
-        return [self.path / name for name in shard_files(ADAPTER, self.files)]
+        return self._tensor_files(ADAPTER)
 
     @property
     def is_adapter(self) -> bool:
         """True if the checkpoint holds an adapter without its base weights."""
-        return bool(shard_files(ADAPTER, self.files))
+        return bool(self.adapter_files)
 
     def with_ema(self) -> Checkpoint:
         """Return this checkpoint with the weights replaced by their moving average; untrained weights are unchanged.
@@ -185,7 +185,7 @@ class Checkpoint:
             if not self.uses_ema:
                 yield weights
             else:
-                yield OverlaidTensors(weights, stack.enter_context(open_full_tensors(self._average_files)))
+                yield OverlaidTensors(weights, stack.enter_context(open_full_tensors(self._tensor_files(EMA_WEIGHTS))))
 
     def load_weights(self, model: nn.Module, *, cast: bool = False) -> None:
         """Load the weights into a model of the same geometry, in place.
@@ -199,11 +199,11 @@ class Checkpoint:
             UserError: they cannot be read.
         """
         tensors = trainable_tensors(model) if self.is_adapter else base_tensors(model)
-        pieces = {name: local_shard(tensor) for name, tensor in tensors.items()}
-        self._fill(ADAPTER if self.is_adapter else WEIGHTS, pieces, cast=cast)
+        shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+        self._fill(ADAPTER if self.is_adapter else WEIGHTS, shards, cast=cast)
         if self.uses_ema:
             self._fill(
-                EMA_WEIGHTS, {name: pieces[name] for name in self._averaged_names() if name in pieces}, cast=cast
+                EMA_WEIGHTS, {name: shards[name] for name in self._averaged_names() if name in shards}, cast=cast
             )
 
     def load_optimizer(self, optimizer: Optimizer) -> None:
@@ -225,16 +225,15 @@ class Checkpoint:
 
     def _averaged_names(self) -> list[str]:
         try:
-            with open_full_tensors(self._average_files) as average:
+            with open_full_tensors(self._tensor_files(EMA_WEIGHTS)) as average:
                 return list(average.specs)
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
 
     def _fill(self, kind: str, destination: Mapping[str, LocalShard], *, cast: bool = False) -> None:
-        paths = [self.path / name for name in shard_files(kind, self.files)]
         try:
             with torch.no_grad():
-                read_shards(paths, destination, cast=cast)
+                read_shards(self._tensor_files(kind), destination, cast=cast)
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
         except ValueError as error:
@@ -252,8 +251,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     An expert bias has no gradient (`expert_balance`), so it is a buffer and not a parameter of the optimizer.
     """
-    biases = {f"{name}.expert_bias": layer.expert_bias for name, layer in find_moe_layers(model).items()}
-    return dict(model.named_parameters()) | {name: bias for name, bias in biases.items() if bias is not None}
+    return dict(model.named_parameters()) | _expert_biases(model)
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -264,12 +262,15 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def trainable_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the trainable part of `model_tensors`: trainable parameters and the expert biases that are updated."""
-    biases = {
+    return dict(trainable_parameters(model)) | _expert_biases(model, updated_only=True)
+
+
+def _expert_biases(model: nn.Module, *, updated_only: bool = False) -> dict[str, Tensor]:
+    return {
         f"{name}.expert_bias": layer.expert_bias
         for name, layer in find_moe_layers(model).items()
-        if layer.updates_expert_bias
+        if layer.expert_bias is not None and (layer.updates_expert_bias or not updated_only)
     }
-    return dict(trainable_parameters(model)) | {name: bias for name, bias in biases.items() if bias is not None}
 
 
 def tensors_to_save(model: nn.Module) -> tuple[str, dict[str, Tensor]]:
@@ -357,8 +358,6 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
 
 def _hint(path: Path) -> str:
     """Return the hint to show for a path that holds no checkpoint."""
-    from .hf_files import is_hf_folder, is_peft_folder
-
     if not path.exists():
         return "there is no such folder"
     if is_peft_folder(path):

@@ -103,11 +103,7 @@ def save_run_record(
 ) -> None:
     """Write configuration and environment once the run can start; from here on, the directory is kept.
 
-    Args:
-        config: configuration of the run.
-        directory: the run directory.
-        device: device of this process.
-        processes: description of each process of the run.
+    `processes` holds a description of each process of the run.
 
     Raises:
         UserError: the files cannot be written (exit code 74).

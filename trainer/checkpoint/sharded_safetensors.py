@@ -49,7 +49,7 @@ def shard_files(kind: str, names: Iterable[str]) -> list[str]:
 
 def write_shards(path: Path, shards: Mapping[str, LocalShard]) -> FileRecord:
     """Write this rank's share of the rows of every tensor, see `LocalShard.part_to_save`."""
-    shares = {name: piece.part_to_save() for name, piece in shards.items()}
+    shares = {name: shard.part_to_save() for name, shard in shards.items()}
     written = {name: share for name, share in shares.items() if share.num_rows}
     rows = {
         name: [share.first_row, share.num_rows]
@@ -86,21 +86,21 @@ def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, ca
         problems = _differences(described, shards, cast)
         if problems:
             raise ValueError("\n".join(problems))
-        for name, piece in shards.items():
-            _check_complete(name, found[name], piece.num_rows)
-            _load_shard(name, piece, found[name])
+        for name, shard in shards.items():
+            _check_complete(name, found[name], shard.num_rows)
+            _load_shard(name, shard, found[name])
 
 
 class FullTensors:
     """Read access to the full tensors of sharded files, one at a time.
 
     Attributes:
-        facts: dtype and shape by name.
+        specs: dtype and shape by name.
     """
 
-    def __init__(self, found: Mapping[str, list[_RowRange]], facts: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, found: Mapping[str, list[_RowRange]], specs: Mapping[str, TensorSpec]) -> None:
         self._found = found
-        self.specs = facts
+        self.specs = specs
 
     def read(self, name: str) -> Tensor:
         """Read a full tensor into host memory.
@@ -125,12 +125,12 @@ class OverlaidTensors:
     """
 
     def __init__(self, base: FullTensors, override: FullTensors) -> None:
-        self._below, self._above = base, override
+        self._base, self._override = base, override
         self.specs = {**base.specs, **override.specs}
 
     def read(self, name: str) -> Tensor:
         """Read a full tensor into host memory; errors as in `FullTensors.read`."""
-        return (self._above if name in self._above.specs else self._below).read(name)
+        return (self._override if name in self._override.specs else self._base).read(name)
 
 
 @contextmanager
@@ -142,12 +142,12 @@ def open_full_tensors(paths: Collection[Path]) -> Iterator[FullTensors]:
     """
     with ExitStack() as stack:
         found, described = _read_headers(paths, stack)
-        facts: dict[str, TensorSpec] = {}
+        specs: dict[str, TensorSpec] = {}
         for name, (shape, dtype) in described.items():
             if dtype not in TENSOR_DTYPES:
                 raise DamagedFileError(f"{name} is of dtype {dtype}")
-            facts[name] = TensorSpec(TENSOR_DTYPES[dtype], shape)
-        yield FullTensors(found, facts)
+            specs[name] = TensorSpec(TENSOR_DTYPES[dtype], shape)
+        yield FullTensors(found, specs)
 
 
 def _read_headers(
@@ -164,22 +164,22 @@ def _read_headers(
             shape, dtype = tuple(part.get_shape()), part.get_dtype()
             start, whole = rows.get(name, (0, shape[0] if shape else 1))
             found.setdefault(name, []).append(_RowRange(file, start, shape[0] if shape else 1))
-            facts = (whole, *shape[1:]) if shape else (), dtype
-            if described.setdefault(name, facts) != facts:
+            specs = (whole, *shape[1:]) if shape else (), dtype
+            if described.setdefault(name, specs) != specs:
                 raise DamagedFileError(f"{path.name}: shape or dtype of {name} differs from the other files")
     return found, described
 
 
-def _load_shard(name: str, piece: LocalShard, parts: list[_RowRange]) -> None:
-    if not piece.local.ndim:
-        piece.local.copy_(parts[0].file.get_tensor(name))
+def _load_shard(name: str, shard: LocalShard, parts: list[_RowRange]) -> None:
+    if not shard.local.ndim:
+        shard.local.copy_(parts[0].file.get_tensor(name))
         return
-    end = piece.first_row + piece.local.shape[0]
+    end = shard.first_row + shard.local.shape[0]
     for part in parts:
-        first, last = max(piece.first_row, part.start), min(end, part.start + part.count)
+        first, last = max(shard.first_row, part.start), min(end, part.start + part.count)
         if first < last:
             rows = part.file.get_slice(name)[first - part.start : last - part.start]
-            piece.local[first - piece.first_row : last - piece.first_row].copy_(rows)
+            shard.local[first - shard.first_row : last - shard.first_row].copy_(rows)
 
 
 def _check_complete(name: str, parts: list[_RowRange], rows: int) -> None:
@@ -205,10 +205,10 @@ def _differences(
 ) -> list[str]:
     lines = [f"{name} is missing" for name in wanted if name not in found]
     lines += [f"{name} does not exist in this model" for name in found if name not in wanted]
-    for name, piece in wanted.items():
+    for name, shard in wanted.items():
         if name not in found:
             continue
-        expected = piece.shape, found[name][1] if any_dtype else tensor_dtype_name(piece.local)
+        expected = shard.shape, found[name][1] if any_dtype else tensor_dtype_name(shard.local)
         if found[name] != expected:
             lines.append(f"{name} is {_describe(*found[name])}, the model needs {_describe(*expected)}")
     return truncate_lines(lines, 10)
@@ -220,7 +220,7 @@ def _describe(shape: tuple[int, ...], dtype: str) -> str:
 
 def copy_to_host(shards: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
     """Copy this rank's shares to host memory, for writing while training continues."""
-    shares = {name: piece.part_to_save() for name, piece in shards.items()}
+    shares = {name: shard.part_to_save() for name, shard in shards.items()}
     copies: dict[str, LocalShard] = {}
     for name, share in shares.items():
         if share.num_rows:

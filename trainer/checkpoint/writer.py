@@ -10,21 +10,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from ..distributed.process_group import DistributedContext
+from ..utils.durable_files import fsync_directory
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.local_shard import LocalShard
-from ..utils.safetensors_io import DamagedFileError, FileRecord, fsync_directory, read_json, write_json
+from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, write_json
 from .reader import CONFIG, FORMAT, MANIFEST, STATE, TOKENIZER, RunState, checkpoint_paths
 from .sharded_safetensors import shard_file_name, write_shards
 
-T = TypeVar("T")
 _TEMPORARY = re.compile(r"step-\d{1,15}\.tmp-.*")
 _DELETED, _REPLACED = "old", "replaced"
 """Suffixes of renamed checkpoint directories: to be deleted, or to be replaced by a new one."""
@@ -62,56 +63,54 @@ def write_checkpoint(directory: Path, content: CheckpointContent, ranks: Distrib
     final = directory / f"step-{content.state.step}"
     temporary = directory / f"{final.name}.tmp-{ranks.broadcast_text(str(os.getpid()))}"
 
-    def on_all_ranks(act: Callable[[], T]) -> T | None:
-        result, problem = None, None
+    @contextmanager
+    def on_all_ranks() -> Iterator[None]:
+        """Context at whose end an error of any rank is raised on all ranks, and the temporary directory is removed."""
         try:
-            result = act()
-        except OSError as error:
-            complete = checkpoint_paths(directory)
-            problem = UserError(
-                [
-                    f"cannot write checkpoint {final}: {error.strerror or error}",
-                    f"the newest checkpoint on disk is {complete[-1]}" if complete else "there is no older checkpoint",
-                ],
-                EXIT_IO,
-            )
-        try:
-            ranks.raise_on_all_ranks(problem)
+            with ranks.raise_on_all_ranks(), _write_errors(final):
+                yield
         except UserError:
             if ranks.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return result
 
-    def prepare() -> None:
+    with on_all_ranks():
         if ranks.is_rank_zero:
             directory.mkdir(parents=True, exist_ok=True)
             _remove(temporary)
             temporary.mkdir()
-
-    def write_own() -> dict[str, FileRecord]:
-        return {
-            name: write_shards(temporary / name, pieces)
-            for kind, pieces in content.tensors.items()
-            if (name := shard_file_name(kind, ranks.rank, ranks.world_size))
-        }
-
-    def complete() -> None:
-        if not ranks.is_rank_zero:
-            return
-        files = {name: FileRecord(**entry) for part in manifests for name, entry in json.loads(part).items()}
-        write_metadata(temporary, files, content.state, content.config_document, content.tokenizer_document)
-        # An existing step-N is damaged or identical: a run would have resumed from a valid one.
-        replaced = _set_aside(final, _REPLACED)
-        temporary.rename(final)
-        fsync_directory(directory)
-        _remove(replaced)
-
-    on_all_ranks(prepare)
-    records = on_all_ranks(write_own) or {}
-    manifests = ranks.all_gather_text(json.dumps({name: asdict(record) for name, record in records.items()}))
-    on_all_ranks(complete)
+    records: dict[str, Any] = {}
+    with on_all_ranks():
+        for kind, shards in content.tensors.items():
+            name = shard_file_name(kind, ranks.rank, ranks.world_size)
+            records[name] = asdict(write_shards(temporary / name, shards))
+    manifests = ranks.all_gather_text(json.dumps(records))
+    with on_all_ranks():
+        if ranks.is_rank_zero:
+            files = {name: FileRecord(**entry) for part in manifests for name, entry in json.loads(part).items()}
+            write_metadata(temporary, files, content.state, content.config_document, content.tokenizer_document)
+            # An existing step-N is damaged or identical: a run would have resumed from a valid one.
+            replaced = _set_aside(final, _REPLACED)
+            temporary.rename(final)
+            fsync_directory(directory)
+            _remove(replaced)
     return final
+
+
+@contextmanager
+def _write_errors(checkpoint: Path) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the newest checkpoint on disk."""
+    try:
+        yield
+    except OSError as error:
+        complete = checkpoint_paths(checkpoint.parent)
+        raise UserError(
+            [
+                f"cannot write checkpoint {checkpoint}: {error.strerror or error}",
+                f"the newest checkpoint on disk is {complete[-1]}" if complete else "there is no older checkpoint",
+            ],
+            EXIT_IO,
+        ) from None
 
 
 def write_metadata(
@@ -121,14 +120,9 @@ def write_metadata(
     config_document: Mapping[str, Any],
     tokenizer_document: Mapping[str, Any],
 ) -> None:
-    """Write state, configuration, tokenizer and manifest of a checkpoint.
+    """Write state, configuration, tokenizer and manifest to a checkpoint directory before it is renamed.
 
-    Args:
-        directory: checkpoint directory, before it is renamed.
-        files: tensor files already written to it.
-        state: as in `CheckpointContent`.
-        config_document: as in `CheckpointContent`.
-        tokenizer_document: as in `CheckpointContent`.
+    `files` are the tensor files already written to it.
     """
     records = {name: asdict(record) for name, record in files.items()}
     for name, document in (
@@ -160,37 +154,20 @@ def remove_temporaries(directory: Path) -> list[Path]:
     return removed
 
 
-def should_keep(
-    candidate: RunState,
-    others: list[RunState],
-    *,
-    save_top_k: int,
-    save_last: bool,
-    monitor: str = "val_loss",
-    mode: str = "min",
-) -> bool:
-    """Return True if retention keeps a checkpoint: one of the `save_top_k` best (-1: all), or the last.
+def apply_retention(
+    directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
+) -> list[Path]:
+    """Delete all checkpoints but the `save_top_k` best (-1: all), and the newest with `save_last`.
 
-    A checkpoint without a value of the metric ranks last; on ties the newer one ranks first.
+    A checkpoint without a value of the metric ranks last; on ties the newer one ranks first. Checkpoints whose state
+    cannot be read are skipped.
 
     Args:
-        candidate: state of the checkpoint.
-        others: states of the other checkpoints.
+        directory: directory of the checkpoints.
         save_top_k: number of best checkpoints to keep.
         save_last: keep the newest checkpoint in any case.
         monitor: metric to rank by, a name in `RunState.metrics` or `val_loss`.
         mode: `min` or `max`.
-    """
-    if save_top_k == -1 or (save_last and all(candidate.step >= other.step for other in others)):
-        return True
-    rank = _rank(candidate, monitor, mode)
-    return sum(_rank(other, monitor, mode) < rank for other in others) < save_top_k
-
-
-def apply_retention(
-    directory: Path, *, save_top_k: int, save_last: bool, monitor: str = "val_loss", mode: str = "min"
-) -> list[Path]:
-    """Delete the checkpoints that `should_keep` rejects; those whose state cannot be read are skipped.
 
     Returns:
         The deleted paths.
@@ -201,17 +178,15 @@ def apply_retention(
             states[path] = RunState.model_validate(read_json(path / STATE))
         except (DamagedFileError, ValidationError):
             continue
+    if save_top_k == -1 or not states:
+        return []
+    newest = max(state.step for state in states.values())
+    ranks = {path: _rank(state, monitor, mode) for path, state in states.items()}
+    ordered = sorted(ranks.values())
     expired = [
         path
         for path, state in states.items()
-        if not should_keep(
-            state,
-            [other for other in states.values() if other is not state],
-            save_top_k=save_top_k,
-            save_last=save_last,
-            monitor=monitor,
-            mode=mode,
-        )
+        if ordered.index(ranks[path]) >= save_top_k and not (save_last and state.step == newest)
     ]
     for path in expired:
         _remove(_set_aside(path, _DELETED))

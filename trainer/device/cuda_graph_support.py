@@ -26,12 +26,6 @@ def uses_cuda_graph(
 ) -> bool:
     """Return True if micro batches are captured: `model.enable_cuda_graph`, where null means if supported.
 
-    Args:
-        root: the configuration.
-        device: device of this process.
-        world_size: number of processes of the run.
-        decisions: see `cuda_graph_unsupported_reason`.
-
     Raises:
         UserError: `enable_cuda_graph` is True, but capture is not supported.
     """
@@ -46,12 +40,8 @@ def cuda_graph_unsupported_reason(
 ) -> str | None:
     """Return the reason why micro batches cannot be captured, whether enabled or not; None if they can.
 
-    Args:
-        root: the configuration.
-        device: device of this process.
-        world_size: number of processes of the run.
-        decisions: attention backend decisions in training, which make some recomputation a no-op; None if unknown, then
-            all recomputation counts.
+    The attention backends of training (`decisions`) make some recomputation a no-op; if they are unknown, None, all
+    recomputation counts.
     """
     if device.type != "cuda":
         return f"needs a CUDA device, but this run is on {device.type}"

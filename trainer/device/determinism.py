@@ -37,11 +37,8 @@ def deterministic_algorithms(mode: bool | Literal["warn"]) -> Iterator[None]:
 def attention_flags(root: RootBlock, variables: Mapping[str, str] | None = None) -> AttentionFlags:
     """Return the NVTE_* flags, with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 for `trainer.deterministic: true` or `warn`.
 
-    Torch reports deterministic algorithms as enabled in both cases, and TransformerEngine follows that.
-
-    Args:
-        root: the configuration.
-        variables: the environment; None for `os.environ`.
+    Torch reports deterministic algorithms as enabled in both cases, and TransformerEngine follows that. `variables` is
+    the environment, None for `os.environ`.
 
     Raises:
         ValueError: a variable is neither 0 nor 1.

@@ -70,7 +70,7 @@ class DataParallel:
         return {
             "sum_over_shards": self.all_reduce_shards,
             "gather_rows": self.all_gather_rows,
-            "piece_of": self.local_shard,
+            "shard_of": self.local_shard,
         }
 
     def all_reduce_shards(self, tensor: Tensor) -> Tensor:

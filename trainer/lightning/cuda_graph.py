@@ -114,29 +114,29 @@ class CapturedMicroBatches:
         capture: Callable[..., CapturedGraph] = capture,
     ) -> None:
         self._run = run
-        self._give_up = on_failure
-        self._given_up = False
-        self._record = capture
+        self._on_failure = on_failure
+        self._has_failed = False
+        self._capture = capture
         self._parameters = list(parameters)
-        self._recordings: dict[Any, CapturedGraph] = {}
+        self._graphs: dict[Any, CapturedGraph] = {}
         self._seen: dict[Any, int] = {}
 
     def __call__(self, fields: Fields, denominator: Tensor) -> Tensor:
         """Return the loss and accumulate the gradients into `.grad`, as `run` does."""
         shape = tuple((name, field.shape, field.dtype) for name, field in fields.items())
         seen = self._seen[shape] = self._seen.get(shape, 0) + 1
-        if seen > WARM_UP_MICRO_BATCHES and shape not in self._recordings and not self._given_up:
+        if seen > WARM_UP_MICRO_BATCHES and shape not in self._graphs and not self._has_failed:
             self._add(shape, fields, denominator)
-        if shape not in self._recordings:
+        if shape not in self._graphs:
             return self._run(fields, denominator)
-        return self._replay(self._recordings[shape], fields, denominator)
+        return self._replay(self._graphs[shape], fields, denominator)
 
     def _add(self, shape: Any, fields: Fields, denominator: Tensor) -> None:
         """Capture a micro batch of a new shape, or give up."""
         try:
-            self._recordings[shape] = self._record(self._run, fields, denominator, self._parameters)
+            self._graphs[shape] = self._capture(self._run, fields, denominator, self._parameters)
         except (UserError, RuntimeError) as error:
-            if self._give_up is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
+            if self._on_failure is None or not (isinstance(error, UserError) or is_out_of_memory(error)):
                 raise
             cause: BaseException | None = error
             seen: set[int] = set()
@@ -145,24 +145,24 @@ class CapturedMicroBatches:
                 # Frames keep the failed attempt's autograd nodes alive, which would be reused on the wrong stream.
                 traceback.clear_frames(cause.__traceback__)
                 cause = cause.__cause__ or cause.__context__
-            self._given_up = True
-            self._recordings.clear()  # free their memory
+            self._has_failed = True
+            self._graphs.clear()  # free their memory
             why = error.lines[0] if isinstance(error, UserError) else "out of memory while capturing a CUDA graph"
-            self._give_up(
+            self._on_failure(
                 f"warning: {why}; continuing without CUDA graphs, set model.enable_cuda_graph=False to silence this"
             )
 
-    def _replay(self, recording: CapturedGraph, fields: Fields, denominator: Tensor) -> Tensor:
-        for parameter, gradient in zip(self._parameters, recording.gradients, strict=True):
+    def _replay(self, graph: CapturedGraph, fields: Fields, denominator: Tensor) -> Tensor:
+        for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
             if gradient is not None and parameter.grad is gradient:
                 parameter.grad = gradient.clone()  # from the previous micro batch; the replay overwrites the buffer
-        for name, field in recording.fields.items():
+        for name, field in graph.fields.items():
             field.copy_(fields[name])
-        recording.denominator.copy_(denominator)
-        recording.replay()
+        graph.denominator.copy_(denominator)
+        graph.replay()
         sums: list[Tensor] = []
         added: list[Tensor] = []
-        for parameter, gradient in zip(self._parameters, recording.gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
             if gradient is None:
                 continue
             if parameter.grad is None:
@@ -172,4 +172,4 @@ class CapturedMicroBatches:
                 added.append(gradient)
         if sums:
             torch._foreach_add_(sums, added)  # pyright: ignore[reportPrivateImportUsage]
-        return recording.loss.clone()
+        return graph.loss.clone()

@@ -1,7 +1,8 @@
 """Import Lightning without the optional dependencies of torchmetrics.
 
 Lightning imports torchmetrics, which imports transformers, matplotlib and more if they are installed: 2.6 s instead of
-0.4 s, on top of torch and its compiler. Neither is used here. To get all of torchmetrics, import it before stoker.
+0.4 s, on top of torch and its compiler. Neither is used here, and neither library has a public switch for it, so the
+checks for optional packages are replaced during the import. To get all of torchmetrics, import it before stoker.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _without_extras() -> Iterator[None]:
 
 with _without_extras():
     import pytorch_lightning as pl
-    from lightning_fabric.plugins import ClusterEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
     from pytorch_lightning.strategies import ParallelStrategy, SingleDeviceStrategy
     from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-__all__ = ["ClusterEnvironment", "ParallelStrategy", "SIGTERMException", "SingleDeviceStrategy", "pl"]
+__all__ = ["LightningEnvironment", "ParallelStrategy", "SIGTERMException", "SingleDeviceStrategy", "pl"]

@@ -39,12 +39,9 @@ class LanguageModule(pl.LightningModule):
         dataloader: dataloader of global batches, starting at `step`.
         precision: autocast of the forward pass.
         seed: seed of dropout, combined with step and micro batch.
-        step: completed optimizer steps.
-        ranks: the ranks of the run.
         data_parallel: the data-parallel strategy of the model; None for one process.
-        graph_capture: wraps the function that runs a micro batch with CUDA graph capture, see `cuda_graph.py`; None:
-            eager.
-        expert_balancer: expert load balancing, called before and after each step; None without experts.
+        graph_capture: wraps the function that runs a micro batch, see `cuda_graph.py`; None: eager.
+        expert_balancer: called before and after each step; None without experts.
 
     Attributes:
         unwrapped_optimizer: the unwrapped optimizer; Lightning wraps it.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..distributed.process_group import DistributedContext
-from .lightning_imports import ClusterEnvironment, ParallelStrategy, SIGTERMException, SingleDeviceStrategy, pl
+from .lightning_imports import LightningEnvironment, ParallelStrategy, SIGTERMException, SingleDeviceStrategy, pl
 from .lightning_module import LanguageModule
 
 
@@ -25,13 +25,16 @@ def fit(
     The trainer is barebones: `callback` and `module` implement logging, validation, checkpointing and precision.
     It launches no processes, whatever the cluster environment.
     """
+    environment = LightningEnvironment()  # given explicitly, so that Lightning does not detect a cluster of its own
+    environment.set_world_size(ranks.world_size)
+    environment.set_global_rank(ranks.rank)
     with _quiet_lightning():
         trainer = pl.Trainer(
             barebones=True,
             accelerator=device.type,
             devices=1 if device.type != "cuda" else [device.index or 0],
             strategy=_ResidentStrategy(device) if ranks.world_size == 1 else MeshStrategy(device, ranks),
-            plugins=[_Environment(ranks)],
+            plugins=[environment],
             callbacks=[callback],
             max_steps=max_steps,
             max_epochs=-1,
@@ -47,48 +50,6 @@ def fit(
     assert trainer.global_step == module.step
 
 
-class _Environment(ClusterEnvironment):
-    """Cluster environment with the ranks of this process, which keeps Lightning from detecting its own."""
-
-    def __init__(self, ranks: DistributedContext) -> None:
-        super().__init__()
-        self._ranks = ranks
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return self._ranks.world_size
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return self._ranks.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return self._ranks.local_rank
-
-    def node_rank(self) -> int:
-        return 0
-
-
 class _ResidentStrategy(SingleDeviceStrategy):
     """Single device; model and optimizer stay on it after training (Lightning would move them to the CPU)."""
 
@@ -99,8 +60,8 @@ class _ResidentStrategy(SingleDeviceStrategy):
 class MeshStrategy(ParallelStrategy):
     """Strategy for several ranks whose model is already replicated (`distributed.ddp`) or sharded.
 
-    Gradients, clipping, checkpoints and data order are handled elsewhere; this gives Lightning and callbacks the ranks
-    and basic collectives.
+    Gradients, clipping, checkpoints and data order are handled elsewhere; this gives Lightning and callbacks basic
+    collectives.
     """
 
     def __init__(self, device: torch.device, ranks: DistributedContext) -> None:
@@ -113,26 +74,6 @@ class MeshStrategy(ParallelStrategy):
         """Device of this rank."""
         return self._device
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._ranks.world_size
-
-    @property
-    def global_rank(self) -> int:
-        """Global rank."""
-        return self._ranks.rank
-
-    @property
-    def local_rank(self) -> int:
-        """Local rank on this node."""
-        return self._ranks.local_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        """True on rank 0."""
-        return self._ranks.is_rank_zero
-
     def model_to_device(self) -> None:
         """Do nothing: the model was built on the device."""
 
@@ -143,12 +84,6 @@ class MeshStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return `obj`: Lightning broadcasts only the log directory, which is the same on every rank here."""
         return obj
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor from all ranks, stacked along a new first dimension."""
-        rows = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(rows, tensor.contiguous(), group=group)
-        return torch.stack(rows)
 
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce a tensor to its sum or mean over all ranks."""

@@ -1,7 +1,16 @@
 """Metric loggers besides metrics.jsonl: TensorBoard, CSV, Weights & Biases, MLflow.
 
-Each is a `MetricLogger`. Network loggers run in a background thread, so a slow or dead server never blocks a training
-step. No secret passes through here: the W&B and MLflow clients read theirs from the environment.
+Each is a `MetricLogger` and a row of `BACKENDS`, constructed from:
+
+    config      the configuration of the run
+    directory   the run directory; its metrics.jsonl holds no step after `resumed_at`
+    resumed_at  the step the run resumes from; 0 for a new run
+
+Network loggers run in a background thread, so a slow or dead server never blocks a training step. No secret passes
+through here: the W&B and MLflow clients read theirs from the environment.
+
+Not Lightning's loggers: on resume its CSV logger deletes the earlier rows, its TensorBoard logger adds a file, and its
+MLflow logger joins prefix and metric differently.
 """
 
 from __future__ import annotations
@@ -16,13 +25,13 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..config.run_config import RunConfig
-from ..config.schema.exp_manager import ExpManagerBlock, MlflowBlock, SummaryWriterBlock, WandbBlock
+from ..config.schema.exp_manager import ExpManagerBlock, MlflowBlock
 from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import UserError
@@ -54,8 +63,8 @@ def check_loggers(keys: ExpManagerBlock) -> None:
     Raises:
         UserError: a package is missing; the message has the command that installs it.
     """
-    for name, wanted in (("wandb", keys.create_wandb_logger), ("mlflow", keys.create_mlflow_logger)):
-        if wanted and importlib.util.find_spec(name) is None:
+    for name, backend in _enabled_backends(keys):
+        if backend.is_remote and importlib.util.find_spec(name) is None:
             raise UserError(
                 f"`exp_manager.create_{name}_logger` needs the package {name}: pip install 'stoker[{name}]', "
                 f"or set exp_manager.create_{name}_logger=False"
@@ -63,51 +72,32 @@ def check_loggers(keys: ExpManagerBlock) -> None:
 
 
 def open_loggers(config: RunConfig, directory: Path, resumed_at: int) -> dict[str, MetricLogger]:
-    """Open the enabled loggers, by name.
-
-    Args:
-        config: configuration of the run.
-        directory: the run directory; its metrics.jsonl holds no step after `resumed_at`.
-        resumed_at: the step the run resumes from; 0 for a new run.
+    """Open the enabled loggers, by their names in messages.
 
     Raises:
         UserError: a logger cannot start.
     """
-    keys = config.root.exp_manager
-    sinks: dict[str, MetricLogger] = {}
+    loggers: dict[str, MetricLogger] = {}
     try:
-        if keys.create_tensorboard_logger:
-            sinks["TensorBoard"] = TensorBoardLogger(directory / "tensorboard", keys.summary_writer_kwargs, resumed_at)
-        if keys.create_csv_logger:
-            sinks["CSV"] = CSVLogger(directory / "metrics.csv", directory / "metrics.jsonl")
-        if keys.create_wandb_logger:
-            wandb = WandbLogger(keys.wandb_logger_kwargs, directory, config.document, resume=resumed_at > 0)
-            sinks["W&B"] = BackgroundLogger(wandb)
-        if keys.create_mlflow_logger:
-            mlflow = MLflowLogger(keys.mlflow_logger_kwargs, directory, config.root.name, resume=resumed_at > 0)
-            sinks["MLflow"] = BackgroundLogger(mlflow)
+        for _, backend in _enabled_backends(config.root.exp_manager):
+            logger = backend.open(config, directory, resumed_at)
+            loggers[backend.title] = BackgroundLogger(logger) if backend.is_remote else logger
     except BaseException:
-        for sink in sinks.values():
-            sink.close(failed=True)
+        for logger in loggers.values():
+            logger.close(failed=True)
         raise
-    return sinks
+    return loggers
 
 
 class TensorBoardLogger:
-    """TensorBoard event files.
+    """TensorBoard event files; events after the step of a resume are purged, as those steps are logged again."""
 
-    Args:
-        directory: directory of the event files.
-        keys: settings of the writer.
-        resumed_at: events of later steps are purged; the resumed run logs those steps again.
-    """
-
-    def __init__(self, directory: Path, keys: SummaryWriterBlock, resumed_at: int) -> None:
+    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # lazily: the import takes a second
 
-        self._writer: Any = SummaryWriter(
-            str(directory), purge_step=resumed_at + 1 if resumed_at else None, **keys.model_dump()
-        )
+        settings = config.root.exp_manager.summary_writer_kwargs.model_dump()
+        purge_step = resumed_at + 1 if resumed_at else None
+        self._writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step, **settings)
 
     def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
         """Log one scalar per metric, named `group/metric`."""
@@ -120,16 +110,12 @@ class TensorBoardLogger:
 
 
 class CSVLogger:
-    """CSV table with one row per line of metrics.jsonl; missing metrics are empty cells.
+    """`metrics.csv`: one row per line of metrics.jsonl, from which it is rewritten; missing metrics are empty cells."""
 
-    Args:
-        path: the CSV file; rewritten from `records`.
-        records: the run's metrics.jsonl so far.
-    """
-
-    def __init__(self, path: Path, records: Path) -> None:
-        self._path = path
+    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
+        self._path = directory / "metrics.csv"
         self._rows: list[dict[str, Any]] = []
+        records = directory / "metrics.jsonl"
         if records.exists():
             with records.open(encoding="utf-8") as lines:
                 self._rows = [json.loads(line) for line in lines]
@@ -160,21 +146,17 @@ class CSVLogger:
 
 
 class WandbLogger:
-    """Weights & Biases.
-
-    Args:
-        keys: settings.
-        directory: the run directory.
-        document: the configuration, environment variables unresolved.
-        resume: continue the W&B run that an earlier process of this run directory started.
+    """Weights & Biases; a resumed run continues the W&B run of the process before it, if that used this directory.
 
     Raises:
         UserError: the client cannot start.
     """
 
-    def __init__(self, keys: WandbBlock, directory: Path, document: Mapping[str, Any], *, resume: bool) -> None:
-        wandb: Any = importlib.import_module("wandb")
-        run_id = keys.id or (_read_run_id(directory, "wandb") if resume else None) or secrets.token_hex(4)
+    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        keys = config.root.exp_manager.wandb_logger_kwargs
+        run_id = keys.id or (_read_run_id(directory, "wandb") if resumed_at else None) or secrets.token_hex(4)
         save_dir = user_path(keys.save_dir, "exp_manager.wandb_logger_kwargs.save_dir") if keys.save_dir else directory
         try:
             with _redacted_argv():
@@ -190,7 +172,7 @@ class WandbLogger:
                     id=run_id,
                     resume="allow",
                     mode="offline" if keys.offline else None,
-                    config=dict(document),
+                    config=dict(config.document),  # environment variables unresolved
                     # The run prints its own lines; no client output, and no capture of the terminal.
                     settings=wandb.Settings(silent=True, console="off"),
                 )
@@ -213,21 +195,18 @@ class WandbLogger:
 
 
 class MLflowLogger:
-    """MLflow tracking.
-
-    Args:
-        keys: settings.
-        directory: the run directory.
-        name: name of the run; the default experiment name.
-        resume: continue the MLflow run that an earlier process of this run directory started.
+    """MLflow tracking; a resumed run continues the MLflow run of the process before it, if that used this directory.
 
     Raises:
         UserError: the server or store cannot be used.
     """
 
-    def __init__(self, keys: MlflowBlock, directory: Path, name: str, *, resume: bool) -> None:
-        tracking: Any = importlib.import_module("mlflow.tracking")
-        self._metric: Any = importlib.import_module("mlflow.entities").Metric
+    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        keys = config.root.exp_manager.mlflow_logger_kwargs
+        self._metric: Any = Metric
         self._prefix = keys.prefix
         uri = keys.tracking_uri or snapshot().get("MLFLOW_TRACKING_URI")
         if uri is None:
@@ -237,13 +216,13 @@ class MLflowLogger:
             folder.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{folder}/mlflow.db"
         try:
-            self._client: Any = tracking.MlflowClient(tracking_uri=uri)
-            known = keys.run_id or (_read_run_id(directory, "mlflow") if resume else None)
+            self._client: Any = MlflowClient(tracking_uri=uri)
+            known = keys.run_id or (_read_run_id(directory, "mlflow") if resumed_at else None)
             if known is not None:
                 self._run_id: str = self._client.get_run(known).info.run_id
                 self._client.update_run(self._run_id, status="RUNNING")
             else:
-                self._run_id = self._create_run(keys, directory, keys.experiment_name or name)
+                self._run_id = self._create_run(keys, directory, keys.experiment_name or config.root.name)
         except Exception as error:
             fix = f"is there a server or store at {redact(uri)}?"
             raise _cannot_start("mlflow", "MLflow", error, fix) from error
@@ -285,8 +264,8 @@ class BackgroundLogger:
     """
 
     def __init__(self, logger: MetricLogger, close_timeout: float = _CLOSE_TIMEOUT_SECONDS) -> None:
-        self._sink = logger
-        self._seconds = close_timeout
+        self._logger = logger
+        self._close_timeout = close_timeout
         self._records: queue.Queue[tuple[int, Mapping[str, float], str] | None] = queue.Queue(_MAX_QUEUED_RECORDS)
         self._error: Exception | None = None
         self._raised = False
@@ -312,9 +291,9 @@ class BackgroundLogger:
             RuntimeError: records were not sent.
         """
         self._failed = failed
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._close_timeout
         try:
-            self._records.put(None, timeout=self._seconds)
+            self._records.put(None, timeout=self._close_timeout)
         except queue.Full:
             pass
         else:
@@ -323,19 +302,46 @@ class BackgroundLogger:
         if lost or self._error is not None:
             raise RuntimeError(f"{pluralize(lost, 'record')} could not be sent") from self._error
         if self._thread.is_alive():
-            raise RuntimeError(f"it has not finished within {self._seconds:g} s")
+            raise RuntimeError(f"it has not finished within {self._close_timeout:g} s")
 
     def _run(self) -> None:
         while (record := self._records.get()) is not None:
             try:
-                self._sink.log(*record)
+                self._logger.log(*record)
             except Exception as error:
                 self._error = self._error or error
                 self._num_lost += 1
         try:
-            self._sink.close(failed=self._failed)
+            self._logger.close(failed=self._failed)
         except Exception as error:
             self._error = self._error or error
+
+
+class _Backend(NamedTuple):
+    """A kind of logger.
+
+    Attributes:
+        title: its name in messages.
+        open: the class; see the arguments above.
+        is_remote: it sends to a server: in a background thread, with an optional package of the name of its key.
+    """
+
+    title: str
+    open: Callable[[RunConfig, Path, int], MetricLogger]
+    is_remote: bool = False
+
+
+BACKENDS = {
+    "tensorboard": _Backend("TensorBoard", TensorBoardLogger),
+    "csv": _Backend("CSV", CSVLogger),
+    "wandb": _Backend("W&B", WandbLogger, is_remote=True),
+    "mlflow": _Backend("MLflow", MLflowLogger, is_remote=True),
+}
+"""The loggers of `exp_manager.create_NAME_logger`, by NAME."""
+
+
+def _enabled_backends(keys: ExpManagerBlock) -> Iterator[tuple[str, _Backend]]:
+    return ((name, backend) for name, backend in BACKENDS.items() if getattr(keys, f"create_{name}_logger"))
 
 
 @contextmanager

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-
-import torch
 
 from ..config.run_config import RunConfig
 from ..utils.durable_files import atomic_write
@@ -42,9 +39,9 @@ class RunLogger:
         resumed_at: int = 0,
         drop_validation: bool = False,
     ) -> None:
-        self._panel = progress
+        self._progress = progress
         self._metrics = self._log = None
-        self._sinks: dict[str, MetricLogger] = {}
+        self._loggers: dict[str, MetricLogger] = {}
         self._warned: set[str] = set()
         if directory is None:
             return
@@ -71,26 +68,21 @@ class RunLogger:
         Raises:
             UserError: the files cannot be written (exit code 74), or a logger cannot start.
         """
-        journal = cls(directory, progress, resumed_at=resumed_at, drop_validation=drop_validation)
+        logger = cls(directory, progress, resumed_at=resumed_at, drop_validation=drop_validation)
         try:
-            journal._sinks = open_loggers(config, directory, resumed_at)
+            logger._loggers = open_loggers(config, directory, resumed_at)
         except OSError as error:
-            journal.close(failed=True)
+            logger.close(failed=True)
             raise _cannot_write(error) from error
         except BaseException:
-            journal.close(failed=True)
+            logger.close(failed=True)
             raise
-        return journal
+        return logger
 
     @classmethod
     def disabled(cls) -> RunLogger:
         """Return the disabled logger of every other rank."""
         return cls(None, None)
-
-    @property
-    def is_active(self) -> bool:
-        """True if this process writes the files of the run."""
-        return self._log is not None
 
     def __enter__(self) -> RunLogger:
         return self
@@ -100,8 +92,8 @@ class RunLogger:
 
     def log(self, line: str) -> None:
         """Log a line to the terminal and run.log."""
-        if self._panel is not None:
-            self._panel.print(line)
+        if self._progress is not None:
+            self._progress.print(line)
         self.log_to_file(line)
 
     def log_to_file(self, text: str) -> None:
@@ -117,14 +109,14 @@ class RunLogger:
     def log_step(self, report: StepReport) -> None:
         """Log the metrics of a step."""
         self._write(report.step, report.to_metrics(), "train")
-        if self._panel is not None:
-            self._panel.show_step(report)
+        if self._progress is not None:
+            self._progress.show_step(report)
 
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a validation: `val_loss` and those measured with it."""
         self._write(step, metrics, "validation")
-        if self._panel is not None:
-            self._panel.show_validation(step, metrics)
+        if self._progress is not None:
+            self._progress.show_validation(step, metrics)
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close everything; a second call does nothing.
@@ -132,14 +124,14 @@ class RunLogger:
         Args:
             failed: the run ended with an error.
         """
-        if self._panel is not None:
-            self._panel.close()
-        for name, sink in self._sinks.items():
+        if self._progress is not None:
+            self._progress.close()
+        for name, logger in self._loggers.items():
             try:
-                sink.close(failed=failed)
+                logger.close(failed=failed)
             except Exception as error:
                 self._warn(name, error, closing=True)
-        self._sinks = {}
+        self._loggers = {}
         for file in (self._metrics, self._log):
             if file is not None:
                 with suppress(OSError):  # a failed write of the buffered rest has been reported before
@@ -155,9 +147,9 @@ class RunLogger:
             self._metrics.flush()
         except OSError as error:
             raise _cannot_write(error) from error
-        for name, sink in self._sinks.items():
+        for name, logger in self._loggers.items():
             try:
-                sink.log(step, metrics, group)
+                logger.log(step, metrics, group)
             except Exception as error:
                 self._warn(name, error)
 
@@ -169,18 +161,6 @@ class RunLogger:
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
         text = " ".join(f"{type(error).__name__}: {error}{cause}".split())[:300]
         self.log(f"warning: {name} failed; training continues without it: {text}")
-
-
-def peak_memory_gib(device: torch.device) -> float | None:
-    """Return the peak memory in GiB: allocated on a CUDA device, else resident size of the process; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:

@@ -1,7 +1,7 @@
 """Adafactor (arXiv 1804.04235): factored second moments (row and column means) and update clipping.
 
-The learning rate is set from outside; the paper's relative step is a schedule (`schedule.RelativeStep`). Defaults are
-those of NeMo's and Hugging Face's Adafactor. A fused weight such as [q | k | v] is treated as one matrix: the
+The learning rate is set from outside; the paper's relative step is a schedule (`lr_schedule.RelativeStep`). Defaults
+are those of NeMo's and Hugging Face's Adafactor. A fused weight such as [q | k | v] is treated as one matrix: the
 projections share the column means.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base_optimizer import Optimizer, arithmetic_dtype, copy_unless_skipped, write_weight
+from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
 
 
 class Adafactor(Optimizer):
@@ -23,7 +23,6 @@ class Adafactor(Optimizer):
     are fp32, or fp64 for fp64 weights. Tensors of more dimensions are batches of matrices.
 
     Args:
-        named_parameters: name and parameter.
         lr: learning rate until `set_lr` is called; with `scale_parameter`, relative to the RMS of each weight.
         eps: term added to squared gradients, and lower bound of the RMS of a weight for `scale_parameter`.
         clip_threshold: d of the paper: maximal RMS of an update before the learning rate.
@@ -71,46 +70,37 @@ class Adafactor(Optimizer):
         """Return True for the column means of a matrix, which are over the rows of all ranks."""
         return key == "exp_avg_sq_col" and len(shape) == 2
 
-    def update(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        scale: Tensor,
-    ) -> None:
+    def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update all weights together, with two all-reduces over the shards; see `Optimizer.update`."""
         live = scale >= 0
-        parameters = group["params"]
         steps: list[Tensor] = []
-        for gradient, state in zip(gradients, states, strict=True):
-            dtype = arithmetic_dtype(state["main"])
-            steps.append(gradient.to(dtype).mul_(scale.to(dtype)))
+        for shard in shards:
+            dtype = arithmetic_dtype(shard.state["main"])
+            steps.append(shard.gradient.to(dtype).mul_(scale.to(dtype)))
 
         column_squares = [_column_squares(step) for step in steps]
-        weight_squares = [_squares(state["main"].to(step.dtype)) for state, step in zip(states, steps, strict=True)]
+        weight_squares = [_squares(s.state["main"].to(step.dtype)) for s, step in zip(shards, steps, strict=True)]
         # Columns of a matrix run over the rows of all shards; batched matrices (experts) are not split by rows.
-        sharded = [squares for squares, p in zip(column_squares, parameters, strict=True) if p.ndim == 2]
+        sharded = [squares for squares, s in zip(column_squares, shards, strict=True) if s.parameter.ndim == 2]
         self._sum([*sharded, *weight_squares])
 
-        for step, squares, parameter, state in zip(steps, column_squares, parameters, states, strict=True):
-            self._normalize(step, squares, parameter.shape, state, live)
+        for step, squares, shard in zip(steps, column_squares, shards, strict=True):
+            self._normalize(step, squares, shard.parameter.shape, shard.state, live)
 
         step_squares = [_squares(step) for step in steps]
         self._sum(step_squares)
-        for weight, parameter, step, state, step_square, weight_square in zip(
-            weights, parameters, steps, states, step_squares, weight_squares, strict=True
-        ):
+        for shard, step, step_square, weight_square in zip(shards, steps, step_squares, weight_squares, strict=True):
+            state, elements = shard.state, shard.parameter.numel()
             rate: Any = group["lr"]
             if self.scale_parameter:
-                rate = (weight_square / parameter.numel()).sqrt().clamp(min=self.eps[1]) * rate
-            step.div_(((step_square / parameter.numel()).sqrt() / self.clip_threshold).clamp(min=1.0)).mul_(rate)
+                rate = (weight_square / elements).sqrt().clamp(min=self.eps[1]) * rate
+            step.div_(((step_square / elements).sqrt() / self.clip_threshold).clamp(min=1.0)).mul_(rate)
             if self.beta1 is not None:
                 mean = torch.lerp(step, state["exp_avg"], self.beta1)
                 copy_unless_skipped(state["exp_avg"], mean, live)
                 step = mean
             new = state["main"].to(step.dtype) * (1 - group["weight_decay"] * rate) - step
-            write_weight(weight, state["main"], new, live)
+            write_weight(shard.weight, state["main"], new, live)
 
     def _normalize(
         self, step: Tensor, squares: Tensor, shape: torch.Size, state: dict[str, Tensor], live: Tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.optim.adamw_kernel import adamw_step
-from .base_optimizer import Optimizer, arithmetic_dtype
+from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype
 
 MIN_RMS = 1e-3
 """Lower bound of the RMS of a weight for `scale_parameter`, as in Adafactor, so that zero weights are updated."""
@@ -24,7 +24,6 @@ class AdamW(Optimizer):
     """AdamW over the named parameters of a model.
 
     Args:
-        named_parameters: name and parameter.
         lr: learning rate until `set_lr` is called.
         betas: decay rates of the first and second moments.
         eps: added to the root of the second moment.
@@ -60,32 +59,23 @@ class AdamW(Optimizer):
         """Return True, unless `scale_parameter` needs the RMS of the weight."""
         return not self.scale_parameter
 
-    def update(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        scale: Tensor,
-    ) -> None:
+    def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update all weights with one fused kernel; see `Optimizer.update`."""
         tensors: list[_Tensors] = []
         counts: list[int] = []
-        for name, parameter, weight, gradient, state in zip(
-            group["names"], group["params"], weights, gradients, states, strict=True
-        ):
-            main = state["main"]
-            target = main if main.dtype == weight.dtype else weight
-            shard_tensors = _Tensors(target, main, gradient, state["exp_avg"], state["exp_avg_sq"])
+        for shard in shards:
+            state, main, parameter = shard.state, shard.state["main"], shard.parameter
+            target = main if main.dtype == shard.weight.dtype else shard.weight
+            shard_tensors = _Tensors(target, main, shard.gradient, state["exp_avg"], state["exp_avg_sq"])
             if not self.scale_parameter:
                 tensors.append(shard_tensors)
                 continue
-            shard = self.piece_of(parameter)
+            position = self.shard_of(parameter)
             # The experts of a layer share one RMS.
-            parts = self._parts(name, shard.num_rows) if parameter.ndim < 3 else [shard.num_rows]
-            for rows, part in _split(shard_tensors, shard.first_row, parts):
+            parts = self._parts(shard.name, position.num_rows) if parameter.ndim < 3 else [position.num_rows]
+            for rows, part in _split(shard_tensors, position.first_row, parts):
                 tensors.append(part)
-                counts.append(parameter.numel() * rows // shard.num_rows)
+                counts.append(parameter.numel() * rows // position.num_rows)
         if not tensors:
             return
         adamw_step(
@@ -127,10 +117,7 @@ class _Tensors(NamedTuple):
 def _split(shard: _Tensors, start: int, parts: list[int]) -> Iterator[tuple[int, _Tensors]]:
     """Split a local shard into the projections of a fused weight; yield the full number of rows of each and its part.
 
-    Args:
-        shard: tensors of the local shard.
-        start: index of its first row in the full weight.
-        parts: rows of each projection.
+    `start` is the index of the shard's first row in the full weight, `parts` the rows of each projection.
     """
     if len(parts) == 1:
         yield parts[0], shard

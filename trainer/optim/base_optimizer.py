@@ -13,7 +13,7 @@ gets them on the device, a bucket of parameters at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,24 @@ def no_gather(local: Tensor, rows: int) -> Tensor:
     return local
 
 
+class ShardUpdate(NamedTuple):
+    """A parameter in an update: its local shard, or the part of it that is in the bucket.
+
+    Attributes:
+        name: name of the parameter.
+        parameter: the parameter.
+        weight: local part of the parameter.
+        gradient: local part of its gradient, unscaled; may be overwritten.
+        state: local part of its state; `main` is the weight to update, and `weight` is a cast of it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+
+
 class Optimizer(torch.optim.Optimizer):
     """Optimizer over the named parameters of a model; subclasses implement `initial_state` and `update`.
 
@@ -59,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         named_parameters: name and parameter; those without `requires_grad` are ignored.
         defaults: settings of the parameter groups, including `lr`.
-        weight_decay: weight decay of the parameters selected by `decays`.
+        weight_decay: weight decay of the parameters selected by `has_weight_decay`.
         norms_decay: apply weight decay to norm weights too.
         main_weights: keep an fp32 copy (main weight) of each parameter narrower than fp32, update that, and accumulate
             the gradients of several micro batches in fp32 (NeMo's `megatron_amp_O2`).
@@ -68,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
         gather_rows: all-gather of a tensor sharded like a parameter: from the local rows and the total number of rows
             to the full tensor. Collective: all ranks call it for the same tensors in the same order; some may have no
             rows.
-        piece_of: returns the local shard of a parameter, or of its full gradient.
+        shard_of: returns the local shard of a parameter, or of its full gradient.
         host: copy engine, to keep main weights and state in host memory; None: on the device. Ranks with different
             shards must then construct their optimizers at the same time.
         bucket_bytes: bytes of state that are moved to the device at once, with `host`.
@@ -88,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         sum_over_shards: Callable[[Tensor], Tensor] = no_reduce,
         gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
-        piece_of: Callable[[Tensor], LocalShard] = local_shard,
+        shard_of: Callable[[Tensor], LocalShard] = local_shard,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -107,7 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         self.sum_over_shards = sum_over_shards
         self.gather_rows = gather_rows
         self.grad_norm: Tensor | None = None
-        self.piece_of = piece_of
+        self.shard_of = shard_of
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._sums_in_use: set[nn.Parameter] = set()
@@ -141,50 +159,25 @@ class Optimizer(torch.optim.Optimizer):
         return self.main_weights and parameter.element_size() < 4
 
     def initial_state(self, name: str, main: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return the initial state of one parameter, by key.
-
-        Args:
-            name: name of the parameter.
-            main: local shard of the weight that is updated.
-            shape: full (unsharded) shape of the parameter.
-        """
+        """Return the initial state by key; `main` is the local shard, `shape` that of the full parameter."""
         raise NotImplementedError
 
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if `update` is elementwise for this parameter, so that it may get any part of it as a vector.
-
-        Args:
-            name: name of the parameter.
-            shape: full shape of the parameter.
-        """
+        """Return True if `update` is elementwise for this parameter, so that it may get any part of it as a vector."""
         return False
 
-    def update(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        scale: Tensor,
-    ) -> None:
+    def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update weights of one group in place: all of them, or those of a bucket.
 
         Args:
-            group: `params`, `names` and settings.
-            weights: local shard of each parameter.
-            gradients: local shard of each gradient, unscaled; may be overwritten.
-            states: state of each parameter; `main` is the weight to update, and the parameter is a cast of it.
+            group: settings of the group.
+            shards: parameters of the group.
             scale: scalar on the device, the clip coefficient to multiply gradients by; negative: skip the step.
         """
         raise NotImplementedError
 
     def is_replicated(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Return True if a state tensor is replicated on all ranks instead of sharded like its parameter.
-
-        Args:
-            key: key of the state.
-            shape: full shape of the parameter.
-        """
+        """Return True if a state tensor is replicated on all ranks instead of sharded like its parameter."""
         return False
 
     def set_lr(self, lr: float) -> None:
@@ -244,9 +237,11 @@ class Optimizer(torch.optim.Optimizer):
             self.host_state.run(lambda bucket, states: self._update_bucket(bucket, gradients, states, scale))
         else:
             for group, group_gradients in zip(self.param_groups, gradients, strict=True):
-                weights = [self.piece_of(parameter).local for parameter in group["params"]]
-                states = [self._states[parameter] for parameter in group["params"]]
-                self.update(group, weights, group_gradients, states, scale)
+                shards = [
+                    ShardUpdate(name, parameter, self.shard_of(parameter).local, gradient, self._states[parameter])
+                    for name, parameter, gradient in zip(group["names"], group["params"], group_gradients, strict=True)
+                ]
+                self.update(group, shards, scale)
         self._sums_in_use.clear()
         return result
 
@@ -262,7 +257,7 @@ class Optimizer(torch.optim.Optimizer):
         named: dict[str, LocalShard] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                shard = self.piece_of(parameter)
+                shard = self.shard_of(parameter)
                 for key, tensor in self._states[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
@@ -279,7 +274,7 @@ class Optimizer(torch.optim.Optimizer):
             self.host_state.synchronize()
 
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        weight = self.piece_of(parameter).local
+        weight = self.shard_of(parameter).local
         main = weight.float() if self._has_main_weight(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, tuple(parameter.shape))}
 
@@ -291,7 +286,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_shape(self, parameter: nn.Parameter, shards: int) -> StateShape:
         """Return the shapes of a parameter's state in host memory: all except a main weight that is the parameter."""
-        name, shape, shard = self._names[parameter], tuple(parameter.shape), self.piece_of(parameter)
+        name, shape, shard = self._names[parameter], tuple(parameter.shape), self.shard_of(parameter)
         weight = shard.local
         has_main_weight = self._has_main_weight(parameter)
 
@@ -300,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
             main = torch.empty(rows + tuple(weight.shape[1:]), dtype=dtype, device="meta")
             return ({"main": main} if has_main_weight else {}) | self.initial_state(name, main, shape)
 
-        # The largest shard of any rank, given how `pieces.chunk` splits rows.
+        # The largest shard of any rank, given how `chunk_bounds` splits rows.
         max_rows = (max(weight.shape[0], -(-shard.num_rows // shards)),) if weight.ndim else ()
         return StateShape(
             {key: (tuple(t.shape), t.dtype) for key, t in tensors(tuple(weight.shape[:1])).items()},
@@ -312,21 +307,21 @@ class Optimizer(torch.optim.Optimizer):
         self, bucket: Bucket, gradients: list[list[Tensor]], states: list[dict[str, Tensor]], scale: Tensor
     ) -> None:
         group = self.param_groups[bucket.group]
-        indices = [stretch.index for stretch in bucket.slices]
-        bucket_group = {**group, **{key: [group[key][index] for index in indices] for key in ("params", "names")}}
-        weights = [s.view(self.piece_of(p).local) for s, p in zip(bucket.slices, bucket_group["params"], strict=True)]
-        for weight, state in zip(weights, states, strict=True):
+        shards: list[ShardUpdate] = []
+        for part, state in zip(bucket.slices, states, strict=True):
+            name, parameter = group["names"][part.index], group["params"][part.index]
+            gradient = gradients[bucket.group][part.index]
+            if part.element_range is not None:
+                gradient = gradient.contiguous()
+            weight = part.view(self.shard_of(parameter).local)
             state.setdefault("main", weight)
-        bucket_gradients = [
-            s.view(gradient if s.element_range is None else gradient.contiguous())
-            for s, gradient in zip(bucket.slices, (gradients[bucket.group][i] for i in indices), strict=True)
-        ]
-        self.update(bucket_group, weights, bucket_gradients, states, scale)
+            shards.append(ShardUpdate(name, parameter, weight, part.view(gradient), state))
+        self.update(group, shards, scale)
 
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the local shard of the accumulated gradient, and drop `.grad`."""
         gradient = self._sums[parameter] if parameter in self._sums_in_use else self._take_gradient(parameter)
-        return self.piece_of(gradient).local
+        return self.shard_of(gradient).local
 
     def _take_gradient(self, parameter: nn.Parameter) -> Tensor:
         gradient = self._gradient(parameter)

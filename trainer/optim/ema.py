@@ -43,10 +43,10 @@ class EMA:
     ) -> None:
         self._decay = decay
         self._every_n_steps = every_n_steps
-        self._spread = all_gather_weights
-        self._settle = wait_for_copies if cpu_offload else lambda: None
-        self._pieces = {name: local_shard(parameter) for name, parameter in parameters.items()}
-        self._parameters = {name: piece.local for name, piece in self._pieces.items()}
+        self._all_gather_weights = all_gather_weights
+        self._wait_for_copies = wait_for_copies if cpu_offload else lambda: None
+        self._shards = {name: local_shard(parameter) for name, parameter in parameters.items()}
+        self._parameters = {name: shard.local for name, shard in self._shards.items()}
         self._sources = self._parameters | {name: local_tensor(weight) for name, weight in (main_weights or {}).items()}
         self._averages = {
             name: source.to(
@@ -67,7 +67,7 @@ class EMA:
         """
         if step % self._every_n_steps:
             return
-        self._settle()
+        self._wait_for_copies()
         is_finite = grad_norm.isfinite()  # stays on the device: no synchronization
         weight = is_finite.to(next(iter(self._averages.values()))) * (1.0 - self._decay)
         if any(source.is_cpu != average.is_cpu or source.dtype != average.dtype for source, average in self._pairs()):
@@ -92,7 +92,7 @@ class EMA:
 
     def local_shards(self) -> dict[str, LocalShard]:
         """Return the local shards of the averages by parameter name, for checkpoints."""
-        return {name: self._pieces[name].with_local(average) for name, average in self._averages.items()}
+        return {name: self._shards[name].with_local(average) for name, average in self._averages.items()}
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((source, self._averages[name]) for name, source in self._sources.items())
@@ -101,4 +101,4 @@ class EMA:
     def _fill(self, values: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
-        self._spread()
+        self._all_gather_weights()

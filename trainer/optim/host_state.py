@@ -7,7 +7,7 @@ While bucket i is updated, bucket i + 1 is fetched and bucket i - 1 is written b
     out            0  1  2  3  4
 
 The update runs on the device with the same kernels as without offloading, so results are bitwise identical. Device
-memory for `SLOTS` buckets is allocated during the update only, when the memory of activations is free.
+memory for `NUM_SLOTS` buckets is allocated during the update only, when the memory of activations is free.
 
 Source: ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857), where offloaded state is updated on the CPU instead.
 """
@@ -46,8 +46,8 @@ class HostState:
         self._copies = copies
         self.memory = copies.allocate_host(plan.host_bytes)
         self.tensors = tuple(
-            tuple({key: place.view(self.memory) for key, place in home.items()} for home in homes)
-            for homes in plan.host_locations
+            tuple({key: location.view(self.memory) for key, location in locations.items()} for locations in group)
+            for group in plan.host_locations
         )
 
     def run(self, update: Update) -> None:
@@ -79,7 +79,7 @@ class HostState:
                 fetch(number + 1)
             wait(fetches.pop(number))
             slot = slots[number % NUM_SLOTS]
-            update(bucket, [_views(stretch.state, slot) for stretch in bucket.slices])
+            update(bucket, [_views(part.state, slot) for part in bucket.slices])
             write_backs[number] = [copies.copy_to_host(memory, host) for host, memory in self._copy_views(bucket, slot)]
         for events in write_backs.values():  # before the memory of the slots is freed
             wait(events)
@@ -97,4 +97,4 @@ class HostState:
 
 
 def _views(state: Mapping[str, TensorLocation], memory: Tensor) -> dict[str, Tensor]:
-    return {key: place.view(memory) for key, place in state.items()}
+    return {key: location.view(memory) for key, location in state.items()}

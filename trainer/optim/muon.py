@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .adamw import AdamW
-from .base_optimizer import arithmetic_dtype, copy_unless_skipped, write_weight
+from .base_optimizer import ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of X <- a X + (b A + c A A) X with A = X X^T: steepest at 0 (Jordan et al. 2024)."""
@@ -57,8 +57,7 @@ def rate_factor(rule: str, rows: int, columns: int) -> float:
     Args:
         rule: `match_rms_adamw`: match the RMS of AdamW's update, so that AdamW's learning rates can be used;
             `original`: sqrt(max(1, rows / columns)).
-        rows: rows of the matrix.
-        columns: columns of the matrix.
+        rows, columns: shape of the matrix.
     """
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -76,10 +75,8 @@ class Muon(AdamW):
     fp64 for fp64 weights.
 
     Args:
-        named_parameters: name and parameter.
         lr: learning rate until `set_lr` is called.
         momentum: decay of the running mean of gradients.
-        nesterov: use Nesterov momentum.
         ns_steps: number of Newton-Schulz iterations.
         adjust_lr_fn: see `rate_factor`.
         fused: rows of each projection of a fused weight, by suffix of the parameter name.
@@ -114,42 +111,21 @@ class Muon(AdamW):
         """Return False for hidden matrices, else as in AdamW."""
         return not is_hidden_matrix(name, shape) and super().is_elementwise(name, shape)
 
-    def update(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        scale: Tensor,
-    ) -> None:
+    def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update matrices one after the other, then the rest with AdamW; see `Optimizer.update`."""
-        rest = []
-        for index, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
-            if "momentum_buffer" in states[index]:
-                self._update_matrix(name, parameter, weights[index], gradients[index], states[index], group, scale)
+        rest: list[ShardUpdate] = []
+        for shard in shards:
+            if "momentum_buffer" in shard.state:
+                self._update_matrix(group, shard, scale)
             else:
-                rest.append(index)
+                rest.append(shard)
+        super().update(group, rest, scale)
 
-        def select(values: list[Any]) -> list[Any]:
-            return [values[index] for index in rest]
-
-        adamw_group = {**group, **{key: select(group[key]) for key in ("names", "params")}}
-        super().update(adamw_group, select(weights), select(gradients), select(states), scale)
-
-    def _update_matrix(
-        self,
-        name: str,
-        parameter: Tensor,
-        weight: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        group: dict[str, Any],
-        scale: Tensor,
-    ) -> None:
+    def _update_matrix(self, group: dict[str, Any], shard: ShardUpdate, scale: Tensor) -> None:
         live = scale >= 0
-        main = state["main"]
+        parameter, state, main = shard.parameter, shard.state, shard.state["main"]
         dtype = arithmetic_dtype(main)
-        gradient = gradient.to(dtype) * scale.to(dtype)
+        gradient = shard.gradient.to(dtype) * scale.to(dtype)
         mean = torch.lerp(state["momentum_buffer"].to(dtype), gradient, 1 - self.momentum)
         copy_unless_skipped(state["momentum_buffer"], mean, live)
         direction = torch.lerp(gradient, mean, self.momentum) if self.nesterov else mean
@@ -159,11 +135,11 @@ class Muon(AdamW):
         full = narrow if is_stack else self.gather_rows(narrow, rows)
         steps = [
             orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape[-2:])
-            for part in full.split(self._parts(name, rows), dim=-2)
+            for part in full.split(self._parts(shard.name, rows), dim=-2)
         ]
         step = torch.cat(steps, dim=-2)
         if not is_stack:
-            first = self.piece_of(parameter).first_row
+            first = self.shard_of(parameter).first_row
             step = step[first : first + main.shape[0]]
         lr, weight_decay = group["lr"], group["weight_decay"]
-        write_weight(weight, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)
+        write_weight(shard.weight, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)

@@ -33,11 +33,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of `model.optim` for the parameters of the model.
 
-    Args:
-        keys: configuration of the model: `optim`, and the shapes of fused weights.
-        named_parameters: name and parameter.
-        common: arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`, and the
-            collectives for sharded parameters.
+    `common` are arguments of `Optimizer` that do not follow from `keys`: `main_weights`, `clip_norm`, `host`, and the
+    collectives for sharded parameters.
     """
     optim = keys.optim
     kind = optimizer_kind(optim.name)
@@ -94,12 +91,7 @@ def _fused_rows(prefix: str, stack: StackSlice) -> dict[str, tuple[int, ...]]:
 
 
 def recorded_settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int | float | None]:
-    """Return the optimizer and schedule settings recorded in a checkpoint: effective keys, relative to `model`.
-
-    Args:
-        optim: configuration keys of the optimizer.
-        max_steps: `trainer.max_steps`.
-    """
+    """Return the optimizer and schedule settings recorded in a checkpoint: effective keys, relative to `model`."""
     found: dict[str, Any] = {"optim.name": optimizer_kind(optim.name), "optim.weight_decay": optim.weight_decay}
     found |= {f"optim.{key}": value for key, value in optimizer_settings(optim).items()}
     if found["optim.name"] == "adamw" and not found["optim.scale_parameter"]:
@@ -118,10 +110,7 @@ def recorded_settings(optim: OptimBlock, max_steps: int) -> dict[str, str | int 
 def min_state_elements(keys: AnyModelBlock, vocab_size: int, trainable: int | None = None) -> int:
     """Return a lower bound of the elements of optimizer state besides main weights; Adafactor's vectors are left out.
 
-    Args:
-        keys: configuration of the model.
-        vocab_size: vocabulary size of the tokenizer.
-        trainable: number of trainable parameters, if others are frozen; None: all.
+    `trainable` is the number of trainable parameters if others are frozen, else None.
     """
     parameters = count_parameters(keys, vocab_size) if trainable is None else trainable
     kind, chosen = optimizer_kind(keys.optim.name), optimizer_settings(keys.optim)

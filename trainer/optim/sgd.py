@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base_optimizer import Optimizer, arithmetic_dtype, copy_unless_skipped, write_weight
+from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
 
 
 class SGD(Optimizer):
@@ -17,10 +17,8 @@ class SGD(Optimizer):
     With `nesterov` the step is g' + momentum * m (Sutskever et al. 2013); without momentum it is g'.
 
     Args:
-        named_parameters: name and parameter.
         lr: learning rate until `set_lr` is called.
         momentum: decay of the running sum of gradients; 0 for no momentum.
-        nesterov: use Nesterov momentum.
         weight_decay: L2 penalty: times the weight, it is added to the clipped gradient.
         common: the other arguments of `Optimizer`.
 
@@ -52,25 +50,18 @@ class SGD(Optimizer):
         """Return True."""
         return True
 
-    def update(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        scale: Tensor,
-    ) -> None:
+    def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update one weight after the other; see `Optimizer.update`."""
         live = scale >= 0
-        for weight, gradient, state in zip(weights, gradients, states, strict=True):
-            main = state["main"]
+        for shard in shards:
+            state, main = shard.state, shard.state["main"]
             dtype = arithmetic_dtype(main)
             old = main.to(dtype)
-            step = gradient.to(dtype) * scale.to(dtype)
+            step = shard.gradient.to(dtype) * scale.to(dtype)
             if group["weight_decay"]:
                 step.add_(old, alpha=group["weight_decay"])
             if self.momentum:
                 total = state["momentum_buffer"].to(dtype) * self.momentum + step
                 copy_unless_skipped(state["momentum_buffer"], total, live)
                 step = step.add_(total, alpha=self.momentum) if self.nesterov else total
-            write_weight(weight, main, old - group["lr"] * step, live)
+            write_weight(shard.weight, main, old - group["lr"] * step, live)

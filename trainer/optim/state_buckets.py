@@ -1,8 +1,8 @@
 """Bucketing of offloaded optimizer state, and the memory layout of its tensors. Arithmetic only.
 
 Host memory is one contiguous buffer. A bucket is the unit of transfer: the states of neighbouring parameters, which are
-contiguous in that buffer and therefore one copy; or a slice of the elements of one large parameter, with one copy for
-each of its state tensors.
+contiguous in that buffer and therefore one transfer; or a slice of the elements of one large parameter, with one
+transfer for each of its state tensors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class BucketPlan:
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
-        """Bytes of each of the `SLOTS` device buffers; bucket i uses buffer i % `SLOTS`."""
+        """Bytes of each of the `NUM_SLOTS` device buffers; bucket i uses buffer i % `NUM_SLOTS`."""
         return tuple(
             max((bucket.size for bucket in self.buckets[slot::NUM_SLOTS]), default=0) for slot in range(NUM_SLOTS)
         )
@@ -124,7 +124,7 @@ class BucketPlan:
     @property
     def moved_bytes(self) -> int:
         """Bytes copied to the device per step, and the same number back."""
-        return sum(copy.size for bucket in self.buckets for copy in bucket.transfers)
+        return sum(transfer.size for bucket in self.buckets for transfer in bucket.transfers)
 
 
 def plan_buckets(groups: Sequence[Sequence[StateShape]], bucket_bytes: int = BUCKET_BYTES) -> BucketPlan:
@@ -137,31 +137,34 @@ def plan_buckets(groups: Sequence[Sequence[StateShape]], bucket_bytes: int = BUC
         groups: state shapes, for each group and each parameter in it.
         bucket_bytes: maximal bytes of a bucket; a state that must be on the device as a whole may be larger.
     """
-    homes: list[tuple[Mapping[str, TensorLocation], ...]] = []
+    host_locations: list[tuple[Mapping[str, TensorLocation], ...]] = []
     buckets: list[Bucket] = []
     end = 0
     for group, states in enumerate(groups):
-        group_homes: list[Mapping[str, TensorLocation]] = []
+        group_locations: list[Mapping[str, TensorLocation]] = []
         for indices in _pack([state.max_shard_bytes for state in states], bucket_bytes):
             begin = end
             for index in indices:
-                places, end = _lay_out(states[index].tensors, end)
-                group_homes.append(places)
+                locations, end = _lay_out(states[index].tensors, end)
+                group_locations.append(locations)
             elements = states[indices[0]].elements
             if elements is not None and states[indices[0]].max_shard_bytes > bucket_bytes:
-                buckets.extend(_slice(group, indices[0], group_homes[-1], elements, bucket_bytes))
+                buckets.extend(_slice(group, indices[0], group_locations[-1], elements, bucket_bytes))
                 continue
-            stretches = tuple(
+            slices = tuple(
                 BucketSlice(
                     index,
-                    {key: place._replace(start=place.start - begin) for key, place in group_homes[index].items()},
+                    {
+                        key: location._replace(start=location.start - begin)
+                        for key, location in group_locations[index].items()
+                    },
                 )
                 for index in indices
             )
-            copies = (Transfer(begin, 0, end - begin),) if end > begin else ()
-            buckets.append(Bucket(group, stretches, copies, end - begin))
-        homes.append(tuple(group_homes))
-    return BucketPlan(tuple(homes), tuple(buckets), end)
+            transfers = (Transfer(begin, 0, end - begin),) if end > begin else ()
+            buckets.append(Bucket(group, slices, transfers, end - begin))
+        host_locations.append(tuple(group_locations))
+    return BucketPlan(tuple(host_locations), tuple(buckets), end)
 
 
 def _pack(sizes: Sequence[int], limit: int) -> Iterator[range]:
@@ -180,25 +183,27 @@ def _lay_out(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], start: int
 ) -> tuple[Mapping[str, TensorLocation], int]:
     """Place tensors consecutively from `start`; return their locations and the next free offset."""
-    places: dict[str, TensorLocation] = {}
+    locations: dict[str, TensorLocation] = {}
     for key, (shape, dtype) in tensors.items():
-        places[key] = TensorLocation(start, shape, dtype)
-        start = _aligned(start + places[key].size)
-    return places, start
+        locations[key] = TensorLocation(start, shape, dtype)
+        start = _aligned(start + locations[key].size)
+    return locations, start
 
 
-def _slice(group: int, index: int, home: Mapping[str, TensorLocation], elements: int, limit: int) -> Iterator[Bucket]:
+def _slice(
+    group: int, index: int, host_locations: Mapping[str, TensorLocation], elements: int, limit: int
+) -> Iterator[Bucket]:
     """Slice the state of one parameter into buckets of at most `limit` bytes (at least `_GRAIN` elements)."""
-    element_bytes = sum(place.dtype.itemsize for place in home.values())
+    element_bytes = sum(location.dtype.itemsize for location in host_locations.values())
     step = max(_GRAIN, limit // element_bytes // _GRAIN * _GRAIN)
     for start in range(0, elements, step):
         stop = min(start + step, elements)
-        state, size = _lay_out({key: ((stop - start,), place.dtype) for key, place in home.items()}, 0)
-        copies = tuple(
-            Transfer(place.start + start * place.dtype.itemsize, state[key].start, state[key].size)
-            for key, place in home.items()
+        state, size = _lay_out({key: ((stop - start,), location.dtype) for key, location in host_locations.items()}, 0)
+        transfers = tuple(
+            Transfer(location.start + start * location.dtype.itemsize, state[key].start, state[key].size)
+            for key, location in host_locations.items()
         )
-        yield Bucket(group, (BucketSlice(index, state, (start, stop)),), copies, size)
+        yield Bucket(group, (BucketSlice(index, state, (start, stop)),), transfers, size)
 
 
 def _aligned(size: int) -> int:

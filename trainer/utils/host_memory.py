@@ -1,9 +1,10 @@
-"""Host memory: how much is installed, and errors that mean it or the device is exhausted."""
+"""Memory of host and device: how much is installed and was used, and errors that mean it is exhausted."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -20,6 +21,18 @@ def host_memory() -> int | None:
         with contextlib.suppress(OSError, ValueError):  # `max` means no limit
             limits.append(int(Path(path).read_text()))
     return min(limits, default=None)
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Return the peak memory in GiB: allocated on a CUDA device, else resident size of the process; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

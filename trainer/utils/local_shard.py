@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """Local shard: rows `first_row` to `start + len(local)` of a tensor of `num_rows` rows.
+    """Local shard: rows `first_row` to `first_row + len(local)` of a tensor of `num_rows` rows.
 
     Attributes:
         local: local rows; a scalar is not sharded.

@@ -21,11 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .durable_files import fsync_directory as fsync_directory
-
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
-_CHUNK = 16 << 20
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -103,8 +100,8 @@ def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileRecord:
     """Write a new safetensors file with fsync; one tensor at a time is copied to the host."""
-    facts = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return write_safetensors_stream(path, facts, tensors.__getitem__, metadata)
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_safetensors_stream(path, specs, tensors.__getitem__, metadata)
 
 
 def write_safetensors_stream(
@@ -122,7 +119,7 @@ def write_safetensors_stream(
     Args:
         path: the file; must not exist.
         specs: dtype and shape by name.
-        get_tensor: returns the tensor of a name, matching `facts`; called once per name.
+        get_tensor: returns the tensor of a name, matching `specs`; called once per name.
         metadata: strings for the header.
     """
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
