@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....interpreter_rounding import rounded
-from ....launch import jit, next_power_of_2, tl
+from ....launch import jit, next_power_of_2, rounded, tl
 from ..kernel_arguments import (
     FlashAttentionParams,
     accumulator_dtype,

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....interpreter_rounding import rounded
-from ....launch import jit, tl
+from ....launch import jit, rounded, tl
 from ..kernel_arguments import (
     FlashAttentionParams,
     accumulator_dtype,

@@ -8,8 +8,7 @@ in a "plain" tile every pair is visible and the distance bias is constant, so ne
 
 from __future__ import annotations
 
-from ....interpreter_rounding import rounded
-from ....launch import HAS_TRITON, INTERPRETED, jit, tl
+from ....launch import HAS_TRITON, INTERPRETED, jit, rounded, tl
 from ...dropout import philox_keep_mask
 
 
