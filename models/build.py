@@ -22,8 +22,8 @@ from .config.gpt import GPTKeys
 from .config.peft_slice import PeftSlice, PromptSlice, peft_dropout
 from .config.slices import StackSlice
 from .config.t5_slice import T5Slice
-from .dispatch.attention_calls import CallKind, choose_backends
-from .dispatch.attention_choices import CallContext, PlannedAttention, plan_attentions
+from .dispatch.attention_calls import CallContext, CallKind, choose_backends
+from .dispatch.attention_choices import PlannedAttention, plan_attentions
 from .gpt import GPT
 from .init import InitRules, initialize_
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
