@@ -87,34 +87,24 @@ def _linear_cross_entropy(
     )
     bias_sum = None if bias is None or frozen else torch.zeros(bias.shape, dtype=accumulate, device=bias.device)
     weight_sum: Tensor | None = None
+    options: Any = {
+        "valid_vocab": valid_vocab,
+        "ignore_index": ignore_index,
+        "with_gradient": with_gradient,
+        "smoothing": smoothing,
+        "softcap": softcap,
+        "denominator": denominator,
+    }
     for start in range(0, len(hidden), chunk_tokens):
         hidden_chunk = hidden[start : start + chunk_tokens]
         labels_chunk = labels[start : start + chunk_tokens]
         if use_triton:
-            logits = F.linear(hidden_chunk, weight, bias)
-            losses = triton_loss_and_gradient_(
-                logits,
-                labels_chunk,
-                valid_vocab=valid_vocab,
-                ignore_index=ignore_index,
-                with_gradient=with_gradient,
-                smoothing=smoothing,
-                softcap=softcap,
-                denominator=denominator,
-            )
-            gradient, chunk_weight = logits, weight
+            gradient, chunk_weight = F.linear(hidden_chunk, weight, bias), weight
+            losses = triton_loss_and_gradient_(gradient, labels_chunk, **options)
         else:
             chunk_weight = weight[:valid_vocab]
-            losses, gradient = torch_loss_and_gradient(
-                F.linear(hidden_chunk, chunk_weight, None if bias is None else bias[:valid_vocab]),
-                labels_chunk,
-                valid_vocab=valid_vocab,
-                ignore_index=ignore_index,
-                with_gradient=with_gradient,
-                smoothing=smoothing,
-                softcap=softcap,
-                denominator=denominator,
-            )
+            logits = F.linear(hidden_chunk, chunk_weight, None if bias is None else bias[:valid_vocab])
+            losses, gradient = torch_loss_and_gradient(logits, labels_chunk, **options)
         total += losses.sum(dtype=accumulate)
         if with_gradient:
             if bias_sum is not None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interpreter_rounding import rounded
-from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
+from .launch import jit, next_power_of_2, rounded, tl, triton, triton_runs_on
 from .rope import apply_rotary
 
 # channel pairs per program: enough loads in flight for each of its 128 threads

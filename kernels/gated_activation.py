@@ -75,11 +75,12 @@ def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr,
 
 @jit
 def _backward_kernel(
-    gate_up_pointer, product_gradient_pointer, gradient_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_up_pointer, product_gradient_pointer, gradient_pointer, product_pointer, width,
+    KIND: tl.constexpr, WITH_PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Compute BLOCK columns of one row per program, in both halves of gradient (rows, 2 width).
 
-    gate_up: (rows, 2 width), product_gradient: (rows, width).
+    gate_up: (rows, 2 width), product_gradient: (rows, width). WITH_PRODUCT: also product (rows, width).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,6 +92,8 @@ def _backward_kernel(
     element = gradient_pointer.dtype.element_ty
     tl.store(gradient_pointer + row * 2 * width + column, (outer * up * slope).to(element), mask=inside)
     tl.store(gradient_pointer + row * 2 * width + width + column, (outer * value).to(element), mask=inside)
+    if WITH_PRODUCT:
+        tl.store(product_pointer + row * width + column, (value * up).to(element), mask=inside)
 
 
 def triton_forward(gate_up: Tensor, kind: str) -> Tensor:
@@ -102,14 +105,15 @@ def triton_forward(gate_up: Tensor, kind: str) -> Tensor:
     return product
 
 
-def triton_backward(product_gradient: Tensor, gate_up: Tensor, kind: str) -> Tensor:
-    """Launch the backward kernel on contiguous tensors."""
+def triton_backward(product_gradient: Tensor, gate_up: Tensor, kind: str, product: Tensor | None = None) -> Tensor:
+    """Launch the backward kernel on contiguous tensors; also write the product to `product` if given."""
     width = gate_up.shape[-1] // 2
     gradient = torch.empty_like(gate_up)
     grid = (product_gradient.numel() // width, triton.cdiv(width, BLOCK))
     _backward_kernel[grid](
-        gate_up, product_gradient, gradient, width, KIND=kind, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True
-    )
+        gate_up, product_gradient, gradient, product, width,
+        KIND=kind, WITH_PRODUCT=product is not None, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return gradient
 
 

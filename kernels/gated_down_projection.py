@@ -12,14 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gated_activation import (
-    BLOCK,
-    GATED_ACTIVATIONS,
-    _gate_with_derivative,
-    gated_activation,
-    reference_gated_activation,
-)
-from .launch import jit, tl, triton, triton_runs_on
+from .gated_activation import GATED_ACTIVATIONS, gated_activation, reference_gated_activation, triton_backward
+from .launch import triton_runs_on
 
 # ---------------------------------------------------------------- reference
 
@@ -32,39 +26,10 @@ def reference_gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | N
 # ---------------------------------------------------------------- Triton
 
 
-@jit
-def _backward_kernel(
-    gate_up_pointer,
-    product_gradient_pointer,
-    gradient_pointer,
-    product_pointer,
-    width,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Compute BLOCK columns of one row per program: both halves of gradient (rows, 2 width), product (rows, width)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
-    up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    outer = tl.load(product_gradient_pointer + row * width + column, mask=inside).to(tl.float32)
-    value, slope = _gate_with_derivative(gate, KIND)
-    element = gradient_pointer.dtype.element_ty
-    tl.store(gradient_pointer + row * 2 * width + column, (outer * up * slope).to(element), mask=inside)
-    tl.store(gradient_pointer + row * 2 * width + width + column, (outer * value).to(element), mask=inside)
-    tl.store(product_pointer + row * width + column, (value * up).to(element), mask=inside)
-
-
-def triton_backward(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def triton_backward_with_product(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Launch the kernel on contiguous tensors and return the gradient of `gate_up` and the product."""
-    width = gate_up.shape[-1] // 2
-    gradient, product = torch.empty_like(gate_up), torch.empty_like(product_gradient)
-    grid = (product.numel() // width, triton.cdiv(width, BLOCK))
-    _backward_kernel[grid](
-        gate_up, product_gradient, gradient, product, width, KIND=kind, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=True
-    )
-    return gradient, product
+    product = torch.empty_like(product_gradient)
+    return triton_backward(product_gradient, gate_up, kind, product), product
 
 
 # ---------------------------------------------------------------- custom operation
@@ -72,7 +37,7 @@ def triton_backward(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tup
 
 @torch.library.custom_op("stoker::gated_activation_backward_with_product", mutates_args=())
 def _backward_with_product(product_gradient: Tensor, gate_up: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    return triton_backward(product_gradient.contiguous(), gate_up.contiguous(), kind)
+    return triton_backward_with_product(product_gradient.contiguous(), gate_up.contiguous(), kind)
 
 
 @_backward_with_product.register_fake

@@ -56,3 +56,17 @@ def supports_fp32_output(*widths: int) -> bool:
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least `n` (n >= 1)."""
     return 1 << (n - 1).bit_length()
+
+
+_INTERPRETED_IN_KERNEL: Any = tl.constexpr(INTERPRETED) if HAS_TRITON else False
+
+
+@jit
+def rounded(value, dtype: tl.constexpr):  # pyright: ignore[reportInvalidTypeForm]
+    """Cast `value` (fp32 or fp64) to `dtype`, rounding to nearest, ties to even; the interpreter truncates to bf16."""
+    if _INTERPRETED_IN_KERNEL and dtype == tl.bfloat16:
+        bits = value.to(tl.float32).to(tl.uint32, bitcast=True)
+        odd = (bits >> 16) & 1
+        nearest = ((bits + 0x7FFF + odd) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        value = tl.where(value == value, nearest, value)  # the carry would turn some NaNs into infinity
+    return value.to(dtype)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .interpreter_rounding import rounded
-from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
+from .launch import jit, next_power_of_2, rounded, tl, triton, triton_runs_on
 
 ONE_PASS_COLUMNS = 32768  # a row in fp32 is half the registers of a multiprocessor; reading it twice is slower
 TILE = 2048  # elements per program for several short rows

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .interpreter_rounding import rounded
-from .launch import jit, next_power_of_2, tl, triton_runs_on
+from .launch import jit, next_power_of_2, rounded, tl, triton_runs_on
 from .norm_functions import rms_norm
 
 MAX_WIDTH = 4096

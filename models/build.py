@@ -21,8 +21,8 @@ from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.peft import PeftSlice, PromptSlice, peft_dropout
 from .config.stack import StackSlice
 from .config.t5 import T5Slice
-from .dispatch.attention_calls import CallKind, choose_backends
-from .dispatch.attention_choices import CallContext, PlannedAttention, plan_attentions
+from .dispatch.attention_calls import CallContext, CallKind, choose_backends
+from .dispatch.attention_choices import PlannedAttention, plan_attentions
 from .init import InitRules, initialize_
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload

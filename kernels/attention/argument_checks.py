@@ -17,6 +17,7 @@ from .inputs import AttentionInputs
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+_PACKED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class AttentionGeometry(NamedTuple):
@@ -100,16 +101,14 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _check_packed_is_whole(inputs: AttentionInputs) -> bool:
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    given = {name: getattr(inputs, name) is not None for name in names}
-    missing = [name for name, is_given in given.items() if not is_given]
-    if missing and len(missing) < len(given):
-        present = [name for name in given if name not in missing]
+    present = [name for name in _PACKED if getattr(inputs, name) is not None]
+    if present and len(present) < len(_PACKED):
+        missing = next(name for name in _PACKED if name not in present)
         raise ValueError(
-            f"`{missing[0]}` (None) must be given with `{present[0]}`; packed sequences need all of "
-            f"{', '.join(given)}, and dense tensors none."
+            f"`{missing}` (None) must be given with `{present[0]}`; packed sequences need all of "
+            f"{', '.join(_PACKED)}, and dense tensors none."
         )
-    return not missing
+    return bool(present)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -201,14 +200,15 @@ def _check_cu_seqlens(
 
 def _check_masks_and_biases(inputs: AttentionInputs, full: tuple[int, int, int, int], packed: bool) -> None:
     """Check the biases and the padding mask; `full` is the shape of the scores, (batch, heads, queries, keys)."""
-    q, (batch, heads, _, keys) = inputs.q, full
+    q, _, _, bias, distance_bias, alibi_slopes, key_padding_mask = inputs[:7]
+    if bias is None and distance_bias is None and alibi_slopes is None and key_padding_mask is None:
+        return
+    batch, heads, _, keys = full
     accumulate = torch.promote_types(q.dtype, torch.float32)
     for name in ("bias", "distance_bias", "alibi_slopes", "key_padding_mask"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"`{name}` ({tensor.device}) must be on the device of `q` ({q.device}); move it.")
-    bias, distance_bias, alibi_slopes = inputs.bias, inputs.distance_bias, inputs.alibi_slopes
-    key_padding_mask = inputs.key_padding_mask
     if bias is not None:
         if packed:
             raise ValueError(

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..interpreter_rounding import rounded
-from ..launch import jit, next_power_of_2, tl, triton_runs_on
+from ..launch import jit, next_power_of_2, rounded, tl, triton_runs_on
 from ..rope import apply_rotary
 
 RotaryTables = tuple[Tensor, Tensor, Tensor, Tensor]

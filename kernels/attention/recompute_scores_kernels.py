@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..interpreter_rounding import rounded
-from ..launch import INTERPRETED, jit, tl, triton
+from ..launch import INTERPRETED, jit, rounded, tl, triton
 from .flash.kernel_arguments import device_guard, stride_arguments, with_contiguous_rows
 from .flash.portable.tile import LOG2E, dense_tile, dot, load_lse, load_rows, per_row_offset, row_pointer
 from .lse_first.tile_configs import Stage

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..interpreter_rounding import rounded
-from ..launch import jit, tl, triton
+from ..launch import jit, rounded, tl, triton
 from .lora_grad import Tile, part_offsets, select_part
 
 TILE = Tile(32, 128, 4, 1)

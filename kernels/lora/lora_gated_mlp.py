@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..gated_activation import GATED_ACTIVATIONS, _gate_with_derivative, reference_gated_activation
-from ..interpreter_rounding import rounded
-from ..launch import jit, tl, triton, triton_runs_on
+from ..launch import jit, rounded, tl, triton, triton_runs_on
 from ..norm_functions import NormFactors
 from .lora_grad import Tile, scaled_sum
 from .lora_linear import (

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..interpreter_rounding import rounded
-from ..launch import jit, next_power_of_2, tl, triton
+from ..launch import jit, next_power_of_2, rounded, tl, triton
 
 MAX_RANK = 64
 """Largest rank whose accumulators fit in registers."""

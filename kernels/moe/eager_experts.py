@@ -11,7 +11,7 @@ from torch import Tensor
 from .assignments import Assignments, padded_assignments
 from .grouped_matmul import Backend, grouped_matmul
 from .permute import combine_rows, gather_rows
-from .reference_experts import apply_activation
+from .reference_experts import ExpertWeights, apply_activation
 
 
 def _row_dropout_mask(dropout_mask: Tensor | None, order: Tensor) -> Tensor | None:
@@ -22,18 +22,14 @@ def _row_dropout_mask(dropout_mask: Tensor | None, order: Tensor) -> Tensor | No
 def eager_experts(
     hidden: Tensor,
     gates: Tensor,
-    up: Tensor,
-    down: Tensor,
+    weights: ExpertWeights,
     assignments: Assignments,
     *,
-    nonlinearity: str,
-    gated: bool,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
     dropout_mask: Tensor | None,
     backend: Backend,
 ) -> Tensor:
     """`expert_mlp` by grouped matmuls, composed of differentiable operations."""
+    up, down, up_bias, down_bias, nonlinearity, gated = weights
     order, ends, places = assignments
     rows = torch.arange(len(order), device=order.device, dtype=ends.dtype)
     expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
@@ -57,18 +53,14 @@ def padded_experts(
     hidden: Tensor,
     experts: Tensor,
     gates: Tensor,
-    up: Tensor,
-    down: Tensor,
+    weights: ExpertWeights,
     *,
-    nonlinearity: str,
-    gated: bool,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
     kept: Tensor | None,
     dropout_mask: Tensor | None,
     capacity: int,
 ) -> Tensor:
     """`expert_mlp` by batched matmuls, with every expert padded to exactly `capacity` rows."""
+    up, down, up_bias, down_bias, nonlinearity, gated = weights
     order, places = padded_assignments(experts, len(up), capacity, kept)
     rows = gather_rows(hidden, order, places).unflatten(0, (len(up), capacity))
     if up_bias is None:

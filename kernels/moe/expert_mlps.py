@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from .eager_experts import eager_experts, padded_experts
 from .fused_experts import fused_experts
 from .grouped_matmul import Backend, unsupported_reason
 from .permute import use_triton
-from .reference_experts import sequential_experts
+from .reference_experts import ExpertWeights, sequential_experts
 
 Implementation = Literal["auto", "sequential", "grouped_mm", "triton", "padded"]
 
@@ -76,24 +76,19 @@ def expert_mlp(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, up, down = hidden.to(dtype), up.to(dtype), down.to(dtype)
         up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
-    _check_shapes(hidden, experts, gates, up, down, gated, up_bias, down_bias, kept)
+    weights = ExpertWeights(up, down, up_bias, down_bias, nonlinearity, gated)
+    _check_shapes(hidden, experts, gates, weights, kept)
     _check_choices(nonlinearity, gated, capacity, dropout, implementation)
     if implementation == "auto" and not triton_runs_on(hidden):
         implementation = "sequential"
     dropout_mask = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
-    shared: Any = {
-        "nonlinearity": nonlinearity,
-        "gated": gated,
-        "up_bias": up_bias,
-        "down_bias": down_bias,
-    }
     if capacity is not None:
         output = padded_experts(
-            hidden, experts, gates, up, down, **shared, kept=kept, dropout_mask=dropout_mask, capacity=capacity
+            hidden, experts, gates, weights, kept=kept, dropout_mask=dropout_mask, capacity=capacity
         )
     # reading counts would break the graph under torch.compile, where the loop runs inside a custom op instead
     elif implementation == "sequential" and not torch.compiler.is_compiling():
-        output = sequential_experts(hidden, experts, gates, up, down, **shared, kept=kept, dropout_mask=dropout_mask)
+        output = sequential_experts(hidden, experts, gates, weights, kept=kept, dropout_mask=dropout_mask)
     else:
         backend = _BACKENDS[implementation]
         reason = unsupported_reason(backend, hidden, *up.shape[1:], down.shape[2])
@@ -101,27 +96,14 @@ def expert_mlp(
             raise ValueError(f"`implementation` ({implementation}) {reason}; `sequential` runs everywhere.")
         assignments = sorted_assignments(experts, len(up), kept)
         if backend != "loop" and dropout_mask is None and use_triton(hidden):
-            return fused_experts(
-                hidden, experts, gates, up, down, assignments, **shared, backend=backend, residual=residual
-            )
-        output = eager_experts(
-            hidden, gates, up, down, assignments, **shared, dropout_mask=dropout_mask, backend=backend
-        )
+            return fused_experts(hidden, experts, gates, weights, assignments, backend=backend, residual=residual)
+        output = eager_experts(hidden, gates, weights, assignments, dropout_mask=dropout_mask, backend=backend)
     return output if residual is None else residual + output
 
 
-def _check_shapes(
-    hidden: Tensor,
-    experts: Tensor,
-    gates: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gated: bool,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    kept: Tensor | None,
-) -> None:
+def _check_shapes(hidden: Tensor, experts: Tensor, gates: Tensor, weights: ExpertWeights, kept: Tensor | None) -> None:
     """Raise ValueError naming the argument whose shape or dtype does not match."""
+    up, down, up_bias, down_bias, _, gated = weights
     if hidden.ndim != 2 or not hidden.numel() or not hidden.is_floating_point():
         raise ValueError(
             f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width), floating point, not empty."

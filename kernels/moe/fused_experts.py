@@ -26,7 +26,7 @@ from .grouped_matmul import (
     triton_grouped_outer,
 )
 from .permute import activation_backward, triton_combine, triton_gather
-from .reference_experts import apply_activation
+from .reference_experts import ExpertWeights, apply_activation
 from .tile_map import Tiles
 
 
@@ -230,17 +230,12 @@ def fused_experts(
     hidden: Tensor,
     experts: Tensor,
     gates: Tensor,
-    up: Tensor,
-    down: Tensor,
+    weights: ExpertWeights,
     assignments: Assignments,
     *,
-    nonlinearity: str,
-    gated: bool,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
     backend: Backend,
     residual: Tensor | None,
 ) -> Tensor:
     """`expert_mlp` without dropout, where Triton runs, with any `backend` of `grouped_matmul` but `loop`."""
-    fields = (hidden, gates, up, down, up_bias, down_bias, experts, *assignments)
-    return _experts(*fields, nonlinearity, gated, backend, residual)[0]
+    *matrices, nonlinearity, gated = weights
+    return _experts(hidden, gates, *matrices, experts, *assignments, nonlinearity, gated, backend, residual)[0]

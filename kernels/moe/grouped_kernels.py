@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ..attention.flash.portable.tile import dot
 from ..gated_activation import _gate_with_derivative, _sigmoid
-from ..interpreter_rounding import rounded
-from ..launch import jit, tl
+from ..launch import jit, rounded, tl
 
 
 @jit

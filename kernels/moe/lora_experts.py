@@ -71,20 +71,11 @@ def lora_expert_mlp(
     """`expert_mlp` with LoRA.
 
     Args:
-        hidden: as in `expert_mlp`.
-        experts: as in `expert_mlp`.
-        gates: as in `expert_mlp`.
-        up: as in `expert_mlp`; frozen.
-        down: as in `expert_mlp`; frozen.
+        up: frozen; this and all arguments not listed here are as in `expert_mlp`.
+        down: frozen.
         up_lora: LoRA matrices of `up`, or None.
         down_lora: LoRA matrices of `down`, or None.
-        nonlinearity: as in `expert_mlp`.
-        gated: as in `expert_mlp`.
-        up_bias: as in `expert_mlp`.
-        down_bias: as in `expert_mlp`.
-        kept: as in `expert_mlp`.
         capacity: rows computed per expert; None for no padding.
-        dropout: as in `expert_mlp`.
         sequential: loop over the experts, which reads counts on the host.
 
     Returns:

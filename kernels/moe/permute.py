@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..interpreter_rounding import rounded
-from ..launch import INTERPRETED, jit, next_power_of_2, tl, triton, triton_runs_on
+from ..launch import INTERPRETED, jit, next_power_of_2, rounded, tl, triton, triton_runs_on
 from .grouped_kernels import activation_with_derivative
 
 _LARGEST_BLOCK = 2048

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import NONLINEARITIES
 from ..gated_activation import gated_activation
+
+
+class ExpertWeights(NamedTuple):
+    """Weights and activation of the MLPs of all experts, as in `expert_mlp`."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    nonlinearity: str
+    gated: bool
 
 
 def apply_activation(projected: Tensor, nonlinearity: str, gated: bool, dropout_mask: Tensor | None) -> Tensor:
@@ -20,20 +33,16 @@ def sequential_experts(
     hidden: Tensor,
     experts: Tensor,
     gates: Tensor,
-    up: Tensor,
-    down: Tensor,
+    weights: ExpertWeights,
     *,
-    nonlinearity: str,
-    gated: bool,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
     kept: Tensor | None,
     dropout_mask: Tensor | None,
 ) -> Tensor:
     """`expert_mlp` by a loop over the experts, which reads counts on the host.
 
-    `dropout_keep_mask`: scaled dropout mask, (T, k, f).
+    `dropout_mask`: scaled dropout mask, (T, k, f).
     """
+    up, down, up_bias, down_bias, nonlinearity, gated = weights
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     total = torch.zeros_like(hidden, dtype=wide)
     no_biases = (None,) * len(up)

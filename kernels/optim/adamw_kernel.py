@@ -13,8 +13,7 @@ from typing import Any, NotRequired, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from ..interpreter_rounding import rounded
-from ..launch import jit, tl, triton_runs_on
+from ..launch import jit, rounded, tl, triton_runs_on
 from .multi_tensor import build_tensor_table, element_offsets, find_tensor, is_aligned, load_array_pointer, triton_dtype
 
 BLOCK = 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypedDict
 
 from ...kernels.attention.call_spec import AttentionCall, Bias, DType, InstalledSoftware
 from ...kernels.attention.dispatch import BackendSelection, select_backend
@@ -14,45 +14,71 @@ from ..config.stack import AttentionSlice
 CallKind = Literal["training", "evaluation", "generation"]
 
 
-def attention_call(
+class CallContext(TypedDict):
+    """Properties common to all attention calls of a run; see `AttentionCall`."""
+
+    device: str
+    capability: tuple[int, int] | None
+    dtype: DType
+    batch: int
+    deterministic: bool
+
+
+def attention_calls(
     attention: AttentionSlice,
+    context: CallContext,
     *,
-    queries: int,
-    keys: int,
-    device: str,
-    capability: tuple[int, int] | None,
-    dtype: DType,
-    batch: int,
+    samples: tuple[int, int],
+    longest: tuple[int, int],
     packed: bool,
-    deterministic: bool,
-    padding: bool = False,
-    training: bool = False,
-    any_length: bool = False,
-) -> AttentionCall:
-    """Build the `AttentionCall` of one kind of call; for the arguments besides `attention` see `AttentionCall`."""
-    distance = attention.position_bias
-    return AttentionCall(
-        device=device,
-        capability=capability,
-        dtype=dtype,
-        batch=batch,
-        heads=attention.heads,
-        groups=attention.groups,
-        head_dim=attention.head_dim,
-        queries=queries,
-        keys=keys,
-        any_length=any_length,
-        causal=attention.causal,
-        window=attention.window,
-        packed=packed,
-        padding=padding,
-        bias=_bias(distance, training=training),
-        reach=0 if distance is None else distance.max_distinct_distance(max(queries, keys), causal=attention.causal),
-        softcap=attention.softcap,
-        dropout=attention.dropout if training else 0.0,
-        training=training,
-        deterministic=deterministic,
-    )
+    padded: bool | None = None,
+) -> dict[CallKind, AttentionCall]:
+    """Return the calls of an attention: training, evaluation without dropout, generation of any length.
+
+    Generation is never packed, even if the samples are.
+
+    Args:
+        attention: attention of each layer.
+        context: properties common to all calls.
+        samples: (queries, keys) of the samples of training and evaluation.
+        longest: maximal (queries, keys) in generation.
+        packed: samples hold several documents, with attention within documents only.
+        padded: samples are padded, as prompts in generation may be; None if padding is never masked, in causal
+            attention.
+    """
+    bias = attention.position_bias
+
+    def call(lengths: tuple[int, int], *, training: bool = False, any_length: bool = False) -> AttentionCall:
+        queries, keys = lengths
+        within_documents = packed and not any_length
+        reach = 0
+        if bias is not None:
+            # attention aligns the ends of queries and keys, but their positions are aligned at the start
+            reach = bias.max_distinct_distance(max(lengths), causal=attention.causal) + abs(keys - queries)
+        return AttentionCall(
+            **context,
+            heads=attention.heads,
+            groups=attention.groups,
+            head_dim=attention.head_dim,
+            queries=queries,
+            keys=keys,
+            any_length=any_length,
+            causal=attention.causal,
+            window=attention.window,
+            packed=within_documents,
+            padding=padded is not None and (any_length or (padded and not within_documents)),
+            bias=_bias(bias, training=training),
+            reach=reach,
+            softcap=attention.softcap,
+            dropout=attention.dropout if training else 0.0,
+            training=training,
+        )
+
+    return {
+        "training": call(samples, training=True),
+        "evaluation": call(samples),
+        "generation": call(longest, any_length=True),
+    }
 
 
 def _bias(distance: PositionBiasSlice | None, *, training: bool) -> Bias:
@@ -61,56 +87,6 @@ def _bias(distance: PositionBiasSlice | None, *, training: bool) -> Bias:
     if distance.kind == "alibi":
         return "slopes"
     return "distance_with_gradient" if distance.learned and training else "distance"
-
-
-def attention_calls(
-    attention: AttentionSlice,
-    *,
-    device: str,
-    capability: tuple[int, int] | None,
-    dtype: DType,
-    batch: int,
-    seq_length: int,
-    max_length: int,
-    packed: bool,
-    deterministic: bool,
-) -> dict[CallKind, AttentionCall]:
-    """Return the calls of a causal stack: training, evaluation without dropout, generation of any length.
-
-    Generation is never packed, even if the samples are.
-
-    Args:
-        attention: attention of each layer.
-        device: device type.
-        capability: CUDA compute capability, None on other devices.
-        dtype: compute dtype.
-        batch: micro batch size.
-        seq_length: sequence length of a sample.
-        max_length: maximal sequence length in generation.
-        packed: samples of training and evaluation hold several documents, with attention within documents only.
-        deterministic: results must be bitwise reproducible.
-    """
-
-    def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
-        return attention_call(
-            attention,
-            queries=length,
-            keys=length,
-            device=device,
-            capability=capability,
-            dtype=dtype,
-            batch=batch,
-            packed=packed and not any_length,
-            deterministic=deterministic,
-            training=training,
-            any_length=any_length,
-        )
-
-    return {
-        "training": call(seq_length, training=True),
-        "evaluation": call(seq_length),
-        "generation": call(max_length, any_length=True),
-    }
 
 
 def choose_backends(

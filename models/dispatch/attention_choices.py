@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TypedDict
+from dataclasses import dataclass
 
-from ...kernels.attention.call_spec import AttentionCall, DType
+from ...kernels.attention.call_spec import AttentionCall
 from ..config.batch_shape import BatchSpec
 from ..config.bert import BertSlice
 from ..config.families import FamilySlice
 from ..config.stack import AttentionSlice
 from ..config.t5 import T5Slice
-from .attention_calls import CallKind, attention_call, attention_calls
-
-
-class CallContext(TypedDict):
-    """Properties common to all attention calls of a run; see `AttentionCall`."""
-
-    device: str
-    capability: tuple[int, int] | None
-    dtype: DType
-    batch: int
-    deterministic: bool
+from .attention_calls import CallContext, CallKind, attention_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,72 +46,49 @@ def plan_attentions(model: FamilySlice, batch_spec: BatchSpec, context: CallCont
     """
     match model:
         case T5Slice():
-            yield _encoder("encoder", model.encoder.stack.attention, model.encoder.max_positions, batch_spec, context)
-            own, longest = model.decoder.stack.attention, model.decoder.max_positions or batch_spec.decoder_seq_length
-            calls = attention_calls(
-                own, seq_length=batch_spec.decoder_seq_length, max_length=longest, packed=batch_spec.packed, **context
+            encoder, decoder = model.encoder, model.decoder
+            inside = encoder.stack.attention
+            yield _self_attention("encoder", inside, encoder.max_positions, batch_spec, context, bidirectional=True)
+            written = batch_spec.decoder_seq_length
+            yield _self_attention(
+                "decoder", decoder.stack.attention, decoder.max_positions, batch_spec, context, seq_length=written
             )
-            yield PlannedAttention("decoder", own, calls)
-            yield _cross(model, batch_spec, context)
+            calls = attention_calls(
+                model.cross_attention,
+                context,
+                samples=(written, batch_spec.seq_length),
+                longest=(decoder.max_positions or written, encoder.max_positions or batch_spec.seq_length),
+                packed=batch_spec.packed,
+                padded=batch_spec.padded,
+            )
+            yield PlannedAttention("cross", model.cross_attention, calls)
         case BertSlice():
-            yield _encoder("", model.stack.attention, model.max_positions, batch_spec, context)
-        case _:
-            longest = model.max_positions or batch_spec.seq_length
-            attention = model.stack.attention
-            calls = attention_calls(
-                attention, seq_length=batch_spec.seq_length, max_length=longest, packed=batch_spec.packed, **context
+            yield _self_attention(
+                "", model.stack.attention, model.max_positions, batch_spec, context, bidirectional=True
             )
-            yield PlannedAttention("", attention, calls)
+        case _:
+            yield _self_attention("", model.stack.attention, model.max_positions, batch_spec, context)
 
 
-def _encoder(
-    name: str, attention: AttentionSlice, max_positions: int | None, form: BatchSpec, facts: CallContext
+def _self_attention(
+    name: str,
+    attention: AttentionSlice,
+    max_positions: int | None,
+    batch_spec: BatchSpec,
+    context: CallContext,
+    *,
+    seq_length: int | None = None,
+    bidirectional: bool = False,
 ) -> PlannedAttention:
-    def call(length: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
-        packed = form.packed and not any_length
-        return attention_call(
-            attention,
-            queries=length,
-            keys=length,
-            packed=packed,
-            padding=any_length or (form.padded and not packed),
-            training=training,
-            any_length=any_length,
-            **facts,
-        )
-
-    calls: dict[CallKind, AttentionCall] = {
-        "training": call(form.seq_length, training=True),
-        "evaluation": call(form.seq_length),
-        "generation": call(max_positions or form.seq_length, any_length=True),
-    }
-    return PlannedAttention(name, attention, calls, uses_kv_cache=False)
-
-
-def _cross(model: T5Slice, form: BatchSpec, facts: CallContext) -> PlannedAttention:
-    attention = model.cross_attention
-
-    def call(queries: int, keys: int, *, training: bool = False, any_length: bool = False) -> AttentionCall:
-        packed = form.packed and not any_length
-        described = attention_call(
-            attention,
-            queries=queries,
-            keys=keys,
-            packed=packed,
-            padding=any_length or (form.padded and not packed),
-            training=training,
-            any_length=any_length,
-            **facts,
-        )
-        if attention.position_bias is None:
-            return described
-        # Attention aligns the ends of queries and keys, but their positions are aligned at the start.
-        return replace(described, reach=described.reach + abs(keys - queries))
-
-    longest = model.decoder.max_positions or form.decoder_seq_length, model.encoder.max_positions or form.seq_length
-    calls: dict[CallKind, AttentionCall] = {
-        "training": call(form.decoder_seq_length, form.seq_length, training=True),
-        "evaluation": call(form.decoder_seq_length, form.seq_length),
-        "generation": call(*longest, any_length=True),
-    }
-    return PlannedAttention("cross", attention, calls)
+    """Plan the self-attention of a stack; `seq_length` is that of the samples, None for their own."""
+    length = batch_spec.seq_length if seq_length is None else seq_length
+    longest = max_positions or length
+    calls = attention_calls(
+        attention,
+        context,
+        samples=(length, length),
+        longest=(longest, longest),
+        packed=batch_spec.packed,
+        padded=batch_spec.padded if bidirectional else None,
+    )
+    return PlannedAttention(name, attention, calls, uses_kv_cache=not bidirectional)

@@ -24,7 +24,6 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     from stoker.kernels.cross_entropy_kernels import _loss_and_gradient_kernel
     from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
-    from stoker.kernels.gated_down_projection import _backward_kernel as _projection_backward_kernel
     from stoker.kernels.lora import lora_forward as narrow_updates
     from stoker.kernels.lora import lora_gated_mlp, lora_grad
     from stoker.kernels.moe import counting_sort
@@ -56,6 +55,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
     gated_backward = {"gate_up_pointer": "*bf16", "product_gradient_pointer": "*bf16", "gradient_pointer": "*bf16"}
     gated_backward |= {"width": "i32"}
     gated_projection = gated_backward | {"product_pointer": "*bf16"}
+    gated, no_product = {"BLOCK": 1024, "KIND": "gelu_tanh"}, {"product_pointer": None}
     options = {"num_warps": 4, "enable_fp_fusion": True}
     parts = dict.fromkeys(("projected_pointer", "query_pointer", "key_pointer", "value_pointer"), "*bf16")
     angles = {"cosine_pointer": "*fp32", "sine_pointer": "*fp32", "tokens": "i32", "angle_stride": "i32"}
@@ -160,14 +160,8 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
             for backward in (False, True)
         ),
         ("gated_forward", _forward_kernel, gated_forward, {"BLOCK": 1024, "KIND": "gelu"}, options),
-        ("gated_backward", _backward_kernel, gated_backward, {"BLOCK": 1024, "KIND": "gelu_tanh"}, options),
-        (
-            "gated_projection",
-            _projection_backward_kernel,
-            gated_projection,
-            {"BLOCK": 1024, "KIND": "gelu_tanh"},
-            options,
-        ),
+        ("gated_backward", _backward_kernel, gated_backward, gated | {"WITH_PRODUCT": False, **no_product}, options),
+        ("gated_projection", _backward_kernel, gated_projection, gated | {"WITH_PRODUCT": True}, options),
         ("scale", scale_kernel, scaled_in_place, {"BLOCK": 2048}, {"num_warps": 8}),
         *(
             (

@@ -23,7 +23,7 @@ from stoker.kernels.gated_down_projection import (
     _backward_with_product,
     gated_projection,
     reference_gated_projection,
-    triton_backward,
+    triton_backward_with_product,
 )
 
 
@@ -44,7 +44,7 @@ def test_kernel_equals_autograd_in_fp64(device: str, kind: str, shape: tuple[int
     exact = gate_up.double().requires_grad_()
     expected = reference_gated_activation(exact, kind)
     (expected_gradient,) = torch.autograd.grad(expected, exact, outer.double())
-    gradient, product = triton_backward(outer.to(device), gate_up.to(device), kind)
+    gradient, product = triton_backward_with_product(outer.to(device), gate_up.to(device), kind)
     torch.testing.assert_close(product.cpu().double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient.cpu().double(), expected_gradient, rtol=1e-5, atol=2e-5)
     assert torch.equal(product, triton_forward(gate_up.to(device), kind))  # the bits of the first run

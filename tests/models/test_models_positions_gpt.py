@@ -17,7 +17,7 @@ from stoker.kernels.attention.call_spec import InstalledSoftware
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.config.gpt import GPTKeys, gpt_slice
-from stoker.models.dispatch.attention_calls import attention_calls, choose_backends
+from stoker.models.dispatch.attention_calls import CallContext, attention_calls, choose_backends
 from stoker.models.gpt import GPT
 from stoker.models.layers.attention_bias import Kerple, RelativeBias, Sandwich, alibi_slopes
 from stoker.models.layers.context import LayerContext
@@ -286,10 +286,11 @@ H100 = InstalledSoftware(torch=(2, 11), cudnn=91900, triton=(3, 6))
 def decisions(length: int, **changes: Any) -> Any:
     keys = GPTKeys.model_validate({"encoder_seq_length": length, "attention_dropout": 0.0, **changes})
     attention = gpt_slice(keys, vocab_size=VOCAB).stack.attention
-    calls = attention_calls(
-        attention, device="cuda", capability=(9, 0), dtype="bf16", batch=1, seq_length=length, max_length=length,
-        packed=False, deterministic=False,
-    )  # fmt: skip
+    context: CallContext = {
+        "device": "cuda", "capability": (9, 0), "dtype": "bf16", "batch": 1, "deterministic": False,
+    }  # fmt: skip
+    both = (length, length)
+    calls = attention_calls(attention, context, samples=both, longest=both, packed=False)
     return choose_backends(attention, calls, AttentionFlags(), H100)
 
 

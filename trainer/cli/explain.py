@@ -166,8 +166,8 @@ def _answers(
     from ...kernels.attention.dispatch import NoBackendError
     from ...models.build import DTYPE_NAMES
     from ...models.config.families import family_slice
-    from ...models.dispatch.attention_calls import choose_backends
-    from ...models.dispatch.attention_choices import CallContext, plan_attentions
+    from ...models.dispatch.attention_calls import CallContext, choose_backends
+    from ...models.dispatch.attention_choices import plan_attentions
     from ..config.batch_spec import batch_spec
 
     form = batch_spec(root)

@@ -25,8 +25,8 @@ from ...models.config.peft import (
 )
 from ...models.config.stack import AttentionSlice, StackSlice
 from ...models.config.t5 import T5Slice
-from ...models.dispatch.attention_calls import CallKind, choose_backends
-from ...models.dispatch.attention_choices import CallContext, plan_attentions
+from ...models.dispatch.attention_calls import CallContext, CallKind, choose_backends
+from ...models.dispatch.attention_choices import plan_attentions
 from ...models.peft.lora_mlp import is_lora_mlp_fused
 from ...models.recompute.analysis import has_dropout
 from ..config.batch_spec import batch_spec

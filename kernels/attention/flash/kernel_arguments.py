@@ -44,21 +44,10 @@ class FlashAttentionParams(NamedTuple):
     def from_checked(cls, inputs: AttentionInputs, sizes: AttentionGeometry) -> FlashAttentionParams:
         """Build from inputs and the result of `check_arguments`."""
         return cls(
-            bias=inputs.bias,
-            distance_bias=inputs.distance_bias,
-            alibi_slopes=inputs.alibi_slopes,
-            key_padding_mask=inputs.key_padding_mask,
-            rng=inputs.rng,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            cu_seqlens_k=inputs.cu_seqlens_k,
-            left=sizes.left,
-            right=sizes.right,
-            scale=sizes.scale,
-            softcap=float(inputs.softcap),
-            dropout_p=float(inputs.dropout_p),
-            max_queries=sizes.queries,
-            max_keys=sizes.keys,
-        )
+            inputs.bias, inputs.distance_bias, inputs.alibi_slopes, inputs.key_padding_mask, inputs.rng,
+            inputs.cu_seqlens_q, inputs.cu_seqlens_k, sizes.left, sizes.right, sizes.scale, float(inputs.softcap),
+            float(inputs.dropout_p), sizes.queries, sizes.keys,
+        )  # fmt: skip
 
     @property
     def packed(self) -> bool:

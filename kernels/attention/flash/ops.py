@@ -174,10 +174,9 @@ def _split(fields: Sequence[_Field]) -> tuple[FlashAttentionParams, NeedsGradien
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *fields = inputs
-    problem = FlashAttentionParams._make(fields)
-    ctx.save_for_backward(q, k, v, *output, *problem[:7])
-    ctx.scalars = problem[7:]
+    # 3 tensors, then the 7 tensors and the numbers of a `FlashAttentionParams`
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:10])
+    ctx.scalars = inputs[10:]
     ctx.set_materialize_grads(False)
 
 

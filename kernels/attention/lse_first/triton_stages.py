@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...interpreter_rounding import rounded
-from ...launch import jit, next_power_of_2, tl, triton
+from ...launch import jit, next_power_of_2, rounded, tl, triton
 from ..flash.hopper.supported_calls import supports_scores
 from ..flash.kernel_arguments import (
     FlashAttentionParams,

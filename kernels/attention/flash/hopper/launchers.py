@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels, for the calls that `gate.serves` accepts."""
+"""Launches of the Hopper kernels, for the calls that `supported_calls.supports` accepts."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....interpreter_rounding import rounded
-from ....launch import jit, next_power_of_2, tl
+from ....launch import jit, next_power_of_2, rounded, tl
 from ..kernel_arguments import (
     FlashAttentionParams,
     accumulator_dtype,
@@ -28,14 +27,13 @@ from ..kernel_arguments import (
     with_contiguous_rows,
 )
 from .tile import (
-    LOG2E,
     absolute_distances,
     dense_tile,
     dot,
-    first_dropout_counter,
+    head_terms,
     load_lse,
     load_rows,
-    packed_tile,
+    locate_tile,
     per_row_offset,
     row_pointer,
     score_exponents,
@@ -99,20 +97,16 @@ def dq_kernel(
     slope_gradient (SLOPE_SUMS): like lse, each query's contribution to the gradient of the head's slope.
     """
     program = tl.program_id(0)
+    head, tile_begin, tile_end, tile_step = 0, 0, 1, 1
     if PACKED:
         slots = tl.num_programs(0) // heads
         head = program // slots
         tile_begin, tile_end, tile_step = program % slots, tl.load(tiles_pointer), slots
-    else:
-        tile_begin, tile_end, tile_step = 0, 1, 1
     for tile in range(tile_begin, tile_end, tile_step):
-        if PACKED:
-            sequence, first, start_q, queries, start_k, keys = packed_tile(
-                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
-            )
-        else:
-            sequence, head, first = dense_tile(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
-            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        sequence, head, first, start_q, queries, start_k, keys = locate_tile(
+            program, head, tile, tiles_pointer, cu_seqlens_q, cu_seqlens_k, max_queries, heads, max_queries, max_keys,
+            BLOCK_M, HAS_RIGHT, PACKED,
+        )  # fmt: skip
         offset = keys - queries
         query = first + tl.arange(0, BLOCK_M)
         inside = query < queries
@@ -130,20 +124,13 @@ def dq_kernel(
         first_seen = 0
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
-        bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
-        far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
-        if HAS_BIAS:
-            bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+        bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = head_terms(
+            bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+            stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
+        )  # fmt: skip
+        padding_base = padding_pointer
         if HAS_PADDING:
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
-        if HAS_DISTANCE:
-            distance_base = distance_pointer + head * (2 * reach + 1)
-            far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
-        if HAS_SLOPE:
-            alibi_slope = tl.load(slopes_pointer + head) * LOG2E
-        if HAS_DROPOUT:
-            seed = tl.load(rng_pointer)
-            counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
 
         accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
         low_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
@@ -228,20 +215,16 @@ def dkdv_kernel(
     """
     program = tl.program_id(0)
     groups = heads // HEADS_PER_GROUP
+    group, tile_begin, tile_end, tile_step = 0, 0, 1, 1
     if PACKED:
         slots = tl.num_programs(0) // groups
         group = program // slots
         tile_begin, tile_end, tile_step = program % slots, tl.load(tiles_pointer), slots
-    else:
-        tile_begin, tile_end, tile_step = 0, 1, 1
     for tile in range(tile_begin, tile_end, tile_step):
-        if PACKED:
-            sequence, first, start_q, queries, start_k, keys = packed_tile(
-                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
-            )
-        else:
-            sequence, group, first = dense_tile(program, max_keys, groups, BLOCK_N, False)
-            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        sequence, group, first, start_q, queries, start_k, keys = locate_tile(
+            program, group, tile, tiles_pointer, cu_seqlens_q, cu_seqlens_k, max_keys, groups, max_queries, max_keys,
+            BLOCK_N, False, PACKED,
+        )  # fmt: skip
         offset = keys - queries
         key = first + tl.arange(0, BLOCK_N)
         first_seen = 0
@@ -265,18 +248,10 @@ def dkdv_kernel(
             q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
             do_rows = row_pointer(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
             row_offset = per_row_offset(sequence, head, start_q, heads, rows, PACKED)
-            bias_base, distance_base = bias_pointer, distance_pointer
-            far_low, far_high, alibi_slope, seed, counter = 0.0, 0.0, 0.0, 0, 0
-            if HAS_BIAS:
-                bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
-            if HAS_DISTANCE:
-                distance_base = distance_pointer + head * (2 * reach + 1)
-                far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
-            if HAS_SLOPE:
-                alibi_slope = tl.load(slopes_pointer + head) * LOG2E
-            if HAS_DROPOUT:
-                seed = tl.load(rng_pointer)
-                counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
+            bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = head_terms(
+                bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries,
+                max_keys, stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
+            )  # fmt: skip
             for section in range(
                 0 if HAS_RIGHT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_RIGHT and not HAS_DISTANCE else 1
             ):

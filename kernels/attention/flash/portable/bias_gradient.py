@@ -16,13 +16,11 @@ from ....launch import jit, tl
 from ..kernel_arguments import FlashAttentionParams, device_guard, launch_options, select_config, tile_list
 from .backward import BackwardInputs
 from .tile import (
-    LOG2E,
-    dense_tile,
     dot,
-    first_dropout_counter,
+    head_terms,
     load_lse,
     load_rows,
-    packed_tile,
+    locate_tile,
     per_row_offset,
     row_pointer,
     score_exponents,
@@ -56,19 +54,13 @@ def tile_score_gradient(
     first_seen = 0
     if HAS_LEFT:
         first_seen = tl.maximum(offset - left, 0)
-    bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
-    alibi_slope, seed, counter = 0.0, 0, 0
-    if HAS_BIAS:
-        bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+    bias_base, distance_base, _, _, alibi_slope, seed, counter = head_terms(
+        bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+        stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
+    )  # fmt: skip
+    padding_base = padding_pointer
     if HAS_PADDING:
         padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
-    if HAS_DISTANCE:
-        distance_base = distance_pointer + head * (2 * reach + 1)
-    if HAS_SLOPE:
-        alibi_slope = tl.load(slopes_pointer + head) * LOG2E
-    if HAS_DROPOUT:
-        seed = tl.load(rng_pointer)
-        counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
     key_mask = valid_keys(padding_base, key, keys, first_seen, True, HAS_PADDING)
     group = head // heads_per_group
     q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
@@ -192,13 +184,10 @@ def distance_gradient_kernel(
     tiles = tl.load(tiles_pointer) if PACKED else tl.cdiv(max_queries, BLOCK_M) * batch
     accumulator = tl.zeros((BLOCK_M, BLOCK_N), ACCUMULATE)
     for tile in range(split, tiles, splits):
-        if PACKED:
-            sequence, first, start_q, queries, start_k, keys = packed_tile(
-                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
-            )
-        else:
-            sequence, _, first = dense_tile(tile, max_queries, 1, BLOCK_M, False)
-            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        sequence, _, first, start_q, queries, start_k, keys = locate_tile(
+            tile, 0, tile, tiles_pointer, cu_seqlens_q, cu_seqlens_k, max_queries, 1, max_queries, max_keys,
+            BLOCK_M, False, PACKED,
+        )  # fmt: skip
         first_key = first + keys - queries + diagonal * BLOCK_N
         if (first_key < keys) & (first_key + BLOCK_N > 0):
             accumulator += tile_score_gradient(

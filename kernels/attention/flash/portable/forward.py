@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....interpreter_rounding import rounded
-from ....launch import jit, tl
+from ....launch import jit, rounded, tl
 from ..kernel_arguments import (
     FlashAttentionParams,
     accumulator_dtype,
@@ -22,12 +21,10 @@ from ..kernel_arguments import (
 )
 from .tile import (
     LN2,
-    LOG2E,
-    dense_tile,
     dot,
-    first_dropout_counter,
+    head_terms,
     load_rows,
-    packed_tile,
+    locate_tile,
     per_row_offset,
     row_pointer,
     score_exponents,
@@ -60,20 +57,16 @@ def forward_kernel(
     (heads,). padding: (batch, keys), 0 for padding. tiles: see `tile_list`.
     """
     program = tl.program_id(0)
+    head, tile_begin, tile_end, tile_step = 0, 0, 1, 1
     if PACKED:
         slots = tl.num_programs(0) // heads
         head = program // slots
         tile_begin, tile_end, tile_step = program % slots, tl.load(tiles_pointer), slots
-    else:
-        tile_begin, tile_end, tile_step = 0, 1, 1
     for tile in range(tile_begin, tile_end, tile_step):
-        if PACKED:
-            sequence, first, start_q, queries, start_k, keys = packed_tile(
-                tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k
-            )
-        else:
-            sequence, head, first = dense_tile(program, max_queries, heads, BLOCK_M, HAS_RIGHT)
-            start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+        sequence, head, first, start_q, queries, start_k, keys = locate_tile(
+            program, head, tile, tiles_pointer, cu_seqlens_q, cu_seqlens_k, max_queries, heads, max_queries, max_keys,
+            BLOCK_M, HAS_RIGHT, PACKED,
+        )  # fmt: skip
         offset = keys - queries
         query = first + tl.arange(0, BLOCK_M)
         group = head // heads_per_group
@@ -85,20 +78,13 @@ def forward_kernel(
         first_seen = 0
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
-        bias_base, padding_base, distance_base = bias_pointer, padding_pointer, distance_pointer
-        far_low, far_high, alibi_slope = 0.0, 0.0, 0.0
-        if HAS_BIAS:
-            bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+        bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = head_terms(
+            bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+            stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
+        )  # fmt: skip
+        padding_base = padding_pointer
         if HAS_PADDING:
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
-        if HAS_DISTANCE:
-            distance_base = distance_pointer + head * (2 * reach + 1)
-            far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
-        if HAS_SLOPE:
-            alibi_slope = tl.load(slopes_pointer + head) * LOG2E
-        if HAS_DROPOUT:
-            seed = tl.load(rng_pointer)
-            counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
 
         maximum = tl.full((BLOCK_M,), float("-inf"), ACCUMULATE)
         total = tl.zeros((BLOCK_M,), ACCUMULATE)

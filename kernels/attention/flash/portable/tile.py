@@ -8,8 +8,7 @@ in a "plain" tile every pair is visible and the distance bias is constant, so ne
 
 from __future__ import annotations
 
-from ....interpreter_rounding import rounded
-from ....launch import HAS_TRITON, INTERPRETED, jit, tl
+from ....launch import HAS_TRITON, INTERPRETED, jit, rounded, tl
 from ...dropout import philox_keep_mask
 
 
@@ -50,23 +49,50 @@ def dense_tile(program, rows, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constex
 
 
 @jit
-def packed_tile(tiles_pointer, tile, cu_seqlens_q, cu_seqlens_k):
-    """Return sequence and first row of a tile of the tile list, then start and length of its queries, and of its keys.
+def locate_tile(
+    program, head, tile, tiles_pointer, cu_seqlens_q, cu_seqlens_k, rows, heads, max_queries, max_keys,
+    BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Return sequence, head and first row of a tile, then start and length of its queries, and of its keys.
 
-    The tile list is that of `tile_list`.
+    Packed: tile `tile` of the tile list (see `tile_list`), of `head`. Dense: the tile of `program`, see `dense_tile`.
     """
-    sequence = tl.load(tiles_pointer + 2 + 2 * tile)
-    first = tl.load(tiles_pointer + 3 + 2 * tile)
-    start_q = tl.load(cu_seqlens_q + sequence)
-    start_k = tl.load(cu_seqlens_k + sequence)
-    return (
-        sequence,
-        first,
-        start_q,
-        tl.load(cu_seqlens_q + sequence + 1) - start_q,
-        start_k,
-        tl.load(cu_seqlens_k + sequence + 1) - start_k,
-    )
+    if PACKED:
+        sequence = tl.load(tiles_pointer + 2 + 2 * tile)
+        first = tl.load(tiles_pointer + 3 + 2 * tile)
+        start_q = tl.load(cu_seqlens_q + sequence)
+        start_k = tl.load(cu_seqlens_k + sequence)
+        queries = tl.load(cu_seqlens_q + sequence + 1) - start_q
+        keys = tl.load(cu_seqlens_k + sequence + 1) - start_k
+    else:
+        sequence, head, first = dense_tile(program, rows, heads, BLOCK, LAST_FIRST)
+        start_q, queries, start_k, keys = 0, max_queries, 0, max_keys
+    return sequence, head, first, start_q, queries, start_k, keys
+
+
+@jit
+def head_terms(
+    bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+    stride_bias_b, stride_bias_h, reach,
+    HAS_BIAS: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Return what the scores of a sequence and head depend on besides their products; 0 where there is none.
+
+    Pointers to its dense bias and to its distance bias; the distance bias at -reach and at reach; its slope times
+    log2(e); seed and first counter of its dropout mask.
+    """
+    bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = 0, 0, 0.0, 0.0, 0.0, 0, 0
+    if HAS_BIAS:
+        bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
+    if HAS_DISTANCE:
+        distance_base = distance_pointer + head * (2 * reach + 1)
+        far_low, far_high = tl.load(distance_base), tl.load(distance_base + 2 * reach)
+    if HAS_SLOPE:
+        alibi_slope = tl.load(slopes_pointer + head) * LOG2E
+    if HAS_DROPOUT:
+        seed = tl.load(rng_pointer)
+        counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
+    return bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter
 
 
 @jit
