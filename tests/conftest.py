@@ -1,5 +1,6 @@
 """Shared fixtures and hooks; if stoker is not installed, the repository root is imported as the package."""
 
+import atexit
 import gc
 import importlib.util
 import inspect
@@ -50,16 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         interpreter_speedups.install()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection, which would take a tenth of the test time."""
-    gc.collect()
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Undo `gc.freeze`, as some libraries report leaked objects at exit."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # some libraries report leaked objects at exit
 
 
 @pytest.hookimpl(hookwrapper=True)

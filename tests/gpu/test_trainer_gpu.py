@@ -79,9 +79,8 @@ def test_train_2n_equals_train_n_resume_train_n(tmp_path, monkeypatch, precision
     assert final_hashes(whole, 8) == final_hashes(halves, 8)
 
 
-def test_gpu_trains_like_the_cpu(tmp_path):
+def assert_like_the_cpu(tmp_path, settings):
     """The same weights, samples and schedule; fp32 differs by rounding, bf16 by its precision."""
-    settings = LLAMA | NO_DROPOUT | {"model__optim__lr": 1e-3}
     cpu, fp32, bf16 = tmp_path / "cpu", tmp_path / "fp32", tmp_path / "bf16"
     run_training(tiny_config(cpu, **settings))
     run_training(tiny_config(fp32, **settings, **GPU, trainer__precision="32"))
@@ -89,6 +88,11 @@ def test_gpu_trains_like_the_cpu(tmp_path):
     for on_cpu, in_fp32, in_bf16 in zip(losses(cpu), losses(fp32), losses(bf16), strict=True):
         assert in_fp32 == pytest.approx(on_cpu, rel=1e-5)
         assert in_bf16 == pytest.approx(on_cpu, rel=5e-3)
+
+
+def test_gpu_trains_like_the_cpu(tmp_path):
+    settings = LLAMA | NO_DROPOUT | {"model__optim__lr": 1e-3}
+    assert_like_the_cpu(tmp_path, settings)
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
@@ -96,13 +100,7 @@ def test_packed_documents_train_like_on_the_cpu(tmp_path, positions):
     """End tokens that chance draws; compiled, in fp32 and bf16."""
     settings = LLAMA | NO_DROPOUT | {"model__optim__lr": 1e-3, "model__data": PACKED}
     settings["model__position_embedding_type"] = positions
-    cpu, fp32, bf16 = tmp_path / "cpu", tmp_path / "fp32", tmp_path / "bf16"
-    run_training(tiny_config(cpu, **settings))
-    run_training(tiny_config(fp32, **settings, **GPU, trainer__precision="32"))
-    run_training(tiny_config(bf16, **settings, **GPU, trainer__precision="bf16"))
-    for on_cpu, in_fp32, in_bf16 in zip(losses(cpu), losses(fp32), losses(bf16), strict=True):
-        assert in_fp32 == pytest.approx(on_cpu, rel=1e-5)
-        assert in_bf16 == pytest.approx(on_cpu, rel=5e-3)
+    assert_like_the_cpu(tmp_path, settings)
 
 
 def test_compiled_and_eager_layers_train_alike(tmp_path):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from offline_compile import CAPABILITIES, resources
+from offline_compile import CAPABILITIES, compile_kernel
 
 TYPES = {
     "positions_pointer": "*i64", "lengths_pointer": "*i64", "lse_pointer": "*fp32", "distance_pointer": "*fp32",
@@ -54,10 +54,7 @@ def variants(which: str) -> Iterator[Variant]:
 def compile_variant(variant: Variant) -> dict[str, Any]:
     """Compile a variant; return its registers, spills, shared memory and instruction counts."""
     import torch
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from stoker.kernels.attention import decode, kv_append
 
@@ -82,25 +79,17 @@ def compile_variant(variant: Variant) -> dict[str, Any]:
     if variant.splits == 1 and variant.kind == "split":
         values["lse_pointer"] = None
     chosen = {name: value for name, value in values.items() if name in kernel.arg_names}
-    types = {
-        name: "constexpr"
-        if name in chosen
-        else TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32")
-        for name in kernel.arg_names
-    }
-    # divisible by 16 as in usual launches: addresses, strides and numbers of slots
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if types[name].startswith("*") or name.startswith("stride_")
-    }
-    source = ASTSource(fn=kernel, signature=types, constexprs=chosen, attrs=aligned)
     more: dict[str, dict[str, int]] = {"split": {"num_stages": 2}, "append": {"num_warps": 1}}
-    options = decode.LAUNCH_OPTIONS | more.get(variant.kind, {})
-    compiled = triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options)
-    row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-    wide = len(re.findall(r"(?:ld\.global|cp\.async)[\w.:]*(?:\.v4\.b32|\.v2\.b64|\.cg\.shared)", compiled.asm["ptx"]))
-    return row | {"wide_loads": wide, "triton": triton.__version__}
+    row, code = compile_kernel(
+        kernel,
+        lambda name: TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32"),
+        chosen,
+        lambda name: name.startswith("stride_"),
+        variant.capability,
+        decode.LAUNCH_OPTIONS | more.get(variant.kind, {}),
+    )
+    wide = len(re.findall(r"(?:ld\.global|cp\.async)[\w.:]*(?:\.v4\.b32|\.v2\.b64|\.cg\.shared)", code))
+    return variant._asdict() | row | {"wide_loads": wide}
 
 
 def compiled(which: str) -> list[dict[str, Any]]:

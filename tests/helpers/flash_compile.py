@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from offline_compile import CAPABILITIES, resources
+from offline_compile import CAPABILITIES, compile_kernel
 
 FLAGS = (
     "HAS_LEFT", "HAS_RIGHT", "HAS_SOFTCAP", "HAS_BIAS", "HAS_DISTANCE", "HAS_SLOPE", "HAS_PADDING", "HAS_DROPOUT",
@@ -142,25 +142,16 @@ def constants(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
     """Compile a variant; return its registers, spills, shared memory and instruction counts."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel, chosen, options = constants(variant)
-    types = {}
-    for name in kernel.arg_names:
-        tensor = f"*{variant.dtype}" if name.endswith("_pointer") else "i32"
-        types[name] = "constexpr" if name in chosen else TYPES.get(name, tensor)
-    # divisible by 16 as in usual launches: addresses and strides
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if name not in chosen and (types[name].startswith("*") or name.startswith("stride_"))
-    }
-    source = ASTSource(fn=kernel, signature=types, constexprs=chosen, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", variant.capability, 32), options=options)
-    row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-    return row | {"wgmma": compiled.asm["ptx"].count("wgmma.mma_async"), "triton": triton.__version__}
+    row, code = compile_kernel(
+        kernel,
+        lambda name: TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32"),
+        chosen,
+        lambda name: name.startswith("stride_"),
+        variant.capability,
+        options,
+    )
+    return variant._asdict() | row | {"wgmma": code.count("wgmma.mma_async")}
 
 
 def compiled(which: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from offline_compile import CAPABILITIES, resources
+from offline_compile import CAPABILITIES, compile_kernel
 
 INT32 = ("order", "ends", "places", "tile_experts", "tile_rows", "tile_count", "heaviest", "experts", "rows", "count")
 FP32 = ("gates", "gate_gradient")
@@ -137,31 +137,20 @@ def type_of(name: str, variant: Variant) -> str:
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
     """Compile a variant; return its registers, spills, shared memory and instruction counts."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel, constants, options = matmul(variant) if variant.kind in MATMULS else by_row(variant)
-    types = {name: "constexpr" if name in constants else type_of(name, variant) for name in kernel.arg_names}
-    lengths = (
-        ("width", "depth", "height", *(name for name in kernel.arg_names if name.startswith("stride_")))
-        if variant.family != "unaligned"
-        else ()
+    row, code = compile_kernel(
+        kernel,
+        lambda name: type_of(name, variant),
+        constants,
+        lambda name: (
+            variant.family != "unaligned" and (name in ("width", "depth", "height") or name.startswith("stride_"))
+        ),
+        variant.capability,
+        options | {"enable_fp_fusion": True},
     )
-    # divisible by 16 as in usual launches: addresses, strides and lengths
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if types[name].startswith("*") or (types[name] == "i32" and name in lengths)
-    }
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", variant.capability, 32)
-    compiled = triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
-    row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-    code = compiled.asm["ptx"]
     narrow = len(re.findall(r"cp\.async\.ca\.shared\.global [^;]*, 0x[48],", code))  # loads of less than 16 bytes
     counts = {"wgmma": code.count("wgmma.mma_async"), "copies": code.count("cp.async.c"), "narrow_copies": narrow}
-    return row | counts | {"triton": triton.__version__}
+    return variant._asdict() | row | counts
 
 
 def compiled(which: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from offline_compile import CAPABILITIES, resources
+from offline_compile import CAPABILITIES, compile_kernel
 
 DENSE_OUTPUT = ("weights", "score_gradient")
 """Stages that write one element per query and key."""
@@ -100,30 +100,19 @@ def softmax(variant: Variant) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 def compile_variant(variant: Variant) -> dict[str, Any]:
     """Compile a variant; return its registers, spills, shared memory and instruction counts."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel, constants, options = softmax(variant) if variant.kind.startswith("softmax") else attention(variant)
-    types = {}
-    for name in kernel.arg_names:
-        default = f"*{variant.dtype}" if name.endswith("_pointer") else "i32"
-        types[name] = "constexpr" if name in constants else TYPES.get(name, default)
-    # divisible by 16 as in usual launches: addresses, strides and lengths
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if types[name].startswith("*") or name.startswith("stride_") or name in ALIGNED
-    }
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    target = GPUTarget("cuda", variant.capability, 32)
-    compiled = triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
-    row = variant._asdict() | resources(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
-    code = compiled.asm["ptx"]
+    row, code = compile_kernel(
+        kernel,
+        lambda name: TYPES.get(name, f"*{variant.dtype}" if name.endswith("_pointer") else "i32"),
+        constants,
+        lambda name: name.startswith("stride_") or name in ALIGNED,
+        variant.capability,
+        options | {"enable_fp_fusion": True},
+    )
     narrow = len(re.findall(r"ld\.global[\w.:]*\.(?:b|u)16", code))  # loads of one element
     stores = [store for store in re.findall(r"st\.global[\w.:]*", code) if ".v4" not in store]
     counts = {"wgmma": code.count("wgmma.mma_async"), "narrow_loads": narrow, "narrow_stores": len(stores)}
-    return row | counts | {"triton": triton.__version__}
+    return variant._asdict() | row | counts
 
 
 def compiled(which: str) -> list[dict[str, Any]]:

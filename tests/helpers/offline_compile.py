@@ -9,11 +9,13 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-CAPABILITIES = (80, 90, 100, 120)
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory that a program may have, by compute capability."""
+CAPABILITIES = tuple(SHARED_MEMORY)
 
 
 def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
@@ -211,6 +213,40 @@ def resources(cubin: bytes) -> dict[str, int]:
         text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return {"registers": usage["REG"], "stack": usage["STACK"], "local": usage["LOCAL"]}
+
+
+def compile_kernel(
+    kernel: Any,
+    type_of: Callable[[str], str],
+    constants: dict[str, Any],
+    multiples: Callable[[str], bool],
+    capability: int,
+    options: dict[str, Any],
+) -> tuple[dict[str, Any], str]:
+    """Compile a kernel with addresses that are divisible by 16; return what it takes, and its PTX.
+
+    Args:
+        kernel: function with Triton's decorator.
+        type_of: type of an argument that is no constant.
+        constants: values of the constant arguments.
+        multiples: True for strides and lengths that are divisible by 16 in usual launches.
+        capability: compute capability, such as 90.
+        options: options of the launch.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: "constexpr" if name in constants else type_of(name) for name in kernel.arg_names}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or (kind != "constexpr" and multiples(name))
+    }
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    program = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    row = {"shared": program.metadata.shared, "triton": triton.__version__}
+    return resources(program.asm["cubin"]) | row, program.asm["ptx"]
 
 
 def compiled(capabilities: Sequence[int] = CAPABILITIES, only: str = "") -> list[dict[str, Any]]:

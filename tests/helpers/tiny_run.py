@@ -14,6 +14,18 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 
 STEPS = 40
+EAGER_ON_GPU: dict[str, Any] = {
+    "trainer__accelerator": "gpu",
+    "trainer__precision": "bf16",
+    "model__compile": False,
+    "model__hidden_size": 128,
+    "model__ffn_hidden_size": 256,
+    "model__hidden_dropout": 0.0,
+    "model__attention_dropout": 0.0,
+    "model__encoder_seq_length": 128,
+    "model__bias": False,
+}
+"""Changes of `tiny_document`: a model without dropout of sizes that the kernels take, on a GPU."""
 
 
 def tiny_document(directory: Path, **changes: Any) -> dict[str, Any]:

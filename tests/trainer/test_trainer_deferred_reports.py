@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_sync import forbid_device_sync
-from tiny_run import final_hashes, tiny_config
+from tiny_run import EAGER_ON_GPU, final_hashes, tiny_config
 
 from stoker.models.gpt import GPT
 from stoker.trainer.callbacks import expert_load, train_loop
@@ -386,16 +386,8 @@ def test_a_report_begins_without_a_wait_and_says_the_same(
     settings = {
         **EVERY_STEP,
         **settings,
-        "trainer__accelerator": "gpu",
-        "trainer__precision": "bf16",
-        "model__compile": False,
+        **EAGER_ON_GPU,
         "model__enable_cuda_graph": recorded,
-        "model__hidden_size": 128,
-        "model__ffn_hidden_size": 256,
-        "model__hidden_dropout": 0.0,
-        "model__attention_dropout": 0.0,
-        "model__encoder_seq_length": 128,
-        "model__bias": False,
     }
     begin = StepReporter.start
 

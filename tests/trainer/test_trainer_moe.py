@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 from gpt_builder import build_gpt
 from tiers import full_only
-from tiny_run import final_hashes, tiny_config
+from tiny_run import EAGER_ON_GPU, final_hashes, tiny_config
 from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -475,18 +475,9 @@ def test_recorded_micro_batches_count_and_balance_as_plain_ones(tmp_path, global
     for recorded in (False, True):
         directory = tmp_path / f"recorded-{recorded}"
         changes = {
-            "trainer__accelerator": "gpu",
-            "trainer__precision": "bf16",
-            "model__compile": False,
             "model__global_batch_size": global_batch,
             "model__enable_cuda_graph": recorded,
-            "model__hidden_size": 128,
-            "model__ffn_hidden_size": 256,
-            "model__hidden_dropout": 0.0,
-            "model__attention_dropout": 0.0,
-            "model__encoder_seq_length": 128,
-            "model__bias": False,
         }
-        run_training(tiny_config(directory, **{**MOE, **changes}))
+        run_training(tiny_config(directory, **{**MOE, **EAGER_ON_GPU, **changes}))
         runs.append((final_hashes(directory, 6), lines(directory)))
     assert runs[0] == runs[1]
