@@ -15,7 +15,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.types import Override
-from hydra.plugins.config_source import ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 
 
 class Repository(ConfigRepository):
@@ -23,9 +23,16 @@ class Repository(ConfigRepository):
 
     def __init__(self, sources: Sequence[ConfigSource]) -> None:
         self.sources = list(sources)
+        self._loaded: dict[str, ConfigResult | None] = {}
 
     def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
         """Do nothing: the sources are set in the constructor."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Load a file, once."""
+        if config_path not in self._loaded:
+            self._loaded[config_path] = super().load_config(config_path)
+        return self._loaded[config_path]
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,14 @@ class RuleContext:
 
 def is_changed(context: RuleContext, path: str) -> bool:
     """Return True if the user set a key to another value than its default, or any key of an open block."""
-    if path not in context.set_by_user and not any(known.startswith(f"{path}.") for known in context.set_by_user):
-        return False
     block: object = context.root
     *parents, name = path.split(".")
     for parent in parents:
         block = getattr(block, parent, None)
-    if not isinstance(block, BaseModel) or name not in type(block).model_fields:
-        return True
-    return getattr(block, name) != type(block).model_fields[name].default
+    fields = type(block).model_fields if isinstance(block, BaseModel) else {}
+    if name in fields and getattr(block, name) == fields[name].default:
+        return False
+    return path in context.set_by_user or any(known.startswith(f"{path}.") for known in context.set_by_user)
 
 
 def num_processes(context: RuleContext) -> int:
