@@ -44,6 +44,7 @@ from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import CharTokenizer
 from stoker.trainer.device.choose_device import choose_device
 from stoker.trainer.device.precision import plan_precision
+from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.train import run_training
 

@@ -520,8 +520,8 @@ def test_what_is_cheap_is_made_again_and_not_moved(
     install(monkeypatch)
     ours = model_of(t5=t5, **on, **changes)
     for stack in get_stacks(ours):
-        assert [layer.mlp_norm.recompute for layer in stack.layers] == [norms] * 3 + [False] * (LAYERS - 3)
-    assert not any(layer.mlp_norm.recompute for stack in get_stacks(idle) for layer in stack.layers)
+        assert [mlp_norm_recompute(layer) for layer in stack.layers] == [norms] * 3 + [False] * (LAYERS - 3)
+    assert not any(mlp_norm_recompute(layer) for stack in get_stacks(idle) for layer in stack.layers)
     expected = gradients(plain, lambda: [loss_of(plain)])
     for model in (idle, ours):
         assert_equal(gradients(model, lambda model=model: [loss_of(model)]), expected)

@@ -140,9 +140,9 @@ def test_pystd_is_the_default_and_described() -> None:
 
 
 def test_evaluation_data_cover_a_whole_file(file: Path) -> None:
-    windows, token_bytes, _ = evaluation_data(file, _root(override_vocab_size=300), ByteTokenizer())
-    assert len(token_bytes) == 300
-    assert token_bytes[_labels(windows)].sum() == len(file.read_bytes())
+    found = evaluation_data(file, _root(override_vocab_size=300), ByteTokenizer())
+    assert len(found.token_bytes) == 300
+    assert found.token_bytes[_labels(found.samples)].sum() == len(file.read_bytes())
     with pytest.raises(UserError, match="--data-path"):
         evaluation_data(file.with_name("missing"), _root(), ByteTokenizer())
     single = file.with_name("single")

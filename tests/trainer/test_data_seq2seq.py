@@ -31,7 +31,7 @@ from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.utils.errors import UserError
 
-EOS, PAD = ByteTokenizer.eos_id, ByteTokenizer.pad_id
+EOS, PAD = 1, 0  # of ByteTokenizer
 
 
 def root(family: str = "t5", length: int = 64, seed: int = 7, **data: Any) -> RootBlock:
@@ -330,7 +330,7 @@ def test_evaluation_of_another_text(texts: Path) -> None:
     for case in ("t5", "pieces"):
         configuration = root(**text_data(texts, **CASES[case]))
         data = build_data(configuration)
-        samples, token_bytes, _ = evaluation_data(file, configuration, data.tokenizer)
+        samples, token_bytes, *_ = evaluation_data(file, configuration, data.tokenizer)[1:]
         pieces = [restored(data, *row) for row in rows_of(samples.batch(0, samples.samples)) if row[1]]
         assert all(piece in file.read_text() for piece in pieces)
         assert len(token_bytes) == 384

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
@@ -15,14 +14,9 @@ from . import evaluate_tasks as tasks
 from .common_arguments import add_checkpoint_arguments, model_path, positive_int
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from ..conversion.load_model import LoadedModel
     from ..data.build_datasets import Data
-    from ..data.datasets.samples import AnySamples
-    from ..data.datasets.sft_examples import Example
-    from ..data.sources.text_pairs import TextPair
+    from ..data.evaluation_data import EvaluationData
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,40 +87,16 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-class _HeldOut(NamedTuple):
-    """Evaluation data.
-
-    Attributes:
-        token_bytes: UTF-8 bytes per token id, [V].
-        pairs: inputs and references, for a T5 trained on pairs.
-        examples: prompts and answers, for a GPT trained on those.
-    """
-
-    name: str
-    samples: AnySamples
-    token_bytes: NDArray[np.int64]
-    pairs: Sequence[TextPair] | None = None
-    examples: Sequence[Example] | None = None
-
-
-def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path: Path | None) -> _HeldOut:
-    from ..config.data_task import task_name
+def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path: Path | None) -> EvaluationData:
     from ..data.build_datasets import build_data
     from ..data.datasets.sft_examples import flatten_examples
-    from ..data.evaluation_data import evaluation_data, evaluation_examples, evaluation_pairs
+    from ..data.evaluation_data import EvaluationData, evaluation_data
 
-    task = task_name(restored.config.root.model)
-    if path is not None and task == "seq2seq":
-        samples, token_bytes, texts = evaluation_pairs(path, restored.config.root, restored.tokenizer)
-        return _HeldOut(str(path), samples, token_bytes, texts.pairs["validation"])
-    if path is not None and task == "sft":
-        samples, token_bytes, made = evaluation_examples(path, restored.config.root, restored.tokenizer)
-        return _HeldOut(str(path), samples, token_bytes, examples=made.split_examples("validation"))
     if path is not None:
-        samples, token_bytes, corpus = evaluation_data(path, restored.config.root, restored.tokenizer)
-        if corpus.skipped_files:
-            print(f"note: --data-path {path}: {corpus.skipped_files}", file=sys.stderr)
-        return _HeldOut(str(path), samples, token_bytes)
+        found = evaluation_data(path, restored.config.root, restored.tokenizer)
+        if found.skipped_files:
+            print(f"note: --data-path {path}: {found.skipped_files}", file=sys.stderr)
+        return found
     data = build_data(restored.config.root, restored.tokenizer)
     trained_on = restored.state.data_fingerprint
     if trained_on and data.fingerprint != trained_on:
@@ -137,7 +107,7 @@ def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path:
     pairs = None if data.pairs is None else data.pairs.pairs[split]
     examples = None if data.examples is None else flatten_examples(data.examples[split])
     name = f"{split} split of {data.description.partition(':')[0]}"
-    return _HeldOut(name, samples, data.token_byte_counts, pairs, examples)
+    return EvaluationData(name, samples, data.token_byte_counts, pairs, examples)
 
 
 def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:

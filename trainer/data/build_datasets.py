@@ -108,7 +108,7 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
     return data
 
 
-def _tokenizer(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
+def _prepare_tokenizer(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with the tokens that the task needs; a vocabulary too small is refused before any text is
     tokenized.
     """
@@ -117,7 +117,7 @@ def _tokenizer(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
     return extended
 
 
-def _data(
+def _assemble(
     root: RootBlock,
     tokenizer: Tokenizer,
     samples: Mapping[Split, AnySamples | None],
@@ -156,7 +156,7 @@ def _stream_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Da
 def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
     """Build data from text files; `tokenizer` is restored from a checkpoint."""
     corpus = read_corpus(root)
-    tokenizer = _tokenizer(root, task, tokenizer or tokenizer_for_corpus(root, corpus))
+    tokenizer = _prepare_tokenizer(root, task, tokenizer or tokenizer_for_corpus(root, corpus))
     samples, tokens = _text_samples(root, SampleFactory(root, task, tokenizer), corpus, tokenizer)
     if samples["validation"] is None and root.trainer.limit_val_batches:
         raise UserError(
@@ -165,7 +165,7 @@ def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data
             "`trainer.limit_val_batches=0`"
         )
     description = _describe(corpus, tokens, tokenizer, task)
-    return _data(root, tokenizer, samples, corpus.fingerprint, description, corpus=corpus)
+    return _assemble(root, tokenizer, samples, corpus.fingerprint, description, corpus=corpus)
 
 
 def _text_samples(
@@ -250,12 +250,12 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
         + ", ".join(f"{split} {pluralize(tokens[split], 'token')}" for split in SPLITS)
         + f"; {_vocabulary(tokenizer, assumed)}; {_sequence_lengths(task)}; fingerprint {splits.fingerprint[:12]}"
     )
-    return _data(root, tokenizer, samples, splits.fingerprint, description)
+    return _assemble(root, tokenizer, samples, splits.fingerprint, description)
 
 
 def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build data from a dataset plugin."""
-    tokenizer = _tokenizer(root, task, tokenizer)
+    tokenizer = _prepare_tokenizer(root, task, tokenizer)
     keys = root.model.data.model_dump(mode="json")
     name = root.model.data.data_impl
     make = SampleFactory(root, task, tokenizer)
@@ -270,7 +270,7 @@ def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     identity = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()
     description = f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}"
-    return _data(root, tokenizer, samples, fingerprint, description)
+    return _assemble(root, tokenizer, samples, fingerprint, description)
 
 
 def read_pairs(root: RootBlock) -> TextPairs:
@@ -286,7 +286,7 @@ def read_pairs(root: RootBlock) -> TextPairs:
 def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build data from text pairs for an encoder-decoder model."""
     texts = read_pairs(root)
-    tokenizer = _tokenizer(root, task, tokenizer)
+    tokenizer = _prepare_tokenizer(root, task, tokenizer)
     make = SampleFactory(root, task, tokenizer)
     token_pairs = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
     samples: Any = {split: make.from_pairs(pairs, training=split == "train") for split, pairs in token_pairs.items()}
@@ -299,7 +299,7 @@ def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
         f"{truncated[1]:,}; fingerprint {texts.fingerprint[:12]}"
     )
     predefined = texts.has_predefined_splits
-    return _data(
+    return _assemble(
         root, tokenizer, samples, texts.fingerprint, description, pairs=texts, has_predefined_splits=predefined
     )
 
@@ -342,7 +342,7 @@ def _check_splits(
 
 def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
     """Build supervised fine-tuning data (prompts with answers, or conversations) for a GPT."""
-    tokenizer = _tokenizer(root, task, tokenizer)
+    tokenizer = _prepare_tokenizer(root, task, tokenizer)
     sft = build_sft_data(root, task, tokenizer)
     for split in _needed_splits(root):
         sft.check(split, task.length, _length_key(root))
@@ -353,19 +353,19 @@ def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data
         f"{_sequence_lengths(task)}; fingerprint {fingerprint[:12]}"
     )
     predefined = sft.records.has_predefined_splits
-    return _data(
+    return _assemble(
         root, tokenizer, sft.samples, fingerprint, description, examples=sft.examples, has_predefined_splits=predefined
     )
 
 
 def _mock_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
-    tokenizer = _tokenizer(root, task, tokenizer)
+    tokenizer = _prepare_tokenizer(root, task, tokenizer)
     vocab_size = model_vocab_size(root, tokenizer)
     make = SampleFactory(root, task, tokenizer)
     counts = (MOCK_TRAINING_SAMPLES, MOCK_EVALUATION_SAMPLES, MOCK_EVALUATION_SAMPLES)
     samples: Any = {split: make.mock(vocab_size, counts[part], part) for part, split in enumerate(SPLITS)}
     description = f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(task)}; there is nothing to learn"
-    return _data(root, tokenizer, samples, f"mock-{vocab_size}", description)
+    return _assemble(root, tokenizer, samples, f"mock-{vocab_size}", description)
 
 
 def _sequence_lengths(task: Task) -> str:

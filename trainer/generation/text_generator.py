@@ -385,9 +385,7 @@ def generate_batch(
     Args:
         prompts: token ids: prefixes for a GPT, encoder inputs with eos for a T5.
         max_new_tokens: maximum number of new tokens per prompt.
-        temperature: see `SamplingParams`.
-        top_k: see `SamplingParams`.
-        top_p: see `SamplingParams`.
+        temperature, top_k, top_p: see `SamplingParams`.
         seeds: random seed per prompt; None uses 0 for all.
         stop: stop strings.
         stop_ids: eos token ids; None uses the tokenizer's eos.

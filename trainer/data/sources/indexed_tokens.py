@@ -239,11 +239,8 @@ class IndexedReader:
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
-        try:
-            self._map()
-            self._check()
-        except OSError as error:
-            raise UserError(f"cannot read {error.filename or prefix}: {error.strerror or error}") from None
+        self._open()
+        self._check()
 
     def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the offsets in `ids` of documents `first` to `last - 1` and the end of the last one.
@@ -278,6 +275,12 @@ class IndexedReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.prefix, self._sizes)
+
+    def _open(self) -> None:
+        try:
+            self._map()
+        except OSError as error:
+            raise UserError(f"cannot read {error.filename or self.prefix}: {error.strerror or error}") from None
 
     def _map(self) -> None:
         index, data = idx_path(self.prefix), bin_path(self.prefix)
@@ -338,10 +341,7 @@ class IndexedReader:
 def _reopen(prefix: Path, sizes: tuple[int, int]) -> IndexedReader:
     reader = IndexedReader.__new__(IndexedReader)
     reader.prefix = prefix
-    try:
-        reader._map()
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename or prefix}: {error.strerror or error}") from None
+    reader._open()
     if reader._sizes != sizes:
         raise UserError(f"{prefix}.bin/.idx changed while they were in use")
     return reader

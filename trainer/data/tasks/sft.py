@@ -15,6 +15,7 @@ from ...config.dataset_names import SPLITS, Split
 from ...config.prompt_template import prompt_template_from_config
 from ...config.schema.root import ModelBlock, RootBlock
 from ...utils.errors import UserError
+from ...utils.text import pluralize
 from ..datasets.blend import BlendedSamples
 from ..datasets.samples import DictSamples
 from ..datasets.sft_examples import Example, Examples, flatten_examples, truncate_examples
@@ -113,7 +114,7 @@ class SFTData:
         """Return the number of examples, and of those truncated or skipped."""
         example_sets = [examples for sets in self.examples.values() for examples in sets]
         counts = {split: sum(map(len, sets)) for split, sets in self.examples.items()}
-        parts = (f"{split} {count:,} example{'s' * (count != 1)}" for split, count in counts.items())
+        parts = (f"{split} {pluralize(count, 'example')}" for split, count in counts.items())
         truncated, skipped = (
             sum(one.num_truncated for one in example_sets),
             sum(one.num_skipped for one in example_sets),
