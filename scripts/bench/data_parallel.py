@@ -70,7 +70,7 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     """Train with one layout and return the figures of this rank."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.lr_schedule import build_schedule
-    from stoker.trainer.core import factory
+    from stoker.trainer.core import training_state
     from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
     from stoker.trainer.data.build_datasets import build_data
     from stoker.trainer.data.dataloader import PrefetchingDataLoader
@@ -88,9 +88,9 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
     data = build_data(root)
-    data_parallel = factory.data_parallel_from_config(root, precision, device, ranks)
-    model = factory.build_model(root, data, precision, device, data_parallel)
-    optimizer = factory.build_optimizer(root, model, precision, data_parallel)
+    data_parallel = training_state.data_parallel_from_config(root, precision, device, ranks)
+    model = training_state.build_model(root, data, precision, device, data_parallel)
+    optimizer = training_state.build_optimizer(root, model, precision, data_parallel)
     batches = RankBatchSampler(BatchSchedule(root.model.global_batch_size), MICRO_BATCH, ranks.rank, world)
     feed = PrefetchingDataLoader(data.train, batches, device)
     schedule = build_schedule(root.model.optim, 100)

@@ -16,7 +16,7 @@ from stoker.models.gpt import GPT
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.factory import build_model
+from stoker.trainer.core.training_state import build_model
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.train import TrainingResult, run_training

@@ -34,7 +34,7 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import canonical_metric_name
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context
-from stoker.trainer.core.factory import build_model, build_optimizer, grad_reduce_dtype
+from stoker.trainer.core.training_state import build_model, build_optimizer, grad_reduce_dtype
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX

@@ -26,7 +26,7 @@ from stoker.models.config.t5 import T5Keys
 from stoker.models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recompute_uses_rng
 from stoker.models.recompute.policies import RecomputedAttention
 from stoker.models.stack import Layer, Stack
-from stoker.trainer.core import factory, run_summary
+from stoker.trainer.core import run_summary, training_state
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from stoker.trainer.device.precision import PrecisionPlan
@@ -281,7 +281,8 @@ def test_a_run_tells_only_what_it_recomputes(
         tmp_path, model__num_layers=4, **{f"model__{name}": value for name, value in changes.items()}
     ).root
     data, precision, cpu = build_data(root), PrecisionPlan("fp32", torch.float32), torch.device("cpu")
-    said = list(run_summary.summarize_run(root, factory.build_model(root, data, precision, cpu), data, precision, cpu))
+    model = training_state.build_model(root, data, precision, cpu)
+    said = list(run_summary.summarize_run(root, model, data, precision, cpu))
     told = [line for line in said if line.startswith("recompute ")]
     assert told == ([f"recompute {expected.description}"] if expected else [])
     assert sum("has no effect" in line for line in said) == (backend != "unfused")

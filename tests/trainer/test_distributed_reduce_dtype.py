@@ -13,7 +13,7 @@ from tiny_run import tiny_config
 from torch import Tensor
 
 from stoker.trainer.config.parameter_layout import layout_from_config
-from stoker.trainer.core import factory
+from stoker.trainer.core import training_state
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.dataloader import batch_tensors
 from stoker.trainer.device.precision import plan_precision
@@ -65,8 +65,8 @@ def test_gradients_are_summed_in_what_is_asked_for(
     layout = layout_from_config(root, 2)
     assert layout is not None
     data = build_data(root)
-    alone, model = (factory.build_model(root, data, plan, CPU) for _ in range(2))
-    optimizer_of_run = factory.build_optimizer(root, model, plan)
+    alone, model = (training_state.build_model(root, data, plan, CPU) for _ in range(2))
+    optimizer_of_run = training_state.build_optimizer(root, model, plan)
     parallel = ReplicatedDataParallel(layout, CPU, grad_reduce_dtype(root, plan.param_dtype))
     parallel.attach(model, optimizer_of_run)
     fields = batch_tensors(data.train.batch(0, 2))

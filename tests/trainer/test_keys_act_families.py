@@ -21,7 +21,7 @@ from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.factory import build_model
+from stoker.trainer.core.training_state import build_model
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.device.precision import PrecisionPlan
 

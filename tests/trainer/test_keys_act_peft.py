@@ -20,7 +20,7 @@ from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.conversion.from_hf import build_meta_model
-from stoker.trainer.core.factory import build_model
+from stoker.trainer.core.training_state import build_model
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.device.precision import plan_precision

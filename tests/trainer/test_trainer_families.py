@@ -21,8 +21,8 @@ from stoker.trainer.cli import main
 from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.conversion.load_model import load_model
-from stoker.trainer.core import factory as parts
 from stoker.trainer.core import run_summary, training_loop
+from stoker.trainer.core import training_state as parts
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.optim.optimizer_factory import fused_projection_rows

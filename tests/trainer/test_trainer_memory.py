@@ -13,8 +13,8 @@ from stoker.kernels.launch import INTERPRETED
 from stoker.models.config.parameter_count import count_parameters
 from stoker.trainer.config.parameter_layout import DataParallelLayout
 from stoker.trainer.conversion import load_model
-from stoker.trainer.core.factory import build_model
 from stoker.trainer.core.run_context import free_previous_runs
+from stoker.trainer.core.training_state import build_model
 from stoker.trainer.data import build_datasets
 from stoker.trainer.device.choose_device import choose_device, device_from_option
 from stoker.trainer.device.precision import plan_precision

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.trainer.cli import main
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.factory import build_model
+from stoker.trainer.core.training_state import build_model
 from stoker.trainer.data.build_datasets import Data, build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.datasets.sft_examples import Example, Examples, truncate_examples

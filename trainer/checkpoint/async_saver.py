@@ -69,16 +69,15 @@ class CheckpointSaver:
 
     def _write(self, content: CheckpointContent) -> None:
         write_checkpoint(self._directory, content, self._ranks)
-        problem = None
-        if self._ranks.is_rank_zero:
+        with self._ranks.raise_on_all_ranks():
             try:
-                self._apply_retention()
+                if self._ranks.is_rank_zero:
+                    self._apply_retention()
             except OSError as error:
-                problem = UserError(
+                raise UserError(
                     [
                         f"cannot delete old checkpoints in {self._directory}: {error.strerror or error}",
                         f"step {content.state.step:,} is saved",
                     ],
                     EXIT_IO,
-                )
-        self._ranks.raise_on_all_ranks(problem)
+                ) from None

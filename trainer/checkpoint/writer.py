@@ -10,21 +10,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from ..distributed.process_group import DistributedContext
+from ..utils.durable_files import fsync_directory
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.local_shard import LocalShard
-from ..utils.safetensors_io import DamagedFileError, FileRecord, fsync_directory, read_json, write_json
+from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, write_json
 from .reader import CONFIG, FORMAT, MANIFEST, STATE, TOKENIZER, RunState, checkpoint_paths
 from .sharded_safetensors import shard_file_name, write_shards
 
-T = TypeVar("T")
 _TEMPORARY = re.compile(r"step-\d{1,15}\.tmp-.*")
 _DELETED, _REPLACED = "old", "replaced"
 """Suffixes of renamed checkpoint directories: to be deleted, or to be replaced by a new one."""
@@ -62,56 +63,54 @@ def write_checkpoint(directory: Path, content: CheckpointContent, ranks: Distrib
     final = directory / f"step-{content.state.step}"
     temporary = directory / f"{final.name}.tmp-{ranks.broadcast_text(str(os.getpid()))}"
 
-    def on_all_ranks(act: Callable[[], T]) -> T | None:
-        result, problem = None, None
+    @contextmanager
+    def on_all_ranks() -> Iterator[None]:
+        """Context at whose end an error of any rank is raised on all ranks, and the temporary directory is removed."""
         try:
-            result = act()
-        except OSError as error:
-            complete = checkpoint_paths(directory)
-            problem = UserError(
-                [
-                    f"cannot write checkpoint {final}: {error.strerror or error}",
-                    f"the newest checkpoint on disk is {complete[-1]}" if complete else "there is no older checkpoint",
-                ],
-                EXIT_IO,
-            )
-        try:
-            ranks.raise_on_all_ranks(problem)
+            with ranks.raise_on_all_ranks(), _write_errors(final):
+                yield
         except UserError:
             if ranks.is_rank_zero:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return result
 
-    def prepare() -> None:
+    with on_all_ranks():
         if ranks.is_rank_zero:
             directory.mkdir(parents=True, exist_ok=True)
             _remove(temporary)
             temporary.mkdir()
-
-    def write_own() -> dict[str, FileRecord]:
-        return {
-            name: write_shards(temporary / name, shards)
-            for kind, shards in content.tensors.items()
-            if (name := shard_file_name(kind, ranks.rank, ranks.world_size))
-        }
-
-    def complete() -> None:
-        if not ranks.is_rank_zero:
-            return
-        files = {name: FileRecord(**entry) for part in manifests for name, entry in json.loads(part).items()}
-        write_metadata(temporary, files, content.state, content.config_document, content.tokenizer_document)
-        # An existing step-N is damaged or identical: a run would have resumed from a valid one.
-        replaced = _set_aside(final, _REPLACED)
-        temporary.rename(final)
-        fsync_directory(directory)
-        _remove(replaced)
-
-    on_all_ranks(prepare)
-    records = on_all_ranks(write_own) or {}
-    manifests = ranks.all_gather_text(json.dumps({name: asdict(record) for name, record in records.items()}))
-    on_all_ranks(complete)
+    records: dict[str, Any] = {}
+    with on_all_ranks():
+        for kind, shards in content.tensors.items():
+            name = shard_file_name(kind, ranks.rank, ranks.world_size)
+            records[name] = asdict(write_shards(temporary / name, shards))
+    manifests = ranks.all_gather_text(json.dumps(records))
+    with on_all_ranks():
+        if ranks.is_rank_zero:
+            files = {name: FileRecord(**entry) for part in manifests for name, entry in json.loads(part).items()}
+            write_metadata(temporary, files, content.state, content.config_document, content.tokenizer_document)
+            # An existing step-N is damaged or identical: a run would have resumed from a valid one.
+            replaced = _set_aside(final, _REPLACED)
+            temporary.rename(final)
+            fsync_directory(directory)
+            _remove(replaced)
     return final
+
+
+@contextmanager
+def _write_errors(checkpoint: Path) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the newest checkpoint on disk."""
+    try:
+        yield
+    except OSError as error:
+        complete = checkpoint_paths(checkpoint.parent)
+        raise UserError(
+            [
+                f"cannot write checkpoint {checkpoint}: {error.strerror or error}",
+                f"the newest checkpoint on disk is {complete[-1]}" if complete else "there is no older checkpoint",
+            ],
+            EXIT_IO,
+        ) from None
 
 
 def write_metadata(

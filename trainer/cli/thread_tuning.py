@@ -11,7 +11,7 @@ import torch
 
 from ...models.build import LanguageModel
 from ..config.schema.root import RootBlock
-from ..core.factory import build_model, build_optimizer
+from ..core.training_state import build_model, build_optimizer
 from ..data.build_datasets import Data
 from ..data.dataloader import GlobalBatch, batch_tensors
 from ..device.precision import plan_precision

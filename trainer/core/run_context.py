@@ -148,16 +148,13 @@ def report_out_of_memory(root: RootBlock, device: torch.device, plan: Plan | Non
 
 def build_data_by_rank(root: RootBlock, ranks: DistributedContext) -> Data:
     """Build the data on local rank 0 first, then on the other ranks of the node, which reuse its index files."""
-    data, problem = None, None
+    data = None
     for is_our_turn in (ranks.local_rank == 0, ranks.local_rank != 0):
-        if is_our_turn:
-            try:
+        with ranks.raise_on_all_ranks():
+            if is_our_turn:
                 data = overfit_batches(build_data(root), root)
                 if ranks.world_size > 1 and ranks.local_rank == 0:
                     data.train.batch(0, 1)  # builds the index of the first epoch, if it is cached in files
-            except UserError as error:
-                problem = error
-        ranks.raise_on_all_ranks(problem)
     assert data is not None
     return data
 
@@ -166,14 +163,11 @@ def _open_directory_and_checkpoint(
     config: RunConfig, ranks: DistributedContext, stack: ExitStack
 ) -> tuple[RunDirectory, Checkpoint | None, list[str]]:
     """Choose the run directory and the checkpoint to resume from on rank 0, and broadcast them."""
-    directory, resumed, lines, problem = None, None, [], None
-    if ranks.is_rank_zero:
-        try:
+    directory, resumed, lines = None, None, []
+    with ranks.raise_on_all_ranks():
+        if ranks.is_rank_zero:
             directory = stack.enter_context(open_run_directory(config))
             resumed, lines = find_resume_checkpoint(config.root.exp_manager, directory)
-        except UserError as error:
-            problem = error
-    ranks.raise_on_all_ranks(problem)
     paths = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
     path, checkpoints, start = json.loads(ranks.broadcast_text(json.dumps(paths)))
     if directory is None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import reduce
@@ -98,16 +100,21 @@ class DistributedContext:
             dist.all_reduce(tensor)
         return tensor
 
-    def raise_on_all_ranks(self, error: UserError | None) -> None:
-        """Raise an error of any rank on all ranks, so that none waits for one that has exited.
+    @contextmanager
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Context at whose end a UserError of any rank is raised on all ranks, so that none waits for one that exited.
 
         Raises:
             UserError: the error of the lowest failed rank, prefixed with the rank unless that is 0.
         """
         if self.world_size == 1:
-            if error is not None:
-                raise error
+            yield
             return
+        error = None
+        try:
+            yield
+        except UserError as caught:
+            error = caught
         found = self.all_gather_text("" if error is None else json.dumps([error.lines, error.exit_code]))
         for rank, text in enumerate(found):
             if text:

@@ -84,11 +84,6 @@ class RunLogger:
         """Return the disabled logger of every other rank."""
         return cls(None, None)
 
-    @property
-    def is_active(self) -> bool:
-        """True if this process writes the files of the run."""
-        return self._log is not None
-
     def __enter__(self) -> RunLogger:
         return self
 

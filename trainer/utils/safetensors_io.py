@@ -21,11 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .durable_files import fsync_directory as fsync_directory
-
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
-_CHUNK = 16 << 20
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
