@@ -277,9 +277,9 @@ def loggers_get_their_settings(harness: ConfigHarness) -> None:
         def close(self, *, failed: bool) -> None: ...
 
     for name, block in blocks.items():
-        backend = logger_backends._BACKENDS[name]
+        backend = logger_backends.BACKENDS[name]
         fake = backend._replace(open=partial(Logger, block=block))
-        harness.monkeypatch.setitem(logger_backends._BACKENDS, name, fake)
+        harness.monkeypatch.setitem(logger_backends.BACKENDS, name, fake)
     harness.monkeypatch.setattr(logger_backends.importlib.util, "find_spec", lambda _: True)
     on = {f"create_{name}_logger": True for name in ("wandb", "mlflow", "tensorboard")}
     harness.run(

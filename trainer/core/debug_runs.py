@@ -8,6 +8,7 @@ from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data
 from ..data.subsets import RepeatedSubset
+from ..loggers.logger_backends import BACKENDS
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 
@@ -37,31 +38,23 @@ def fast_dev_run(config: RunConfig) -> RunConfig:
             "limit_val_batches": steps if root.trainer.limit_val_batches else 0,
         }
     )
-    manager = root.exp_manager.model_copy(
+    keys = root.exp_manager
+    run_directory = f"{keys.exp_dir or 'runs'}/{keys.name or root.name}"
+    if keys.explicit_log_dir is not None:
+        run_directory = keys.explicit_log_dir
+    manager = keys.model_copy(
         update={
             "create_checkpoint_callback": False,
             "create_early_stopping_callback": False,
-            "create_tensorboard_logger": False,
-            "create_wandb_logger": False,
-            "create_mlflow_logger": False,
-            "create_csv_logger": False,
+            **{f"create_{name}_logger": False for name in BACKENDS},
             "resume_if_exists": False,
             "resume_from_checkpoint": None,
-            "checkpoint_callback_params": root.exp_manager.checkpoint_callback_params.model_copy(
-                update={"dirpath": None}
-            ),
-            **_log_dir(root),
+            "checkpoint_callback_params": keys.checkpoint_callback_params.model_copy(update={"dirpath": None}),
+            "explicit_log_dir": f"{run_directory}/{FAST_DEV_RUN}",
         }
     )
     update = {"trainer": trainer, "exp_manager": manager, "model": root.model.model_copy(update={"optim": optim})}
     return replace(config, root=root.model_copy(update=update))
-
-
-def _log_dir(root: RootBlock) -> dict[str, str | None]:
-    keys = root.exp_manager
-    if keys.explicit_log_dir is not None:
-        return {"explicit_log_dir": f"{keys.explicit_log_dir}/{FAST_DEV_RUN}"}
-    return {"explicit_log_dir": f"{keys.exp_dir or 'runs'}/{keys.name or root.name}/{FAST_DEV_RUN}"}
 
 
 def overfit_batches(data: Data, root: RootBlock) -> Data:

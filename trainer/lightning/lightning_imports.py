@@ -1,7 +1,8 @@
 """Import Lightning without the optional dependencies of torchmetrics.
 
 Lightning imports torchmetrics, which imports transformers, matplotlib and more if they are installed: 2.6 s instead of
-0.4 s, on top of torch and its compiler. Neither is used here. To get all of torchmetrics, import it before stoker.
+0.4 s, on top of torch and its compiler. Neither is used here, and neither library has a public switch for it, so the
+checks for optional packages are replaced during the import. To get all of torchmetrics, import it before stoker.
 """
 
 from __future__ import annotations

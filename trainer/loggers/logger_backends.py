@@ -1,6 +1,6 @@
 """Metric loggers besides metrics.jsonl: TensorBoard, CSV, Weights & Biases, MLflow.
 
-Each is a `MetricLogger` and a row of `_BACKENDS`, constructed from:
+Each is a `MetricLogger` and a row of `BACKENDS`, constructed from:
 
     config      the configuration of the run
     directory   the run directory; its metrics.jsonl holds no step after `resumed_at`
@@ -331,7 +331,7 @@ class _Backend(NamedTuple):
     is_remote: bool = False
 
 
-_BACKENDS = {
+BACKENDS = {
     "tensorboard": _Backend("TensorBoard", TensorBoardLogger),
     "csv": _Backend("CSV", CSVLogger),
     "wandb": _Backend("W&B", WandbLogger, is_remote=True),
@@ -341,7 +341,7 @@ _BACKENDS = {
 
 
 def _enabled_backends(keys: ExpManagerBlock) -> Iterator[tuple[str, _Backend]]:
-    return ((name, backend) for name, backend in _BACKENDS.items() if getattr(keys, f"create_{name}_logger"))
+    return ((name, backend) for name, backend in BACKENDS.items() if getattr(keys, f"create_{name}_logger"))
 
 
 @contextmanager
