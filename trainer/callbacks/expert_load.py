@@ -78,7 +78,7 @@ class ExpertLoadMetrics:
 
         Returns:
             A function that waits for the copy and returns the metrics since the last regular report; call it exactly
-            once, before the next `take`.
+            once, before the next `collect`.
         """
         copied = self._send()
         return lambda: self._add(copied.get(), step, restart=restart)

@@ -64,12 +64,12 @@ class ProfilerList:
     def __init__(self, profilers: Sequence[Profiler], log: LogFunction) -> None:
         self._profilers = list(profilers)
         self._log = log
-        self._aside = 0.0
+        self._past_overhead = 0.0
 
     @property
     def overhead_seconds(self) -> float:
         """Total profiling overhead in seconds, to be excluded from step times."""
-        return self._aside + sum(profiler.overhead_seconds for profiler in self._profilers)
+        return self._past_overhead + sum(profiler.overhead_seconds for profiler in self._profilers)
 
     def on_step_start(self, step: int) -> None:
         """Call before step `number` of this process."""
@@ -90,7 +90,7 @@ class ProfilerList:
     def close(self) -> None:
         """Close all profilers; a second call does nothing."""
         self._each(lambda profiler: profiler.close())
-        self._aside = self.overhead_seconds
+        self._past_overhead = self.overhead_seconds
         self._profilers = []
 
     def _each(self, call: Callable[[Profiler], None]) -> None:
@@ -99,7 +99,7 @@ class ProfilerList:
                 call(profiler)
             except OSError as error:
                 self._profilers.remove(profiler)
-                self._aside += profiler.overhead_seconds
+                self._past_overhead += profiler.overhead_seconds
                 self._log(f"warning: cannot write the profile: {error}; the run continues without it")
 
 
@@ -168,7 +168,7 @@ class _StepRange:
         """Start at the first step of the range."""
         if step == self._first:
             self._running = True
-            with self._aside():
+            with self._measured_overhead():
                 self.start()
 
     def on_step_end(self, step: int) -> None:
@@ -186,11 +186,11 @@ class _StepRange:
         """Finish if running."""
         if self._running:
             self._running = False
-            with self._aside():
+            with self._measured_overhead():
                 self.finish(f"steps-{self._steps_before + self._first}-{self._steps_before + self._current}")
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _measured_overhead(self) -> Iterator[None]:
         """Measure the overhead of the code within, after synchronizing the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

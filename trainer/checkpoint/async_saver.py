@@ -64,7 +64,7 @@ class CheckpointSaver:
     def _write_in_thread(self, content: CheckpointContent) -> None:
         try:
             self._write(content)
-        except BaseException as error:  # re-raised by `finish`
+        except BaseException as error:  # re-raised by `wait`
             self._error = error
 
     def _write(self, content: CheckpointContent) -> None:

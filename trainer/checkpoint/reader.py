@@ -58,7 +58,7 @@ class BaseRecord(ConfigBlock):
     path: Annotated[str, Field(min_length=1)]
     """Path at training time: a checkpoint or a Hugging Face model folder."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Digest of the names and hashes of the weight files; see `base_weights.weights_digest`."""
+    """Digest of the names and hashes of the weight files; see `pretrained.weights_digest`."""
 
 
 class RunState(ConfigBlock):
@@ -112,7 +112,7 @@ class Checkpoint:
         path: checkpoint directory.
         state: content of `state.json`.
         files: names of the files listed in the manifest.
-        uses_ema: load the moving average of the weights instead of the weights, see `averaged`.
+        uses_ema: load the moving average of the weights instead of the weights, see `with_ema`.
     """
 
     path: Path

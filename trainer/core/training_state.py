@@ -169,8 +169,8 @@ def build_ema(
     if not keys.enable:
         return None
     main_weights = {
-        key.removesuffix(".main"): piece.local
-        for key, piece in optimizer.local_shards().items()
+        key.removesuffix(".main"): shard.local
+        for key, shard in optimizer.local_shards().items()
         if key.endswith(".main")
     }
     return EMA(

@@ -1,7 +1,7 @@
 """Adafactor (arXiv 1804.04235): factored second moments (row and column means) and update clipping.
 
-The learning rate is set from outside; the paper's relative step is a schedule (`schedule.RelativeStep`). Defaults are
-those of NeMo's and Hugging Face's Adafactor. A fused weight such as [q | k | v] is treated as one matrix: the
+The learning rate is set from outside; the paper's relative step is a schedule (`lr_schedule.RelativeStep`). Defaults
+are those of NeMo's and Hugging Face's Adafactor. A fused weight such as [q | k | v] is treated as one matrix: the
 projections share the column means.
 """
 

@@ -77,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         named_parameters: name and parameter; those without `requires_grad` are ignored.
         defaults: settings of the parameter groups, including `lr`.
-        weight_decay: weight decay of the parameters selected by `decays`.
+        weight_decay: weight decay of the parameters selected by `has_weight_decay`.
         norms_decay: apply weight decay to norm weights too.
         main_weights: keep an fp32 copy (main weight) of each parameter narrower than fp32, update that, and accumulate
             the gradients of several micro batches in fp32 (NeMo's `megatron_amp_O2`).
@@ -295,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
             main = torch.empty(rows + tuple(weight.shape[1:]), dtype=dtype, device="meta")
             return ({"main": main} if has_main_weight else {}) | self.initial_state(name, main, shape)
 
-        # The largest shard of any rank, given how `pieces.chunk` splits rows.
+        # The largest shard of any rank, given how `chunk_bounds` splits rows.
         max_rows = (max(weight.shape[0], -(-shard.num_rows // shards)),) if weight.ndim else ()
         return StateShape(
             {key: (tuple(t.shape), t.dtype) for key, t in tensors(tuple(weight.shape[:1])).items()},

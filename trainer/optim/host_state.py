@@ -7,7 +7,7 @@ While bucket i is updated, bucket i + 1 is fetched and bucket i - 1 is written b
     out            0  1  2  3  4
 
 The update runs on the device with the same kernels as without offloading, so results are bitwise identical. Device
-memory for `SLOTS` buckets is allocated during the update only, when the memory of activations is free.
+memory for `NUM_SLOTS` buckets is allocated during the update only, when the memory of activations is free.
 
 Source: ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857), where offloaded state is updated on the CPU instead.
 """

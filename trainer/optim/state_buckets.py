@@ -116,7 +116,7 @@ class BucketPlan:
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
-        """Bytes of each of the `SLOTS` device buffers; bucket i uses buffer i % `SLOTS`."""
+        """Bytes of each of the `NUM_SLOTS` device buffers; bucket i uses buffer i % `NUM_SLOTS`."""
         return tuple(
             max((bucket.size for bucket in self.buckets[slot::NUM_SLOTS]), default=0) for slot in range(NUM_SLOTS)
         )

@@ -51,7 +51,7 @@ class DeviceTimestamp:
     """
 
     def __init__(self, device: torch.device, excluded_seconds: float) -> None:
-        self._aside = excluded_seconds
+        self._excluded_seconds = excluded_seconds
         self._seconds = time.perf_counter()
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -65,4 +65,4 @@ class DeviceTimestamp:
             seconds = earlier._event.elapsed_time(self._event) / 1e3
         else:
             seconds = self._seconds - earlier._seconds
-        return seconds - (self._aside - earlier._aside)
+        return seconds - (self._excluded_seconds - earlier._excluded_seconds)
