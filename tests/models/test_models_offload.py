@@ -34,6 +34,11 @@ LEAST = 1024
 """Bytes of the smallest tensor that is offloaded here: the vectors of the norms stay."""
 
 
+def mlp_norm_recompute(layer: nn.Module) -> bool:
+    assert isinstance(layer, Layer)
+    return layer.mlp_norm.recompute
+
+
 def model_of(*, t5: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     stack = STACK | changes
     compiled = {"compile": stack.pop("compile", None)}
