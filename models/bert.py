@@ -127,7 +127,8 @@ class BERT(nn.Module):
         Args:
             labels: (batch, tokens) int64, the original token at each masked position; -100 is ignored.
             denominator: usually the number of labels in the global batch, so that micro batch losses add up.
-            tokens and others: as in `forward`.
+
+        Other arguments as in `forward`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
@@ -162,7 +163,8 @@ class BERT(nn.Module):
 
         Args:
             routed: bool (batch, tokens), True for tokens that are routed to experts; None: those of `padding`.
-            tokens and others: as in `forward`.
+
+        Other arguments as in `forward`.
         """
         length = tokens.shape[1]
         kind = self._kind_of_call(length, padding, documents)

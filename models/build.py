@@ -190,7 +190,8 @@ def plan_model(
     Args:
         model: slice of the model.
         dtype: compute dtype.
-        device and others: as in `build_model`.
+
+    Other arguments as in `build_model`.
 
     Raises:
         ValueError: `dtype` or `compile` is not supported.

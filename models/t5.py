@@ -169,7 +169,8 @@ class T5(nn.Module):
         Args:
             labels: (batch, tokens) int64, the next token of each of `decoder_tokens`; -100 is ignored.
             denominator: usually the number of labels in the global batch, so that micro batch losses add up.
-            encoder_tokens and others: as in `forward`.
+
+        Other arguments as in `forward`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
@@ -217,7 +218,8 @@ class T5(nn.Module):
             encoder_routed: bool, like `encoder_tokens`, True for tokens that are routed to experts; None: those of
                 `encoder_padding`, as in generation.
             decoder_routed: bool, like `decoder_tokens`; None: all tokens are routed.
-            encoder_tokens and others: as in `forward`.
+
+        Other arguments as in `forward`.
         """
         kind = self._kind_of_call(
             encoder_tokens.shape[1], decoder_tokens.shape[1], encoder_padding, encoder_documents, decoder_documents

@@ -18,9 +18,10 @@ class Experts(nn.Module):
 
     Args:
         experts: number of experts.
-        hidden_size and others: as in `MLP`, for each expert; the rows of a gated `up` are [gate | up].
         implementation: `auto`, or `sequential` to run the experts one after the other.
         pad_to_capacity: pad the tokens of every expert to its capacity.
+
+    Other arguments as in `MLP`, for each expert; the rows of a gated `up` are [gate | up].
     """
 
     def __init__(

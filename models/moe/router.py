@@ -55,7 +55,8 @@ class Router(nn.Module):
         hidden_size: width of the residual stream.
         balancing: `aux_loss` and `none` choose by score, `sinkhorn` by a balanced assignment.
         dtype: dtype of the computation, at least that of the input.
-        experts, topk and others: as in `MoESlice`.
+
+    Other arguments as in `MoESlice`.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.attention.inputs import AttentionInputs
 from stoker.kernels.cross_entropy import linear_cross_entropy
 from stoker.models import lm_head as head_module
 from stoker.models.build import decide_compile
@@ -278,9 +279,9 @@ def test_each_kind_runs_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in layer.attention.backends:
             real = layer.attention.backends[kind]
 
-            def spy(*args: Any, kind: str = kind, real: Any = real, **options: Any) -> Tensor:
-                called.append(f"{kind} {options['dropout']}")
-                return real(*args, **options)
+            def spy(inputs: AttentionInputs, kind: str = kind, real: Any = real) -> Tensor:
+                called.append(f"{kind} {inputs.dropout_p}")
+                return real(inputs)
 
             monkeypatch.setitem(layer.attention.backends, kind, spy)
     tokens, labels = tokens_and_labels()

@@ -22,6 +22,7 @@ from stoker.models.layers.context import LayerContext
 from stoker.models.memory import host_copies
 from stoker.models.memory.host_copies import HostMemoryError, PinnedMemoryPool
 from stoker.models.memory.offload_activations import ActivationOffload
+from stoker.models.stack import Layer
 from stoker.trainer.utils.host_memory import is_out_of_memory
 
 LAYERS, TOKENS, VOCAB = 5, 16, 50

@@ -239,7 +239,7 @@ def _value(path: str, chance: random.Random) -> str:
 
 
 def test_random_configurations() -> None:
-    junk(20, 1)
+    junk(40, 1)
 
 
 @full_only
