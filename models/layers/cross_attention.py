@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
 from ...kernels.attention.packed_sequences import PackedSequences
+from ..config.slices import AttentionSlice, StackSlice
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import CrossAttentionCache
+from .cost import Matrix, PartMemory, StackInputs, Weights
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
+from .self_attention import attention_memory, attention_weights
 
 
 class Memory(NamedTuple):
@@ -151,3 +155,26 @@ class CrossAttention(nn.Module):
             distance_bias=memory.distance_bias,
             softcap=self.softcap,
         )
+
+
+# ---------------------------------------------------------------- cost
+
+
+def cross_attention_weights(attention: AttentionSlice, stack: StackSlice) -> Weights:
+    """Return the weights of a cross-attention: those of self-attention, in other matrices."""
+    hidden, query, key = stack.hidden_size, attention.heads * attention.head_dim, attention.groups * attention.head_dim
+    matrices = (
+        Matrix("query", hidden * query),
+        Matrix("kv", hidden * 2 * key, "encoder tokens"),
+        Matrix("output", hidden * query),
+    )
+    return replace(attention_weights(attention, stack), matrices=matrices)
+
+
+def cross_attention_memory(inputs: StackInputs) -> PartMemory | None:
+    """Return the memory of the cross-attention of a layer; None without one."""
+    attention, decision = inputs.cross, inputs.cross_attention
+    if attention is None or decision is None:
+        return None
+    rows = inputs.tokens * attention.heads, inputs.encoder_tokens * attention.groups
+    return attention_memory(attention, inputs, decision, rows, has_rotary=False)

@@ -11,8 +11,9 @@ from ..config.families import FamilySlice
 from ..config.memory import RecomputeModule
 from ..config.memory_slice import RecomputeSlice
 from ..config.peft_slice import LoRASlice, PeftSlice, peft_dropout
-from ..config.slices import MLPSlice, StackSlice
+from ..config.slices import StackSlice
 from ..config.t5_slice import T5Slice
+from ..layers.mlp import saves_only_output
 from ..peft.lora_mlp import is_lora_mlp_fused
 
 _CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_attention", "moe")
@@ -53,11 +54,6 @@ def recompute_uses_rng(stack: StackSlice, peft: PeftSlice | None = None) -> bool
     base = (recompute.layers > 0 and has_dropout(stack)) or any(uses_rng[name] for name in recompute.modules)
     with_lora = isinstance(peft, LoRASlice) and bool(recompute.modules - {"core_attention"})
     return base or (peft_dropout(peft) > 0 and (recompute.layers > 0 or with_lora))
-
-
-def saves_only_output(mlp: MLPSlice) -> bool:
-    """Return True if the backward of the activation needs its output instead of its input."""
-    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate needs both
 
 
 def effective_recompute(

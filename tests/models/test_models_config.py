@@ -18,11 +18,11 @@ from stoker.models.config.family_rules import model_rules
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.key_block import Finding
 from stoker.models.config.model_rules import gpt_rules, stack_rules
-from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.position_rules import window_is_shorter_than_sequences
 from stoker.models.config.slices import gpt_slice, resolve_window
 from stoker.models.config.stack import PositionEmbedding
 from stoker.models.config.t5 import T5Keys
+from stoker.models.model_cost import count_parameters
 
 
 def keys(**changes: Any) -> GPTKeys:

@@ -24,17 +24,16 @@ from stoker.models.config.key_block import Finding
 from stoker.models.config.moe import MoEKeys
 from stoker.models.config.moe_rules import moe_rules
 from stoker.models.config.moe_slice import MoESlice, moe_slice
-from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.slices import gpt_slice
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
+from stoker.models.model_cost import count_parameters, training_flops_per_sample
 from stoker.models.moe.find_moe_layers import find_moe_layers
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.utils.errors import UserError
 

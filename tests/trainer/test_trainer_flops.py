@@ -12,11 +12,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_gpt
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
+from stoker.models.model_cost import training_flops_per_sample
 from stoker.trainer.core import factory
-from stoker.trainer.plan.flops import bf16_peak_flops, matmul_parameters, training_flops_per_token
+from stoker.trainer.plan.hardware import bf16_peak_flops
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "encoder_seq_length": 16}
+
+
+def training_flops_per_token(keys, vocab, tokens):
+    return training_flops_per_sample(keys, vocab, BatchSpec(seq_length=tokens)) / tokens
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_a_window_is_counted_by_the_keys_it_leaves():
 
 def test_the_head_counts_and_the_embedding_table_does_not():
     keys = GPTKeys.model_validate(SHAPE)
-    assert matmul_parameters(keys, 200) - matmul_parameters(keys, 100) == 100 * 32
+    assert training_flops_per_token(keys, 200, 16) - training_flops_per_token(keys, 100, 16) == 6 * 100 * 32
 
 
 @looped(

@@ -9,8 +9,7 @@ from tiers import extra
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.recompute import policies
 from stoker.trainer.plan import timeline
-from stoker.trainer.plan.embeddings_and_loss import loss_memory
-from stoker.trainer.plan.timeline import layers_in_order, memory_plan
+from stoker.trainer.plan.timeline import layers_in_order, loss_memory, memory_plan
 from stoker.trainer.plan.transfers import offloaded_bytes
 
 SMALL = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...models.config.parameter_count import count_parameters
+from ...models.model_cost import count_parameters
 from ..config.batch_spec import batch_spec
 from ..utils.errors import UserError
 

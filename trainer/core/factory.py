@@ -12,6 +12,7 @@ from ...models.build import LanguageModel, plan_model
 from ...models.build import build_model as build_from_keys
 from ...models.config.families import family_slice
 from ...models.config.peft_slice import peft_slice
+from ...models.model_cost import training_flops_per_sample
 from ...models.peft.apply import trainable_parameters
 from ..callbacks.preemption import StopHandler
 from ..callbacks.reporting import ThroughputFactors
@@ -43,7 +44,7 @@ from ..lightning.lightning_module import LanguageModule
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
-from ..plan.flops import bf16_peak_flops, training_flops_per_sample
+from ..plan.hardware import bf16_peak_flops
 from ..plan.memory_check import check_memory
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError

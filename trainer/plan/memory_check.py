@@ -18,6 +18,7 @@ from ...models.config.moe_slice import MoESlice
 from ...models.config.slices import AttentionSlice, StackSlice
 from ...models.config.t5 import T5Keys
 from ...models.config.t5_slice import T5Slice
+from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from ..config.batch_spec import batch_spec
 from ..config.parameter_layout import DataParallelLayout
@@ -28,7 +29,7 @@ from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
-from .state_memory import main_weight_bytes, rotary_table_bytes
+from .state_memory import main_weight_bytes
 from .trainable_count import count_trainable
 
 _GIB = 2**30
@@ -61,7 +62,7 @@ def check_memory(
     model = family_slice(keys, vocab_size=vocab_size, batch_spec=form)
     stacks = model.stacks
     lengths = (form.seq_length, form.decoder_seq_length)[: len(stacks)]
-    table = rotary_table_bytes(stacks)
+    table = sum(rotary_table_bytes(stack.rotary) for stack in stacks)
     itemsize = precision.param_dtype.itemsize
     main = main_weight_bytes(precision)
     state_size = (

@@ -8,9 +8,10 @@ from typing import Any
 
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import join_module_names
+from ...models.layers.cost import StackInputs
 from ..utils.text import pluralize
 from .hardware import GIB
-from .inputs import RunInputs, StackInputs
+from .inputs import RunInputs
 from .run_plan import Plan, effective_recompute, offload_recompute
 from .search import NO_OVERRIDES, Change, CurrentOverrides
 from .state_memory import CUDA_CONTEXT_BYTES
@@ -141,22 +142,20 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         changes: suggested changes of keys.
         given: values set by files and the command line.
     """
-    facts, target = plan.inputs, plan.inputs.target
+    run, target = plan.inputs, plan.inputs.target
     active = (
         f", {plan.num_active_parameters:,} active per token" if plan.num_active_parameters < plan.num_parameters else ""
     )
     yield f"model        {plan.num_parameters:,} parameters{active}"
     yield f"device       {_device(plan)}"
-    ranks = f"{facts.ranks} processes, " if facts.ranks > 1 else ""
-    layout = f"{facts.layout.name}, " if facts.layout else ""
-    samples = f"{facts.model_config.micro_batch_size} sample{'s' * (facts.model_config.micro_batch_size != 1)}"
+    ranks = f"{run.ranks} processes, " if run.ranks > 1 else ""
+    layout = f"{run.layout.name}, " if run.layout else ""
+    samples = f"{run.model_config.micro_batch_size} sample{'s' * (run.model_config.micro_batch_size != 1)}"
     yield (
-        f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
-        f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.uses_cuda_graph}"
+        f"step         {ranks}{layout}{run.micro_batches} micro batch{'es' * (run.micro_batches != 1)} of {samples}"
+        f"{' per process' * (run.ranks > 1)}, {run.precision.name}{', as CUDA graphs' * run.uses_cuda_graph}"
     )
-    for stack, modules, recompute in zip(
-        facts.stacks, offload_recompute(facts), effective_recompute(facts), strict=True
-    ):
+    for stack, modules, recompute in zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         mode = "compiled" if stack.compiled else "eager"
         saves = (recompute.description if recompute else "") or "nothing"
@@ -178,7 +177,7 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         f"context ({format_gib(CUDA_CONTEXT_BYTES)})"
     )
     if plan.on_host:
-        yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (facts.ranks > 1)}"
+        yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (run.ranks > 1)}"
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
         yield f"  fits, with {format_gib(left)} left" if left >= 0 else f"  does not fit: {format_gib(-left)} too much"
@@ -268,10 +267,10 @@ def _time_lines(plan: Plan) -> Iterator[str]:
 
 def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
     """Recommend CUDA graphs if the GPU waits for kernel launches and graphs are supported."""
-    facts, time = plan.inputs, plan.time
+    run, time = plan.inputs, plan.time
     assert time is not None
     waiting = time.parts["waiting for the host"]
-    if facts.can_use_cuda_graph and not facts.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
+    if run.can_use_cuda_graph and not run.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
         yield (
             f"the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph=null` a step "
             f"takes about {_seconds(time.seconds - waiting)}"
@@ -297,7 +296,7 @@ def _seconds(seconds: float) -> str:
 
 def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> dict[str, Any]:
     """Return the plan as a JSON document; sizes in bytes, times in seconds."""
-    facts, target = plan.inputs, plan.inputs.target
+    run, target = plan.inputs, plan.inputs.target
     return {
         "device": {
             "name": target.gpu.name if target.gpu else target.device,
@@ -306,16 +305,16 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
         },
         "parameters": plan.num_parameters,
         "active_parameters": plan.num_active_parameters,
-        "processes": facts.ranks,
-        "micro_batches": facts.micro_batches,
-        "precision": facts.precision.name,
-        "compiled": facts.compiled,
-        "attention": dict(_attention(facts)),
+        "processes": run.ranks,
+        "micro_batches": run.micro_batches,
+        "precision": run.precision.name,
+        "compiled": run.compiled,
+        "attention": dict(_attention(run)),
         "recomputes": {
             stack.name or "self": recompute.description if recompute else ""
-            for stack, recompute in zip(facts.stacks, effective_recompute(facts), strict=True)
+            for stack, recompute in zip(run.stacks, effective_recompute(run), strict=True)
         },
-        "offloads": {stack.name or "self": _on_host(stack) for stack in facts.stacks},
+        "offloads": {stack.name or "self": _on_host(stack) for stack in run.stacks},
         "memory": {
             "allocated": plan.allocated,
             "reserved": plan.reserved,
@@ -339,8 +338,8 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
     }
 
 
-def _attention(facts: RunInputs) -> Iterator[tuple[str, str]]:
-    for stack in facts.stacks:
+def _attention(run: RunInputs) -> Iterator[tuple[str, str]]:
+    for stack in run.stacks:
         yield stack.name or "self", stack.attention.backend
         if stack.cross_attention is not None:
             yield "cross", stack.cross_attention.backend

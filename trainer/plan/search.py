@@ -18,7 +18,6 @@ from typing import Any
 from ...kernels.attention.dispatch import NoBackendError
 from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory import RecomputeModule
-from ...models.config.peft_slice import peft_slice
 from ...models.recompute.analysis import activation_recompute_saves_nothing
 from ..config.rules.all_rules import run_rules
 from ..config.rules.rule_context import RuleContext
@@ -218,7 +217,7 @@ def effective_modules(plan: Plan) -> list[RecomputeModule]:
         found &= each.stack.effective_modules(range(each.stack.num_layers))
     if not any(stack.saves_scores for stack in plan.inputs.stacks):
         found.discard("core_attention")
-    peft = peft_slice(plan.inputs.model_config.peft)
+    peft = plan.inputs.peft
     if any(activation_recompute_saves_nothing(each.stack, peft, compiled=each.compiled) for each in plan.inputs.stacks):
         found.discard("mlp_activation")
     return sorted(found, key=_CHEAP_FIRST.index)
@@ -326,8 +325,8 @@ def _differing(root: RootBlock, values: Values) -> dict[str, Any]:
 
 def _errors(root: RootBlock) -> set[str]:
     """Return the messages of all violated rules."""
-    facts = RuleContext(root, frozenset(), frozenset(), {})
-    return {finding.message for finding in run_rules(facts) if finding.level == "error"}
+    context = RuleContext(root, frozenset(), frozenset(), {})
+    return {finding.message for finding in run_rules(context) if finding.level == "error"}
 
 
 def _format_value(value: Any) -> str:

@@ -13,8 +13,8 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.family_rules import keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.model_keys import Family
-from ...models.config.parameter_count import count_parameters
 from ...models.config.peft_slice import peft_slice
+from ...models.model_cost import count_parameters
 from ...models.peft.apply import trainable_parameters
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock
 
