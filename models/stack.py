@@ -18,7 +18,7 @@ from .dispatch.attention_calls import CallKind
 from .kv_cache import CrossAttentionCache, LayerKVCache
 from .layers.attention_bias import ScoreBias, ScoreBiasModule, position_bias_parameters
 from .layers.compiling import configure_dynamo
-from .layers.cost import LayerMemory, SavedTensors, StackInputs, Weights
+from .layers.cost import LayerMemory, PartMemory, SavedTensors, StackInputs, Weights
 from .layers.cross_attention import CrossAttention, Memory, cross_attention_memory, cross_attention_weights
 from .layers.fused_linear import can_skip_norm_output
 from .layers.mlp import MLP, mlp_memory, mlp_weights
@@ -462,47 +462,41 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
     attention, the operands of residual additions, and little else: pointwise results are recomputed. The tests compare
     both with what torch really saves.
     """
-    stack, widths = inputs.stack, inputs.widths
-    elements, moe = inputs.residual_elements, stack.moe if is_moe else None
+    stack, widths, moe = inputs.stack, inputs.widths, inputs.stack.moe if is_moe else None
     mlp = mlp_memory(inputs, stack.mlp.ffn_hidden_size) if moe is None else moe_memory(inputs, moe)
-    mlp_part = _mlp_weights(stack, has_experts=is_moe)
-    weights = layer_weights(stack, inputs.cross, has_experts=is_moe)
-    attentions = [each for each in (self_attention_memory(inputs), cross_attention_memory(inputs)) if each is not None]
-    mlp_saved, other_saved = [*mlp.saved], [*attentions[0].saved, *_stream_and_norms(inputs, moe)]
-    other_saved += [tensors for each in attentions[1:] for tensors in each.saved]
+    mlp_part, weights = _mlp_weights(stack, has_experts=is_moe), layer_weights(stack, inputs.cross, has_experts=is_moe)
+    own, cross = self_attention_memory(inputs), cross_attention_memory(inputs)
+    attentions = (own,) if cross is None else (own, cross)
+    mlp_saved, saved = [*mlp.saved], [*own.saved, *_stream_and_norms(inputs, moe), *(cross.saved if cross else ())]
     if widths.casts_weights:
         norms = 2 * norm_parameters(stack.norm, stack.hidden_size)
-        other_saved.append(SavedTensors("weights", (weights.numel - mlp_part.numel - norms) * widths.compute))
+        saved.append(SavedTensors("weights", (weights.numel - mlp_part.numel - norms) * widths.compute))
         mlp_saved.append(SavedTensors("weights", mlp_part.numel * widths.compute, "moe" if moe else None))
     keeps_boundary = inputs.compiled or _norm_saves_stream(inputs) or stack.block == "post_ln"
-    residual = elements * widths.residual
+    residual = inputs.residual_elements * widths.residual
     # gradients of the layer's output and of its input; compiled, the second overwrites the first
-    residual_gradients = residual * (1 if inputs.compiled else 2)
-    down = mlp_part.matrices[-1].elements * widths.weights if moe is None else 0
+    mlp_base = residual * (1 if inputs.compiled else 2)
+    mlp_base += mlp_part.matrices[-1].elements * widths.weights if moe is None else 0
     attention_base = 2 * residual + weights.numel * widths.weights
     return LayerMemory(
+        inputs=inputs,
         weights=weights,
         mlp_weights=mlp_part,
-        matmul_rows={
-            "tokens": inputs.tokens,
-            "encoder tokens": inputs.encoder_tokens,
-            "expert rows": expert_rows(moe, inputs.tokens) if moe is not None else 0,
-        },
-        input_bytes=residual,
+        expert_rows=expert_rows(moe, inputs.tokens) if moe is not None else 0,
         saves_input=keeps_boundary,
         norm_input_bytes=_norm_input_bytes(inputs, keeps_boundary=keeps_boundary),
-        shares_norm_input=stack.block == "parallel_ln",
-        has_experts=moe is not None,
-        scores_recompute_bytes=sum(each.recompute_inputs for each in attentions),
-        activation_recompute_bytes=mlp.recompute_inputs,
-        mlp_saved=tuple(each for each in mlp_saved if each.num_bytes),
-        other_saved=tuple(each for each in other_saved if each.num_bytes),
-        mlp_input_bytes=elements * widths.compute if inputs.saves_norm_output("mlp_fc1") or moe is not None else 0,
-        num_sublayers=len(attentions) + 1,
-        mlp_working=residual_gradients + mlp.working + down,
-        attention_working=attention_base + max(each.working for each in attentions),
-        attention_working_recomputed=attention_base + max(each.working_recomputed for each in attentions),
+        mlp=PartMemory(_existing(mlp_saved), mlp_base + mlp.working, recompute_inputs=mlp.recompute_inputs),
+        attention=PartMemory(
+            _existing(saved),
+            attention_base + max(each.working for each in attentions),
+            attention_base + max(each.working_recomputed for each in attentions),
+            sum(each.recompute_inputs for each in attentions),
+        ),
     )
+
+
+def _existing(saved: Iterable[SavedTensors]) -> tuple[SavedTensors, ...]:
+    return tuple(each for each in saved if each.num_bytes)
 
 
 def final_norm_saved_bytes(inputs: StackInputs) -> int:
@@ -532,7 +526,7 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
     """Return the tensors saved of the residual stream, of norms and of dropouts."""
     stack, e, s = inputs.stack, inputs.widths.compute, inputs.widths.residual
     elements, keeps_stream = inputs.residual_elements, _norm_saves_stream(inputs)
-    branches = 2 if inputs.cross is None else 3
+    branches = inputs.num_branches
     # inputs of the first projection of each sublayer; with post-LN the residual stream, of which the layer's input
     # is counted elsewhere
     projections = [inputs.saves_norm_output("attention_qkv")] * (branches - 1)

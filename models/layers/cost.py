@@ -142,6 +142,11 @@ class StackInputs:
         return self.tokens * self.stack.hidden_size
 
     @property
+    def num_branches(self) -> int:
+        """Number of residual branches of a layer, each with its own norm: attention, cross-attention, MLP."""
+        return 2 if self.cross is None else 3
+
+    @property
     def saves_scores(self) -> bool:
         """True if self- or cross-attention saves its scores for the backward pass."""
         cross = self.cross_attention
@@ -189,11 +194,11 @@ def recomputed_bytes(saved: tuple[SavedTensors, ...], modules: frozenset[Recompu
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """Memory of an attention, an MLP or the experts of a layer.
+    """Memory of a part of a layer for one micro batch, in bytes.
 
     Attributes:
-        saved: tensors saved for the backward pass, except the input of the first projection.
-        working: peak working memory of the backward pass in bytes: gradients and accumulators.
+        saved: tensors saved for the backward pass if nothing is recomputed, except the input of its first projection.
+        working: peak working memory of the backward pass: gradients and accumulators.
         working_recomputed: the same if attention scores are recomputed.
         recompute_inputs: bytes saved additionally (or fewer, if negative) if attention scores or the activation
             function are recomputed: the inputs of that, instead of copies or results.
@@ -204,48 +209,57 @@ class PartMemory:
     working_recomputed: int = 0
     recompute_inputs: int = 0
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the saved tensors."""
+        return sum(each.num_bytes for each in self.saved)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMemory:
     """Memory and matmuls of one layer for one micro batch.
 
     Attributes:
+        inputs: its stack.
         weights: its parameters.
         mlp_weights: those of its MLP or experts.
-        matmul_rows: rows that its matrices multiply.
-        input_bytes: bytes of the layer's input (the residual stream).
-        saves_input: the input is saved if nothing is recomputed.
+        expert_rows: rows that its experts compute; 0 without experts.
+        saves_input: its input is saved if nothing is recomputed.
         norm_input_bytes: bytes of the residual stream saved only to recompute a norm.
-        shares_norm_input: all norms of the layer have the same input.
-        has_experts: it is an MoE layer, whose second norm is recomputed only together with the experts.
-        scores_recompute_bytes: additional (or, if negative, fewer) bytes saved if attention scores are recomputed.
-        activation_recompute_bytes: bytes saved only if the activation function of the MLP is recomputed.
-        mlp_saved: tensors saved by the MLP or the experts if nothing is recomputed, except their normalized input.
-        other_saved: all other tensors saved if nothing is recomputed.
-        mlp_input_bytes: bytes of the normalized input of the MLP.
-        num_sublayers: number of sublayers, each with its own norm: attention, cross-attention, MLP.
-        mlp_working: working memory of the backward pass of the MLP, in bytes.
-        attention_working: working memory of the backward pass of attention, in bytes.
-        attention_working_recomputed: the same if its scores are recomputed.
+        mlp: memory of the MLP or the experts; if the activation is recomputed, that of a shared expert.
+        attention: memory of attention and cross-attention, and of the residual stream and norms.
     """
 
+    inputs: StackInputs
     weights: Weights
     mlp_weights: Weights
-    matmul_rows: Mapping[MatrixInputs, int]
-    input_bytes: int
+    expert_rows: int
     saves_input: bool
     norm_input_bytes: int
-    shares_norm_input: bool
-    has_experts: bool
-    scores_recompute_bytes: int
-    activation_recompute_bytes: int
-    mlp_saved: tuple[SavedTensors, ...]
-    other_saved: tuple[SavedTensors, ...]
-    mlp_input_bytes: int
-    num_sublayers: int
-    mlp_working: int
-    attention_working: int
-    attention_working_recomputed: int
+    mlp: PartMemory
+    attention: PartMemory
+
+    @property
+    def has_experts(self) -> bool:
+        """True for an MoE layer, whose second norm is recomputed only together with the experts."""
+        return self.expert_rows > 0
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of its input (the residual stream)."""
+        return self.inputs.residual_elements * self.inputs.widths.residual
+
+    @property
+    def mlp_input_bytes(self) -> int:
+        """Bytes of the normalized input of the MLP."""
+        saved = self.has_experts or self.inputs.saves_norm_output("mlp_fc1")
+        return self.inputs.residual_elements * self.inputs.widths.compute if saved else 0
+
+    @property
+    def matmul_rows(self) -> dict[MatrixInputs, int]:
+        """Rows that its matrices multiply."""
+        tokens, encoder_tokens = self.inputs.tokens, self.inputs.encoder_tokens
+        return {"tokens": tokens, "encoder tokens": encoder_tokens, "expert rows": self.expert_rows}
 
     @property
     def num_parameters(self) -> int:
@@ -265,59 +279,60 @@ class LayerMemory:
     @property
     def grouped_flops(self) -> float:
         """Those of the grouped GEMMs of its experts."""
-        return 2.0 * self.weights.multiplied("expert rows") * self.matmul_rows["expert rows"]
+        return 2.0 * self.weights.multiplied("expert rows") * self.expert_rows
 
     @property
     def last_matmul_flops(self) -> float:
         """Those of its last matmul, the down projection; 0 with experts."""
-        return 0.0 if self.has_experts else 2.0 * self.matmul_rows["tokens"] * self.mlp_weights.matrices[-1].elements
+        return 0.0 if self.has_experts else 2.0 * self.inputs.tokens * self.mlp_weights.matrices[-1].elements
 
     @property
     def saved(self) -> tuple[SavedTensors, ...]:
         """Tensors saved besides the layer's input if nothing is recomputed."""
-        return self.other_saved + self.mlp_saved
+        return self.attention.saved + self.mlp.saved
 
     @property
     def saved_bytes(self) -> int:
         """Bytes saved besides the layer's input if nothing is recomputed."""
-        return sum(each.num_bytes for each in self.saved)
+        return self.attention.saved_bytes + self.mlp.saved_bytes
 
     def saved_bytes_with(self, modules: frozenset[RecomputeModule]) -> int:
         """Bytes saved besides the layer's input if `modules` are recomputed."""
         norms = self._recomputed_norms(modules)
-        inputs = (min(norms, 1) if self.shares_norm_input else norms) * self.norm_input_bytes
-        inputs += self.scores_recompute_bytes if "core_attention" in modules else 0
-        inputs += self.activation_recompute_bytes_with(modules)
-        return inputs + self.saved_bytes - recomputed_bytes(self.saved, modules)
+        if self.inputs.stack.block == "parallel_ln":  # all norms have the same input
+            norms = min(norms, 1)
+        saved = self.saved_bytes - recomputed_bytes(self.saved, modules)
+        return saved + norms * self.norm_input_bytes + sum(self.recompute_inputs(modules))
+
+    def recompute_inputs(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
+        """Bytes saved to recompute the scores of attention and the activation of the MLP if `modules` are."""
+        scores = self.attention.recompute_inputs if "core_attention" in modules else 0
+        recomputes_activation = "mlp_activation" in modules and not (self.has_experts and "moe" in modules)
+        return scores, self.mlp.recompute_inputs if recomputes_activation else 0
 
     def backward_peak(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
         """Return (recomputed bytes, working bytes) at the peak of the backward pass if `modules` are recomputed.
 
         The peak is in the MLP, or in attention after the MLP's saved tensors were freed.
         """
-        norm_bytes = recomputed_bytes(tuple(each for each in self.other_saved if each.module == "norm"), modules)
-        norms, in_mlp = self._recomputed_norms(modules), recomputed_bytes(self.mlp_saved, modules)
+        norm_bytes = recomputed_bytes(tuple(each for each in self.attention.saved if each.module == "norm"), modules)
+        norms, in_mlp = self._recomputed_norms(modules), recomputed_bytes(self.mlp.saved, modules)
         norm = norm_bytes // norms if norms else 0
-        mlp_norm_saved = norms < self.num_sublayers
-        freed = sum(each.num_bytes for each in self.mlp_saved) - in_mlp + self.mlp_input_bytes * mlp_norm_saved
-        freed += self.activation_recompute_bytes_with(modules)
-        in_attention = recomputed_bytes(self.other_saved, modules) - norm_bytes + norm
-        working = self.attention_working_recomputed if "core_attention" in modules else self.attention_working
-        candidates = (in_mlp + norm * (not mlp_norm_saved), self.mlp_working), (in_attention, working - freed)
+        mlp_norm_saved = norms < self.inputs.num_branches
+        freed = self.mlp.saved_bytes - in_mlp + self.mlp_input_bytes * mlp_norm_saved
+        freed += self.recompute_inputs(modules)[1]
+        in_attention = recomputed_bytes(self.attention.saved, modules) - norm_bytes + norm
+        working = self.attention.working_recomputed if "core_attention" in modules else self.attention.working
+        candidates = (in_mlp + norm * (not mlp_norm_saved), self.mlp.working), (in_attention, working - freed)
         return max(candidates, key=sum)
 
     def full_recompute_backward_peak(self) -> tuple[int, int]:
         """Return (recomputed bytes, working bytes) at the peak of the backward pass of a fully recomputed layer."""
-        freed = sum(each.num_bytes for each in self.mlp_saved) + self.mlp_input_bytes
-        return self.saved_bytes, max(self.mlp_working, self.attention_working - freed)
-
-    def activation_recompute_bytes_with(self, modules: frozenset[RecomputeModule]) -> int:
-        """Bytes saved to recompute the activation function if `modules` are recomputed."""
-        recomputes = "mlp_activation" in modules and not (self.has_experts and "moe" in modules)
-        return self.activation_recompute_bytes if recomputes else 0
+        freed = self.mlp.saved_bytes + self.mlp_input_bytes
+        return self.saved_bytes, max(self.mlp.working, self.attention.working - freed)
 
     def _recomputed_norms(self, modules: frozenset[RecomputeModule]) -> int:
-        """Return the number of sublayers whose norm is recomputed; the last one is the MLP."""
+        """Return the number of branches whose norm is recomputed; the last one is the MLP."""
         if "norm" not in modules:
             return 0
-        return self.num_sublayers - (self.has_experts and "moe" not in modules)
+        return self.inputs.num_branches - (self.has_experts and "moe" not in modules)

@@ -45,7 +45,6 @@ from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
 from ..plan.hardware import bf16_peak_flops
-from ..plan.memory_check import check_memory
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
 from ..utils.local_shard import local_shard
@@ -127,9 +126,8 @@ def build_model(
     """Build the model with its initial weights.
 
     Raises:
-        UserError: it does not fit in memory, no attention backend is available, or `model.compile` is not supported.
+        UserError: no attention backend is available, or `model.compile` is not supported.
     """
-    check_memory(root, precision, device, data_parallel.layout if data_parallel else None)
     try:
         return build_from_keys(
             root.model,

@@ -71,12 +71,9 @@ def _activation_parts(plan: Plan) -> list[tuple[str, int]]:
                 if not part.is_recomputed(modules):
                     found[part.part] = found.get(part.part, 0) + part.num_bytes
                     own -= part.num_bytes
-            if "core_attention" in modules:
-                found["attention"] = found.get("attention", 0) + layer.memory.scores_recompute_bytes
-                own -= layer.memory.scores_recompute_bytes
-            beside_activation = layer.memory.activation_recompute_bytes_with(modules)
-            found["mlp"] = found.get("mlp", 0) + beside_activation
-            own -= beside_activation
+            for part, size in zip(("attention", "mlp"), layer.memory.recompute_inputs(modules), strict=True):
+                found[part] = found.get(part, 0) + size
+                own -= size
         found["layer inputs"] = found.get("layer inputs", 0) + own
     return sorted(found.items(), key=lambda item: -item[1])
 
