@@ -12,9 +12,14 @@ from tiers import looped
 from stoker.models.model_cost import training_flops_per_sample
 from stoker.trainer import train as running
 from stoker.trainer.cli.main import main
-from stoker.trainer.plan.fit_advice import out_of_memory_lines
 from stoker.trainer.plan.hardware import EFFICIENCY, GIB, GPU_NAMES, match_gpu, parse_gpu
-from stoker.trainer.plan.report import measured_line, memory_categories, report_lines, summary_lines
+from stoker.trainer.plan.report import (
+    measured_line,
+    memory_categories,
+    out_of_memory_lines,
+    report_lines,
+    summary_lines,
+)
 from stoker.trainer.plan.roofline import (
     attention_core_work,
     recompute_work,

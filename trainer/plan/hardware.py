@@ -91,13 +91,7 @@ def parse_gpu(text: str) -> GPUSpec:
 
 
 def match_gpu(driver_name: str, memory: int, capability: tuple[int, int]) -> GPUSpec:
-    """Return the specification of an installed GPU: its own memory, and the rates of the most similar GPU in the table.
-
-    Args:
-        driver_name: product name reported by the driver.
-        memory: total bytes.
-        capability: CUDA compute capability.
-    """
+    """Return the specification of an installed GPU: its own memory, and the rates of the most similar GPU known."""
     products = {key: entry["product"] for key, entry in _DATA["gpus"].items()}
     matches = {key: re.search(rf"\b{pattern}\b", driver_name) for key, pattern in products.items()}
     lengths = {key: len(match.group()) for key, match in matches.items() if match}

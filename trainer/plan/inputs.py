@@ -155,13 +155,7 @@ class RunInputs:
 def collect_inputs(
     root: RootBlock, target: Target, precision: PrecisionPlan, *, vocab_size: int | None = None
 ) -> RunInputs:
-    """Collect the inputs of an estimate from a configuration.
-
-    Args:
-        root: validated configuration.
-        target: device and software.
-        precision: dtypes of the run on that device.
-        vocab_size: of the tokenizer; if None, `override_vocab_size` is used.
+    """Collect the inputs of an estimate; `vocab_size` of the tokenizer is `override_vocab_size` if None.
 
     Raises:
         ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.

@@ -9,11 +9,12 @@ from typing import Any
 from ...models.config.memory import RecomputeModule
 from ...models.config.memory_slice import join_module_names
 from ...models.layers.cost import StackInputs
+from ..config.schema.root import RootBlock
 from ..utils.text import pluralize
 from .hardware import GIB
 from .inputs import RunInputs
 from .run_plan import Plan, effective_recompute, offload_recompute
-from .search import NO_OVERRIDES, Change, CurrentOverrides
+from .search import NO_OVERRIDES, Change, CurrentOverrides, suggest_changes
 from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import Moment
 
@@ -114,13 +115,7 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def measured_line(plan: Plan, allocated: int, reserved: int) -> str:
-    """Return a line that compares measured with planned memory.
-
-    Args:
-        plan: of the run.
-        allocated: measured `torch.cuda.max_memory_allocated`.
-        reserved: measured `torch.cuda.max_memory_reserved`.
-    """
+    """Return a line that compares the plan with `torch.cuda.max_memory_allocated` and `max_memory_reserved`."""
 
     def compare(measured: int, planned: int) -> str:
         return f"{format_gib(measured)} (planned {format_gib(planned)}, {100 * (planned / measured - 1):+.1f} %)"
@@ -132,14 +127,27 @@ def measured_line(plan: Plan, allocated: int, reserved: int) -> str:
 
 
 def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> Iterator[str]:
-    """Yield the lines of the full text report.
+    """Yield the lines of the full text report, with suggested `changes` of keys as overrides of the `given` ones."""
+    yield from _run_lines(plan)
+    yield ""
+    yield from _memory_lines(plan)
+    yield ""
+    yield from _time_lines(plan)
+    if changes:
+        yield ""
+        yield "changes that need less memory" if plan.fits else "changes that could make it fit"
+        yield from change_lines(plan, changes, given)
+        if plan.fits is False and not any(change.plan.fits for change in changes):
+            yield "  no single change is enough; `stoker plan --fit` with the same keys searches combinations"
+    gpu = plan.inputs.target.gpu
+    if gpu is not None and not gpu.measured and plan.time is not None:
+        yield ""
+        yield "the efficiencies of this GPU are not measured; those of the H100 are used"
 
-    Args:
-        plan: of the run.
-        changes: suggested changes of keys.
-        given: values set by files and the command line.
-    """
-    run, target = plan.inputs, plan.inputs.target
+
+def _run_lines(plan: Plan) -> Iterator[str]:
+    """Describe model, device, step and stacks."""
+    run = plan.inputs
     active = (
         f", {plan.num_active_parameters:,} active per token" if plan.num_active_parameters < plan.num_parameters else ""
     )
@@ -147,9 +155,9 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
     yield f"device       {_device(plan)}"
     ranks = f"{run.ranks} processes, " if run.ranks > 1 else ""
     layout = f"{run.layout.name}, " if run.layout else ""
-    samples = f"{run.model_config.micro_batch_size} sample{'s' * (run.model_config.micro_batch_size != 1)}"
     yield (
-        f"step         {ranks}{layout}{run.micro_batches} micro batch{'es' * (run.micro_batches != 1)} of {samples}"
+        f"step         {ranks}{layout}{pluralize(run.micro_batches, 'micro batch', 'micro batches')} of "
+        f"{pluralize(run.model_config.micro_batch_size, 'sample')}"
         f"{' per process' * (run.ranks > 1)}, {run.precision.name}{', as CUDA graphs' * run.uses_cuda_graph}"
     )
     for stack, modules, recompute in zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True):
@@ -160,7 +168,10 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
             f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {mode}, attention "
             f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack, modules)}"
         )
-    yield ""
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    """Describe the memory at the peak, by kind and by moment, and whether it fits."""
     yield f"memory       {format_gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
     for name, size in memory_categories(plan):
         if size >= _MIN_SHOWN:
@@ -174,23 +185,12 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         f"context ({format_gib(CUDA_CONTEXT_BYTES)})"
     )
     if plan.on_host:
-        yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (run.ranks > 1)}"
+        yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (plan.inputs.ranks > 1)}"
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
         yield f"  fits, with {format_gib(left)} left" if left >= 0 else f"  does not fit: {format_gib(-left)} too much"
     if plan.missing_host_memory:
         yield f"  does not fit: {format_gib(plan.missing_host_memory)} more host memory is needed than available"
-    yield ""
-    yield from _time_lines(plan)
-    if changes:
-        yield ""
-        yield "changes that need less memory" if plan.fits else "changes that could make it fit"
-        yield from change_lines(plan, changes, given)
-        if plan.fits is False and not any(change.plan.fits for change in changes):
-            yield "  no single change is enough; `stoker plan --fit` with the same keys searches combinations"
-    if target.gpu is not None and not target.gpu.measured and plan.time is not None:
-        yield ""
-        yield "the efficiencies of this GPU are not measured; those of the H100 are used"
 
 
 def _offloaded(stack: StackInputs, recomputed: frozenset[RecomputeModule]) -> str:
@@ -222,6 +222,22 @@ def change_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         replaced = change.replaced(given)
         instead = f"  (instead of {' '.join(replaced)})" if replaced else ""
         yield f"  {format_gib(change.plan.needed)} ({', '.join(effects)})  {' '.join(change.overrides(given))}{instead}"
+
+
+def out_of_memory_lines(root: RootBlock, plan: Plan | None) -> list[str]:
+    """Return lines that list the keys that lower the memory of a run that failed, and by how much."""
+    if plan is None or plan.inputs.target.device != "cuda":
+        return ["use a smaller model.micro_batch_size, shorter samples or a smaller model"]
+    lines = [f"the plan estimated {format_gib(plan.needed)} of {format_gib(plan.available or 0)} device memory"]
+    if plan.inputs.uses_cuda_graph:
+        lines.append(
+            "CUDA graphs use a memory pool of their own, not shared with other tensors; "
+            "`model.enable_cuda_graph=False` frees it"
+        )
+    changes = suggest_changes(root, plan.inputs.target, plan)
+    if not changes:
+        return [*lines, "use shorter samples or a smaller model"]
+    return [*lines, "changes that need less memory:", *change_lines(plan, changes)]
 
 
 def _by_moment(plan: Plan) -> str:

@@ -89,12 +89,7 @@ class Plan:
 
 
 def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None) -> Plan:
-    """Estimate memory and step time of a run.
-
-    Args:
-        root: validated configuration.
-        target: device and software.
-        vocab_size: of the tokenizer; None if not known.
+    """Estimate memory and step time of a run; `vocab_size` of the tokenizer is None if not known.
 
     Raises:
         ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
@@ -110,6 +105,14 @@ def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None)
         memory=memory,
         time=step_time(run, memory),
     )
+
+
+def plan_run(root: RootBlock, device: torch.device, *, world_size: int, vocab_size: int | None) -> Plan | None:
+    """Plan a run on this machine; None if its attention or compilation is not supported, reported elsewhere."""
+    try:
+        return make_plan(root, local_target(root, device, world_size), vocab_size=vocab_size)
+    except ValueError:
+        return None
 
 
 def useless_recompute_notes(plan: Plan) -> list[str]:
@@ -131,13 +134,7 @@ def offload_recompute(run: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
 
 
 def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
-    """Return the target for a device of this machine.
-
-    Args:
-        root: validated configuration.
-        device: of this process.
-        world_size: number of processes.
-    """
+    """Return the target for a device of this machine."""
     from ..utils.host_memory import host_memory
 
     host = host_memory()
@@ -163,13 +160,7 @@ def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> 
 
 
 def gpu_target(root: RootBlock, gpu: GPUSpec, world_size: int = 1) -> Target:
-    """Return the target for a GPU that need not be installed, with this machine's software as if it were.
-
-    Args:
-        root: validated configuration.
-        gpu: the GPU.
-        world_size: number of processes.
-    """
+    """Return the target for a GPU that need not be installed, with this machine's software as if it were."""
     from ..device.attention_software import assumed_software, run_flags
 
     software = assumed_software(root, "cuda")

@@ -91,11 +91,7 @@ class Change:
 def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int = 6) -> list[Change]:
     """Return single changes that lower memory: those that make the run fit first, then by step time.
 
-    Args:
-        root: validated configuration.
-        target: device and software.
-        plan: of the unchanged run.
-        limit: maximum number of changes.
+    `plan` is that of the unchanged run.
     """
     found: list[Change] = []
     offloading = _offloading(root, target, plan)
@@ -114,13 +110,8 @@ def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int =
 def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, Change]:
     """Search for the settings that fit with the least step time.
 
-    Args:
-        root: validated configuration.
-        target: device and software.
-        plan: of the unchanged run.
-
     Returns:
-        The best change that fits (None if none does), and the one that needs the least memory.
+        The best change of the unchanged `plan` that fits (None if none does), and the one that needs the least memory.
     """
     unchanged = Change({}, plan)
     best = unchanged if plan.fits else None

@@ -46,13 +46,7 @@ class ParameterCounts(NamedTuple):
 
 
 def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> ParameterCounts:
-    """Count the parameters of a model and those trained; nothing is allocated.
-
-    Args:
-        keys: the configuration of the model.
-        vocab_size: vocabulary size of the tokenizer.
-        form: shape of the samples.
-    """
+    """Count the parameters of a model for samples of this `form`, and those trained; nothing is allocated."""
     if not keys.peft.is_on:
         number = count_parameters(keys, vocab_size, form)
         return ParameterCounts(number, number, (), (0,) * len(keys_by_stack(keys)))

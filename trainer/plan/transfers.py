@@ -43,12 +43,9 @@ def offloaded_bytes(layer: LayerInStack) -> int:
 def offload_stall_seconds(
     layers: Sequence[LayerInStack], layer_seconds: Callable[[LayerInStack], tuple[float, float]], link_bandwidth: float
 ) -> float:
-    """Return the seconds a micro batch stalls on copies.
+    """Return the seconds a micro batch stalls on copies over a link with this bandwidth in each direction.
 
-    Args:
-        layers: of all stacks in forward order.
-        layer_seconds: function that returns the forward and backward time of a layer.
-        link_bandwidth: bytes per second in each direction.
+    `layers` are those of all stacks in forward order; `layer_seconds` returns a layer's forward and backward time.
     """
     total = 0.0
     for _, group in groupby(layers, key=lambda layer: id(layer.stack)):
@@ -74,12 +71,7 @@ def offload_stall_seconds(
 
 
 def stall_seconds(chunks: Sequence[LayerChunk], num_resident: int) -> float:
-    """Return the seconds the forward and backward pass of a stack stall on copies.
-
-    Args:
-        chunks: of the stack in forward order.
-        num_resident: number of layers that are not offloaded, L - N.
-    """
+    """Return the seconds a stack of these chunks stalls on copies if `num_resident` layers are not offloaded."""
     return _forward_stall(chunks, num_resident) + _backward_stall(chunks, num_resident)
 
 
