@@ -1,4 +1,8 @@
-"""Static analysis of activation checkpointing: which modules are recomputed, use RNG, or save no memory."""
+"""Static analysis of activation checkpointing: which modules are recomputed, use RNG, or save no memory.
+
+Functions take the slice of a model, its attention backends by label, its PEFT scheme, and whether layers are compiled;
+they return one result for each stack.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +40,7 @@ def has_dropout(stack: StackSlice) -> bool:
 def recompute_uses_rng(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
     """Return True if recomputed modules use the RNG, so that the generator state must be saved and restored.
 
-    Args:
-        stack: slice of the stack, with its recompute settings and dropouts.
-        peft: PEFT scheme; a projection with LoRA is recomputed together with the module before it.
+    A projection with LoRA is recomputed together with the module before it.
     """
     recompute, moe = stack.recompute, stack.moe
     if recompute is None:
@@ -59,12 +61,7 @@ def recompute_uses_rng(stack: StackSlice, peft: PeftSlice | None = None) -> bool
 def effective_recompute(
     model: FamilySlice, decisions: Mapping[str, BackendSelection]
 ) -> tuple[RecomputeSlice | None, ...]:
-    """Return the effective recompute settings of each stack: without core attention if its backend saves no scores.
-
-    Args:
-        model: slice of the model.
-        decisions: attention backends by label.
-    """
+    """Return the effective recompute settings of each stack: without core attention if its backend saves no scores."""
     effective: list[RecomputeSlice | None] = []
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         recompute = stack.recompute
@@ -120,14 +117,7 @@ def _idle(
 def recomputed_for_offload(
     model: FamilySlice, decisions: Mapping[str, BackendSelection], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[frozenset[RecomputeModule], ...]:
-    """Return the modules that offloaded layers of each stack recompute, so that less is copied to the host.
-
-    Args:
-        model: slice of the model.
-        decisions: attention backends by label, on a GPU: nothing is offloaded on other devices.
-        peft: PEFT scheme.
-        compiled: layers are compiled.
-    """
+    """Return the modules that offloaded layers of each stack recompute on a GPU, so that less is copied to the host."""
     found: list[frozenset[RecomputeModule]] = []
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         chosen = [decisions[label] for label in labels if label in decisions]
@@ -153,14 +143,7 @@ def recomputed_for_offload(
 def ineffective_recompute_messages(
     model: FamilySlice, decisions: Mapping[str, BackendSelection], peft: PeftSlice | None, *, compiled: bool
 ) -> Iterator[str]:
-    """Yield a message for each module whose recompute saves no memory: the reason, and an alternative.
-
-    Args:
-        model: slice of the model.
-        decisions: attention backends by label.
-        peft: PEFT scheme.
-        compiled: layers are compiled.
-    """
+    """Yield a message for each module whose recompute saves no memory: the reason, and an alternative."""
     saving = memory_saving_recompute(model, decisions, peft, compiled=compiled)
     blocks = [f"model.{labels[0].rpartition(' ')[0]}".rstrip(".") for labels in training_labels(model)]
     for stack, labels, effective, block in zip(model.stacks, training_labels(model), saving, blocks, strict=True):
