@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 GIB = 2**30
-_DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text())
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # 60 times faster, where yaml has it
+_DATA: dict[str, Any] = yaml.load(Path(__file__).with_name("hardware.yaml").read_text(), Loader=_LOADER)
 EFFICIENCY: dict[str, float] = {name: entry["value"] for name, entry in _DATA["efficiencies"].items()}
 """Measured efficiencies that hold for all GPUs, by their name in hardware.yaml."""
 

@@ -66,21 +66,25 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInStack:
-    """A layer at its position in a stack.
+    """A layer with this `memory` at the position `index` of its stack."""
 
-    Attributes:
-        name: description such as `layer 3 of the encoder`.
-        stack: its stack.
-        index: index in the stack.
-        memory: memory of the layer.
-        recompute: activation checkpointing of the stack.
-    """
-
-    name: str
-    stack: StackInputs
     index: int
     memory: LayerMemory
-    recompute: RecomputeSlice
+
+    @property
+    def stack(self) -> StackInputs:
+        """Its stack."""
+        return self.memory.inputs
+
+    @property
+    def name(self) -> str:
+        """Description such as `layer 3 of the encoder`."""
+        return f"layer {self.index}" + (f" of the {self.stack.name}" if self.stack.name else "")
+
+    @property
+    def recompute(self) -> RecomputeSlice:
+        """Activation checkpointing of its stack."""
+        return self.stack.stack.recompute or _NO_RECOMPUTE
 
     @property
     def skips_backward(self) -> bool:
@@ -158,10 +162,7 @@ def layers_in_order(run: RunInputs) -> tuple[LayerInStack, ...]:
         moe = stack.stack.moe
         kinds = {experts: layer_memory(stack, is_moe=experts) for experts in set(moe.layers if moe else (False,))}
         for number in range(stack.stack.num_layers):
-            memory = kinds[moe.layers[number] if moe else False]
-            name = f"layer {number}" + (f" of the {stack.name}" if stack.name else "")
-            recompute = stack.stack.recompute or _NO_RECOMPUTE
-            found.append(LayerInStack(name=name, stack=stack, index=number, memory=memory, recompute=recompute))
+            found.append(LayerInStack(index=number, memory=kinds[moe.layers[number] if moe else False]))
     return tuple(found)
 
 
