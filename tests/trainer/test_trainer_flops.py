@@ -48,9 +48,10 @@ def test_formula_equals_counted_flops(extra):
 def test_a_window_is_counted_by_the_keys_it_leaves():
     """Twice the mean number of keys that a token sees, as for the causal mask, up to the diagonal."""
     tokens, per_key = 1000, 6 * 2 * 32
-    whole = training_flops_per_token(GPTKeys.model_validate(SHAPE), 128, tokens)
+    shape = SHAPE | {"encoder_seq_length": tokens}
+    whole = training_flops_per_token(GPTKeys.model_validate(shape), 128, tokens)
     for width in (1, 100, 999, 1000, 5000):
-        keys = GPTKeys.model_validate(SHAPE | {"window_size": [width - 1, 0]})
+        keys = GPTKeys.model_validate(shape | {"window_size": [width - 1, 0]})
         seen = sum(min(place + 1, width) for place in range(tokens)) / tokens
         dense = (tokens + 1) / 2
         saved = whole - training_flops_per_token(keys, 128, tokens)
