@@ -82,8 +82,8 @@ def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: BatchSpec
             query, key_value = _attention_widths(decoder)
             query_and_output = 2 * decoder.num_layers * decoder.hidden_size * query * answer
             key_and_value = 2 * decoder.num_layers * decoder.hidden_size * key_value * length
-            weights = _stack_parameters(encoder, of_t5=True) * length + query_and_output + key_and_value
-            weights += _stack_parameters(decoder, of_t5=True) * answer
+            weights = _stack_parameters(encoder) * length + query_and_output + key_and_value
+            weights += _stack_parameters(decoder) * answer
             pairs = 12.0 * decoder.num_layers * query * answer * length
             pairs += _bidirectional_attention_flops(encoder, length) + _causal_attention_flops(decoder, answer) * answer
             return each * (weights + vocab_size * decoder.hidden_size * answer) + pairs
@@ -101,7 +101,7 @@ def _attention_widths(keys: StackKeys) -> tuple[int, int]:
     return keys.num_attention_heads * head_dim_of(keys), groups * head_dim_of(keys)
 
 
-def _stack_parameters(keys: StackKeys, *, of_t5: bool = False) -> int:
+def _stack_parameters(keys: StackKeys) -> int:
     """Return the matmul parameters of a stack active per token: of experts the top-k, times a capacity factor below 1.
 
     Padding of experts to their capacity does not count, nor does recomputation.
@@ -110,7 +110,7 @@ def _stack_parameters(keys: StackKeys, *, of_t5: bool = False) -> int:
     attention = keys.hidden_size * (query + 2 * key_value) + query * keys.hidden_size
     per_channel = (3 if mlp_slice(keys).gated else 2) * keys.hidden_size
     dense = per_channel * keys.ffn_hidden_size
-    moe = moe_slice(keys, is_t5=of_t5)
+    moe = moe_slice(keys)
     if moe is None:
         return keys.num_layers * (attention + dense)
     routed = moe.topk * min(1.0, moe.capacity_factor or 1.0)
