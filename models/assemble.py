@@ -11,13 +11,15 @@ from ..kernels.attention.backends.registry import AttentionFunction
 from ..kernels.attention.dispatch import BackendSelection
 from .bert import BERT
 from .config.batch_shape import BatchSpec
-from .config.bert_slice import BertSlice
+from .config.bert import BertSlice
 from .config.families import FamilySlice
-from .config.moe_slice import MoESlice
-from .config.slices import AttentionSlice, GPTSlice, StackSlice
-from .config.t5_slice import T5Slice, T5StackSlice
+from .config.gpt import GPTSlice
+from .config.moe import MoESlice
+from .config.stack import AttentionSlice, StackSlice
+from .config.t5 import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind
 from .gpt import GPT
+from .layers.attention import AttentionArguments
 from .layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScoreBiasModule
 from .layers.cross_attention import CrossAttention
 from .layers.mlp import MLP
@@ -224,15 +226,18 @@ def _build_layer(
 ) -> Layer:
     """Build layer `number` of a stack, counted from 0."""
     normformer = stack.block == "normformer"
-    cross = cross_attention is not None
+    cross = None
+    if cross_attention is not None:
+        arguments = _attention_arguments(stack, cross_attention, cross_backends or {})
+        cross = CrossAttention(stack.hidden_size, **arguments)
     return Layer(
         block=stack.block,
         attention_norm=_build_norm(stack),
         attention=_build_attention(stack, backends),
         attention_output_norm=_build_norm(stack) if normformer else None,
-        cross_attention_norm=_build_norm(stack) if cross else None,
-        cross_attention=_build_cross_attention(stack, cross_attention, cross_backends or {}) if cross else None,
-        cross_attention_output_norm=_build_norm(stack) if cross and normformer else None,
+        cross_attention_norm=None if cross is None else _build_norm(stack),
+        cross_attention=cross,
+        cross_attention_output_norm=_build_norm(stack) if cross is not None and normformer else None,
         mlp_norm=_build_norm(stack),
         mlp=_build_mlp(stack) if stack.moe is None or not stack.moe.layers[number] else _build_moe(stack, stack.moe),
         dropout=stack.hidden_dropout,
@@ -298,27 +303,15 @@ def _build_attention(stack: StackSlice, backends: Backends) -> SelfAttention:
     attention = stack.attention
     return SelfAttention(
         stack.hidden_size,
-        heads=attention.heads,
-        groups=attention.groups,
-        head_dim=attention.head_dim,
-        scale=attention.scale,
-        qkv_bias=attention.qkv_bias,
-        output_bias=attention.output_bias,
-        dropout=attention.dropout,
         causal=attention.causal,
         rotary_interleaved=stack.rotary.interleaved if stack.rotary else False,
-        backends=backends,
         window=attention.window,
-        softcap=attention.softcap,
-        query_norm=_build_norm(stack, attention.head_dim) if attention.qk_norm else None,
-        key_norm=_build_norm(stack, attention.head_dim) if attention.qk_norm else None,
-        head_scale=attention.head_scale,
+        **_attention_arguments(stack, attention, backends),
     )
 
 
-def _build_cross_attention(stack: StackSlice, attention: AttentionSlice, backends: Backends) -> CrossAttention:
-    return CrossAttention(
-        stack.hidden_size,
+def _attention_arguments(stack: StackSlice, attention: AttentionSlice, backends: Backends) -> AttentionArguments:
+    return AttentionArguments(
         heads=attention.heads,
         groups=attention.groups,
         head_dim=attention.head_dim,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from .config.batch_shape import BatchSpec
-from .config.bert_slice import BertSlice
+from .config.bert import BertSlice
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
 from .layers.cost import Matrix, StackInputs, Weights
@@ -24,7 +24,7 @@ from .lm_head import (
     token_logits,
     token_loss,
 )
-from .moe.find_moe_layers import find_moe_layers
+from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
 from .stack import Stack
 
@@ -134,12 +134,9 @@ class BERT(nn.Module):
         """Return the sum of the cross-entropies of all labels divided by `denominator`.
 
         Args:
-            tokens: as in `forward`.
             labels: (batch, tokens) int64, the original token at each masked position; -100 is ignored.
             denominator: usually the number of labels in the global batch, so that micro batch losses add up.
-            token_types: as in `forward`.
-            padding: as in `forward`.
-            documents: as in `forward`.
+            tokens and others: as in `forward`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
@@ -173,11 +170,8 @@ class BERT(nn.Module):
         """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
-            tokens: as in `forward`.
-            token_types: as in `forward`.
-            padding: as in `forward`.
-            documents: as in `forward`.
             routed: bool (batch, tokens), True for tokens that are routed to experts; None: those of `padding`.
+            tokens and others: as in `forward`.
         """
         length = tokens.shape[1]
         kind = self._kind_of_call(length, padding, documents)

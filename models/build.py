@@ -18,13 +18,11 @@ from .assemble import Backends, LanguageModel, assemble
 from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
-from .config.gpt import GPTKeys
-from .config.peft_slice import PeftSlice, PromptSlice, peft_dropout
-from .config.slices import StackSlice
-from .config.t5_slice import T5Slice
+from .config.peft import PeftSlice, PromptSlice, peft_dropout
+from .config.stack import StackSlice
+from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallKind, choose_backends
 from .dispatch.attention_choices import CallContext, PlannedAttention, plan_attentions
-from .gpt import GPT
 from .init import InitRules, initialize_
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload
@@ -32,7 +30,7 @@ from .memory.offload_weights import WeightOffload
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
 from .recompute.analysis import has_dropout, training_labels
-from .recompute.policies import recompute_policies
+from .recompute.apply import apply_recompute
 from .stack import Stack
 from .t5 import T5
 
@@ -121,8 +119,7 @@ def build_model(
     model = _assembled(described, batch_spec, plan.decisions, backends, peft).to(dtype)
     make_copies = copy_engine_factory(device) if "training" in kinds else None
     for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
-        for policy in recompute_policies(stack_slice, plan.decisions, *labels, offloads=make_copies is not None):
-            policy.apply(stack)
+        apply_recompute(stack, stack_slice, plan.decisions, *labels, offloads=make_copies is not None)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
         generation = {planned.label("generation") for planned in plan.attentions}
@@ -160,53 +157,6 @@ def _init_rules_of(model: nn.Module, described: FamilySlice) -> InitRules:
     return replace(init_rules(described), initializers=peft_initializers(model))
 
 
-def build_gpt(
-    keys: GPTKeys,
-    *,
-    vocab_size: int,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    flags: AttentionFlags,
-    micro_batch_size: int,
-    seq_length: int | None = None,
-    compute_dtype: torch.dtype | None = None,
-    kinds: Collection[CallKind] = ALL_CALL_KINDS,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    sharding: Sharding | None = None,
-) -> GPT:
-    """Build a GPT.
-
-    Args:
-        keys: as in `build_model`, like all arguments not listed here.
-        seq_length: sequence length of a sample; None: `encoder_seq_length`.
-        reset_position_ids: restart positions at 0 in each document of a training or evaluation sample.
-        reset_attention_mask: attend only within the documents of a training or evaluation sample.
-
-    Raises:
-        ValueError: `override_vocab_size` is too small, or `compile` is not supported.
-        NoBackendError: no attention backend supports a kind of call.
-    """
-    model = build_model(
-        keys,
-        vocab_size=vocab_size,
-        device=device,
-        dtype=dtype,
-        flags=flags,
-        micro_batch_size=micro_batch_size,
-        batch_spec=BatchSpec(
-            seq_length=seq_length or keys.encoder_seq_length,
-            packed=reset_attention_mask,
-            reset_position_ids=reset_position_ids,
-        ),
-        compute_dtype=compute_dtype,
-        kinds=kinds,
-        sharding=sharding,
-    )
-    assert isinstance(model, GPT)
-    return model
-
-
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
     """Decisions of `build_model`: attention backends and compilation.
@@ -239,13 +189,8 @@ def plan_model(
 
     Args:
         model: slice of the model.
-        device: device of the model.
         dtype: compute dtype.
-        flags: attention settings from environment variables.
-        micro_batch_size: samples per call.
-        batch_spec: shape of the samples of training and evaluation.
-        kinds: kinds of call the model is built for.
-        peft: PEFT scheme.
+        device and others: as in `build_model`.
 
     Raises:
         ValueError: `dtype` or `compile` is not supported.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
-from .config.slices import GPTSlice
+from .config.gpt import GPTSlice
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
 from .layers.cost import Weights
@@ -21,7 +21,7 @@ from .lm_head import (
     token_logits,
     token_loss,
 )
-from .moe.find_moe_layers import find_moe_layers
+from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
 from .peft.ptuning import PromptEncoder
 from .stack import Stack

@@ -79,14 +79,9 @@ class KVCache:
     """KV caches of all layers of a stack, reused from batch to batch.
 
     Args:
-        num_layers: number of layers.
-        batch_size: batch size.
         groups: key and value heads.
         slots: maximal sequence length.
-        head_dim: width of a head.
         window: previous tokens visible to a query; -1 for all.
-        dtype: dtype of keys and values.
-        device: device of keys and values.
     """
 
     def __init__(

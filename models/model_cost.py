@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from .bert import bert_outer_weights, embedding_norm_saved_bytes, transform_saved_bytes
 from .config.batch_shape import BatchSpec
-from .config.bert_slice import BertSlice
+from .config.bert import BertSlice
 from .config.families import FamilyKeys, FamilySlice, family_slice, sequence_length_of
-from .config.slices import AttentionSlice, StackSlice
-from .config.t5_slice import T5Slice
+from .config.stack import AttentionSlice, StackSlice
+from .config.t5 import T5Slice
 from .dispatch.core_attention import attended_pairs
 from .gpt import gpt_outer_weights
 from .layers.cost import StackInputs, Weights

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from ..kernels.attention.packed_sequences import PackedSequences
 from .config.memory import RecomputeModule
-from .config.moe_slice import MoESlice
-from .config.slices import AttentionSlice, StackSlice
+from .config.moe import MoESlice
+from .config.stack import AttentionSlice, StackSlice
 from .dispatch.attention_calls import CallKind
 from .kv_cache import CrossAttentionCache, LayerKVCache
 from .layers.attention_bias import ScoreBias, ScoreBiasModule, position_bias_parameters
 from .layers.compiling import configure_dynamo
+from .layers.context import LayerContext, Memory
 from .layers.cost import LayerMemory, PartMemory, SavedTensors, StackInputs, Weights
-from .layers.cross_attention import CrossAttention, Memory, cross_attention_memory, cross_attention_weights
+from .layers.cross_attention import CrossAttention, cross_attention_memory, cross_attention_weights
 from .layers.fused_linear import can_skip_norm_output
 from .layers.mlp import MLP, mlp_memory, mlp_weights
 from .layers.norm import (
@@ -31,18 +32,20 @@ from .layers.norm import (
     norm_saves_input,
     norm_statistics_bytes,
 )
-from .layers.position_embeddings import RotaryEmbedding, RotaryTables, XPosEmbedding
+from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding
 from .layers.self_attention import SelfAttention, attention_weights, self_attention_memory
-from .memory.activation_checkpoint import run_with_recompute, should_recompute
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
+from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
 from .moe.moe_layer import MoE, expert_rows, moe_memory, moe_weights, runs_eager_experts
 
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 
 
-class Layer(nn.Module):
+class Layer(RecomputableModule):
     """Transformer layer: residual branches of self-attention, optional cross-attention, and MLP or MoE.
+
+    Recomputed: everything but the layer input.
 
     With the residual stream x and a branch f: `pre_ln`: x + f(norm(x)) (arXiv 2002.04745). `post_ln`: norm(x + f(x))
     (arXiv 1706.03762). `normformer`: pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456).
@@ -62,16 +65,9 @@ class Layer(nn.Module):
         cross_attention_output_norm: norm of the cross-attention output, for `normformer`.
 
     Attributes:
-        recompute: in training, save only the layer input and recompute the layer in the backward.
-        preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
-        recompute_norms: in training, save the input of a norm followed by a projection and recompute its output.
         attention_adapter: bottleneck adapter on the self-attention output (`peft.bottleneck`), or None.
         mlp_adapter: bottleneck adapter on the MLP output, or None.
     """
-
-    recompute: bool = False
-    preserve_rng_state: bool = False
-    recompute_norms: bool = False
 
     def __init__(
         self,
@@ -102,73 +98,42 @@ class Layer(nn.Module):
         self.dropout = dropout
         self.uses_rng = dropout > 0
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotary: RotaryTables | None,
-        kind: CallKind,
-        packed: PackedSequences | None = None,
-        memory: Memory | CrossAttentionCache | None = None,
-        terms: ScoreBias | None = None,
-        padding: Tensor | None = None,
-        cache: LayerKVCache | None = None,
-        routed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """Run the layer without updating its buffers, so that it can be recomputed.
 
         Args:
             hidden: (batch, tokens, hidden_size).
-            rotary: cos/sin tables for rotary embedding, or None.
-            kind: kind of call: training, evaluation or generation.
-            packed: document boundaries of packed samples.
-            memory: encoder output, read by cross-attention; None in a layer without it.
-            terms: position-dependent terms added to the attention scores.
-            padding: bool (batch, tokens), True for real tokens.
-            cache: KV cache for incremental decoding.
-            routed: bool (batch, tokens), True for tokens that are routed to experts; None: those of `padding`.
+            context: all other inputs.
 
         Returns:
-            The new residual stream (batch, tokens, hidden_size), and the router statistics for `count`.
+            The new residual stream (batch, tokens, hidden_size), and the router statistics for `update_statistics`.
         """
-        inputs = hidden, rotary, kind, packed, memory, terms, padding, cache, routed
-        if self.recompute and should_recompute(self):
-            return run_with_recompute(self._run, self.preserve_rng_state, *inputs)
-        return self._run(*inputs)
+        if self.is_recomputed:
+            return run_with_recompute(self._run, self.preserve_rng_state, hidden, context)
+        return self._run(hidden, context)
 
     def update_statistics(self, sums: Tensor | None) -> None:
         """Accumulate router statistics; to be called once per forward, which may itself run twice."""
         if sums is not None and self.training and isinstance(self.mlp, MoE):
             self.mlp.update_statistics(sums)
 
-    def _run(
-        self,
-        hidden: Tensor,
-        rotary: RotaryTables | None,
-        kind: CallKind,
-        packed: PackedSequences | None,
-        memory: Memory | CrossAttentionCache | None,
-        terms: ScoreBias | None,
-        padding: Tensor | None,
-        cache: LayerKVCache | None,
-        routed: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def _run(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         layer_input = hidden
         # The residual add is fused into the output projection if no dropout, norm or adapter comes in between.
         fusable = self.block != "post_ln" and not (self.training and self.dropout)
         read = self._branch_input(self.attention_norm, hidden, layer_input, self.attention.qkv)
         fused = fusable and self.attention_adapter is None and self.attention_output_norm is None
         residual = read.residual if fused else None
-        output = self.attention(read.hidden, rotary, kind, packed, terms, padding, read.norm, cache, residual)
+        output = self.attention(read.hidden, context, read.norm, residual)
         if self.attention_adapter is not None:
             output = self.attention_adapter(output)
         output_norm = self.attention_output_norm
         hidden = output if fused else self._add_residual(read.residual, output, self.attention_norm, output_norm)
         if self.cross_attention is not None and self.cross_attention_norm is not None:
-            assert memory is not None
             read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
             output_norm = self.cross_attention_output_norm
             fused = fusable and output_norm is None
-            output = self.cross_attention(read.hidden, memory, kind, read.norm, read.residual if fused else None)
+            output = self.cross_attention(read.hidden, context, read.norm, read.residual if fused else None)
             norm = self.cross_attention_norm
             hidden = output if fused else self._add_residual(read.residual, output, norm, output_norm)
         sums = None
@@ -179,9 +144,9 @@ class Layer(nn.Module):
             )
             output, sums = self.mlp.forward_with_statistics(
                 read.hidden,
-                padding if routed is None else routed,
+                context.padding if context.routed is None else context.routed,
                 read.norm,
-                use_capacity=kind != "generation",
+                use_capacity=context.kind != "generation",
                 router_input=read.second_hidden,
                 residual=read.residual if fused else None,
             )
@@ -216,7 +181,7 @@ class Layer(nn.Module):
             return BranchInput(hidden, hidden)
         source = layer_input if self.block == "parallel_ln" else hidden
         skips_output = projection is not None and can_skip_norm_output(projection, norm)
-        if (self.recompute_norms or skips_output) and not has_several_readers and should_recompute(self):
+        if (norm.recompute or skips_output) and not has_several_readers and should_recompute(self):
             return BranchInput(hidden, source, norm=norm)
         # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
         # its summands are saved (other block types) or if one of them is narrower (autocast).
@@ -243,8 +208,10 @@ class Layer(nn.Module):
         return norm(hidden) if self.block == "post_ln" else hidden
 
 
-class Stack(nn.Module):
+class Stack(RecomputableModule):
     """Sequence of layers with shared position modules and a final norm.
+
+    Recomputed: everything but the input of each chunk of `recompute_chunk` layers.
 
     Args:
         layers: the layers, first to last.
@@ -253,15 +220,12 @@ class Stack(nn.Module):
         score_positions: position module that biases attention scores, shared by the layers, or None.
 
     Attributes:
-        recompute_chunk: in training, save only the input of each chunk of this many layers and recompute the chunk in
-            the backward; 1 leaves recomputation to the layers.
-        preserve_rng_state: restore the RNG state when a chunk is recomputed.
+        recompute_chunk: number of layers that are recomputed together.
         activation_offload: keeps the saved tensors of the first layers in host memory, or None.
         weight_offload: keeps the weights of the first layers in host memory between uses, or None.
     """
 
     recompute_chunk: int = 1
-    preserve_rng_state: bool = False
     activation_offload: ActivationOffload | None = None
     weight_offload: WeightOffload | None = None
 
@@ -309,12 +273,11 @@ class Stack(nn.Module):
         tokens = hidden.shape[1]
         rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
         terms = None if self.score_positions is None else self.score_positions(tokens, tokens)
+        context = LayerContext(kind, rotary, terms, packed, padding, routed, memory)
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and should_recompute(self):
-            shared = (rotary, packed, memory, terms, padding, routed)
-            activations = self.activation_offload.begin_forward(len(self.layers), shared)
-        inputs = kind, rotary, packed, memory, terms, padding, routed
-        chunk = self.recompute_chunk if should_recompute(self) else 1
+            activations = self.activation_offload.begin_forward(len(self.layers), context)
+        chunk = self.recompute_chunk if self.is_recomputed else 1
         for first in range(0, len(self.layers), chunk):
             numbers = range(first, min(first + chunk, len(self.layers)))
             layers = [cast(Layer, self.layers[number]) for number in numbers]
@@ -323,10 +286,10 @@ class Stack(nn.Module):
             with (
                 contextlib.nullcontext() if activations is None else activations.offload_saved_tensors(numbers, layers)
             ):
-                if chunk == 1:
-                    hidden, sums = _run_layers(layers, hidden, *inputs)
+                if self.is_recomputed:
+                    hidden, sums = run_with_recompute(_run_layers, self.preserve_rng_state, layers, hidden, context)
                 else:
-                    hidden, sums = run_with_recompute(_run_layers, self.preserve_rng_state, layers, hidden, *inputs)
+                    hidden, sums = _run_layers(layers, hidden, context)
             for layer, layer_sums in zip(layers, sums, strict=True):
                 layer.update_statistics(layer_sums)
             if weights is not None and should_recompute(self):
@@ -360,7 +323,8 @@ class Stack(nn.Module):
         step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _run_layer_cached
         for number, layer in enumerate(self.layers):
             memory = None if memories is None else memories[number]
-            hidden = step(cast(Layer, layer), hidden, rotary, memory, terms, caches[number])
+            context = LayerContext("generation", rotary, terms, memory=memory, cache=caches[number])
+            hidden = step(cast(Layer, layer), hidden, context)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def compile_decode_step(self) -> None:
@@ -385,33 +349,16 @@ class Stack(nn.Module):
                 module.compile(fullgraph=fullgraph, dynamic=False)
 
 
-def _run_layer_cached(
-    layer: Layer,
-    hidden: Tensor,
-    rotary: RotaryTables | None,
-    memory: CrossAttentionCache | None,
-    terms: ScoreBias | None,
-    cache: LayerKVCache,
-) -> Tensor:
+def _run_layer_cached(layer: Layer, hidden: Tensor, context: LayerContext) -> Tensor:
     """Run one layer for prefill, or for a decode step."""
-    return layer(hidden, rotary, "generation", None, memory, terms, None, cache)[0]
+    return layer(hidden, context)[0]
 
 
-def _run_layers(
-    layers: Sequence[Layer],
-    hidden: Tensor,
-    kind: CallKind,
-    rotary: RotaryTables | None,
-    packed: PackedSequences | None,
-    memory: Memory | None,
-    terms: ScoreBias | None,
-    padding: Tensor | None,
-    routed: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None]]:
+def _run_layers(layers: Sequence[Layer], hidden: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor | None]]:
     """Run consecutive layers; return the statistics for `Layer.update_statistics` too, since this may be recomputed."""
     collected: list[Tensor | None] = []
     for layer in layers:
-        hidden, sums = layer(hidden, rotary, kind, packed, memory, terms, padding, None, routed)
+        hidden, sums = layer(hidden, context)
         collected.append(sums)
     return hidden, collected
 

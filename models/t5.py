@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from .config.batch_shape import BatchSpec
-from .config.t5_slice import T5Slice
+from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.attention_bias import CrossRelativeBias, position_bias_parameters
 from .layers.compiling import eager_layers
+from .layers.context import Memory
 from .layers.cost import StackInputs, Weights
-from .layers.cross_attention import Memory
 from .lm_head import (
     PositionEmbedding,
     add_position_embeddings,
@@ -26,7 +26,7 @@ from .lm_head import (
     token_logits,
     token_loss,
 )
-from .moe.find_moe_layers import find_moe_layers
+from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .peft.ptuning import PromptEncoder
 from .stack import Stack
@@ -176,13 +176,9 @@ class T5(nn.Module):
         """Return the sum of the cross-entropies of all labels divided by `denominator`.
 
         Args:
-            encoder_tokens: as in `forward`.
-            decoder_tokens: as in `forward`.
             labels: (batch, tokens) int64, the next token of each of `decoder_tokens`; -100 is ignored.
             denominator: usually the number of labels in the global batch, so that micro batch losses add up.
-            encoder_padding: as in `forward`.
-            encoder_documents: as in `forward`.
-            decoder_documents: as in `forward`.
+            encoder_tokens and others: as in `forward`.
 
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
@@ -227,14 +223,10 @@ class T5(nn.Module):
         """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
-            encoder_tokens: as in `forward`.
-            decoder_tokens: as in `forward`.
-            encoder_padding: as in `forward`.
-            encoder_documents: as in `forward`.
-            decoder_documents: as in `forward`.
             encoder_routed: bool, like `encoder_tokens`, True for tokens that are routed to experts; None: those of
                 `encoder_padding`, as in generation.
             decoder_routed: bool, like `decoder_tokens`; None: all tokens are routed.
+            encoder_tokens and others: as in `forward`.
         """
         kind = self._kind_of_call(
             encoder_tokens.shape[1], decoder_tokens.shape[1], encoder_padding, encoder_documents, decoder_documents

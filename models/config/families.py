@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .batch_shape import BatchSpec
-from .bert import BertKeys
-from .bert_slice import BertSlice, bert_slice
-from .gpt import GPTKeys
-from .slices import GPTSlice, gpt_slice
-from .t5 import T5Keys
-from .t5_slice import T5Slice, t5_slice
+from .bert import BertKeys, BertSlice, bert_slice
+from .gpt import GPTKeys, GPTSlice, gpt_slice
+from .key_block import Finding
+from .model import single_stack_rules
+from .stack import StackKeys
+from .t5 import T5Keys, T5Slice, t5_rules, t5_slice
 
 FamilyKeys = GPTKeys | T5Keys | BertKeys
 FamilySlice = GPTSlice | T5Slice | BertSlice
@@ -37,3 +39,17 @@ def family_slice(keys: FamilyKeys, *, vocab_size: int, batch_spec: BatchSpec) ->
 def sequence_length_of(keys: FamilyKeys) -> int:
     """Return the sequence length, for T5 that of the encoder."""
     return keys.seq_length if isinstance(keys, T5Keys) else keys.encoder_seq_length
+
+
+def model_rules(keys: FamilyKeys) -> Iterator[Finding]:
+    """All cross-field checks for a model of any family."""
+    match keys:
+        case T5Keys():
+            yield from t5_rules(keys)
+        case _:
+            yield from single_stack_rules(keys, causal=not isinstance(keys, BertKeys))
+
+
+def keys_by_stack(keys: FamilyKeys) -> dict[str, StackKeys]:
+    """Return the keys of each stack by path prefix: `encoder.` and `decoder.` for T5, else the empty prefix."""
+    return {"encoder.": keys.encoder, "decoder.": keys.decoder} if isinstance(keys, T5Keys) else {"": keys}

@@ -1,23 +1,64 @@
-"""Configuration keys of a decoder-only GPT: one stack, its embeddings and its output head."""
+"""Decoder-only GPT: its keys, and what they resolve to."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from pydantic import Field
 
-from .model_keys import ModelKeys
-from .stack import StackKeys
+from .model import SingleStackKeys, SingleStackSlice, max_sequence_length, resolve_vocab_sizes
+from .stack import stack_slice
 
 
-class GPTKeys(ModelKeys, StackKeys):
+class GPTKeys(SingleStackKeys):
     """`model.*` for `model.family: gpt`, except batching, data and optimization."""
 
-    encoder_seq_length: int = Field(512, ge=1)
-    """Sequence length in tokens."""
-    max_position_embeddings: int | None = Field(None, ge=1)
-    """Rows of the learned position embedding; null: `encoder_seq_length`."""
     apply_embedding_scaling: bool = False
     """Multiply the embeddings by sqrt(hidden_size) (Gemma)."""
     logits_soft_cap: float | None = Field(None, gt=0)
     """Softcap of the logits, cap * tanh(logit / cap) (Gemma 2); null: none."""
     share_embeddings_and_output_weights: bool = True
     """Tie the output head to the token embedding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTSlice(SingleStackSlice):
+    """Decoder-only GPT.
+
+    Attributes:
+        seq_length: sequence length in training.
+        embedding_scale: factor of the embeddings.
+        logits_softcap: softcap of the logits, cap * tanh(logit / cap); 0 for none.
+    """
+
+    seq_length: int
+    embedding_scale: float
+    logits_softcap: float
+
+
+def gpt_slice(keys: GPTKeys, *, vocab_size: int) -> GPTSlice:
+    """Resolve the keys of a GPT for a tokenizer of `vocab_size` tokens.
+
+    Raises:
+        ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
+    """
+    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
+    positions = max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
+    return GPTSlice(
+        stack=stack_slice(keys, causal=True, positions=positions),
+        seq_length=keys.encoder_seq_length,
+        learned_positions=positions if keys.position_embedding_type.startswith("learned_") else None,
+        max_positions=max_sequence_length(keys),
+        positions_by_document=keys.position_embedding_type == "learned_absolute",
+        embedding_scale=math.sqrt(keys.hidden_size) if keys.apply_embedding_scaling else 1.0,
+        logits_softcap=keys.logits_soft_cap or 0.0,
+        vocab_size=real_vocab,
+        padded_vocab_size=padded_vocab,
+        tied=keys.share_embeddings_and_output_weights,
+        embedding_dropout=keys.hidden_dropout if keys.embedding_dropout is None else keys.embedding_dropout,
+        embedding_std=keys.embedding_init_method_std or keys.init_method_std,
+        label_smoothing=keys.label_smoothing,
+        seed=keys.seed,
+        compile=keys.compile,
+    )

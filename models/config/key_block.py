@@ -20,6 +20,11 @@ class ConfigBlock(BaseModel):
         protected_namespaces=(),
     )
 
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """Return the names of the keys that this class declares, without inherited ones."""
+        return tuple(name for name in cls.model_fields if name in cls.__annotations__)
+
 
 def extension_field(default: Any = ..., **constraints: Any) -> Any:
     """Declare a key that NeMo does not have; the docs and `stoker config` mark it as stoker's own."""

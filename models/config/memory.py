@@ -1,19 +1,24 @@
-"""Configuration keys of recompute (activation checkpointing) and CPU offloading of one stack."""
+"""Recompute (activation checkpointing) and CPU offloading of a stack: keys, and what they resolve to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .key_block import ConfigBlock, extension_field
+from .key_block import extension_field
+from .moe import MoEKeys
 
 Granularity = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 RecomputeModule = Literal["core_attention", "mlp_activation", "norm", "moe"]
 
+RECOMPUTED_INSTEAD_OF_OFFLOADED: frozenset[RecomputeModule] = frozenset({"norm", "mlp_activation", "core_attention"})
+"""Modules that offloaded layers recompute, which is much faster than copying them to the host and back."""
 
-class MemoryKeys(ConfigBlock):
+
+class MemoryKeys(MoEKeys):
     """Recompute and CPU offloading (nemo_semantics 1.9, 1.10, 3 and 4)."""
 
     activations_checkpoint_granularity: Granularity | None = None
@@ -41,3 +46,131 @@ class MemoryKeys(ConfigBlock):
     cpu_offloading_weights: bool = True
     """With `cpu_offloading`: keep the weights of these layers on the host between their forward and backward. Not
     supported with `fsdp`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSlice:
+    """Recompute (activation checkpointing) of a stack.
+
+    Attributes:
+        chunk: layers that are recomputed together; only the input of the first is saved.
+        layers: number of first layers that are recomputed as a whole; 0 for none.
+        modules: modules that are recomputed in each of the other layers.
+    """
+
+    chunk: int
+    layers: int
+    modules: frozenset[RecomputeModule]
+
+    @property
+    def description(self) -> str:
+        """Human-readable description for logs."""
+        together = f" in chunks of {self.chunk}" if self.chunk > 1 else ""
+        whole = [f"{self.layers} {'layers' if self.layers > 1 else 'layer'}{together}"] if self.layers else []
+        parts = join_module_names(self.modules)
+        return "; ".join([*whole, *([f"{parts} of {'the others' if whole else 'every layer'}"] if parts else [])])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSlice:
+    """CPU offloading of a stack of L layers; no effect without a GPU.
+
+    Attributes:
+        layers: number N of first layers that are offloaded, 1 to L - 1, without the recompute chunk that the backward
+            starts with.
+        activations: offload their saved activations; those of layer i have left the GPU before layer i + L - N runs.
+        weights: offload their weights, from the forward of the next layer to the backward of the next layer.
+    """
+
+    layers: int
+    activations: bool
+    weights: bool
+
+    @property
+    def recomputed_modules(self) -> frozenset[RecomputeModule]:
+        """Modules that these layers recompute instead of copying, where they have them."""
+        return RECOMPUTED_INSTEAD_OF_OFFLOADED if self.activations else frozenset()
+
+
+def recompute_slice(keys: MemoryKeys, *, with_experts: tuple[bool, ...]) -> RecomputeSlice | None:
+    """Resolve the recompute keys; None if nothing is recomputed.
+
+    Args:
+        keys: keys of the stack, already validated by the rules.
+        with_experts: True for each layer with experts; () for a dense stack.
+    """
+    chunk, layers = full_recompute_layers(keys)
+    shared = keys.moe_shared_expert_intermediate_size is not None
+    acting = effective_modules(
+        with_experts[layers:], shared_expert=shared, post_ln=keys.transformer_block_type == "post_ln"
+    )
+    modules = selected_modules(keys) & acting if layers < keys.num_layers else frozenset()
+    return RecomputeSlice(chunk=chunk, layers=layers, modules=modules) if layers or modules else None
+
+
+def join_module_names(modules: frozenset[RecomputeModule]) -> str:
+    """Join the names of these modules."""
+    return ", ".join(sorted(modules)).replace("_", " ")
+
+
+def effective_modules(
+    with_experts: tuple[bool, ...], *, shared_expert: bool, post_ln: bool
+) -> frozenset[RecomputeModule]:
+    """Return the modules that some of the layers have and that can be recomputed.
+
+    Args:
+        with_experts: True for each layer with experts; () for a dense stack.
+        shared_expert: MoE layers have a shared expert.
+        post_ln: outputs of the norms are the residual stream, which is saved anyway.
+    """
+    parts: dict[RecomputeModule, bool] = {
+        "core_attention": True,  # depends on the backend, which the keys do not determine
+        "norm": not post_ln,
+        "mlp_activation": shared_expert or not (with_experts and all(with_experts)),
+        "moe": any(with_experts),
+    }
+    return frozenset(name for name, acts in parts.items() if acts)
+
+
+def full_recompute_layers(keys: MemoryKeys) -> tuple[int, int]:
+    """Return layers per chunk and the number of first layers that are recomputed as a whole (0 for none)."""
+    number, method = keys.activations_checkpoint_num_layers, keys.activations_checkpoint_method
+    if keys.activations_checkpoint_granularity != "full" or method is None or not number:
+        return 1, 0
+    number = min(number, keys.num_layers)
+    return (number, keys.num_layers) if method == "uniform" else (1, number)
+
+
+def last_chunk_start(keys: MemoryKeys) -> int:
+    """Return the first layer of the recompute chunk that the backward starts with; without chunks the last layer."""
+    last, (chunk, _) = keys.num_layers - 1, full_recompute_layers(keys)
+    return last - last % chunk
+
+
+def selected_modules(keys: MemoryKeys) -> frozenset[RecomputeModule]:
+    """Return the modules selected by the keys, whether or not the layers have them."""
+    modules: set[RecomputeModule] = set(keys.activations_checkpoint_modules or ())
+    if keys.activations_checkpoint_modules is None and keys.activations_checkpoint_granularity == "selective":
+        modules.add("core_attention")
+    if keys.moe_layer_recompute:
+        modules.add("moe")
+    return frozenset(modules)
+
+
+def offload_slice(keys: MemoryKeys) -> OffloadSlice | None:
+    """Resolve the offloading keys; None if nothing is offloaded.
+
+    Args:
+        keys: keys of the stack, already validated by the rules.
+    """
+    layers = min(num_offloaded_layers(keys), last_chunk_start(keys))
+    if not layers:
+        return None
+    return OffloadSlice(layers=layers, activations=keys.cpu_offloading_activations, weights=keys.cpu_offloading_weights)
+
+
+def num_offloaded_layers(keys: MemoryKeys) -> int:
+    """Return the number of first layers that are offloaded; 0 for none."""
+    if not keys.cpu_offloading:
+        return 0
+    return keys.num_layers - 1 if keys.cpu_offloading_num_layers is None else keys.cpu_offloading_num_layers

@@ -1,13 +1,12 @@
-"""Cross-field rules of recompute (activation checkpointing); paths are relative to the block of the stack."""
+"""Cross-field rules of recompute and CPU offloading; paths are relative to the block of the stack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from .key_block import Finding
-from .memory_slice import full_recompute_layers, selected_modules
-from .moe_slice import has_experts, layers_with_experts
-from .stack import StackKeys
+from .memory import MemoryKeys, full_recompute_layers, last_chunk_start, num_offloaded_layers, selected_modules
+from .moe import has_experts, layers_with_experts
 
 _GRANULARITY = "activations_checkpoint_granularity"
 _METHOD = "activations_checkpoint_method"
@@ -15,17 +14,19 @@ _NUMBER = "activations_checkpoint_num_layers"
 _MODULES = "activations_checkpoint_modules"
 _MOE = "moe_layer_recompute"
 
-RecomputeRule = Callable[[StackKeys, bool], Iterator[Finding]]
-"""Takes the keys of a stack and whether it belongs to a T5."""
+_SWITCH = "cpu_offloading"
+_FIRST = "cpu_offloading_num_layers"
+_ACTIVATIONS = "cpu_offloading_activations"
+_WEIGHTS = "cpu_offloading_weights"
 
 
-def recompute_rules(keys: StackKeys, *, is_t5: bool = False) -> Iterator[Finding]:
-    """All cross-field checks of recompute for one stack, of a T5 or not."""
+def recompute_rules(keys: MemoryKeys) -> Iterator[Finding]:
+    """All cross-field checks of recompute for one stack."""
     for rule in RECOMPUTE_RULES:
-        yield from rule(keys, is_t5)
+        yield from rule(keys)
 
 
-def full_needs_method_and_number(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def full_needs_method_and_number(keys: MemoryKeys) -> Iterator[Finding]:
     """`full` needs a method and a number of layers, as in Megatron."""
     missing = [name for name in (_METHOD, _NUMBER) if getattr(keys, name) is None]
     if keys.activations_checkpoint_granularity != "full" or not missing:
@@ -40,7 +41,7 @@ def full_needs_method_and_number(keys: StackKeys, is_t5: bool) -> Iterator[Findi
     )
 
 
-def method_and_number_need_full(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def method_and_number_need_full(keys: MemoryKeys) -> Iterator[Finding]:
     """Method and number of layers have no effect without `full`."""
     granularity, method, number = (getattr(keys, name) for name in (_GRANULARITY, _METHOD, _NUMBER))
     ineffective = [name for name, value in ((_METHOD, method), (_NUMBER, number)) if value is not None]
@@ -64,7 +65,7 @@ def method_and_number_need_full(keys: StackKeys, is_t5: bool) -> Iterator[Findin
         )
 
 
-def number_is_within_num_layers(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def number_is_within_num_layers(keys: MemoryKeys) -> Iterator[Finding]:
     """The number of layers should be from 1 to `num_layers`."""
     number, layers = keys.activations_checkpoint_num_layers, keys.num_layers
     if keys.activations_checkpoint_granularity != "full" or keys.activations_checkpoint_method is None:
@@ -85,12 +86,12 @@ def number_is_within_num_layers(keys: StackKeys, is_t5: bool) -> Iterator[Findin
         )
 
 
-def modules_have_an_effect(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
     """Modules are recomputed in layers that have them and are not recomputed as a whole."""
     modules = selected_modules(keys)
     _, layers = full_recompute_layers(keys)
     if layers == keys.num_layers:
-        if keys.moe_layer_recompute and has_experts(keys, is_t5=is_t5):
+        if keys.moe_layer_recompute and has_experts(keys):
             yield Finding(
                 "error",
                 (_MOE, _GRANULARITY),
@@ -107,7 +108,7 @@ def modules_have_an_effect(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
                 f"use {_MODULES}=null, or {_METHOD}=block with fewer layers",
             )
         return
-    with_experts = layers_with_experts(keys) if has_experts(keys, is_t5=is_t5) else ()
+    with_experts = layers_with_experts(keys) if has_experts(keys) else ()
     rest = with_experts[layers:]
     shared = keys.moe_shared_expert_intermediate_size is not None
     scope = "layer that is not recomputed as a whole" if layers else "layer"
@@ -137,7 +138,7 @@ def modules_have_an_effect(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def modules_replace_selective_default(keys: StackKeys, is_t5: bool) -> Iterator[Finding]:
+def modules_replace_selective_default(keys: MemoryKeys) -> Iterator[Finding]:
     """As in Megatron, explicit modules replace the default of `selective`."""
     named = keys.activations_checkpoint_modules
     if keys.activations_checkpoint_granularity == "selective" and named is not None and "core_attention" not in named:
@@ -149,18 +150,108 @@ def modules_replace_selective_default(keys: StackKeys, is_t5: bool) -> Iterator[
         )
 
 
-def _listed(keys: StackKeys) -> str:
+def _listed(keys: MemoryKeys) -> str:
     return ", ".join(keys.activations_checkpoint_modules or ())
 
 
-def _shown(keys: StackKeys, name: str) -> str:
+def _shown(keys: MemoryKeys, name: str) -> str:
     return _listed(keys) if name == _MODULES else str(getattr(keys, name))
 
 
-RECOMPUTE_RULES: tuple[RecomputeRule, ...] = (
+RECOMPUTE_RULES: tuple[Callable[[MemoryKeys], Iterator[Finding]], ...] = (
     full_needs_method_and_number,
     method_and_number_need_full,
     number_is_within_num_layers,
     modules_have_an_effect,
     modules_replace_selective_default,
+)
+
+
+# ---------------------------------------------------------------- CPU offloading
+
+
+def offload_rules(keys: MemoryKeys) -> Iterator[Finding]:
+    """All cross-field checks of CPU offloading for one stack."""
+    if not keys.cpu_offloading:
+        yield from settings_need_the_switch(keys)
+        return
+    for rule in OFFLOAD_RULES:
+        yield from rule(keys)
+
+
+def settings_need_the_switch(keys: MemoryKeys) -> Iterator[Finding]:
+    """Report keys without `cpu_offloading`, unless they have the values that all NeMo configurations have."""
+    number = keys.cpu_offloading_num_layers
+    ineffective = [name for name in (_ACTIVATIONS, _WEIGHTS) if not getattr(keys, name)]
+    if number is not None and number != keys.num_layers - 1:
+        ineffective.insert(0, _FIRST)
+    if ineffective:
+        given = " and ".join(f"`{name}` ({getattr(keys, name)})" for name in ineffective)
+        yield Finding(
+            "info",
+            (*ineffective, _SWITCH),
+            f"{given} {'have' if len(ineffective) > 1 else 'has'} no effect without `{_SWITCH}`: nothing is offloaded.",
+            f"use {_SWITCH}=true",
+        )
+
+
+def number_of_layers_is_valid(keys: MemoryKeys) -> Iterator[Finding]:
+    """The last layer stays on the GPU, as the backward starts with it; if it is the only one, copies do not overlap.
+
+    With fully recomputed layers they do, since only the layers' inputs are copied.
+    """
+    number, layers, last = num_offloaded_layers(keys), keys.num_layers, last_chunk_start(keys)
+    if number >= layers:
+        yield Finding(
+            "error",
+            (_FIRST, "num_layers"),
+            f"`{_FIRST}` ({number}) must be less than `num_layers` ({layers}): the backward starts with the last "
+            "layer.",
+            f"use {_FIRST}={max(layers - 2, 0)}, or {_SWITCH}=false",
+        )
+    elif number == 0:
+        default_note = "" if keys.cpu_offloading_num_layers is not None else ", all but one of `num_layers` (1)"
+        yield Finding(
+            "info",
+            (_FIRST, _SWITCH),
+            f"`{_FIRST}` (0{default_note}) offloads nothing.",
+            f"use {_FIRST}={max(layers - 2, 1)}" if layers > 1 else f"use {_SWITCH}=false",
+        )
+    elif number > last:
+        key = f"`{_FIRST}` ({'null, which is ' * (keys.cpu_offloading_num_layers is None)}{number})"
+        reason = "one recompute chunk (`activations_checkpoint_num_layers`), and the backward starts with it."
+        message = (
+            f"{key} offloads the first {last} layers: the others are {reason}"
+            if last
+            else f"{key} offloads nothing: all layers are {reason}"
+        )
+        fix = f"use {_FIRST}={last}" if last else "use activations_checkpoint_num_layers=1"
+        paths = (_FIRST, "activations_checkpoint_num_layers")
+        yield Finding("info" if last else "warning", paths, message, fix)
+    elif number == layers - 1 and keys.cpu_offloading_activations and full_recompute_layers(keys)[1] < number:
+        default_note = "null, which is " if keys.cpu_offloading_num_layers is None else ""
+        fewer = f"use {_FIRST}={layers - 2} or fewer" if layers > 2 else f"use {_SWITCH}=false"
+        yield Finding(
+            "warning",
+            (_FIRST, "num_layers"),
+            f"`{_FIRST}` ({default_note}{number}) leaves one layer of {layers} on the GPU: in the forward pass each "
+            "layer waits for the copies of the previous one.",
+            fewer,
+        )
+
+
+def something_is_offloaded(keys: MemoryKeys) -> Iterator[Finding]:
+    """Activations, weights or both must be offloaded, as in TransformerEngine."""
+    if not (keys.cpu_offloading_activations or keys.cpu_offloading_weights):
+        yield Finding(
+            "error",
+            (_ACTIVATIONS, _WEIGHTS, _SWITCH),
+            f"`{_SWITCH}` (True) needs `{_ACTIVATIONS}` or `{_WEIGHTS}`, which are both False.",
+            f"use {_ACTIVATIONS}=true, or {_SWITCH}=false",
+        )
+
+
+OFFLOAD_RULES: tuple[Callable[[MemoryKeys], Iterator[Finding]], ...] = (
+    number_of_layers_is_valid,
+    something_is_offloaded,
 )

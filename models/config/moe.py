@@ -1,19 +1,25 @@
-"""Configuration keys of mixture of experts: layers with experts, routing, capacity and implementation."""
+"""Mixture of experts of a stack: keys, and what they resolve to."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .key_block import ConfigBlock
+from .dense_stack import DenseStackKeys
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 LayerPattern = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(min_length=1)]
 
 
-class MoEKeys(ConfigBlock):
-    """Mixture of experts in place of the MLP (nemo_semantics 1.11 and 2)."""
+class MoEKeys(DenseStackKeys):
+    """Mixture of experts in place of the MLP (nemo_semantics 1.11 and 2).
+
+    In a T5, a single expert is a dense MLP and the default router is top-1 `sinkhorn`, as in NeMo.
+    """
+
+    is_t5: ClassVar[bool] = False
 
     num_moe_experts: int | None = Field(None, ge=1)
     """Number of experts per MoE layer; null: dense MLPs. 1 is a single expert with a router; in a T5 it is a dense MLP,
@@ -77,3 +83,114 @@ class MoEKeys(ConfigBlock):
     """Number of equal expert groups, of which a token may use `moe_router_group_topk`; null: no groups."""
     moe_router_group_topk: int | None = Field(None, ge=1)
     """Groups per token: those with the largest sums of their best scores (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESlice:
+    """Experts of a stack, as the keys of `MoEKeys` describe them; None and a coefficient of 0 stand for none.
+
+    Attributes:
+        jitter: the router's input is multiplied by uniform noise from 1 - jitter to 1 + jitter, in training.
+        implementation: grouped GEMMs, or a loop over the experts.
+        bias_update_rate: update rate of the expert bias; None without this bias.
+        dropout: dropout probability inside an expert, after the activation.
+        layers: True for each layer of the stack that has experts.
+    """
+
+    experts: int
+    topk: int
+    balancing: Balancing
+    aux_loss: float
+    z_loss: float
+    jitter: float | None
+    capacity_factor: float | None
+    pad_to_capacity: bool
+    drop_policy: Literal["probs", "position"]
+    implementation: Literal["grouped", "sequential"]
+    pre_softmax: bool
+    score: Literal["softmax", "sigmoid"]
+    topk_scaling: float | None
+    num_groups: int | None
+    group_topk: int | None
+    bias_update_rate: float | None
+    router_dtype: Literal["fp32", "fp64"]
+    ffn_hidden_size: int
+    dropout: float
+    shared_ffn_hidden_size: int | None
+    layers: tuple[bool, ...]
+
+    @property
+    def reads_counts(self) -> bool:
+        """True if token counts per expert are read on the host, which synchronizes with the device."""
+        return self.implementation == "sequential" and not self.pad_to_capacity
+
+
+def has_experts(keys: MoEKeys) -> bool:
+    """Return True if the stack has experts; in a T5 a single expert is a dense MLP, as in NeMo."""
+    return keys.num_moe_experts is not None and not (keys.is_t5 and keys.num_moe_experts == 1)
+
+
+def routing_of(keys: MoEKeys) -> tuple[int, Balancing]:
+    """Return top-k and load balancing, with the defaults of the family."""
+    topk, balancing = keys.moe_router_topk, keys.moe_router_load_balancing_type
+    if balancing is None:
+        balancing = "sinkhorn" if keys.is_t5 and topk is None else "aux_loss"
+    if topk is None:
+        topk = 1 if keys.is_t5 and balancing == "sinkhorn" else 2
+    return topk, balancing
+
+
+def capacity_factor_of(keys: MoEKeys) -> float | None:
+    """Return the capacity factor; a negative one is None, as in Megatron."""
+    factor = keys.moe_expert_capacity_factor
+    return None if factor is None or factor < 0 else factor
+
+
+def layers_with_experts(keys: MoEKeys) -> tuple[bool, ...]:
+    """Return True for each layer of the stack that has experts; layers beyond a list that is too short have none."""
+    every, pattern = keys.moe_frequency, keys.moe_layer_freq
+    if isinstance(pattern, list):
+        padded = [*pattern, *[0] * keys.num_layers]
+        return tuple(padded[layer] == 1 for layer in range(keys.num_layers))
+    return tuple(layer % pattern == 0 and (layer + 1) % every == 0 for layer in range(keys.num_layers))
+
+
+def needs_pre_softmax(keys: MoEKeys) -> bool:
+    """Return True if the softmax over the selected expert would be constant, without gradient (Megatron-LM #894)."""
+    topk, balancing = routing_of(keys)
+    return topk == 1 and balancing != "sinkhorn" and keys.moe_router_score_function == "softmax"
+
+
+def moe_slice(keys: MoEKeys) -> MoESlice | None:
+    """Resolve the experts of a stack; None for a dense stack.
+
+    Args:
+        keys: keys of the stack, already validated by the rules.
+    """
+    if keys.num_moe_experts is None or not has_experts(keys):
+        return None
+    topk, balancing = routing_of(keys)
+    grouped = keys.moe_router_num_groups is not None and keys.moe_router_group_topk is not None
+    return MoESlice(
+        experts=keys.num_moe_experts,
+        topk=topk,
+        balancing=balancing,
+        aux_loss=keys.moe_aux_loss_coeff if balancing == "aux_loss" else 0.0,
+        z_loss=keys.moe_z_loss_coeff or 0.0,
+        jitter=keys.moe_input_jitter_eps,
+        capacity_factor=capacity_factor_of(keys),
+        pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
+        drop_policy=keys.moe_token_drop_policy,
+        implementation="sequential" if keys.moe_grouped_gemm is False else "grouped",
+        pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys),
+        score=keys.moe_router_score_function,
+        topk_scaling=keys.moe_router_topk_scaling_factor,
+        num_groups=keys.moe_router_num_groups if grouped else None,
+        group_topk=keys.moe_router_group_topk if grouped else None,
+        bias_update_rate=keys.moe_router_bias_update_rate if keys.moe_router_enable_expert_bias else None,
+        router_dtype=keys.moe_router_dtype,
+        ffn_hidden_size=keys.moe_ffn_hidden_size or keys.ffn_hidden_size,
+        dropout=keys.moe_dropout,
+        shared_ffn_hidden_size=keys.moe_shared_expert_intermediate_size,
+        layers=layers_with_experts(keys),
+    )

@@ -1,162 +1,389 @@
-"""Configuration keys of one stack of layers: at `model.*`, or for T5 at `model.encoder.*` and `model.decoder.*`."""
+"""One stack of layers: all of its keys, the frozen records of its parts that they resolve to, and cross-field rules.
+
+A rule is a pure function from keys to findings; paths are relative to the block of the stack.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import Field
+from ...kernels.attention.backend_support import BACKENDS_BY_NAME
+from .key_block import Finding
+from .memory import (
+    MemoryKeys,
+    OffloadSlice,
+    RecomputeModule,
+    RecomputeSlice,
+    effective_modules,
+    offload_slice,
+    recompute_slice,
+)
+from .memory_rules import offload_rules, recompute_rules
+from .moe import MoESlice, moe_slice
+from .moe_rules import moe_rules
+from .positions import (
+    BOUNDED_POSITION_TYPES,
+    DIRECTION_RULES,
+    POSITION_RULES,
+    PositionBiasSlice,
+    RotarySlice,
+    head_dim_of,
+    position_bias_slice,
+    resolve_window,
+    rotary_slice,
+)
 
-from .key_block import ConfigBlock, extension_field
-from .memory import MemoryKeys
-from .moe import MoEKeys
+NonLinearity = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu_squared", "silu"]
 
-Activation = Literal[
-    "gelu",
-    "geglu",
-    "swiglu",
-    "reglu",
-    "squared-relu",
-    "fast-geglu",
-    "fast-swiglu",
-    "fast-reglu",
-    "approx-gelu",
-    "relu",
-]
-Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
-PositionEmbedding = Literal[
-    "learned_absolute",
-    "learned_parameters",
-    "rope",
-    "xpos",
-    "alibi",
-    "kerple",
-    "sandwich",
-    "relative",
-    "none",
-]
-Window = Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=2, max_length=2)]
-AttentionBackend = Literal[
-    "auto",
-    "flash",
-    "fused",
-    "unfused",
-    "triton",
-    "sdpa_flash",
-    "sdpa_efficient",
-    "sdpa_cudnn",
-    "sdpa_math",
-    "flash_attn",
-    "te_flash",
-    "te_fused",
-    "te_unfused",
-    "lse_first",
-    "reference",
-]
+_ACTIVATIONS: dict[str, tuple[NonLinearity, bool]] = {
+    "gelu": ("gelu", False),
+    "approx-gelu": ("gelu_sigmoid", False),
+    "relu": ("relu", False),
+    "squared-relu": ("relu_squared", False),
+    "geglu": ("gelu", True),
+    "swiglu": ("silu", True),
+    "reglu": ("relu", True),
+}
 
 
-class DenseStackKeys(ConfigBlock):
-    """Sizes, norms, activation, attention, positions and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
-
-    num_layers: int = Field(12, ge=1)
-    """Number of transformer layers."""
-    hidden_size: int = Field(768, ge=1)
-    """Width of the residual stream."""
-    ffn_hidden_size: int = Field(3072, ge=1)
-    """Width of the MLP; a gated activation has two projections of this width (no 2/3 rule)."""
-    num_attention_heads: int = Field(12, ge=1)
-    """Number of query heads."""
-    kv_channels: int | None = Field(None, ge=1)
-    """Width of one head; null: `hidden_size` / `num_attention_heads`."""
-    num_query_groups: int | None = Field(None, ge=1)
-    """Number of key/value heads: null or `num_attention_heads` is MHA, 1 is MQA, a divisor in between is GQA."""
-
-    normalization: Normalization = "layernorm"
-    """`layernorm`, `layernorm1p` (weight stored minus one, so that weight decay pulls it to 1) or `rmsnorm`."""
-    layernorm_epsilon: float = Field(1e-5, gt=0)
-    """Epsilon of the norms, added to the variance."""
-    layernorm_zero_centered_gamma: bool = False
-    """Store the norm weight minus one, for `layernorm` and `rmsnorm`; `layernorm1p` implies it."""
-    qk_layernorm: bool = False
-    """Apply a norm of the `normalization` kind to each query and key head, before RoPE (Qwen3)."""
-    transformer_block_type: Literal["pre_ln", "post_ln", "normformer", "parallel_ln"] = "pre_ln"
-    """Placement of the norms: `pre_ln`, before attention and MLP; `post_ln`, after the residual adds, without a final
-    norm; `normformer`, as `pre_ln` and also after the attention and inside the MLP; `parallel_ln`, as `pre_ln` with
-    attention and MLP in parallel on the layer's input (stoker's own: GPT-NeoX)."""
-    headscale: bool = False
-    """Learned scale of each attention head's output, initialized to 1 (NormFormer)."""
-
-    activation: Activation = "gelu"
-    """Activation of the MLP. `fast-x` is the same as `x`: gated projections are always fused into one matrix."""
-    openai_gelu: bool = False
-    """Use the tanh form of GELU instead of the exact (erf) form."""
-    bias: bool = True
-    """Bias in the linear layers of attention and MLP."""
-    qkv_bias: bool = False
-    """Bias on the query, key and value projection even where `bias` is False (Qwen)."""
-
-    hidden_dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout after attention and MLP, before the residual add, and on the embeddings."""
-    attention_dropout: float = Field(0.1, ge=0, lt=1)
-    """Dropout on the attention probabilities."""
-    ffn_dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout inside the MLP, after the activation."""
-
-    init_method_std: float = Field(0.02, gt=0)
-    """Standard deviation of the normal initialization of weights."""
-    use_scaled_init_method: bool = True
-    """Divide `init_method_std` by sqrt(2 * num_layers) for the output projections of attention and MLP."""
-
-    position_embedding_type: PositionEmbedding = "learned_absolute"
-    """Learned position embeddings (`learned_absolute`; `learned_parameters`: not restarted at documents within a
-    sample), rotary embedding (`rope`; `xpos` decays with distance), a bias on the attention scores (`alibi`, `kerple`,
-    `sandwich`, T5's `relative`), or `none`."""
-    rotary_percentage: float = Field(1.0, gt=0, le=1)
-    """Fraction of each head's channels that is rotated."""
-    rotary_base: float = Field(10000.0, gt=0)
-    """Base of the rotary frequencies: base ** (-2i / d)."""
-    rotary_interleaved: bool = False
-    """Rotate pairs (2i, 2i+1) instead of the two halves of the head."""
-    seq_len_interpolation_factor: float | None = Field(None, ge=1)
-    """Divide positions by this factor before rotating; null is 1."""
-    scale_positional_embedding: bool = False
-    """NeMo's key for Llama 3.1's RoPE scaling, the same as `rotary_scaling: llama3`."""
-    rotary_scaling: Literal["llama3", "yarn"] | None = extension_field(None)
-    """RoPE frequency scaling for long contexts: Llama 3.1's or YaRN; null: none."""
-    rotary_scaling_factor: float = extension_field(8.0, ge=1)
-    """Factor by which `rotary_scaling` divides the lowest frequencies (Hugging Face: `factor`)."""
-    rotary_original_length: int = extension_field(8192, ge=1)
-    """Context length before `rotary_scaling` (Hugging Face: `original_max_position_embeddings`)."""
-    rotary_low_turns: float | None = extension_field(None, gt=0)
-    """Frequencies with fewer rotations in that length are scaled; null: 1 (`low_freq_factor`; YaRN: `beta_slow`)."""
-    rotary_high_turns: float | None = extension_field(None, gt=0)
-    """Frequencies with more rotations are kept; null: 4 for `llama3` (`high_freq_factor`), 32 for `yarn`
-    (`beta_fast`)."""
-    num_attention_heads_alibi: int | None = Field(None, ge=1)
-    """Number of first heads with ALiBi slopes, the others have no position bias; null: all heads."""
-    relative_attention_num_buckets: int = Field(32, ge=2)
-    """Number of distance buckets of `relative`, including those of later keys."""
-    relative_attention_max_distance: int = Field(128, ge=2)
-    """Distances from this on share the last bucket of `relative`."""
-    window_size: Window | None = None
-    """Sliding window `[left, right]`: a token attends to this many tokens before and after it, -1 for all; Hugging
-    Face's `sliding_window=4096` is `[4095, 0]`."""
-    attn_logit_softcapping: float | None = Field(None, gt=0)
-    """Softcap of the attention scores, cap * tanh(score / cap) (Gemma 2); null: none."""
-
-    apply_query_key_layer_scaling: bool = False
-    """An fp16 trick without mathematical effect; disabled with a warning in other precisions, as in NeMo."""
-    normalize_attention_scores: bool = True
-    """Scale attention scores by 1/sqrt(head width); False: no scaling (Hugging Face T5)."""
-    use_flash_attention: bool | None = None
-    """True: flash or fused kernels only. False: no flash kernels. null: the best supported backend."""
-    attention_backend: AttentionBackend = extension_field("auto")
-    """A backend family (`flash`, `fused`, `unfused`) or a backend by name; `auto` lets the dispatcher choose."""
-    transformer_engine: bool | None = None
-    """True: prefer TransformerEngine's attention in each family, an error if it is not installed; False: never use it;
-    null: where it is installed and the best choice. Linear layers are always PyTorch's."""
-    masked_softmax_fusion: bool = True
-    """Fuse scale, mask and softmax of unfused attention into one kernel on a GPU; False: plain PyTorch."""
-
-
-class StackKeys(MemoryKeys, MoEKeys, DenseStackKeys):
+class StackKeys(MemoryKeys):
     """All keys of one stack: dense layers, mixture of experts, recompute and offloading."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSlice:
+    """Attention of a layer.
+
+    Attributes:
+        groups: key and value heads; divides `heads`, the query heads.
+        scale: factor of the scores.
+        dropout: dropout probability of the attention weights in training.
+        window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
+        softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
+        qk_norm: norms over each query and key head.
+        head_scale: a learned factor for each head.
+        use_flash_attention: None for any backend family, True without unfused, False without flash.
+        backend: `auto`, a backend family or a backend.
+        transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.
+        masked_softmax_fusion: unfused attention may use the fused softmax.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool
+    output_bias: bool
+    dropout: float
+    causal: bool
+    window: tuple[int, int] | None
+    softcap: float
+    position_bias: PositionBiasSlice | None
+    qk_norm: bool
+    head_scale: bool
+    use_flash_attention: bool | None
+    backend: str
+    transformer_engine: bool | None
+    masked_softmax_fusion: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSlice:
+    """LayerNorm or RMSNorm; with `zero_centered` the weight is stored minus one."""
+
+    kind: Literal["layernorm", "rmsnorm"]
+    epsilon: float
+    zero_centered: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPSlice:
+    """MLP of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`."""
+
+    ffn_hidden_size: int
+    nonlinearity: NonLinearity
+    gated: bool
+    bias: bool
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSlice:
+    """Stack of transformer layers.
+
+    Attributes:
+        block: placement of the norms in a layer.
+        hidden_dropout: dropout probability of attention and MLP outputs before the residual add, and of the embeddings.
+        norm: all norms of the stack.
+        mlp: MLP of the dense layers.
+        moe: experts of the MoE layers; None in a dense stack.
+        init_std: standard deviation of the initial weights.
+        output_init_std: standard deviation of the initial output projections of attention and MLP.
+    """
+
+    num_layers: int
+    hidden_size: int
+    block: Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
+    hidden_dropout: float
+    attention: AttentionSlice
+    rotary: RotarySlice | None
+    norm: NormSlice
+    mlp: MLPSlice
+    moe: MoESlice | None
+    init_std: float
+    output_init_std: float
+    recompute: RecomputeSlice | None
+    offload: OffloadSlice | None
+
+    def recomputed_modules(self, layer: int, *, offloading: bool) -> frozenset[RecomputeModule]:
+        """Return the modules of a layer that are recomputed; none if the layer is recomputed as a whole.
+
+        Args:
+            layer: 0-based index of the layer.
+            offloading: CPU offloading is active, which needs a GPU.
+        """
+        if self.recompute is not None and layer < self.recompute.layers:
+            return frozenset()
+        modules = frozenset[RecomputeModule]() if self.recompute is None else self.recompute.modules
+        if not offloading or self.offload is None or layer >= self.offload.layers:
+            return modules
+        return modules | self.offload.recomputed_modules & self.effective_modules(range(layer, layer + 1))
+
+    def effective_modules(self, layers: range) -> frozenset[RecomputeModule]:
+        """Return the modules that some of these layers have and that can be recomputed."""
+        moe = self.moe
+        return effective_modules(
+            moe.layers[layers.start : layers.stop] if moe is not None else (),
+            shared_expert=moe is not None and moe.shared_ffn_hidden_size is not None,
+            post_ln=self.block == "post_ln",
+        )
+
+
+def attention_slice(keys: StackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
+    """Resolve the self-attention, for sequences of up to `max_length` tokens (None: any)."""
+    head_dim = head_dim_of(keys)
+    return AttentionSlice(
+        heads=keys.num_attention_heads,
+        groups=keys.num_query_groups or keys.num_attention_heads,
+        head_dim=head_dim,
+        scale=1 / math.sqrt(head_dim) if keys.normalize_attention_scores else 1.0,
+        qkv_bias=keys.bias or keys.qkv_bias,
+        output_bias=keys.bias,
+        dropout=keys.attention_dropout,
+        causal=causal,
+        window=resolve_window(keys, causal=causal, max_length=max_length),
+        softcap=keys.attn_logit_softcapping or 0.0,
+        position_bias=position_bias_slice(keys),
+        qk_norm=keys.qk_layernorm,
+        head_scale=keys.headscale,
+        use_flash_attention=keys.use_flash_attention,
+        backend=keys.attention_backend,
+        transformer_engine=keys.transformer_engine,
+        masked_softmax_fusion=keys.masked_softmax_fusion,
+    )
+
+
+def mlp_slice(keys: StackKeys) -> MLPSlice:
+    """Resolve the MLP."""
+    nonlinearity, gated = _ACTIVATIONS[keys.activation.removeprefix("fast-")]
+    if keys.openai_gelu and nonlinearity == "gelu":
+        nonlinearity = "gelu_tanh"
+    return MLPSlice(
+        ffn_hidden_size=keys.ffn_hidden_size,
+        nonlinearity=nonlinearity,
+        gated=gated,
+        bias=keys.bias,
+        dropout=keys.ffn_dropout,
+    )
+
+
+def norm_slice(keys: StackKeys) -> NormSlice:
+    """Resolve the norm."""
+    return NormSlice(
+        kind="rmsnorm" if keys.normalization == "rmsnorm" else "layernorm",
+        epsilon=keys.layernorm_epsilon,
+        zero_centered=keys.normalization == "layernorm1p" or keys.layernorm_zero_centered_gamma,
+    )
+
+
+def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
+    """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens."""
+    scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
+    moe = moe_slice(keys)
+    return StackSlice(
+        num_layers=keys.num_layers,
+        hidden_size=keys.hidden_size,
+        block=keys.transformer_block_type,
+        hidden_dropout=keys.hidden_dropout,
+        attention=attention_slice(
+            keys,
+            causal=causal,
+            max_length=positions if keys.position_embedding_type in BOUNDED_POSITION_TYPES else None,
+        ),
+        rotary=rotary_slice(keys, positions=positions),
+        norm=norm_slice(keys),
+        mlp=mlp_slice(keys),
+        moe=moe,
+        init_std=keys.init_method_std,
+        output_init_std=scaled if keys.use_scaled_init_method else keys.init_method_std,
+        recompute=recompute_slice(keys, with_experts=moe.layers if moe else ()),
+        offload=offload_slice(keys),
+    )
+
+
+# ---------------------------------------------------------------- rules
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _enumerate(values: list[int]) -> str:
+    """Format as "1, 2 or 3"."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _nearest(values: list[int], target: int, count: int = 6) -> list[int]:
+    """Return the `count` values nearest to `target`, ascending."""
+    return sorted(sorted(values, key=lambda value: abs(value - target))[:count])
+
+
+def heads_divide_hidden_size(keys: StackKeys) -> Iterator[Finding]:
+    """Without `kv_channels`, the hidden size is divided evenly among the heads."""
+    if keys.kv_channels is None and keys.hidden_size % keys.num_attention_heads:
+        valid = _nearest(divisors(keys.hidden_size), keys.num_attention_heads)
+        yield Finding(
+            "error",
+            ("num_attention_heads", "hidden_size", "kv_channels"),
+            f"`hidden_size` ({keys.hidden_size}) must be a multiple of `num_attention_heads` "
+            f"({keys.num_attention_heads}) unless `kv_channels` is set.",
+            f"use num_attention_heads={_enumerate(valid)}, or set kv_channels",
+        )
+
+
+def groups_divide_heads(keys: StackKeys) -> Iterator[Finding]:
+    """Every key/value group is shared by the same number of query heads."""
+    heads, groups = keys.num_attention_heads, keys.num_query_groups
+    if groups is not None and heads % groups:
+        yield Finding(
+            "error",
+            ("num_query_groups", "num_attention_heads"),
+            f"`num_attention_heads` ({heads}) must be a multiple of `num_query_groups` ({groups}).",
+            f"use num_query_groups={_enumerate(divisors(heads))}",
+        )
+
+
+def tanh_form_needs_gelu(keys: StackKeys) -> Iterator[Finding]:
+    """`openai_gelu` applies to GELU only."""
+    if keys.openai_gelu and mlp_slice(keys).nonlinearity != "gelu_tanh":
+        yield Finding(
+            "error",
+            ("openai_gelu", "activation"),
+            f"`openai_gelu` (True) is the tanh form of GELU and cannot be combined with `activation` "
+            f"({keys.activation}).",
+            "use openai_gelu=False, or activation=gelu, geglu or fast-geglu",
+        )
+
+
+def backend_fits_family_switch(keys: StackKeys) -> Iterator[Finding]:
+    """`attention_backend` must not be excluded by `use_flash_attention`."""
+    backend, switch = keys.attention_backend, keys.use_flash_attention
+    if backend == "auto" or switch is None:
+        return
+    family = _family(backend)
+    if switch and family not in ("flash", "fused"):
+        excluded, allowed = "allows flash and fused attention only", "flash or fused"
+    elif not switch and family == "flash":
+        excluded, allowed = "excludes flash attention", "fused or unfused"
+    else:
+        return
+    yield Finding(
+        "error",
+        ("attention_backend", "use_flash_attention"),
+        f"`attention_backend` ({backend}) contradicts `use_flash_attention` ({switch}), which {excluded}.",
+        f"use use_flash_attention=null, or attention_backend={allowed}",
+    )
+
+
+def backend_fits_transformer_engine(keys: StackKeys) -> Iterator[Finding]:
+    """`attention_backend` must not be excluded by `transformer_engine`, which has no effect on a named backend."""
+    backend, switch = keys.attention_backend, keys.transformer_engine
+    if switch is False and backend.startswith("te_"):
+        yield Finding(
+            "error",
+            ("attention_backend", "transformer_engine"),
+            f"`attention_backend` ({backend}) contradicts `transformer_engine` (False), which excludes "
+            "TransformerEngine's attention.",
+            "use transformer_engine=null, or attention_backend=auto",
+        )
+    elif switch and backend in BACKENDS_BY_NAME and not backend.startswith("te_"):
+        yield Finding(
+            "warning",
+            ("transformer_engine", "attention_backend"),
+            f"`transformer_engine` (True) has no effect with `attention_backend` ({backend}), which is not "
+            "TransformerEngine's.",
+            f"use attention_backend={_family(backend) if _family(backend) != 'named' else 'auto'}",
+        )
+
+
+def softmax_fusion_needs_unfused_backend(keys: StackKeys) -> Iterator[Finding]:
+    """`masked_softmax_fusion` has an effect with the `unfused` backend only."""
+    if keys.masked_softmax_fusion:
+        return
+    backend = keys.attention_backend
+    excluded = "use_flash_attention" if keys.use_flash_attention else ""
+    if backend not in ("auto", "unfused"):
+        excluded = "attention_backend"
+    if excluded:
+        yield Finding(
+            "warning",
+            ("masked_softmax_fusion", excluded),
+            f"`masked_softmax_fusion` (False) has no effect with `{excluded}` ({getattr(keys, excluded)}): it is an "
+            "option of the `unfused` backend.",
+            f"~model.masked_softmax_fusion, or {excluded}={'unfused' if excluded == 'attention_backend' else 'null'}",
+        )
+
+
+def _family(backend: str) -> str:
+    """Return the family of a backend; families and `auto` are returned unchanged."""
+    return BACKENDS_BY_NAME[backend].family if backend in BACKENDS_BY_NAME else backend
+
+
+def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
+    """`qkv_bias` has no effect with `bias`, which applies to every linear layer."""
+    if keys.qkv_bias and keys.bias:
+        yield Finding(
+            "warning",
+            ("qkv_bias", "bias"),
+            "`qkv_bias` (True) has no effect with `bias` (True): every linear layer has a bias.",
+            "use bias=False for a bias on query, key and value only",
+        )
+
+
+STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
+    heads_divide_hidden_size,
+    groups_divide_heads,
+    *POSITION_RULES,
+    tanh_form_needs_gelu,
+    backend_fits_family_switch,
+    backend_fits_transformer_engine,
+    softmax_fusion_needs_unfused_backend,
+    qkv_bias_is_part_of_bias,
+)
+
+
+def stack_rules(keys: StackKeys, *, causal: bool) -> Iterator[Finding]:
+    """All cross-field checks for one stack, causal or bidirectional, of a T5 or not."""
+    for rule in STACK_RULES:
+        yield from rule(keys)
+    for rule in DIRECTION_RULES:
+        yield from rule(keys, causal)
+    yield from moe_rules(keys)
+    yield from recompute_rules(keys)
+    yield from offload_rules(keys)

@@ -1,15 +1,31 @@
-"""Configuration keys of T5: encoder and decoder stack, embeddings and output head."""
+"""T5: encoder, decoder, their embeddings and the output head; keys, slice and rules."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 from pydantic import Field
 
-from .key_block import extension_field
-from .model_keys import ModelKeys
-from .stack import StackKeys
+from .key_block import Finding, extension_field
+from .model import ModelKeys, ModelSlice, resolve_vocab_sizes
+from .positions import (
+    BOUNDED_POSITION_TYPES,
+    relative_buckets_are_valid,
+    window_masks_nothing,
+    xpos_needs_causal_mask,
+)
+from .stack import AttentionSlice, StackKeys, StackSlice, stack_rules, stack_slice
 
 
-class DecoderKeys(StackKeys):
+class T5StackKeys(StackKeys):
+    """Keys of a stack of a T5, whose defaults of mixture of experts are NeMo's."""
+
+    is_t5: ClassVar[bool] = True
+
+
+class DecoderKeys(T5StackKeys):
     """`model.decoder.*`: the decoder stack, whose attention keys apply to its cross-attention too."""
 
     relative_position_bias_self_attention_only: bool = True
@@ -19,7 +35,7 @@ class DecoderKeys(StackKeys):
 class T5Keys(ModelKeys):
     """`model.*` for `model.family: t5`, except batching, data and optimization."""
 
-    encoder: StackKeys = StackKeys.model_validate({})
+    encoder: T5StackKeys = T5StackKeys.model_validate({})
     """The encoder stack, bidirectional."""
     decoder: DecoderKeys = DecoderKeys.model_validate({})
     """The decoder stack, causal."""
@@ -35,3 +51,211 @@ class T5Keys(ModelKeys):
     """Add a bias to the logits."""
     scale_tied_logits: bool = extension_field(False)
     """Multiply the decoder's output by hidden_size ** -0.5 before the tied head (Hugging Face's T5 v1.0)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class T5StackSlice:
+    """Encoder or decoder with its embeddings.
+
+    Attributes:
+        stack: the stack.
+        learned_positions: rows of its learned position embedding, None without one.
+        positions_by_document: positions may restart at each document of a packed sequence.
+        max_positions: longest supported sequence, None if unlimited.
+        embedding_dropout: dropout probability of its embeddings.
+    """
+
+    stack: StackSlice
+    learned_positions: int | None
+    positions_by_document: bool
+    max_positions: int | None
+    embedding_dropout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class T5Slice(ModelSlice):
+    """Encoder-decoder.
+
+    Attributes:
+        encoder: the bidirectional stack.
+        decoder: the causal stack.
+        cross_attention: cross-attention of each decoder layer to the encoder's output.
+        shared_embeddings: encoder and decoder share the token embedding.
+        head_bias: add a bias to the logits.
+        output_scale: factor of the decoder's output before the head.
+    """
+
+    encoder: T5StackSlice
+    decoder: T5StackSlice
+    cross_attention: AttentionSlice
+    shared_embeddings: bool
+    head_bias: bool
+    output_scale: float
+
+    @property
+    def stacks(self) -> tuple[StackSlice, StackSlice]:
+        """All stacks: encoder and decoder."""
+        return self.encoder.stack, self.decoder.stack
+
+
+def t5_slice(keys: T5Keys, *, vocab_size: int, decoder_length: int) -> T5Slice:
+    """Resolve the keys of a T5.
+
+    Args:
+        keys: configuration of the model.
+        vocab_size: vocabulary size of the tokenizer.
+        decoder_length: sequence length of the decoder.
+
+    Raises:
+        ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
+    """
+    real_vocab, padded_vocab = resolve_vocab_sizes(keys, vocab_size)
+    decoder = _stack(keys, keys.decoder, causal=True, length=decoder_length)
+    tied = keys.share_decoder_tokens_head_embeddings
+    return T5Slice(
+        encoder=_stack(keys, keys.encoder, causal=False, length=keys.seq_length),
+        decoder=decoder,
+        cross_attention=_cross_attention(keys, decoder.stack.attention),
+        vocab_size=real_vocab,
+        padded_vocab_size=padded_vocab,
+        shared_embeddings=keys.share_token_embeddings,
+        tied=tied,
+        head_bias=keys.tokens_head_bias,
+        output_scale=decoder.stack.hidden_size**-0.5 if tied and keys.scale_tied_logits else 1.0,
+        embedding_std=keys.embedding_init_method_std or keys.encoder.init_method_std,
+        label_smoothing=keys.label_smoothing,
+        seed=keys.seed,
+        compile=keys.compile,
+    )
+
+
+def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5StackSlice:
+    kind = stack.position_embedding_type
+    positions = max(length, keys.max_position_embeddings or 0)
+    dropout = keys.embedding_dropout
+    return T5StackSlice(
+        stack=stack_slice(stack, causal=causal, positions=positions),
+        learned_positions=positions if kind.startswith("learned_") else None,
+        positions_by_document=kind == "learned_absolute",
+        max_positions=positions if kind in BOUNDED_POSITION_TYPES else None,
+        embedding_dropout=stack.hidden_dropout if dropout is None else dropout,
+    )
+
+
+def _cross_attention(keys: T5Keys, self_attention: AttentionSlice) -> AttentionSlice:
+    """Derive cross-attention from self-attention: no causal mask, no window, and only a `relative` bias, if set."""
+    distance = self_attention.position_bias
+    if keys.decoder.relative_position_bias_self_attention_only or (distance and distance.kind != "relative"):
+        distance = None
+    return replace(self_attention, causal=False, window=None, position_bias=distance)
+
+
+# ---------------------------------------------------------------- rules
+
+
+def t5_rules(keys: T5Keys) -> Iterator[Finding]:
+    """All cross-field checks for T5."""
+    for prefix, findings in (
+        (
+            "encoder.",
+            [*stack_rules(keys.encoder, causal=False), *xpos_needs_causal_mask(keys.encoder)],
+        ),
+        ("decoder.", stack_rules(keys.decoder, causal=True)),
+    ):
+        for finding in findings:
+            yield replace(finding, keys=tuple(f"{prefix}{key}" for key in finding.keys))
+    yield from stacks_have_equal_width(keys)
+    yield from position_tables_cover_samples(keys)
+    yield from logit_scaling_needs_tied_head(keys)
+    yield from encoder_window_is_shorter_than_sequences(keys)
+    yield from cross_attention_bias_needs_relative_positions(keys)
+
+
+def stacks_have_equal_width(keys: T5Keys) -> Iterator[Finding]:
+    """Encoder and decoder need the same width for cross-attention and shared embeddings."""
+    encoder, decoder = keys.encoder.hidden_size, keys.decoder.hidden_size
+    if encoder != decoder:
+        yield Finding(
+            "error",
+            ("decoder.hidden_size", "encoder.hidden_size"),
+            f"`encoder.hidden_size` ({encoder}) and `decoder.hidden_size` ({decoder}) must be equal: the decoder "
+            "attends to the encoder's output.",
+            f"use model.decoder.hidden_size={encoder}, or model.encoder.hidden_size={decoder}",
+        )
+
+
+def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
+    """A learned position embedding of the encoder needs a row per token; other types have no table."""
+    rows, tokens = keys.max_position_embeddings, keys.seq_length
+    kinds = keys.encoder.position_embedding_type, keys.decoder.position_embedding_type
+    if rows is None:
+        return
+    if kinds[0].startswith("learned_") and rows < tokens:
+        yield Finding(
+            "error",
+            ("max_position_embeddings", "seq_length"),
+            f"`max_position_embeddings` ({rows}) must not be smaller than `seq_length` ({tokens}) with "
+            f"`encoder.position_embedding_type` ({kinds[0]}).",
+            f"use model.max_position_embeddings={tokens} or null, or model.seq_length={rows}",
+        )
+    elif kinds[0] in BOUNDED_POSITION_TYPES and rows < tokens:
+        yield Finding(
+            "warning",
+            ("max_position_embeddings", "seq_length", "encoder.position_embedding_type"),
+            f"`max_position_embeddings` ({rows}) has no effect on the encoder with `encoder.position_embedding_type` "
+            f"({kinds[0]}) and a longer `seq_length` ({tokens}).",
+            f"use model.max_position_embeddings=null, or {tokens} or more",
+        )
+    elif rows != tokens and not any(kind in BOUNDED_POSITION_TYPES for kind in kinds):
+        yield Finding(
+            "warning",
+            ("max_position_embeddings", "encoder.position_embedding_type", "decoder.position_embedding_type"),
+            f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` "
+            f"({', '.join(dict.fromkeys(kinds))}).",
+            "use model.max_position_embeddings=null",
+        )
+
+
+def logit_scaling_needs_tied_head(keys: T5Keys) -> Iterator[Finding]:
+    """`scale_tied_logits` applies to a tied output head only."""
+    if keys.scale_tied_logits and not keys.share_decoder_tokens_head_embeddings:
+        yield Finding(
+            "warning",
+            ("scale_tied_logits", "share_decoder_tokens_head_embeddings"),
+            "`scale_tied_logits` (True) has no effect with an untied output head "
+            "(`share_decoder_tokens_head_embeddings` is False).",
+            "use model.scale_tied_logits=false",
+        )
+
+
+def encoder_window_is_shorter_than_sequences(keys: T5Keys) -> Iterator[Finding]:
+    """A window as long as the longest encoder sequence masks nothing; decoder lengths are a matter of the data keys."""
+    if keys.encoder.position_embedding_type not in BOUNDED_POSITION_TYPES:
+        return
+    longest = max(keys.seq_length, keys.max_position_embeddings or 0)
+    if window_masks_nothing(keys.encoder, causal=False, longest=longest):
+        yield Finding(
+            "warning",
+            ("encoder.window_size", "seq_length", "max_position_embeddings"),
+            f"`encoder.window_size` ({keys.encoder.window_size}) has no effect: no encoder sequence is longer than "
+            f"{longest} tokens (`seq_length`, `max_position_embeddings`).",
+            "use model.encoder.window_size=null",
+        )
+
+
+def cross_attention_bias_needs_relative_positions(keys: T5Keys) -> Iterator[Finding]:
+    """A position bias in cross-attention needs T5's bidirectional relative positions."""
+    kind = keys.decoder.position_embedding_type
+    if keys.decoder.relative_position_bias_self_attention_only:
+        return
+    if kind == "relative":
+        for finding in relative_buckets_are_valid(keys.decoder, causal=False):
+            yield replace(finding, keys=tuple(f"decoder.{key}" for key in finding.keys))
+    else:
+        yield Finding(
+            "warning",
+            ("decoder.relative_position_bias_self_attention_only", "decoder.position_embedding_type"),
+            "`relative_position_bias_self_attention_only` (False) has no effect with `position_embedding_type` "
+            f"({kind}).",
+            "use model.decoder.position_embedding_type=relative",
+        )

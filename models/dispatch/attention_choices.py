@@ -8,10 +8,10 @@ from typing import TypedDict
 
 from ...kernels.attention.call_spec import AttentionCall, DType
 from ..config.batch_shape import BatchSpec
-from ..config.bert_slice import BertSlice
+from ..config.bert import BertSlice
 from ..config.families import FamilySlice
-from ..config.slices import AttentionSlice
-from ..config.t5_slice import T5Slice
+from ..config.stack import AttentionSlice
+from ..config.t5 import T5Slice
 from .attention_calls import CallKind, attention_call, attention_calls
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..config.batch_shape import BatchSpec
 from ..config.families import FamilyKeys, FamilySlice, family_slice
-from ..config.model_keys import Family
-from ..config.t5_slice import T5Slice
+from ..config.model import Family
+from ..config.t5 import T5Slice
 from .config_fields import (
     IGNORED_FIELDS,
     REQUIRED_VALUES,

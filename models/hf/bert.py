@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .architecture import Architecture
-from .config_fields import FixedKeys, KeyField, RequiredValue, TiedHeadField
-from .llama import max_sequence_length
+from .config_fields import SIZES, FixedKeys, KeyField, RequiredValue, TiedHeadField, position_field
 from .weight_layout import ConcatenatedRows, PaddedVocabulary
 from .weight_map import WeightMap, WeightRule, weight_and_bias_rules
 
@@ -30,27 +29,15 @@ BERT = Architecture(
                 "bert.head_bias": True,
             }
         ),
-        KeyField("vocab_size", ("override_vocab_size",), "size"),
-        KeyField("hidden_size", ("hidden_size",), "size"),
-        KeyField("intermediate_size", ("ffn_hidden_size",), "size"),
-        KeyField("num_hidden_layers", ("num_layers",), "size"),
-        KeyField("num_attention_heads", ("num_attention_heads",), "size"),
-        KeyField(
-            "max_position_embeddings",
-            ("encoder_seq_length", "max_position_embeddings"),
-            "size",
-            512,
-            value=max_sequence_length,
-        ),
+        *SIZES,
+        position_field(512),
         KeyField("type_vocab_size", ("bert.token_types",), "size", 2),
         KeyField("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-12),
         KeyField("hidden_dropout_prob", ("hidden_dropout",), "share", 0.1),
         KeyField("attention_probs_dropout_prob", ("attention_dropout",), "share", 0.1),
-        RequiredValue("hidden_act", "gelu", "the MLM head uses the exact GELU", default="gelu", write_value=True),
-        RequiredValue(
-            "position_embedding_type", "absolute", "relative positions are not supported", default="absolute"
-        ),
-        TiedHeadField("share_embeddings_and_output_weights", default=True),
+        RequiredValue("hidden_act", "gelu", "the MLM head uses the exact GELU", write_value=True),
+        RequiredValue("position_embedding_type", "absolute", "relative positions are not supported"),
+        TiedHeadField(default=True),
     ),
     ignored_fields=frozenset(
         {

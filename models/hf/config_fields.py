@@ -77,7 +77,6 @@ class KeyField:
         default: value if the field is absent.
         nullable: null is allowed, with the same meaning on both sides.
         aliases: other names of the field, in older versions.
-        write_none: write null too.
         value: function of the keys that gives the value to write; None: the value of the first key.
     """
 
@@ -87,7 +86,6 @@ class KeyField:
     default: Any = REQUIRED
     nullable: bool = False
     aliases: tuple[str, ...] = ()
-    write_none: bool = False
     value: Callable[[Any], Any] | None = None
 
     @property
@@ -109,7 +107,7 @@ class KeyField:
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """See `Part.write`."""
         value = self.value(keys) if self.value is not None else get_key(keys, self.keys[0])
-        return {} if value is None and not self.write_none else {self.name: value}
+        return {} if value is None else {self.name: value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +132,18 @@ class FixedKeys:
 
 @dataclass(frozen=True, slots=True)
 class RequiredValue:
-    """A field that changes results and is supported with one value only.
+    """A field that changes results and is supported with one value only, that of an absent field.
 
     Args:
         name: name of the field.
         value: the supported value.
         why: reason why other values are not supported, for the error message.
-        default: value if the field is absent; None: `value`.
         write_value: write the field.
     """
 
     name: str
     value: Any
     why: str
-    default: Any = None
     write_value: bool = False
 
     @property
@@ -157,7 +153,7 @@ class RequiredValue:
 
     def read(self, config: HFConfig) -> Mapping[str, Any]:
         """Check the value; return no keys."""
-        found = config.get(self.name, self.default if self.default is not None else self.value)
+        found = config.get(self.name, self.value)
         if type(found) is not type(self.value) or found != self.value:
             raise FieldError(f"`{self.name}` ({format_value(found)}) must be {format_value(self.value)}: {self.why}")
         return {}
@@ -226,12 +222,11 @@ class TiedHeadField:
     """`tie_word_embeddings`: the output head shares the weight of the token embeddings.
 
     Args:
-        key: stoker key.
         default: value if the field is absent.
     """
 
-    key: str
     default: bool
+    key = "share_embeddings_and_output_weights"
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -251,6 +246,28 @@ class TiedHeadField:
     def write(self, keys: FamilyKeys) -> Mapping[str, Any]:
         """See `Part.write`."""
         return {"tie_word_embeddings": get_key(keys, self.key)}
+
+
+SIZES = (
+    KeyField("vocab_size", ("override_vocab_size",), "size"),
+    KeyField("hidden_size", ("hidden_size",), "size"),
+    KeyField("intermediate_size", ("ffn_hidden_size",), "size"),
+    KeyField("num_hidden_layers", ("num_layers",), "size"),
+    KeyField("num_attention_heads", ("num_attention_heads",), "size"),
+)
+"""Sizes under their usual names."""
+
+
+def position_field(default: int, name: str = "max_position_embeddings", aliases: tuple[str, ...] = ()) -> KeyField:
+    """Return the field of the maximal sequence length: that of the samples or of the position embedding."""
+    return KeyField(
+        name,
+        ("encoder_seq_length", "max_position_embeddings"),
+        "size",
+        default,
+        aliases=aliases,
+        value=lambda keys: max(keys.encoder_seq_length, keys.max_position_embeddings or 0),
+    )
 
 
 IGNORED_FIELDS = frozenset(
@@ -280,18 +297,16 @@ IGNORED_FIELDS = frozenset(
 """Fields of any config.json that do not change the logits of a language model."""
 
 REQUIRED_VALUES: tuple[FieldMapping, ...] = (
-    RequiredValue("is_encoder_decoder", False, "it is not an encoder-decoder architecture", default=False),
-    RequiredValue("is_decoder", False, "decoders of encoder-decoder models are not supported", default=False),
-    RequiredValue("add_cross_attention", False, "cross-attention is not supported", default=False),
-    RequiredValue(
-        "tie_encoder_decoder", False, "shared layers of encoder and decoder are not supported", default=False
-    ),
+    RequiredValue("is_encoder_decoder", False, "it is not an encoder-decoder architecture"),
+    RequiredValue("is_decoder", False, "decoders of encoder-decoder models are not supported"),
+    RequiredValue("add_cross_attention", False, "cross-attention is not supported"),
+    RequiredValue("tie_encoder_decoder", False, "shared layers of encoder and decoder are not supported"),
     RequiredValue("cross_attention_hidden_size", None, "cross-attention is not supported"),
-    RequiredValue("pruned_heads", {}, "pruned heads are not supported", default={}),
+    RequiredValue("pruned_heads", {}, "pruned heads are not supported"),
     RequiredValue("quantization_config", None, "the weights are quantized; convert the unquantized model"),
     RequiredValue("auto_map", None, "the model requires remote code, which is never run"),
-    RequiredValue("rope_interleaved", False, "interleaved rotary embeddings are not supported", default=False),
-    RequiredValue("use_mrope", False, "multi-dimensional rotary embeddings are not supported", default=False),
+    RequiredValue("rope_interleaved", False, "interleaved rotary embeddings are not supported"),
+    RequiredValue("use_mrope", False, "multi-dimensional rotary embeddings are not supported"),
 )
 """Fields of any config.json that change results and are supported with one value only."""
 

@@ -16,9 +16,9 @@ from .config_fields import (
     RequiredValue,
     TiedHeadField,
     get_key,
+    position_field,
     validate_value,
 )
-from .llama import max_sequence_length
 from .weight_layout import PaddedVocabulary, Transposed
 from .weight_map import WeightMap, WeightRule, weight_and_bias_rules
 
@@ -62,14 +62,7 @@ GPT2 = Architecture(
             }
         ),
         KeyField("vocab_size", ("override_vocab_size",), "size"),
-        KeyField(
-            "n_positions",
-            ("encoder_seq_length", "max_position_embeddings"),
-            "size",
-            1024,
-            aliases=("max_position_embeddings",),
-            value=max_sequence_length,
-        ),
+        position_field(1024, "n_positions", ("max_position_embeddings",)),
         KeyField("n_embd", ("hidden_size",), "size", aliases=("hidden_size",)),
         _Inner(),
         KeyField("n_layer", ("num_layers",), "size", aliases=("num_hidden_layers",)),
@@ -86,12 +79,11 @@ GPT2 = Architecture(
         KeyField("attn_pdrop", ("attention_dropout",), "share", 0.1),
         KeyField("scale_attn_weights", ("normalize_attention_scores",), "switch", True),
         ActivationField("activation_function", gated=False, default="gelu_new"),
-        TiedHeadField("share_embeddings_and_output_weights", default=True),
+        TiedHeadField(default=True),
         RequiredValue(
             "scale_attn_by_inverse_layer_idx",
             False,
             "attention scale by layer index is not supported",
-            default=False,
         ),
     ),
     weights=WeightMap(

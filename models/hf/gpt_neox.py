@@ -9,6 +9,7 @@ from typing import Any
 from ..config.families import FamilyKeys
 from .architecture import Architecture
 from .config_fields import (
+    SIZES,
     ActivationField,
     FixedKeys,
     HFConfig,
@@ -16,9 +17,9 @@ from .config_fields import (
     RequiredValue,
     TiedHeadField,
     get_key,
+    position_field,
     validate_value,
 )
-from .llama import max_sequence_length
 from .rope_fields import RotaryFields
 from .weight_layout import PaddedVocabulary, QKVInterleavedByHead
 from .weight_map import WeightMap, WeightRule, weight_and_bias_rules
@@ -46,29 +47,18 @@ GPT_NEOX = Architecture(
     family="gpt",
     field_mappings=(
         FixedKeys({"normalization": "layernorm", "bias": True, "ffn_dropout": 0.0, "embedding_dropout": None}),
-        KeyField("vocab_size", ("override_vocab_size",), "size"),
-        KeyField("hidden_size", ("hidden_size",), "size"),
-        KeyField("intermediate_size", ("ffn_hidden_size",), "size"),
-        KeyField("num_hidden_layers", ("num_layers",), "size"),
-        KeyField("num_attention_heads", ("num_attention_heads",), "size"),
-        KeyField(
-            "max_position_embeddings",
-            ("encoder_seq_length", "max_position_embeddings"),
-            "size",
-            2048,
-            value=max_sequence_length,
-        ),
+        *SIZES,
+        position_field(2048),
         KeyField("layer_norm_eps", ("layernorm_epsilon",), "number", 1e-5),
         KeyField("hidden_dropout", ("hidden_dropout",), "share", 0.0),
         KeyField("attention_dropout", ("attention_dropout",), "share", 0.0),
         ActivationField("hidden_act", gated=False, default="gelu"),
         RotaryFields(base="rotary_emb_base", fraction="rotary_pct", default_fraction=0.25),
-        TiedHeadField("share_embeddings_and_output_weights", default=False),
+        TiedHeadField(default=False),
         RequiredValue(
             "attention_bias",
             True,
             "the MLP has biases, and `model.bias` applies to both",
-            default=True,
             write_value=True,
         ),
         _Block(),

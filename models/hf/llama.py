@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.families import FamilyKeys
+from ..config.positions import head_dim_of
 from .architecture import Architecture
 from .config_fields import (
+    SIZES,
     ActivationField,
     FieldError,
     FieldMapping,
@@ -19,6 +21,7 @@ from .config_fields import (
     TiedHeadField,
     format_value,
     get_key,
+    position_field,
     validate_value,
 )
 from .rope_fields import RotaryFields
@@ -150,40 +153,21 @@ def _groups(keys: Any) -> int:
     return keys.num_query_groups or keys.num_attention_heads
 
 
-def _head_width(keys: Any) -> int:
-    return keys.kv_channels or keys.hidden_size // keys.num_attention_heads
-
-
-def max_sequence_length(keys: Any) -> int:
-    """Return the maximal sequence length: that of the samples or of the position embedding."""
-    return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
-
-
 def _parts(
     *, groups: int | None = None, head_width: int | None = None, positions: int, epsilon: float, base: float = 10000.0
 ) -> tuple[FieldMapping, ...]:
     """Return the field mappings common to all these architectures; the arguments are the defaults of absent fields."""
     return (
         FixedKeys({"normalization": "rmsnorm", "hidden_dropout": 0.0, "ffn_dropout": 0.0, "embedding_dropout": None}),
-        KeyField("vocab_size", ("override_vocab_size",), "size"),
-        KeyField("hidden_size", ("hidden_size",), "size"),
-        KeyField("intermediate_size", ("ffn_hidden_size",), "size"),
-        KeyField("num_hidden_layers", ("num_layers",), "size"),
-        KeyField("num_attention_heads", ("num_attention_heads",), "size"),
+        *SIZES,
         KeyField("num_key_value_heads", ("num_query_groups",), "size", groups, nullable=True, value=_groups),
-        KeyField("head_dim", ("kv_channels",), "size", head_width, nullable=True, value=_head_width),
-        KeyField(
-            "max_position_embeddings",
-            ("encoder_seq_length", "max_position_embeddings"),
-            "size",
-            positions,
-            value=max_sequence_length,
-        ),
+        KeyField("head_dim", ("kv_channels",), "size", head_width, nullable=True, value=head_dim_of),
+        position_field(positions),
         KeyField("rms_norm_eps", ("layernorm_epsilon",), "number", epsilon),
         KeyField("attention_dropout", ("attention_dropout",), "share", 0.0),
         ActivationField("hidden_act", gated=True, default="silu"),
         RotaryFields(default_base=base),
-        TiedHeadField("share_embeddings_and_output_weights", default=False),
+        TiedHeadField(default=False),
     )
 
 
@@ -202,7 +186,7 @@ MISTRAL = Architecture(
         *_parts(groups=8, positions=131072, epsilon=1e-6),
         FixedKeys({"bias": False}),
         _Window(4096),
-        RequiredValue("attention_bias", False, "Mistral has no biases", default=False),
+        RequiredValue("attention_bias", False, "Mistral has no biases"),
     ),
     weights=_weights(*_MLP),
 )
@@ -214,7 +198,7 @@ QWEN2 = Architecture(
         *_parts(groups=32, positions=32768, epsilon=1e-6),
         FixedKeys({"bias": False, "qkv_bias": True}),
         _LayerWindows(),
-        RequiredValue("attention_bias", True, "Qwen2 always has biases on queries, keys and values", default=True),
+        RequiredValue("attention_bias", True, "Qwen2 always has biases on queries, keys and values"),
     ),
     weights=_weights(*_MLP),
 )
@@ -230,7 +214,6 @@ QWEN3 = Architecture(
             "attention_bias",
             False,
             "the MLP has no biases, and `model.bias` applies to both",
-            default=False,
             write_value=True,
         ),
     ),

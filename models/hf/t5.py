@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.families import FamilyKeys
+from ..config.positions import head_dim_of
 from .architecture import Architecture
 from .config_fields import (
     ActivationField,
@@ -165,7 +166,14 @@ def _parts(default: str, *, gated: bool, head: _Head) -> tuple[FieldMapping, ...
         ),
         KeyField("vocab_size", ("override_vocab_size",), "size"),
         KeyField("d_model", _both("hidden_size"), "size", aliases=("hidden_size",)),
-        KeyField("d_kv", _both("kv_channels"), "size", 64, aliases=("head_dim",), value=_width),
+        KeyField(
+            "d_kv",
+            _both("kv_channels"),
+            "size",
+            64,
+            aliases=("head_dim",),
+            value=lambda keys: head_dim_of(keys.encoder),
+        ),
         KeyField("d_ff", _both("ffn_hidden_size"), "size"),
         KeyField("num_layers", ("encoder.num_layers",), "size", aliases=("num_hidden_layers",)),
         _DecoderLayers(),
@@ -176,14 +184,8 @@ def _parts(default: str, *, gated: bool, head: _Head) -> tuple[FieldMapping, ...
         KeyField("layer_norm_epsilon", _both("layernorm_epsilon"), "number", 1e-6),
         _FeedForward(default, gated),
         head,
-        RequiredValue(
-            "is_encoder_decoder", True, "a single stack of T5 is not supported", default=True, write_value=True
-        ),
+        RequiredValue("is_encoder_decoder", True, "a single stack of T5 is not supported", write_value=True),
     )
-
-
-def _width(keys: Any) -> int:
-    return keys.encoder.kv_channels or keys.encoder.hidden_size // keys.encoder.num_attention_heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.relative_position_buckets import relative_buckets
-from ..config.slices import AttentionSlice
-from .computed_table import ComputedTable
+from ..config.stack import AttentionSlice
+from .position_embeddings import ComputedTable
 
 
 class ScoreBias(NamedTuple):

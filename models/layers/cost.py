@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from ...kernels.attention.dispatch import BackendSelection
 from ..config.memory import RecomputeModule
-from ..config.peft_slice import Projection
-from ..config.slices import AttentionSlice, StackSlice
+from ..config.peft import Projection
+from ..config.stack import AttentionSlice, StackSlice
 
 MatrixInputs = Literal["tokens", "encoder tokens", "expert rows"]
 

@@ -2,100 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Unpack
 
-import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
-from ...kernels.attention.packed_sequences import PackedSequences
-from ..config.slices import AttentionSlice, StackSlice
-from ..dispatch.attention_calls import CallKind
+from ..config.stack import AttentionSlice, StackSlice
 from ..kv_cache import CrossAttentionCache
+from .attention import Attention, AttentionArguments
+from .context import LayerContext
 from .cost import Matrix, PartMemory, StackInputs, Weights
-from .fused_linear import linear_add_residual, norm_linear
+from .fused_linear import norm_linear
 from .norm import LayerNorm, RMSNorm
 from .self_attention import attention_memory, attention_weights
 
 
-class Memory(NamedTuple):
-    """Encoder output for the cross-attention of every decoder layer. A tuple of tensors, which compiled layers accept.
-
-    Attributes:
-        hidden: encoder output after its final norm, (batch, keys, hidden_size).
-        padding: bool (batch, keys), True for real tokens; None: all are real.
-        packed: document boundaries of decoder rows (queries) and encoder rows (keys), for packed samples.
-        distance_bias: (heads, 2 R + 1), score bias by distance, as in `ScoreBias`; None for none.
-    """
-
-    hidden: Tensor
-    padding: Tensor | None = None
-    packed: PackedSequences | None = None
-    distance_bias: Tensor | None = None
-
-
-class CrossAttention(nn.Module):
-    """Multi-head or grouped-query attention to an encoder output, with the same backends as self-attention.
+class CrossAttention(Attention):
+    """Attention to an encoder output as wide as the residual stream, with the same backends as self-attention.
 
     The rows of `kv` are all key groups, then all value groups: [k | v].
 
     Args:
-        hidden_size: width of the residual stream, and of the encoder output.
-        heads: query heads.
-        groups: key and value heads; divides `heads`.
-        head_dim: width of a head.
-        scale: factor of the scores.
-        qkv_bias: bias on `query` and `kv`.
-        output_bias: bias on `output`.
-        dropout: probability of dropping an attention weight in training.
-        backends: attention function for each kind of call.
-        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
-        query_norm: norm over each query head; None without.
-        key_norm: norm over each key head; None without.
-        head_scale: learned scale of each head's output.
+        hidden_size: width of the residual stream.
+        arguments: see `AttentionArguments`.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        heads: int,
-        groups: int,
-        head_dim: int,
-        scale: float,
-        qkv_bias: bool,
-        output_bias: bool,
-        dropout: float,
-        backends: Mapping[CallKind, AttentionFunction],
-        softcap: float = 0.0,
-        query_norm: LayerNorm | RMSNorm | None = None,
-        key_norm: LayerNorm | RMSNorm | None = None,
-        head_scale: bool = False,
-    ) -> None:
-        super().__init__()
-        self.heads = heads
-        self.groups = groups
-        self.head_dim = head_dim
-        self.scale = scale
-        self.dropout = dropout
-        self.uses_rng = dropout > 0
-        self.softcap = softcap
-        self.backends = dict(backends)
-        self.query = nn.Linear(hidden_size, heads * head_dim, bias=qkv_bias)
-        self.kv = nn.Linear(hidden_size, 2 * groups * head_dim, bias=qkv_bias)
-        self.query_norm = query_norm
-        self.key_norm = key_norm
-        self.head_scale = nn.Parameter(torch.ones(heads)) if head_scale else None
-        self.output = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
+    query: nn.Linear
+    kv: nn.Linear
+
+    def __init__(self, hidden_size: int, **arguments: Unpack[AttentionArguments]) -> None:
+        super().__init__(hidden_size, {"query": arguments["heads"], "kv": 2 * arguments["groups"]}, **arguments)
 
     def forward(
         self,
         hidden: Tensor,
-        memory: Memory | CrossAttentionCache,
-        kind: CallKind,
+        context: LayerContext,
         norm: LayerNorm | RMSNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
@@ -103,8 +45,7 @@ class CrossAttention(nn.Module):
 
         Args:
             hidden: (batch, queries, hidden_size), already normed unless `norm` is given.
-            memory: encoder output of the same batch; its cached keys and values for a decode step (queries = 1).
-            kind: kind of call, which selects the backend.
+            context: kind of call, and `memory` of the same batch; cached for a decode step (queries = 1).
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
 
@@ -118,11 +59,13 @@ class CrossAttention(nn.Module):
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)
+        memory = context.memory
+        assert memory is not None
         if isinstance(memory, CrossAttentionCache):
-            context = self._decode(query[:, 0], memory)[:, None]
+            output = self._decode(query[:, 0], memory)[:, None]
         else:
             key, value = self.keys_and_values(memory.hidden)
-            context = self.backends[kind](
+            output = self.backends[context.kind](
                 query,
                 key,
                 value,
@@ -134,9 +77,7 @@ class CrossAttention(nn.Module):
                 packed=memory.packed,
                 key_padding_mask=memory.padding,
             )
-        if self.head_scale is not None:
-            context = context * self.head_scale.to(context.dtype)[:, None]
-        return linear_add_residual(residual, self.output, context.flatten(2))
+        return self._project_output(output, residual)
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Project an encoder output (batch, tokens, hidden_size) to K and V, each (batch, tokens, groups, head_dim)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..memory.activation_checkpoint import run_with_recomputed_input
+from ..memory.recompute import run_with_recomputed_input
 from .norm import LayerNorm, RMSNorm
 
 

@@ -9,15 +9,17 @@ from ...kernels.activations import NONLINEARITIES
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
-from ..config.slices import MLPSlice, StackSlice
-from ..memory.activation_checkpoint import run_with_recomputed_input, should_recompute
+from ..config.stack import MLPSlice, StackSlice
+from ..memory.recompute import RecomputableModule, run_with_recomputed_input
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, norm_saved_bytes, norm_saves_input
 
 
-class MLP(nn.Module):
+class MLP(RecomputableModule):
     """Up projection, nonlinearity, down projection. Gated: the rows of `up` are [gate | up], one matrix.
+
+    Recomputed: everything between the projections.
 
     Args:
         hidden_size: width of the residual stream.
@@ -27,12 +29,7 @@ class MLP(nn.Module):
         bias: bias on both projections.
         dropout: dropout after the nonlinearity, in training.
         inner_norm: norm before the down projection (NormFormer, arXiv 2110.09456); None without.
-
-    Attributes:
-        recompute: in training, recompute everything between the projections in the backward instead of saving it.
     """
-
-    recompute: bool = False
 
     def __init__(
         self,
@@ -68,7 +65,7 @@ class MLP(nn.Module):
             projected = self.up(hidden)
         else:
             projected, residual = norm_linear(norm, self.up, hidden, residual)
-        if not (self.recompute and should_recompute(self)):
+        if not self.is_recomputed:
             return linear_add_residual(residual, self.down, self._inner(projected))
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
         if self.gated and fusable and triton_runs_on(projected):

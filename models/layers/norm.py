@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ...kernels.norm_functions import NormFactors, layer_norm, rms_norm, rms_norm_factors
 from ...kernels.rms_norm_residual import can_fuse_residual, rms_norm_residual, rms_norm_residual_linear
-from ..config.slices import NormSlice
+from ..config.stack import NormSlice
+from ..memory.recompute import RecomputableModule
 
 
 class BranchInput(NamedTuple):
@@ -29,8 +30,8 @@ class BranchInput(NamedTuple):
     norm: LayerNorm | RMSNorm | None = None
 
 
-class LayerNorm(nn.Module):
-    """Layer normalization over the last dimension.
+class LayerNorm(RecomputableModule):
+    """Layer normalization over the last dimension; a layer recomputes its output before a projection.
 
     Args:
         hidden_size: size of the last dimension.
@@ -50,8 +51,8 @@ class LayerNorm(nn.Module):
         return layer_norm(inputs, self.weight, self.bias, epsilon=self.epsilon, zero_centered=self.zero_centered)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square normalization over the last dimension; arguments as in `LayerNorm`, no bias."""
+class RMSNorm(RecomputableModule):
+    """Root-mean-square normalization over the last dimension; see `LayerNorm`, but without bias."""
 
     def __init__(self, hidden_size: int, epsilon: float, *, zero_centered: bool = False) -> None:
         super().__init__()

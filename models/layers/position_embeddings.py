@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.rope import rotary_table, xpos_table
 from ...kernels.rope_scaling import RotaryScaling
-from ..config.position_slices import RotarySlice
-from .computed_table import ComputedTable
+from ..config.positions import RotarySlice
 
 
 class RotaryTables(NamedTuple):
@@ -33,6 +33,22 @@ class RotaryTables(NamedTuple):
         if self.key_cosine is None or self.key_sine is None:
             return self.cosine, self.sine
         return self.key_cosine, self.key_sine
+
+
+class ComputedTable(nn.Module):
+    """Module with tables that are computed: neither learned nor saved.
+
+    `_fill` runs after every move or cast of the model: a table cast to bf16 would be inexact, and one moved from the
+    meta device uninitialized.
+    """
+
+    def _fill(self) -> None:
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._fill()
+        return self
 
 
 class RotaryEmbedding(ComputedTable):

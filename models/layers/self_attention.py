@@ -2,116 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.backends.registry import AttentionFunction
 from ...kernels.attention.decode import decode_attention
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
-from ...kernels.attention.packed_sequences import PackedSequences
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
-from ..config.slices import AttentionSlice, StackSlice
-from ..dispatch.attention_calls import CallKind
+from ..config.stack import AttentionSlice, StackSlice
 from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
-from .attention_bias import ScoreBias
+from .attention import Attention, AttentionArguments
+from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
-from .fused_linear import linear_add_residual, norm_linear
+from .fused_linear import norm_linear
 from .norm import LayerNorm, RMSNorm, norm_parameters
 from .position_embeddings import RotaryTables
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Attention):
     """Multi-head, multi-query or grouped-query self-attention.
 
     The rows of `qkv` are all query heads, then all key groups, then all value groups: [q | k | v].
 
     Args:
         hidden_size: width of the residual stream.
-        heads: query heads.
-        groups: key and value heads; divides `heads`.
-        head_dim: width of a head.
-        scale: factor of the scores.
-        qkv_bias: bias on `qkv`.
-        output_bias: bias on `output`.
-        dropout: probability of dropping an attention weight in training.
         causal: mask later tokens.
         rotary_interleaved: rotate adjacent pairs of channels instead of halves, with a rotary embedding.
-        backends: attention function for each kind of call.
         window: keys visible to the left and right of a query, inclusive, -1 for all of them; None for no window.
-        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
-        query_norm: norm over each query head, before the rotary embedding; None without.
-        key_norm: norm over each key head, likewise.
-        head_scale: learned scale of each head's output (NormFormer, arXiv 2110.09456).
+        arguments: see `AttentionArguments`.
     """
+
+    qkv: nn.Linear
 
     def __init__(
         self,
         hidden_size: int,
         *,
-        heads: int,
-        groups: int,
-        head_dim: int,
-        scale: float,
-        qkv_bias: bool,
-        output_bias: bool,
-        dropout: float,
         causal: bool,
         rotary_interleaved: bool,
-        backends: Mapping[CallKind, AttentionFunction],
         window: tuple[int, int] | None = None,
-        softcap: float = 0.0,
-        query_norm: LayerNorm | RMSNorm | None = None,
-        key_norm: LayerNorm | RMSNorm | None = None,
-        head_scale: bool = False,
+        **arguments: Unpack[AttentionArguments],
     ) -> None:
-        super().__init__()
-        self.heads = heads
-        self.groups = groups
-        self.head_dim = head_dim
-        self.scale = scale
-        self.dropout = dropout
-        self.uses_rng = dropout > 0
+        super().__init__(hidden_size, {"qkv": arguments["heads"] + 2 * arguments["groups"]}, **arguments)
         self.causal = causal
         self.window = window
-        self.softcap = softcap
         self.rotary_interleaved = rotary_interleaved
-        self.backends = dict(backends)
-        self.qkv = nn.Linear(hidden_size, (heads + 2 * groups) * head_dim, bias=qkv_bias)
-        self.query_norm = query_norm
-        self.key_norm = key_norm
-        self.head_scale = nn.Parameter(torch.ones(heads)) if head_scale else None
-        self.output = nn.Linear(heads * head_dim, hidden_size, bias=output_bias)
 
     def forward(
         self,
         hidden: Tensor,
-        rotary: RotaryTables | None,
-        kind: CallKind,
-        packed: PackedSequences | None = None,
-        terms: ScoreBias | None = None,
-        padding: Tensor | None = None,
+        context: LayerContext,
         norm: LayerNorm | RMSNorm | None = None,
-        cache: LayerKVCache | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             hidden: (batch, tokens, hidden_size), already normed unless `norm` is given.
-            rotary: cos/sin tables for rotary embedding, or None.
-            kind: kind of call, which selects the backend.
-            packed: document boundaries of packed samples, for attention within documents.
-            terms: position-dependent terms added to the scores, or None.
-            padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real. Ignored
-                by causal attention: padding is at the end of each row, where no real token attends to it.
+            context: kind of call, positions, masks and KV cache.
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
-            cache: KV cache. Several tokens are a prefill, which fills it; one token is a decode step, which is appended
-                and attends to all of it. None without.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
 
         Returns:
@@ -122,12 +75,14 @@ class SelfAttention(nn.Module):
         else:
             projected, residual = norm_linear(norm, self.qkv, hidden, residual)
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
+        cache = context.cache
         if cache is not None and hidden.shape[1] == 1:
-            return self._project_output(self._decode(projected[:, 0], rotary, terms, cache)[:, None], residual)
-        query, key, value = self._split_and_rotate(projected, rotary)
+            return self._project_output(self._decode(projected[:, 0], context, cache)[:, None], residual)
+        query, key, value = self._split_and_rotate(projected, context.rotary)
         if cache is not None:
             cache.prefill(key, value)
-        context = self.backends[kind](
+        terms = context.terms
+        output = self.backends[context.kind](
             query,
             key,
             value,
@@ -138,25 +93,17 @@ class SelfAttention(nn.Module):
             alibi_slopes=None if terms is None else terms.alibi_slopes,
             window=self.window,
             softcap=self.softcap,
-            packed=packed,
-            key_padding_mask=None if self.causal else padding,
+            packed=context.packed,
+            key_padding_mask=None if self.causal else context.padding,
         )
-        return self._project_output(context, residual)
+        return self._project_output(output, residual)
 
-    def _project_output(self, context: Tensor, residual: Tensor | None) -> Tensor:
-        """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given."""
-        if self.head_scale is not None:
-            context = context * self.head_scale.to(context.dtype)[:, None]
-        return linear_add_residual(residual, self.output, context.flatten(2))
-
-    def _decode(
-        self, projected: Tensor, rotary: RotaryTables | None, terms: ScoreBias | None, cache: LayerKVCache
-    ) -> Tensor:
+    def _decode(self, projected: Tensor, context: LayerContext, cache: LayerKVCache) -> Tensor:
         """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), dim=1)
             projected = torch.cat((self.query_norm(query), self.key_norm(key), value), dim=1)
-        tables = None
+        tables, rotary, terms = None, context.rotary, context.terms
         if rotary is not None:
             key_cosine, key_sine = rotary.for_keys()
             tables = rotary.cosine[:, 0], rotary.sine[:, 0], key_cosine[:, 0], key_sine[:, 0]

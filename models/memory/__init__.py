@@ -1,1 +1,1 @@
-"""Memory policies: activation checkpointing and CPU offload."""
+"""Memory policies: recompute and CPU offload."""

@@ -18,12 +18,7 @@ class Experts(nn.Module):
 
     Args:
         experts: number of experts.
-        hidden_size: width of the residual stream.
-        ffn_hidden_size: width between the two projections of an expert.
-        nonlinearity: a name in `kernels.activations.NONLINEARITIES`.
-        gated: multiply the activated gate with the up projection; rows of `up` are [gate | up], as in `MLP`.
-        bias: bias on both projections.
-        dropout: dropout after the nonlinearity, in training.
+        hidden_size and others: as in `MLP`, for each expert; the rows of a gated `up` are [gate | up].
         implementation: `auto`, or `sequential` to run the experts one after the other.
         pad_to_capacity: pad the tokens of every expert to its capacity.
     """

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.moe.routing import expert_capacity
-from ..config.moe_slice import MoESlice
-from ..config.slices import StackSlice
+from ..config.moe import MoESlice
+from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from ..layers.mlp import MLP, mlp_memory, mlp_weights
-from ..memory.activation_checkpoint import run_with_recompute, should_recompute
+from ..memory.recompute import RecomputableModule, run_with_recompute
 from .experts import Experts
 from .router import STATISTIC_NAMES, Router, router_saved_bytes
 
 
-class MoE(nn.Module):
+class MoE(RecomputableModule):
     """Mixture of experts: each token is processed by its top-k experts and by the shared expert.
+
+    Recomputed: router and experts.
 
     Router statistics, in training only, are added to buffers in place, which works in compiled layers and CUDA graphs.
     The buffers stay in fp32 whatever dtype the model is cast to.
@@ -32,8 +34,6 @@ class MoE(nn.Module):
             auxiliary loss (arXiv 2408.15664).
 
     Attributes:
-        recompute: in training, save only the input and recompute router and experts in the backward.
-        preserve_rng_state: restore the RNG state for recomputation, since the layer has dropout or router jitter.
         statistics: fp32 (experts + 6): sum of `Routing.statistics` since it was last zeroed; non-persistent.
         loss_share: fp32 scalar: share of a micro batch in its global batch, a factor of the gradients of the auxiliary
             losses; non-persistent.
@@ -42,8 +42,6 @@ class MoE(nn.Module):
             `expert_bias`.
     """
 
-    recompute: bool = False
-    preserve_rng_state: bool = False
     statistics: Tensor
     loss_share: Tensor
     expert_bias: Tensor | None
@@ -99,7 +97,7 @@ class MoE(nn.Module):
             (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         real = None if padding is None else padding.flatten()
-        if self.recompute and should_recompute(self):
+        if self.is_recomputed:
             output, sums = run_with_recompute(self._run, self.preserve_rng_state, hidden, real, norm, use_capacity)
             return (output if residual is None else residual + output), sums
         return self._run(hidden, real, norm, use_capacity, router_input, residual)
@@ -149,6 +147,11 @@ class MoE(nn.Module):
             self.expert_bias = torch.zeros(number, device=device) if leaves_meta else bias.to(device)
             self.step_counts = torch.zeros(number, device=device)
         return self
+
+
+def find_moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """Return the MoE modules by name (`decoder.layers.3.mlp`), in forward order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 # ---------------------------------------------------------------- cost

@@ -24,7 +24,7 @@ from ...kernels.moe.routing import (
     topk_routing,
     z_loss,
 )
-from ..config.moe_slice import MoESlice
+from ..config.moe import MoESlice
 from ..layers.cost import StackInputs
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
@@ -56,20 +56,9 @@ class Router(nn.Module):
 
     Args:
         hidden_size: width of the residual stream.
-        experts: number of experts.
-        topk: experts per token.
         balancing: `aux_loss` and `none` choose by score, `sinkhorn` by a balanced assignment.
-        score: `softmax` over the experts, or `sigmoid` of each.
-        pre_softmax: gates are the scores over all experts instead of a softmax over the chosen ones.
-        topk_scaling: factor of the gates, None for none.
-        num_groups: groups of experts, of which a token may use only `group_topk`; None for no groups.
-        group_topk: groups per token.
-        aux_loss: coefficient of the load-balancing loss (Switch Transformer, arXiv 2101.03961), 0 for none.
-        z_loss: coefficient of the mean squared log-sum-exp of the logits (ST-MoE, arXiv 2202.08906), 0 for none.
-        jitter: in training, multiply each router input by uniform noise in [1 - jitter, 1 + jitter]; None for none.
-        capacity_factor: limit each expert to ceil(tokens * topk / experts * factor) tokens; None for no limit.
-        drop_policy: which tokens are dropped above the limit: the smallest gates (`probs`) or the last (`position`).
         dtype: dtype of the computation, at least that of the input.
+        experts, topk and others: as in `MoESlice`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config.peft_slice import AdapterSlice
+from ..config.peft import AdapterSlice
 from ..layers.norm import LayerNorm
 from .added_parameters import PeftModule, init_matrix
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..config.families import FamilySlice
-from ..config.peft_slice import AdapterSlice, IA3Slice, LoRASlice, PeftSlice, PromptSlice, SelectiveSlice
+from ..config.peft import AdapterSlice, IA3Slice, LoRASlice, PeftSlice, PromptSlice, SelectiveSlice
 from ..layers.mlp import MLP
 from ..moe.moe_layer import MoE
 from ..stack import Layer, Stack

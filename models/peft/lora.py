@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...kernels.lora.lora_linear import lora_linear
 from ...kernels.moe.lora_experts import LoRAMatrices, lora_expert_mlp
 from ...kernels.norm_functions import NormFactors
-from ..config.peft_slice import LoRASlice
+from ..config.peft import LoRASlice
 from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..moe.experts import Experts

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 from ...kernels.lora.lora_gated_mlp import MAX_RANK, lora_gated_mlp, lora_gated_mlp_runs_on
 from ...kernels.norm_functions import NormFactors
-from ..config.peft_slice import LoRASlice, PeftSlice
-from ..config.slices import StackSlice
+from ..config.peft import LoRASlice, PeftSlice
+from ..config.stack import StackSlice
 from ..layers.fused_linear import can_skip_norm_output
 from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm, RMSNorm
-from ..memory.activation_checkpoint import run_with_recomputed_input, should_recompute
+from ..memory.recompute import run_with_recomputed_input, should_recompute
 from .lora import LoRALinear
 
 
@@ -35,7 +35,7 @@ class LoRAMLP(MLP):
     def __init__(self, base: MLP, lora: LoRASlice, *, fused: bool) -> None:
         nn.Module.__init__(self)  # the modules of an MLP are those of `base`
         self.nonlinearity, self.gated, self.dropout = base.nonlinearity, base.gated, base.dropout
-        self.uses_rng, self.recompute = base.uses_rng, base.recompute
+        self.uses_rng = base.uses_rng
         self.up, self.inner_norm, self.down = base.up, base.inner_norm, base.down
         self.rank, self.fused = lora.rank, fused
         if "mlp_fc1" in lora.targets:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..config.peft_slice import PromptSlice
+from ..config.peft import PromptSlice
 from .added_parameters import PeftModule
 
 

@@ -1,1 +1,1 @@
-"""Activation recomputation: policies, and their static analysis."""
+"""Activation recomputation: applied to a stack, and its static analysis."""

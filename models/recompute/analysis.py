@@ -12,11 +12,10 @@ from dataclasses import replace
 from ...kernels.attention.call_spec import AttentionCall
 from ...kernels.attention.dispatch import BackendSelection
 from ..config.families import FamilySlice
-from ..config.memory import RecomputeModule
-from ..config.memory_slice import RecomputeSlice
-from ..config.peft_slice import LoRASlice, PeftSlice, peft_dropout
-from ..config.slices import StackSlice
-from ..config.t5_slice import T5Slice
+from ..config.memory import RecomputeModule, RecomputeSlice
+from ..config.peft import LoRASlice, PeftSlice, peft_dropout
+from ..config.stack import StackSlice
+from ..config.t5 import T5Slice
 from ..layers.mlp import saves_only_output
 from ..peft.lora_mlp import is_lora_mlp_fused
 

@@ -49,8 +49,10 @@ Generate = Callable[[torch.Tensor], int]
 def stoker(batch: int, *, compiled: bool) -> Generate:
     """stoker's decoder in the decode loop of `stoker generate`."""
     from stoker.kernels.attention.flags import read_flags
-    from stoker.models.build import build_gpt
+    from stoker.models.build import build_model
+    from stoker.models.config.batch_shape import BatchSpec
     from stoker.models.config.gpt import GPTKeys
+    from stoker.models.gpt import GPT
     from stoker.models.incremental_decoding import GPTDecoder
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.generation.decode_loop import DecodeLoop
@@ -59,15 +61,17 @@ def stoker(batch: int, *, compiled: bool) -> Generate:
     keys = load_run_config(None, None, ["model=llama_1b"]).root.model
     assert isinstance(keys, GPTKeys)
     device = torch.device("cuda")
-    model = build_gpt(
+    model = build_model(
         keys.model_copy(update={"compile": False}),
         vocab_size=Shape.vocab,
         device=device,
         dtype=torch.bfloat16,
         flags=read_flags(),
         micro_batch_size=1,
+        batch_spec=BatchSpec(seq_length=keys.encoder_seq_length),
         kinds=("evaluation", "generation"),
     ).eval()
+    assert isinstance(model, GPT)
     if compiled:
         model.decoder.compile_decode_step()
     loop = DecodeLoop(

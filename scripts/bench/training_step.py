@@ -24,21 +24,25 @@ TOKENS = Shape.micro_batch * Shape.sequence
 def stoker_loop(_: Shape) -> Step:
     """Train step of stoker's model and optimizer without Lightning, dataloader and logging."""
     from stoker.kernels.attention.flags import read_flags
-    from stoker.models.build import build_gpt
+    from stoker.models.build import build_model
+    from stoker.models.config.batch_shape import BatchSpec
     from stoker.models.config.gpt import GPTKeys
+    from stoker.models.gpt import GPT
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.optim.adamw import AdamW
 
     keys = load_run_config(None, None, OVERRIDES).root.model
     assert isinstance(keys, GPTKeys)
-    model = build_gpt(
+    model = build_model(
         keys,
         vocab_size=keys.override_vocab_size or 0,
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
         flags=read_flags(),
         micro_batch_size=Shape.micro_batch,
+        batch_spec=BatchSpec(seq_length=keys.encoder_seq_length),
     )
+    assert isinstance(model, GPT)
     optimizer = AdamW(
         model.named_parameters(),
         lr=1e-4,

@@ -15,8 +15,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.lora.lora_linear import lora_linear, reference_lora_linear
 from stoker.models.build import LanguageModel, build_model
 from stoker.models.config.batch_shape import BatchSpec
-from stoker.models.config.peft import PeftKeys
-from stoker.models.config.peft_slice import peft_slice
+from stoker.models.config.peft import PeftKeys, peft_slice
 from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.train import run_training
 

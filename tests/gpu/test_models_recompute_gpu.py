@@ -17,7 +17,7 @@ from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
-from stoker.models.moe.find_moe_layers import find_moe_layers
+from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.train import run_training

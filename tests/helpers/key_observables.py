@@ -23,7 +23,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
 from stoker.models.moe import experts as experts_module
-from stoker.models.moe.find_moe_layers import find_moe_layers
+from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.models.stack import Layer
 from stoker.trainer import train
 from stoker.trainer.callbacks.early_stopping import EarlyStopping

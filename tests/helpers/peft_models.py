@@ -11,8 +11,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import LanguageModel, build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.peft import PeftKeys
-from stoker.models.config.peft_slice import peft_slice
+from stoker.models.config.peft import PeftKeys, peft_slice
 from stoker.models.config.t5 import T5Keys
 
 F64 = torch.float64

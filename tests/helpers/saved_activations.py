@@ -30,11 +30,11 @@ from stoker.kernels.lora import lora_gated_mlp, lora_linear
 from stoker.kernels.moe import expert_mlps, grouped_matmul, permute
 from stoker.models.assemble import assemble
 from stoker.models.build import get_stacks
-from stoker.models.config.peft_slice import peft_slice
+from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
-from stoker.models.layers.cross_attention import Memory
+from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.peft.apply import apply_peft
-from stoker.models.recompute.policies import recompute_policies
+from stoker.models.recompute.apply import apply_recompute
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.inputs import RunInputs, collect_inputs, target_precision
 from stoker.trainer.plan.run_plan import gpu_target
@@ -95,8 +95,7 @@ def model_of(facts: RunInputs) -> Any:
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
         )
-        for policy in recompute_policies(part.stack, labels, *names, offloads=True):
-            policy.apply(stack)
+        apply_recompute(stack, part.stack, labels, *names, offloads=True)
     return model.to_empty(device="cpu").train()
 
 
@@ -167,12 +166,12 @@ def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int
     memory = None
     if inputs.cross is not None:
         memory = Memory(torch.zeros(inputs.batch, inputs.encoder_length, width, dtype=dtype, requires_grad=True))
-    layer = module.layers[-1]
+    layer, context = module.layers[-1], LayerContext("training", rotary, terms, memory=memory)
 
     def run(hidden: Tensor) -> Any:
         autocast = facts.precision.autocast_dtype
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-            return layer(hidden, rotary, "training", None, memory, terms, None)
+            return layer(hidden, context)
 
     torch._dynamo.reset()
     with simulate_cuda(monkeypatch), monkeypatch.context() as patch:

@@ -30,8 +30,8 @@ from stoker.kernels.attention.recompute_scores import (
     supports_call,
 )
 from stoker.kernels.attention.reference import reference_backend
-from stoker.models.recompute import policies
-from stoker.models.recompute.policies import RecomputedAttention
+from stoker.models.layers import recomputed_attention
+from stoker.models.layers.recomputed_attention import RecomputedAttention
 
 
 @pytest.fixture(autouse=True)
@@ -297,7 +297,7 @@ FACTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FACTS)
 def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "attention_recompute_scores", None)
+    monkeypatch.setattr(recomputed_attention, "attention_recompute_scores", None)
     query, key, value, gradient = made(8, 8, batch=2)
     assert not supports(query, scale=0.3, causal=True, **{name: option(name)})
     assert not supports_call(replace(PLAIN, **FACTS[name]))
@@ -343,13 +343,13 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
         taken.append(True)
         return attention_recompute_scores(*tensors, **options)
 
-    monkeypatch.setattr(policies, "attention_recompute_scores", seen)
+    monkeypatch.setattr(recomputed_attention, "attention_recompute_scores", seen)
     again: Any = RecomputedAttention(UnfusedAttention())
     tensors = made(8, 12)
     truth = exact(tensors, scale=0.3, causal=True)
     if function == "compiled":
         torch.compiler.reset()
-        monkeypatch.setattr(policies, "attention_recompute_scores", attention_recompute_scores)
+        monkeypatch.setattr(recomputed_attention, "attention_recompute_scores", attention_recompute_scores)
         again = torch.compile(again.__call__, fullgraph=True, backend="aot_eager")
         monkeypatch.setattr(UnfusedAttention, "weights", None)
         taken.append(True)
@@ -359,7 +359,7 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
 
 
 def test_who_wants_plain_softmax_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "attention_recompute_scores", None)
+    monkeypatch.setattr(recomputed_attention, "attention_recompute_scores", None)
     again = RecomputedAttention(UnfusedAttention(masked_softmax_fusion=False))
     results(again, made(8, 12), scale=0.3, causal=True)
     with torch.no_grad():

@@ -7,20 +7,21 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiers import looped
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, num_parameters
+from stoker.models.build import num_parameters
 from stoker.models.config.bert import BertKeys
-from stoker.models.config.family_rules import model_rules
-from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.dense_stack import PositionEmbedding
+from stoker.models.config.families import model_rules
+from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.config.key_block import Finding
-from stoker.models.config.model_rules import gpt_rules, stack_rules
-from stoker.models.config.position_rules import window_is_shorter_than_sequences
-from stoker.models.config.slices import gpt_slice, resolve_window
-from stoker.models.config.stack import PositionEmbedding
+from stoker.models.config.model import single_stack_rules, window_is_shorter_than_sequences
+from stoker.models.config.positions import resolve_window
+from stoker.models.config.stack import stack_rules
 from stoker.models.config.t5 import T5Keys
 from stoker.models.model_cost import count_parameters
 
@@ -30,7 +31,7 @@ def keys(**changes: Any) -> GPTKeys:
 
 
 def findings(**changes: Any) -> list[Finding]:
-    return list(gpt_rules(keys(**changes)))
+    return list(single_stack_rules(keys(**changes), causal=True))
 
 
 def test_defaults_are_silent() -> None:
@@ -156,7 +157,7 @@ def test_windows() -> None:
 def test_a_window_of_a_bert_has_two_sides() -> None:
     def found(left: int, right: int) -> list[str]:
         bert = BertKeys.model_validate({"window_size": [left, right]})
-        return [finding.keys[0] for finding in window_is_shorter_than_sequences(bert)]
+        return [finding.keys[0] for finding in window_is_shorter_than_sequences(bert, causal=False)]
 
     assert found(511, 510) == found(3, -1) == found(-1, -1) == []
     assert found(511, 511) == found(511, -1) == ["window_size"]

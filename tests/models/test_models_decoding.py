@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from tiers import cases
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, build_model
+from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.peft_slice import PromptSlice
+from stoker.models.config.peft import PromptSlice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
 from stoker.models.incremental_decoding import GPTDecoder, T5Decoder, kv_cache_bytes

@@ -27,7 +27,7 @@ from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import family_slice
 from stoker.models.config.t5 import T5Keys
-from stoker.models.layers.cross_attention import Memory
+from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.model_cost import count_parameters
 from stoker.models.stack import Layer
 from stoker.models.t5 import T5
@@ -294,7 +294,7 @@ def test_cross_attention_is_what_its_keys_say() -> None:
     context = torch.einsum("bhqk,bkhd->bqhd", (0.5 * torch.tanh(scores / 0.5)).softmax(-1), value)
     context = (context * weights["head_scale"][:, None]).flatten(2)
     expected = F.linear(context, weights["output.weight"], weights["output.bias"])
-    torch.testing.assert_close(cross(hidden, Memory(memory), "evaluation"), expected)
+    torch.testing.assert_close(cross(hidden, LayerContext("evaluation", memory=Memory(memory))), expected)
     calls = plan_of(model_keys(decoder=keys)).decisions
     assert calls["decoder training"].call.window == (1, 0)
     assert calls["cross training"].call.window is None

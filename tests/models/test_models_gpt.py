@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from tiers import extra, full_only, looped
 from torch import Tensor
 
@@ -15,9 +16,10 @@ from stoker.kernels.attention.dispatch import NoBackendError
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.cross_entropy import linear_cross_entropy
 from stoker.models import lm_head as head_module
-from stoker.models.build import build_gpt, decide_compile
+from stoker.models.build import decide_compile
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
+from stoker.models.layers.context import LayerContext
 from stoker.models.layers.mlp import MLP
 from stoker.models.stack import Layer
 
@@ -247,7 +249,7 @@ def test_hidden_dropout_falls_on_embeddings_and_both_parts_of_a_layer() -> None:
     layer.attention.output.register_forward_hook(lambda *_: torch.ones_like(hidden))
     assert isinstance(layer.mlp, MLP)
     layer.mlp.down.register_forward_hook(lambda *_: torch.full_like(hidden, 100.0))
-    output, _ = layer(hidden, None, "training")
+    output, _ = layer(hidden, LayerContext("training"))
     for value in (0.0, 2.0, 200.0, 202.0):
         dropped.append((output == value).float().mean().item())
     assert dropped == pytest.approx([0.25] * 4, abs=0.01)

@@ -6,21 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from tiers import extra
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import RoutingResult
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.slices import stack_slice
+from stoker.models.config.stack import stack_slice
 from stoker.models.gpt import GPT
 from stoker.models.layers.norm import BranchInput, RMSNorm
-from stoker.models.memory import activation_checkpoint
+from stoker.models.memory import recompute
 from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
-from stoker.models.moe.find_moe_layers import find_moe_layers
-from stoker.models.moe.moe_layer import MoE
+from stoker.models.moe.moe_layer import MoE, find_moe_layers
 from stoker.models.moe.router import STATISTIC_NAMES
 from stoker.models.recompute.analysis import has_dropout
 
@@ -115,9 +114,9 @@ def test_recompute_draws_the_same_noise_and_counts_once(compiled: bool) -> None:
 def test_recompute_asks_for_the_state_of_generators_only_where_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph cannot hold it."""
     asked: list[bool] = []
-    run = activation_checkpoint.checkpoint
+    run = recompute.checkpoint
     monkeypatch.setattr(
-        activation_checkpoint,
+        recompute,
         "checkpoint",
         lambda *given, **how: asked.append(how["preserve_rng_state"]) or run(*given, **how),
     )

@@ -14,10 +14,10 @@ from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.peft_slice import PromptSlice
+from stoker.models.config.peft import PromptSlice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
-from stoker.models.moe.find_moe_layers import find_moe_layers
+from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.models.moe.router import STATISTIC_NAMES, Routing
 from stoker.models.t5 import T5
 

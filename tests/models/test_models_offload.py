@@ -18,6 +18,7 @@ from stoker.models.build import build_model, copy_engine_factory, get_stacks
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
+from stoker.models.layers.context import LayerContext
 from stoker.models.memory import host_copies
 from stoker.models.memory.host_copies import HostMemoryError, PinnedMemoryPool
 from stoker.models.memory.offload_activations import ActivationOffload
@@ -240,7 +241,7 @@ def test_what_is_saved_twice_is_copied_once_and_parameters_stay() -> None:
     for layer in stack.layers:
         storages.append({})
         with saved_tensors_hooks(count, lambda tensor: tensor):
-            hidden, _ = layer(hidden, turn, "training")
+            hidden, _ = layer(hidden, LayerContext("training", turn))
         kept.append(hidden)
     copies = offloaded(model, 2)
     loss_of(model).backward()
@@ -519,8 +520,8 @@ def test_what_is_cheap_is_made_again_and_not_moved(
     install(monkeypatch)
     ours = model_of(t5=t5, **on, **changes)
     for stack in get_stacks(ours):
-        assert [layer.recompute_norms for layer in stack.layers] == [norms] * 3 + [False] * (LAYERS - 3)
-    assert not any(layer.recompute_norms for stack in get_stacks(idle) for layer in stack.layers)
+        assert [layer.mlp_norm.recompute for layer in stack.layers] == [norms] * 3 + [False] * (LAYERS - 3)
+    assert not any(layer.mlp_norm.recompute for stack in get_stacks(idle) for layer in stack.layers)
     expected = gradients(plain, lambda: [loss_of(plain)])
     for model in (idle, ours):
         assert_equal(gradients(model, lambda model=model: [loss_of(model)]), expected)

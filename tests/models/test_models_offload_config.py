@@ -21,8 +21,8 @@ from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.key_block import Finding
-from stoker.models.config.memory_slice import OffloadSlice, offload_slice
-from stoker.models.config.offload_rules import offload_rules
+from stoker.models.config.memory import OffloadSlice, offload_slice
+from stoker.models.config.memory_rules import offload_rules
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads

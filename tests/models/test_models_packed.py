@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import cases, extra, looped
@@ -19,7 +20,6 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.stack import Layer
@@ -275,7 +275,7 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     )
     model = gpt(num_layers=3)
     for layer in model.decoder.layers:
-        layer.register_forward_pre_hook(lambda _, args: given.append(args[3]))
+        layer.register_forward_pre_hook(lambda _, args: given.append(args[1].packed))
     tokens, labels, documents = batch()
     for _ in range(2):
         model.loss(tokens, labels, 1.0, documents)

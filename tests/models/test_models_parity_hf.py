@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from hf_fp64 import keep_input_dtype, map_parameters
 from torch import Tensor, nn
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
 )
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.hf.architecture import Architecture

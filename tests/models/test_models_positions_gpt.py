@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from tiers import full_only
 from torch import Tensor
 
 from stoker.kernels.attention.call_spec import InstalledSoftware
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
-from stoker.models.build import build_gpt
-from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.slices import gpt_slice
+from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.dispatch.attention_calls import attention_calls, choose_backends
 from stoker.models.gpt import GPT
 from stoker.models.layers.attention_bias import Kerple, RelativeBias, Sandwich, alibi_slopes
+from stoker.models.layers.context import LayerContext
 from stoker.models.layers.mlp import MLP
 from stoker.models.stack import Layer
 
@@ -200,7 +200,7 @@ def test_order_of_norms(block: str) -> None:
         return F.layer_norm(of, of.shape[-1:], gain, bias, 1e-5)
 
     def attention(of: Tensor) -> Tensor:
-        return layer.attention(of, None, "training")
+        return layer.attention(of, LayerContext("training"))
 
     def mlp(of: Tensor) -> Tensor:
         assert isinstance(layer.mlp, MLP)
@@ -214,7 +214,7 @@ def test_order_of_norms(block: str) -> None:
         update = attention(norm("attention_norm", x))
         expected = x + (norm("attention_output_norm", update) if block == "normformer" else update)
         expected = expected + mlp(norm("mlp_norm", x if block == "parallel_ln" else expected))
-    torch.testing.assert_close(layer(x, None, "training")[0], expected)
+    torch.testing.assert_close(layer(x, LayerContext("training"))[0], expected)
     assert (model.decoder.final_norm is None) == (block == "post_ln")
     if model.decoder.final_norm is not None:
         expected = model.decoder.final_norm(expected)
@@ -249,7 +249,7 @@ def test_position_places_are_those_of_the_sample() -> None:
 def test_terms_are_made_once_for_all_layers(kind: str) -> None:
     model, seen = gpt(kind, num_layers=3), []
     for layer in layers_of(model):
-        layer.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[4]))
+        layer.attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1].terms))
     model.loss(some_tokens(TOKENS), some_tokens(TOKENS), 1.0)
     assert len(seen) == 3
     assert seen[0] is not None

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from hf_fp64 import _rms_norm, _rotary, map_parameters
 from tiers import looped
 from torch import Tensor
@@ -23,11 +24,11 @@ from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling, rotary_frequencies
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.models.hf.llama import QWEN3
 from stoker.models.layers.attention_bias import ALiBi
+from stoker.models.layers.context import LayerContext
 from stoker.models.layers.position_embeddings import RotaryEmbedding, RotaryTables
 from stoker.models.layers.self_attention import SelfAttention
 
@@ -204,7 +205,7 @@ def test_softcap_and_window_of_gemma2(backend: str) -> None:
     behind = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     mask = torch.zeros(TOKENS, TOKENS, dtype=FP64).masked_fill((behind < 0) | (behind >= 4), float("-inf"))
     expected = theirs(hidden, position_embeddings=(cosine, sine), attention_mask=mask)[0]
-    found = ours(hidden, RotaryTables(cosine[0, :, :5], sine[0, :, :5]), "training")
+    found = ours(hidden, LayerContext("training", RotaryTables(cosine[0, :, :5], sine[0, :, :5])))
     close(found, expected)
     upstream = torch.randn(expected.shape, dtype=FP64)
     (gradient,) = torch.autograd.grad(expected, hidden, upstream)

@@ -16,15 +16,14 @@ from tiny_run import tiny_config
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
-from stoker.models.config.families import family_slice
-from stoker.models.config.family_rules import model_rules
-from stoker.models.config.gpt import GPTKeys
+from stoker.models.config.families import family_slice, model_rules
+from stoker.models.config.gpt import GPTKeys, gpt_slice
+from stoker.models.config.memory import RecomputeSlice
 from stoker.models.config.memory_rules import RECOMPUTE_RULES
-from stoker.models.config.memory_slice import RecomputeSlice
-from stoker.models.config.slices import StackSlice, gpt_slice
+from stoker.models.config.stack import StackSlice
 from stoker.models.config.t5 import T5Keys
+from stoker.models.layers.recomputed_attention import RecomputedAttention
 from stoker.models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recompute_uses_rng
-from stoker.models.recompute.policies import RecomputedAttention
 from stoker.models.stack import Layer, Stack
 from stoker.trainer.core import factory, run_summary
 from stoker.trainer.data.build_datasets import build_data
@@ -141,7 +140,7 @@ def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | No
     ],
 )
 def test_one_line_for_each_contradiction(given: dict[str, Any], level: str, first: str, says: str) -> None:
-    (finding,) = [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given), False)]
+    (finding,) = [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given))]
     assert (finding.level, finding.keys[0]) == (level, first)
     assert re.search(says, finding.message)
     assert finding.fix
@@ -161,7 +160,7 @@ def test_one_line_for_each_contradiction(given: dict[str, Any], level: str, firs
     ],
 )
 def test_what_acts_has_nothing_against_it(given: dict[str, Any]) -> None:
-    assert [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given), False)] == []
+    assert [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given))] == []
 
 
 def test_the_lines_of_nemos_documents_run_verbatim() -> None:

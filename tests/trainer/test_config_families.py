@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from config_helpers import load, problems, write
 
-from stoker.models.config.model_keys import FAMILIES, Family
+from stoker.models.config.model import FAMILIES, Family
 from stoker.models.config.stack import StackKeys
 from stoker.trainer.cli import main
 from stoker.trainer.config import render

@@ -14,9 +14,9 @@ from tiers import looped
 
 from stoker.models.build import num_parameters
 from stoker.models.config.families import family_slice
-from stoker.models.config.model_keys import Family
+from stoker.models.config.model import Family
 from stoker.models.config.stack import StackKeys
-from stoker.models.config.t5_slice import T5Slice
+from stoker.models.config.t5 import T5Slice
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.schema.key_index import schema_keys

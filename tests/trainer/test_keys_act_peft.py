@@ -13,7 +13,7 @@ from tiny_run import tiny_config, tiny_document
 from torch import Tensor
 
 from stoker.models.build import LanguageModel
-from stoker.models.config.peft_slice import peft_slice
+from stoker.models.config.peft import peft_slice
 from stoker.models.gpt import GPT
 from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.config import dotted_paths

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt_builder import build_gpt
 from tiny_run import tiny_config
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
 from stoker.trainer.checkpoint.reader import OPTIMIZER, WEIGHTS, RunState

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from tiers import looped
 from tiny_run import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.model_cost import training_flops_per_sample

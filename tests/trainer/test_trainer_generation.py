@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from gpt_builder import build_gpt
 from tiers import full_only
 from tiny_run import tiny_config
 from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt, build_model
+from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.gpt import GPTKeys

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from gpt_builder import build_gpt
 from tiers import full_only
 from tiny_run import final_hashes, tiny_config
 from torch import nn
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.moe.find_moe_layers import find_moe_layers
+from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.trainer.callbacks import expert_load
 from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
 from stoker.trainer.checkpoint.loop_state import LoopState

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from gpt_builder import build_gpt
 from optimizer_cases import OPTIMIZER_FACTORIES, backward, net
 from tiers import extra, looped
 from tiny_run import tiny_config
@@ -14,7 +15,6 @@ from torch import nn
 
 import stoker
 from stoker.kernels.attention.flags import read_flags
-from stoker.models.build import build_gpt
 from stoker.trainer.config.lr_schedule import build_schedule
 from stoker.trainer.config.schema.optim import OptimBlock
 from stoker.trainer.config.schema.root import ModelBlock, RootBlock

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from config_helpers import load, problems
 from distributed_runs import DistributedRuns, difference, records
 from fork_server import ForkServer
+from gpt_builder import build_gpt
 from tiers import extra, full_only
 from tiny_run import tiny_config
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.attention.packed_sequences import PackedSequences
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.cli import evaluate
 from stoker.trainer.cli.thread_tuning import measure_step_time

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, get_stacks, num_parameters
-from stoker.models.config.peft_slice import peft_slice
+from stoker.models.config.peft import peft_slice
 from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.config.batch_spec import batch_spec

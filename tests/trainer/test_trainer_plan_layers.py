@@ -6,8 +6,8 @@ from deferred_copies import DeferredCopies
 from saved_activations import backward_peak_bytes, loss_peak_bytes, model_of, plan_inputs, saved_compiled, saved_eager
 from tiers import extra
 
+from stoker.models.layers import recomputed_attention
 from stoker.models.memory.offload_activations import ActivationOffload
-from stoker.models.recompute import policies
 from stoker.trainer.plan import timeline
 from stoker.trainer.plan.timeline import layers_in_order, loss_memory, memory_plan
 from stoker.trainer.plan.transfers import offloaded_bytes
@@ -196,9 +196,11 @@ def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
 
 @pytest.mark.parametrize(("name", "times"), [("scores again", 2), ("scores again, dropout", 0)])
 def test_scores_come_again_from_log_sum_exps_where_the_plan_counts_these(name, times, monkeypatch):
-    taken, function = [], policies.attention_recompute_scores
+    taken, function = [], recomputed_attention.attention_recompute_scores
     monkeypatch.setattr(
-        policies, "attention_recompute_scores", lambda *given, **more: taken.append(1) or function(*given, **more)
+        recomputed_attention,
+        "attention_recompute_scores",
+        lambda *given, **more: taken.append(1) or function(*given, **more),
     )
     facts = plan_inputs(CASES[name], compiled=False)
     saved_eager(facts, monkeypatch)

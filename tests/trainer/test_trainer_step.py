@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from gpt_builder import build_gpt
 from tiers import extra, looped
 
 from stoker.kernels.attention.flags import AttentionFlags
-from stoker.models.build import build_gpt
 from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler

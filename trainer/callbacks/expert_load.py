@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ...models.build import LanguageModel
-from ...models.moe.find_moe_layers import find_moe_layers
-from ...models.moe.moe_layer import MoE
+from ...models.moe.moe_layer import MoE, find_moe_layers
 from ...models.moe.router import STATISTIC_NAMES
 from ..config.schema.root import RootBlock
 from ..distributed.process_group import DistributedContext

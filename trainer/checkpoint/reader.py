@@ -34,7 +34,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from ...models.config.key_block import ConfigBlock
-from ...models.moe.find_moe_layers import find_moe_layers
+from ...models.moe.moe_layer import find_moe_layers
 from ...models.peft.added_parameters import peft_parameter_names
 from ...models.peft.apply import trainable_parameters
 from ..optim.base_optimizer import Optimizer

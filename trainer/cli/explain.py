@@ -121,7 +121,7 @@ def explain_attention(args: argparse.Namespace) -> int:
 
 def _layers(root: RootBlock) -> str:
     """Return a phrase with the number of layers of each stack."""
-    from ...models.config.family_rules import keys_by_stack
+    from ...models.config.families import keys_by_stack
 
     stacks = {name.rstrip("."): stack.num_layers for name, stack in keys_by_stack(root.model).items()}
     if len(stacks) == 1:

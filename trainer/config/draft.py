@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...models.config.key_block import Finding
-from ...models.config.model_keys import Family
+from ...models.config.model import Family
 from ..utils.redaction import redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...models.config.model_keys import Family
+from ...models.config.model import Family
 from . import dotted_paths
 from .dotted_paths import MISSING, Tree
 from .schema.key_index import STACKS

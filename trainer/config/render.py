@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ...models.config.key_block import Finding
-from ...models.config.model_keys import FAMILIES, Family
+from ...models.config.model import FAMILIES, Family
 from . import dotted_paths
 from .nemo.key_row import KeyState
 from .nemo.key_states import key_state

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...models.config.model_keys import FAMILIES, Family
+from ...models.config.model import FAMILIES, Family
 from . import dotted_paths
 from .dotted_paths import Tree
 from .nemo.other_frameworks import translate_values

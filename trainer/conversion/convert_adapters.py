@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...models.config.peft_slice import peft_slice
+from ...models.config.peft import peft_slice
 from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trainable_tensors
 from ..checkpoint.run_environment import stoker_version

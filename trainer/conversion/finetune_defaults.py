@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...models.config.model_keys import Family
+from ...models.config.model import Family
 from ..config import dotted_paths
 from ..config.dotted_paths import MISSING
 from ..config.draft import Draft, nemo_default, takes_only_text

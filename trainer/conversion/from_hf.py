@@ -26,7 +26,7 @@ from torch import Tensor
 from ...kernels.attention.flags import AttentionFlags
 from ...models.build import LanguageModel, build_model
 from ...models.config.families import sequence_length_of
-from ...models.config.peft_slice import PeftSlice
+from ...models.config.peft import PeftSlice
 from ...models.config.t5 import T5Keys
 from ...models.hf.architecture import Architecture, geometry_of, slice_from_keys, unflatten_keys
 from ...models.hf.architectures import MODEL_TYPES, architecture_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import sequence_length_of
-from ...models.config.peft_slice import IA3Slice, LoRASlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice, peft_slice
 from ...models.hf.architecture import geometry_of, slice_from_keys
 from ...models.hf.architectures import ARCHITECTURES
 from ...models.hf.config_fields import format_value

@@ -14,8 +14,8 @@ from torch import nn
 
 from ...kernels.attention.flags import read_flags
 from ...models.build import LanguageModel, build_model
-from ...models.config.family_rules import keys_by_stack
-from ...models.config.peft_slice import peft_slice
+from ...models.config.families import keys_by_stack
+from ...models.config.peft import peft_slice
 from ...models.config.t5 import T5Keys
 from ...models.model_cost import count_parameters
 from ..checkpoint.hf_files import is_hf_folder, is_peft_folder

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from ...models.config.peft_slice import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
 from ...models.peft.added_parameters import PeftModule
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.sharded_safetensors import open_full_tensors

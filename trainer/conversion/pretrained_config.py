@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...models.config.bert import BertKeys
 from ...models.config.gpt import GPTKeys
 from ...models.config.memory import MemoryKeys
-from ...models.config.model_keys import Family
+from ...models.config.model import Family
 from ...models.config.t5 import T5Keys
 from ..config import dotted_paths
 from ..config.load import config_from_document
@@ -25,7 +25,7 @@ _FAMILY_KEYS: Mapping[Family, frozenset[str]] = {
     "bert": frozenset(BertKeys.model_fields),
 }
 _RUN_KEYS = {
-    *MemoryKeys.model_fields,
+    *MemoryKeys.own_keys(),
     *("use_flash_attention", "attention_backend", "transformer_engine", "masked_softmax_fusion"),
     *("compile", "seed", "label_smoothing", "moe_layer_recompute", "moe_grouped_gemm", "moe_per_layer_logging"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.config.peft_slice import IA3Slice, LoRASlice, PeftSlice, PromptSlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice, PeftSlice, PromptSlice, peft_slice
 from ...models.hf.weight_layout import Transposed
 from ...models.peft.ptuning import PromptEncoder, virtual_token_embeddings
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, read_object

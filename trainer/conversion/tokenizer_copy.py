@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...models.config.model_keys import Family
+from ...models.config.model import Family
 from ..checkpoint.hf_files import read_object, resolve_in_folder
 from ..config.data_task import task_from_config
 from ..config.schema.root import RootBlock

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...models.config.family_rules import keys_by_stack
+from ...models.config.families import keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
@@ -26,7 +26,7 @@ _FUNCTION_PRESERVING_KEYS = {
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_dropout", "moe_router_bias_update_rate"),
     *("moe_layer_recompute", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_per_layer_logging"),
     "moe_router_dtype",
-    *MemoryKeys.model_fields,
+    *MemoryKeys.own_keys(),
 }
 """Keys of a stack that do not change the function its weights compute at inference."""
 

@@ -11,7 +11,7 @@ from ...kernels.attention.dispatch import BackendSelection
 from ...models.build import LanguageModel, plan_model
 from ...models.build import build_model as build_from_keys
 from ...models.config.families import family_slice
-from ...models.config.peft_slice import peft_slice
+from ...models.config.peft import peft_slice
 from ...models.model_cost import training_flops_per_sample
 from ...models.peft.apply import trainable_parameters
 from ..callbacks.preemption import StopHandler

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from ...models.build import LanguageModel, get_stacks, num_parameters
-from ...models.config.families import FamilySlice, family_slice
-from ...models.config.family_rules import keys_by_stack
-from ...models.config.memory_slice import join_module_names
-from ...models.config.peft_slice import peft_slice
+from ...models.config.families import FamilySlice, family_slice, keys_by_stack
+from ...models.config.memory import join_module_names
+from ...models.config.peft import peft_slice
 from ...models.model_cost import count_parameters
 from ...models.peft.apply import trainable_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload

@@ -28,7 +28,7 @@ def assumed_software(root: RootBlock, device: str) -> InstalledSoftware:
     A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
     """
     from ...kernels.attention.backends.registry import detect_installed_software
-    from ...models.config.family_rules import keys_by_stack
+    from ...models.config.families import keys_by_stack
 
     local, stacks = detect_installed_software(), keys_by_stack(root.model).values()
     if device == "cpu":

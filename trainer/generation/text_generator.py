@@ -13,7 +13,7 @@ import torch
 from ...models.bert import BERT
 from ...models.build import LanguageModel, get_stacks
 from ...models.incremental_decoding import Decoder, GPTDecoder, T5Decoder, kv_cache_bytes, max_input_length
-from ...models.moe.find_moe_layers import find_moe_layers
+from ...models.moe.moe_layer import find_moe_layers
 from ...models.t5 import T5
 from ..conversion.load_model import LoadedModel
 from ..data.tokenizers.tokenizer import Tokenizer

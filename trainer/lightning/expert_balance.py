@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ...models.build import LanguageModel
-from ...models.config.family_rules import keys_by_stack
+from ...models.config.families import keys_by_stack
 from ...models.config.stack import StackKeys
-from ...models.moe.find_moe_layers import find_moe_layers
-from ...models.moe.moe_layer import MoE
+from ...models.moe.moe_layer import MoE, find_moe_layers
 from ..config.schema.root import AnyModelBlock, RootBlock
 from ..distributed.process_group import DistributedContext
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import family_slice, sequence_length_of
-from ...models.config.slices import StackSlice
-from ...models.config.t5_slice import T5Slice
+from ...models.config.stack import StackSlice
+from ...models.config.t5 import T5Slice
 from ...models.memory.host_copies import CopyEngine
 from ...models.model_cost import count_parameters, outer_weights
 from ..config.lr_schedule import build_schedule

@@ -13,7 +13,7 @@ from ...kernels.attention.flags import AttentionFlags
 from ...models.build import DTYPE_NAMES, decide_compile
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice, family_slice
-from ...models.config.peft_slice import (
+from ...models.config.peft import (
     PROJECTIONS,
     LoRASlice,
     PeftSlice,

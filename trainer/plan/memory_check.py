@@ -14,10 +14,9 @@ import torch
 
 from ...kernels.moe.routing import expert_capacity
 from ...models.build import plan_model
-from ...models.config.families import FamilySlice, family_slice
-from ...models.config.family_rules import keys_by_stack
-from ...models.config.moe_slice import has_experts
-from ...models.config.slices import StackSlice
+from ...models.config.families import FamilySlice, family_slice, keys_by_stack
+from ...models.config.moe import has_experts
+from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Keys
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
@@ -152,7 +151,7 @@ def _demands(bound: _LowerBound, keys: AnyModelBlock, each: str) -> Iterator[tup
         length, packing_key = "encoder_seq_length", "reset_attention_mask"
     depth, width, rows, offloading = [], [], [], []  # keys of the size in each dimension
     for prefix, stack in keys_by_stack(keys).items():
-        has_moe = has_experts(stack, is_t5=isinstance(keys, T5Keys))
+        has_moe = has_experts(stack)
         depth += [f"{prefix}num_layers", f"{prefix}hidden_size"]
         width += [f"{prefix}ffn_hidden_size", *(f"{prefix}{size}" for size in _EXPERT_SIZES if has_moe)]
         rows += [f"{prefix}{size}" for size in _EXPERT_ROWS if has_moe]

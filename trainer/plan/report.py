@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ...models.config.memory import RecomputeModule
-from ...models.config.memory_slice import join_module_names
+from ...models.config.memory import RecomputeModule, join_module_names
 from ...models.layers.cost import StackInputs
 from ..config.schema.root import RootBlock
 from ..utils.text import pluralize

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...kernels.attention.backends.registry import detect_installed_software
-from ...models.config.memory import RecomputeModule
-from ...models.config.memory_slice import RecomputeSlice
+from ...models.config.memory import RecomputeModule, RecomputeSlice
 from ...models.memory.host_copies import SLAB_BYTES
 from ...models.model_cost import count_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload

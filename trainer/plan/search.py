@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from ...kernels.attention.dispatch import NoBackendError
-from ...models.config.family_rules import keys_by_stack
+from ...models.config.families import keys_by_stack
 from ...models.config.memory import RecomputeModule
 from ...models.recompute.analysis import activation_recompute_saves_nothing
 from ..config.rules.all_rules import run_rules

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...models.config.t5_slice import T5Slice
+from ...models.config.t5 import T5Slice
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.stack import layer_weights
 from ..config.schema.optim import optimizer_kind, optimizer_settings

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ...models.config.memory import RecomputeModule
-from ...models.config.memory_slice import OffloadSlice, RecomputeSlice
+from ...models.config.memory import OffloadSlice, RecomputeModule, RecomputeSlice
 from ...models.layers.cost import LayerMemory, StackInputs
 from ...models.lm_head import LossMemory, token_loss_memory
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES

@@ -10,15 +10,15 @@ import torch
 from ...kernels.attention.flags import AttentionFlags
 from ...models.build import LanguageModel, build_model, get_stacks, num_parameters
 from ...models.config.batch_shape import BatchSpec
-from ...models.config.family_rules import keys_by_stack
+from ...models.config.families import keys_by_stack
 from ...models.config.memory import MemoryKeys
-from ...models.config.model_keys import Family
-from ...models.config.peft_slice import peft_slice
+from ...models.config.model import Family
+from ...models.config.peft import peft_slice
 from ...models.model_cost import count_parameters
 from ...models.peft.apply import trainable_parameters
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock
 
-_MEMORY_KEYS = dict.fromkeys(MemoryKeys.model_fields, True)
+_MEMORY_KEYS = dict.fromkeys(MemoryKeys.own_keys(), True)
 _IRRELEVANT_KEYS: Any = {
     **_MEMORY_KEYS,
     "encoder": _MEMORY_KEYS,

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from ....models.config.key_block import Finding
-from ....models.config.model_keys import FAMILIES, Family
+from ....models.config.model import FAMILIES, Family
 from ...utils.redaction import redact_value
 from .. import dotted_paths
 from ..dotted_paths import MISSING, Tree

@@ -1,7 +1,7 @@
 """All cross-field rules, and those without a file of their own: precision, norms, optimizer names.
 
 Each rule is one small pure function from the context to findings with full paths; those of the stack are in
-`models/config/model_rules.py`. They run on typed keys, outside pydantic, so that every problem is found at once.
+`models/config/`. They run on typed keys, outside pydantic, so that every problem is found at once.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ....models.config.family_rules import keys_by_stack, model_rules
+from ....models.config.families import keys_by_stack, model_rules
 from ....models.config.key_block import ConfigBlock, Finding
-from ....models.config.moe_slice import moe_slice
-from ....models.config.position_rules import window_masks_nothing
-from ....models.config.position_slices import BOUNDED_POSITION_TYPES
+from ....models.config.moe import moe_slice
+from ....models.config.positions import BOUNDED_POSITION_TYPES, window_masks_nothing
 from ....models.config.stack import StackKeys
 from ..data_task import task_from_config
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
@@ -111,7 +110,7 @@ def cuda_graph_needs_grouped_gemm(context: RuleContext) -> Iterator[Finding]:
     """Experts without grouped GEMM read token counts on the host, which CUDA graph capture does not allow."""
     model = context.root.model
     for at, stack in _stacks(context):
-        moe = moe_slice(stack, is_t5=isinstance(model, T5ModelBlock))
+        moe = moe_slice(stack)
         if model.enable_cuda_graph and moe is not None and moe.reads_counts:
             yield Finding(
                 "error",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.family_rules import keys_by_stack
+from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
-from ....models.config.memory_slice import OffloadSlice, full_recompute_layers, offload_slice, selected_modules
+from ....models.config.memory import OffloadSlice, full_recompute_layers, offload_slice, selected_modules
 from .rule_context import Rule, RuleContext, no_effect, num_processes
 
 _HOST_MEMORY_ACCELERATORS = ("cpu", "mps")

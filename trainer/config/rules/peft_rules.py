@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.family_rules import keys_by_stack
+from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
-from ....models.config.moe_slice import moe_slice
-from ....models.config.peft_slice import SelectiveSlice, peft_slice
-from ....models.config.position_slices import BOUNDED_POSITION_TYPES
+from ....models.config.moe import moe_slice
+from ....models.config.peft import SelectiveSlice, peft_slice
+from ....models.config.positions import BOUNDED_POSITION_TYPES
 from ..data_task import task_name
 from ..schema.root import T5ModelBlock
 from .rule_context import Rule, RuleContext, no_effect
@@ -110,7 +110,7 @@ def expert_bias_needs_trained_router(context: RuleContext) -> Iterator[Finding]:
         return
     names = peft.names if isinstance(peft, SelectiveSlice) else ()
     for at, stack in keys_by_stack(model).items():
-        moe = moe_slice(stack, is_t5=isinstance(model, T5ModelBlock))
+        moe = moe_slice(stack)
         if moe is None or moe.bias_update_rate is None:
             continue
         prefix = at or ("encoder." if model.family == "bert" else "decoder.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ....models.config.model_rules import divisors
+from ....models.config.stack import divisors
 from .rule_context import Rule, RuleContext, defaults_to_fp32, no_effect, num_processes
 
 PARALLEL_SIZE_KEYS = frozenset(

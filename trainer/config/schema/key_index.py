@@ -15,7 +15,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ....models.config.model_keys import FAMILIES, Family
+from ....models.config.model import FAMILIES, Family
 from ..dotted_paths import Tree, join
 from ..yaml_reader import YamlError, parse_yaml
 from .root import MODEL_BLOCKS, RootBlock

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 from ....models.config.bert import BertKeys
 from ....models.config.gpt import GPTKeys
 from ....models.config.key_block import ConfigBlock, extension_field
-from ....models.config.model_keys import FAMILIES, Family
+from ....models.config.model import FAMILIES, Family
 from ....models.config.peft import PeftKeys
 from ....models.config.t5 import T5Keys
 from .exp_manager import ExpManagerBlock

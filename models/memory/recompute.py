@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute part of a model in the backward instead of saving its activations.
+"""Recompute (activation checkpointing): run part of a model again in the backward instead of saving its activations.
 
 Source: arXiv 1604.06174. Built on torch's non-reentrant `checkpoint`, which supports functions none of whose inputs
 require a gradient, gives bit-identical results, and nests with other saved-tensor hooks. Inside a compiled layer it is
@@ -26,6 +26,27 @@ def should_recompute(module: nn.Module) -> bool:
 def uses_rng(module: nn.Module) -> bool:
     """Return True if the module or a submodule uses the RNG in training, marked by an attribute `uses_rng`."""
     return any(getattr(part, "uses_rng", False) for part in module.modules())
+
+
+class RecomputableModule(nn.Module):
+    """Module that can recompute its activations, or some of them, in the backward of training.
+
+    Attributes:
+        recompute: recompute in training; the class says which activations.
+        preserve_rng_state: restore the RNG state for the recomputation, since the module uses the RNG.
+    """
+
+    recompute: bool = False
+    preserve_rng_state: bool = False
+
+    def enable_recompute(self) -> None:
+        """Recompute from now on; call it before the first forward, when all submodules are in place."""
+        self.recompute, self.preserve_rng_state = True, uses_rng(self)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """True if the current forward saves no activations that it would recompute."""
+        return self.recompute and should_recompute(self)
 
 
 def run_with_recompute(

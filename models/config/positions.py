@@ -1,17 +1,19 @@
-"""Cross-field rules of position embeddings and attention windows; see `model_rules.py` for the rest of a stack."""
+"""Position embeddings and attention windows of a stack: what the keys resolve to, and their rules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from ...kernels.rope_scaling import YarnScaling
-from .bert import BertKeys
-from .gpt import GPTKeys
+from ...kernels.relative_position_buckets import relative_buckets
+from ...kernels.rope_scaling import Llama3Scaling, RotaryScaling, YarnScaling
+from .dense_stack import DenseStackKeys
 from .key_block import Finding
-from .position_slices import BOUNDED_POSITION_TYPES, head_dim_of, rotary_dim_of, rotary_scaling
-from .slices import max_sequence_length, resolve_window
-from .stack import StackKeys
+
+BOUNDED_POSITION_TYPES = ("learned_absolute", "learned_parameters", "rope", "xpos")
+"""Position embedding types with a table, which bounds the sequence length."""
 
 _SCALING_KEYS = ("rotary_scaling_factor", "rotary_original_length", "rotary_low_turns", "rotary_high_turns")
 _ROTARY_KEYS = (
@@ -30,6 +32,140 @@ _KEYS_OF_KINDS = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionBiasSlice:
+    """Position bias: a term added to the attention scores depending on the distance of query and key.
+
+    Attributes:
+        kind: function of the distance.
+        alibi_heads: number of first heads that have a slope (`alibi`).
+        buckets: number of distance buckets (`relative`).
+        max_distance: see `relative_buckets` (`relative`).
+    """
+
+    kind: Literal["alibi", "kerple", "sandwich", "relative"]
+    alibi_heads: int
+    buckets: int
+    max_distance: int
+
+    @property
+    def learned(self) -> bool:
+        """True if the bias has parameters."""
+        return self.kind in ("kerple", "relative")
+
+    def max_distinct_distance(self, tokens: int, *, causal: bool) -> int:
+        """Return the largest distance with its own bias for this sequence length; 0 for ALiBi, without a vector."""
+        match self.kind:
+            case "alibi":
+                return 0
+            case "relative":
+                return len(relative_buckets(self.buckets, self.max_distance, bidirectional=not causal)) // 2
+            case _:
+                return max(1, tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySlice:
+    """Rotary embedding of the first `dim` channels of each head.
+
+    Attributes:
+        dim: rotated channels, even.
+        base: base of the frequencies, base ** (-2i / dim).
+        interleaved: rotate pairs (2i, 2i + 1); otherwise channel i with channel i + dim / 2.
+        position_scale: factor of every position (1 / `seq_len_interpolation_factor`).
+        scaling: frequency scaling for long contexts, or None.
+        xpos: xPos: scores decay with distance.
+        positions: rows of the tables, the longest sequence.
+    """
+
+    dim: int
+    base: float
+    interleaved: bool
+    position_scale: float
+    scaling: RotaryScaling | None
+    xpos: bool
+    positions: int
+
+
+def head_dim_of(keys: DenseStackKeys) -> int:
+    """Return the width of one head."""
+    return keys.kv_channels or keys.hidden_size // keys.num_attention_heads
+
+
+def rotary_dim_of(keys: DenseStackKeys) -> int:
+    """Return the rotated channels of a head, int(width * rotary_percentage)."""
+    return int(head_dim_of(keys) * keys.rotary_percentage)
+
+
+def position_bias_slice(keys: DenseStackKeys) -> PositionBiasSlice | None:
+    """Resolve the position bias; None for other position embedding types."""
+    kind = keys.position_embedding_type
+    if kind not in ("alibi", "kerple", "sandwich", "relative"):
+        return None
+    return PositionBiasSlice(
+        kind=kind,
+        alibi_heads=keys.num_attention_heads_alibi or keys.num_attention_heads,
+        buckets=keys.relative_attention_num_buckets,
+        max_distance=keys.relative_attention_max_distance,
+    )
+
+
+def rotary_scaling(keys: DenseStackKeys) -> RotaryScaling | None:
+    """Resolve the RoPE frequency scaling; None for none."""
+    kind = "llama3" if keys.scale_positional_embedding else keys.rotary_scaling
+    factor, length, low = keys.rotary_scaling_factor, keys.rotary_original_length, keys.rotary_low_turns or 1.0
+    if kind == "llama3":
+        high = keys.rotary_high_turns or 4.0
+        return Llama3Scaling(
+            factor=factor, original_max_position_embeddings=length, low_freq_factor=low, high_freq_factor=high
+        )
+    if kind == "yarn":
+        return YarnScaling(
+            factor=factor,
+            original_max_position_embeddings=length,
+            beta_slow=low,
+            beta_fast=keys.rotary_high_turns or 32.0,
+        )
+    return None
+
+
+def rotary_slice(keys: DenseStackKeys, *, positions: int) -> RotarySlice | None:
+    """Resolve the rotary embedding; None for other position embedding types."""
+    if keys.position_embedding_type == "xpos":
+        return RotarySlice(
+            dim=head_dim_of(keys),
+            base=10000.0,
+            interleaved=True,
+            position_scale=1.0,
+            scaling=None,
+            xpos=True,
+            positions=positions,
+        )
+    if keys.position_embedding_type != "rope":
+        return None
+    return RotarySlice(
+        dim=rotary_dim_of(keys),
+        base=keys.rotary_base,
+        interleaved=keys.rotary_interleaved,
+        position_scale=1 / (keys.seq_len_interpolation_factor or 1.0),
+        scaling=rotary_scaling(keys),
+        xpos=False,
+        positions=positions,
+    )
+
+
+def resolve_window(keys: DenseStackKeys, *, causal: bool, max_length: int | None = None) -> tuple[int, int] | None:
+    """Resolve the attention window; None if it masks nothing in sequences of up to `max_length` tokens (None: any)."""
+    left, right = (
+        -1 if max_length is not None and side >= max_length - 1 else side for side in keys.window_size or (-1, -1)
+    )
+    right = 0 if causal else right
+    return None if left < 0 and (causal or right < 0) else (left, right)
+
+
+# ---------------------------------------------------------------- rules
+
+
 def _percentage_for(rotated: int, width: int) -> float:
     """Return the shortest decimal p with int(width * p) == rotated; int(0.57 * 200) is 113, hence the + 1."""
     for digits in range(1, 9):
@@ -41,7 +177,7 @@ def _percentage_for(rotated: int, width: int) -> float:
     return rotated / width
 
 
-def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
+def rotated_channels_are_pairs(keys: DenseStackKeys) -> Iterator[Finding]:
     """RoPE rotates channels in pairs, and `sandwich` has pairs of sine and cosine."""
     kind = keys.position_embedding_type
     width, rotated = head_dim_of(keys), rotary_dim_of(keys)
@@ -72,7 +208,7 @@ def rotated_channels_are_pairs(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
-def keys_of_positions_have_an_effect(keys: StackKeys) -> Iterator[Finding]:
+def keys_of_positions_have_an_effect(keys: DenseStackKeys) -> Iterator[Finding]:
     """Keys of a position embedding type have no effect with other types."""
     for kind, names in _KEYS_OF_KINDS.items():
         if kind == keys.position_embedding_type:
@@ -80,7 +216,7 @@ def keys_of_positions_have_an_effect(keys: StackKeys) -> Iterator[Finding]:
         for name in names:
             value = getattr(keys, name)
             neutral = name == "seq_len_interpolation_factor" and value == 1
-            if value != StackKeys.model_fields[name].default and not neutral:
+            if value != DenseStackKeys.model_fields[name].default and not neutral:
                 yield Finding(
                     "warning",
                     (name, "position_embedding_type"),
@@ -90,14 +226,14 @@ def keys_of_positions_have_an_effect(keys: StackKeys) -> Iterator[Finding]:
                 )
 
 
-def rotary_scaling_is_consistent(keys: StackKeys) -> Iterator[Finding]:
+def rotary_scaling_is_consistent(keys: DenseStackKeys) -> Iterator[Finding]:
     """Only one kind of RoPE scaling can be active, and its settings have no effect without it."""
     if keys.position_embedding_type != "rope":
         return
     scaling = rotary_scaling(keys)
     if scaling is None:
         for name in _SCALING_KEYS:
-            if getattr(keys, name) != StackKeys.model_fields[name].default:
+            if getattr(keys, name) != DenseStackKeys.model_fields[name].default:
                 yield Finding(
                     "warning",
                     (name, "rotary_scaling"),
@@ -142,7 +278,7 @@ def rotary_scaling_is_consistent(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
-def alibi_heads_are_within_heads(keys: StackKeys) -> Iterator[Finding]:
+def alibi_heads_are_within_heads(keys: DenseStackKeys) -> Iterator[Finding]:
     """The number of ALiBi heads is at most the number of heads."""
     sloped, heads = keys.num_attention_heads_alibi, keys.num_attention_heads
     if sloped is not None and sloped > heads:
@@ -154,7 +290,7 @@ def alibi_heads_are_within_heads(keys: StackKeys) -> Iterator[Finding]:
         )
 
 
-def window_fits_direction(keys: StackKeys, causal: bool) -> Iterator[Finding]:
+def window_fits_direction(keys: DenseStackKeys, causal: bool) -> Iterator[Finding]:
     """The right side of a window has no effect in causal attention."""
     if causal and keys.window_size is not None and keys.window_size[1] > 0:
         left, right = keys.window_size
@@ -167,7 +303,7 @@ def window_fits_direction(keys: StackKeys, causal: bool) -> Iterator[Finding]:
         )
 
 
-def relative_buckets_are_valid(keys: StackKeys, causal: bool) -> Iterator[Finding]:
+def relative_buckets_are_valid(keys: DenseStackKeys, causal: bool) -> Iterator[Finding]:
     """The maximum distance exceeds the distances with a bucket of their own, half of the buckets of a direction."""
     if keys.position_embedding_type != "relative":
         return
@@ -192,50 +328,25 @@ def relative_buckets_are_valid(keys: StackKeys, causal: bool) -> Iterator[Findin
         )
 
 
-def position_table_covers_sample(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
-    """A learned position embedding needs a row for each token of a sample."""
-    rows, tokens, kind = keys.max_position_embeddings, keys.encoder_seq_length, keys.position_embedding_type
-    bounded = kind in BOUNDED_POSITION_TYPES
-    if rows is None or rows == tokens:
-        return
-    if kind.startswith("learned_") and rows < tokens:
-        yield Finding(
-            "error",
-            ("max_position_embeddings", "encoder_seq_length"),
-            f"`max_position_embeddings` ({rows}) must not be smaller than `encoder_seq_length` ({tokens}) with "
-            f"`position_embedding_type` ({kind}).",
-            f"use max_position_embeddings={tokens} or null, or encoder_seq_length={rows}",
-        )
-    elif not bounded or rows < tokens:
-        yield Finding(
-            "warning",
-            ("max_position_embeddings", "position_embedding_type"),
-            f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` ({kind})"
-            + ("." if not bounded else f" and a longer `encoder_seq_length` ({tokens})."),
-            "use max_position_embeddings=null",
-        )
-
-
-def window_masks_nothing(keys: StackKeys, *, causal: bool, longest: int | None) -> bool:
+def window_masks_nothing(keys: DenseStackKeys, *, causal: bool, longest: int | None) -> bool:
     """Return True if the stack's window covers its longest sequence (None: unlimited) and so masks nothing."""
     masks = [resolve_window(keys, causal=causal, max_length=length) is not None for length in (None, longest)]
     return masks == [True, False]
 
 
-def window_is_shorter_than_sequences(keys: GPTKeys | BertKeys) -> Iterator[Finding]:
-    """A window as long as the longest sequence masks nothing."""
-    longest = max_sequence_length(keys)
-    if window_masks_nothing(keys, causal=isinstance(keys, GPTKeys), longest=longest):
+def xpos_needs_causal_mask(keys: DenseStackKeys) -> Iterator[Finding]:
+    """Under xPos scores of later keys grow with their distance, so it needs a causal mask."""
+    if keys.position_embedding_type == "xpos":
         yield Finding(
-            "warning",
-            ("window_size", "encoder_seq_length", "max_position_embeddings"),
-            f"`window_size` ({keys.window_size}) has no effect: no sequence of this model is longer than {longest} "
-            "tokens (`encoder_seq_length`, `max_position_embeddings`).",
-            "use window_size=null",
+            "error",
+            ("position_embedding_type",),
+            "`position_embedding_type` (xpos) is not supported in a bidirectional stack: scores of later tokens would "
+            "grow with their distance.",
+            "use position_embedding_type=rope",
         )
 
 
-POSITION_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
+POSITION_RULES: tuple[Callable[[DenseStackKeys], Iterator[Finding]], ...] = (
     rotated_channels_are_pairs,
     keys_of_positions_have_an_effect,
     rotary_scaling_is_consistent,
@@ -243,7 +354,7 @@ POSITION_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
 )
 """Rules of causal and bidirectional stacks alike."""
 
-DIRECTION_RULES: tuple[Callable[[StackKeys, bool], Iterator[Finding]], ...] = (
+DIRECTION_RULES: tuple[Callable[[DenseStackKeys, bool], Iterator[Finding]], ...] = (
     window_fits_direction,
     relative_buckets_are_valid,
 )

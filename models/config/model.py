@@ -1,0 +1,161 @@
+"""What model families share besides their stacks: vocabulary, embeddings, loss, seed, compilation, one stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from .key_block import ConfigBlock, Finding, extension_field
+from .positions import BOUNDED_POSITION_TYPES, window_masks_nothing, xpos_needs_causal_mask
+from .stack import StackKeys, StackSlice, stack_rules
+
+Family = Literal["gpt", "t5", "bert"]
+FAMILIES: tuple[Family, ...] = ("gpt", "t5", "bert")
+
+
+class ModelKeys(ConfigBlock):
+    """`model.*` in every family."""
+
+    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    """Pad the embedding table to a multiple of this; the extra logits are masked."""
+    override_vocab_size: int | None = Field(None, ge=1)
+    """Vocabulary size to use instead of the tokenizer's, at least as large."""
+    embedding_dropout: float | None = Field(None, ge=0, lt=1)
+    """Dropout on the embeddings; null: `hidden_dropout` of their stack."""
+    embedding_init_method_std: float | None = Field(None, gt=0)
+    """Standard deviation of the initial token embeddings; null: `init_method_std` (T5: that of the encoder)."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target that is spread evenly over the other tokens in the training loss; not used in validation."""
+    seed: int = Field(1234, ge=0)
+    """Seed of initialization, data order and dropout."""
+    compile: bool | None = extension_field(None)
+    """Apply torch.compile to each layer; null: on a GPU only, and not with dropout in PyTorch versions that compile
+    wrong dropout masks."""
+
+
+class SingleStackKeys(ModelKeys, StackKeys):
+    """`model.*` of a family with one stack."""
+
+    encoder_seq_length: int = Field(512, ge=1)
+    """Sequence length in tokens."""
+    max_position_embeddings: int | None = Field(None, ge=1)
+    """Rows of the learned position embedding; null: `encoder_seq_length`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSlice:
+    """What the models of all families have.
+
+    Attributes:
+        vocab_size: vocabulary size without padding.
+        padded_vocab_size: rows of token embeddings and output head.
+        tied: the output head shares the token embedding, in T5 that of the decoder.
+        embedding_std: standard deviation of the initial token embeddings.
+        label_smoothing: share of the target spread over the other tokens in training.
+        seed: seed of the initialization.
+        compile: compile each layer; None decides by device.
+    """
+
+    vocab_size: int
+    padded_vocab_size: int
+    tied: bool
+    embedding_std: float
+    label_smoothing: float
+    seed: int
+    compile: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleStackSlice(ModelSlice):
+    """Model with one stack.
+
+    Attributes:
+        stack: the stack.
+        learned_positions: rows of the learned position embedding, None without one.
+        positions_by_document: positions may restart at each document of a packed sequence.
+        max_positions: longest supported sequence, None if unlimited.
+        embedding_dropout: dropout probability of the embeddings.
+    """
+
+    stack: StackSlice
+    learned_positions: int | None
+    positions_by_document: bool
+    max_positions: int | None
+    embedding_dropout: float
+
+    @property
+    def stacks(self) -> tuple[StackSlice]:
+        """All stacks: the only one."""
+        return (self.stack,)
+
+
+def resolve_vocab_sizes(keys: ModelKeys, vocab_size: int) -> tuple[int, int]:
+    """Return the vocabulary size without and with padding, for a tokenizer of `vocab_size` tokens.
+
+    Raises:
+        ValueError: `override_vocab_size` is smaller than the tokenizer's vocabulary.
+    """
+    real_vocab = keys.override_vocab_size or vocab_size
+    if real_vocab < vocab_size:
+        raise ValueError(
+            f"`override_vocab_size` ({real_vocab}) must not be smaller than the tokenizer's vocabulary; "
+            f"use {vocab_size} or more, or null."
+        )
+    divisor = keys.make_vocab_size_divisible_by
+    return real_vocab, -(-real_vocab // divisor) * divisor
+
+
+def max_sequence_length(keys: SingleStackKeys) -> int | None:
+    """Return the longest supported sequence, None if unlimited."""
+    if keys.position_embedding_type not in BOUNDED_POSITION_TYPES:
+        return None
+    return max(keys.encoder_seq_length, keys.max_position_embeddings or 0)
+
+
+def single_stack_rules(keys: SingleStackKeys, *, causal: bool) -> Iterator[Finding]:
+    """All cross-field checks for a model with one stack; paths are relative to `model`."""
+    yield from stack_rules(keys, causal=causal)
+    if not causal:
+        yield from xpos_needs_causal_mask(keys)
+    yield from position_table_covers_sample(keys)
+    yield from window_is_shorter_than_sequences(keys, causal=causal)
+
+
+def position_table_covers_sample(keys: SingleStackKeys) -> Iterator[Finding]:
+    """A learned position embedding needs a row for each token of a sample."""
+    rows, tokens, kind = keys.max_position_embeddings, keys.encoder_seq_length, keys.position_embedding_type
+    bounded = kind in BOUNDED_POSITION_TYPES
+    if rows is None or rows == tokens:
+        return
+    if kind.startswith("learned_") and rows < tokens:
+        yield Finding(
+            "error",
+            ("max_position_embeddings", "encoder_seq_length"),
+            f"`max_position_embeddings` ({rows}) must not be smaller than `encoder_seq_length` ({tokens}) with "
+            f"`position_embedding_type` ({kind}).",
+            f"use max_position_embeddings={tokens} or null, or encoder_seq_length={rows}",
+        )
+    elif not bounded or rows < tokens:
+        yield Finding(
+            "warning",
+            ("max_position_embeddings", "position_embedding_type"),
+            f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` ({kind})"
+            + ("." if not bounded else f" and a longer `encoder_seq_length` ({tokens})."),
+            "use max_position_embeddings=null",
+        )
+
+
+def window_is_shorter_than_sequences(keys: SingleStackKeys, *, causal: bool) -> Iterator[Finding]:
+    """A window as long as the longest sequence masks nothing."""
+    longest = max_sequence_length(keys)
+    if window_masks_nothing(keys, causal=causal, longest=longest):
+        yield Finding(
+            "warning",
+            ("window_size", "encoder_seq_length", "max_position_embeddings"),
+            f"`window_size` ({keys.window_size}) has no effect: no sequence of this model is longer than {longest} "
+            "tokens (`encoder_seq_length`, `max_position_embeddings`).",
+            "use window_size=null",
+        )

@@ -1,0 +1,91 @@
+"""Parts shared by self-attention and cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.attention.backends.registry import AttentionFunction
+from ..dispatch.attention_calls import CallKind
+from ..memory.recompute import RecomputableModule
+from .fused_linear import linear_add_residual
+from .norm import LayerNorm, RMSNorm
+from .recomputed_attention import RecomputedAttention
+
+
+class AttentionArguments(TypedDict):
+    """Arguments of both kinds of attention.
+
+    Attributes:
+        heads: query heads.
+        groups: key and value heads; divides `heads`.
+        head_dim: width of a head.
+        scale: factor of the scores.
+        qkv_bias: bias on the projections of queries, keys and values.
+        output_bias: bias on `output`.
+        dropout: probability of dropping an attention weight in training.
+        backends: attention function for each kind of call.
+        softcap: bound of the scores, cap * tanh(score / cap); 0 for none.
+        query_norm: norm over each query head, before the rotary embedding; None without.
+        key_norm: norm over each key head, likewise.
+        head_scale: learned scale of each head's output (NormFormer, arXiv 2110.09456).
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool
+    output_bias: bool
+    dropout: float
+    backends: Mapping[CallKind, AttentionFunction]
+    softcap: NotRequired[float]
+    query_norm: NotRequired[LayerNorm | RMSNorm | None]
+    key_norm: NotRequired[LayerNorm | RMSNorm | None]
+    head_scale: NotRequired[bool]
+
+
+class Attention(RecomputableModule):
+    """Multi-head, multi-query or grouped-query attention: projections, per-head norms, attention function, output.
+
+    Recomputed: scores and softmax (selective recomputation, arXiv 2205.05198).
+
+    Args:
+        hidden_size: width of the residual stream.
+        projections: width of each input projection by name, counted in heads.
+        arguments: see `AttentionArguments`.
+    """
+
+    def __init__(
+        self, hidden_size: int, projections: Mapping[str, int], **arguments: Unpack[AttentionArguments]
+    ) -> None:
+        super().__init__()
+        self.heads = arguments["heads"]
+        self.groups = arguments["groups"]
+        self.head_dim = arguments["head_dim"]
+        self.scale = arguments["scale"]
+        self.dropout = arguments["dropout"]
+        self.uses_rng = self.dropout > 0
+        self.softcap = arguments.get("softcap", 0.0)
+        self.backends = dict(arguments["backends"])
+        for name, heads in projections.items():
+            setattr(self, name, nn.Linear(hidden_size, heads * self.head_dim, bias=arguments["qkv_bias"]))
+        self.query_norm = arguments.get("query_norm")
+        self.key_norm = arguments.get("key_norm")
+        self.head_scale = nn.Parameter(torch.ones(self.heads)) if arguments.get("head_scale") else None
+        self.output = nn.Linear(self.heads * self.head_dim, hidden_size, bias=arguments["output_bias"])
+
+    def enable_recompute(self) -> None:
+        """See `RecomputableModule.enable_recompute`; the attention function of training recomputes the scores."""
+        super().enable_recompute()
+        if "training" in self.backends:
+            self.backends["training"] = RecomputedAttention(self.backends["training"])
+
+    def _project_output(self, heads: Tensor, residual: Tensor | None) -> Tensor:
+        """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given."""
+        if self.head_scale is not None:
+            heads = heads * self.head_scale.to(heads.dtype)[:, None]
+        return linear_add_residual(residual, self.output, heads.flatten(2))
