@@ -127,13 +127,11 @@ class LossMemory:
 
     Attributes:
         forward: peak bytes of the forward pass: chunks of logits, gradients of the head's weight and of its input.
-        saved: bytes saved for the backward pass: both gradients.
         backward: peak bytes of the backward pass, which scales the gradients (in place on a GPU).
         num_parameters: number of parameters of the head, whose gradient exists from then on.
     """
 
     forward: int
-    saved: int
     backward: int
     num_parameters: int
 
@@ -157,11 +155,10 @@ def token_loss_memory(
     inputs, input_gradient = tokens * hidden * (e + uncast_input), tokens * hidden * e
     product = 0 if frozen else weights * e
     cast_weight = weights * e if widths.casts_weights else 0
-    kept = input_gradient + product
+    kept = input_gradient + product  # saved for the backward pass
     cast_gradient = weights * widths.weights if widths.casts_weights and not frozen else 0
     return LossMemory(
         forward=inputs + input_gradient + _chunked_logits(tokens, vocab, hidden, e, product, cuda=cuda) + cast_weight,
-        saved=kept,
         backward=kept * (1 if cuda and e < 8 else 2) + cast_gradient,
         num_parameters=0 if frozen else weights,
     )

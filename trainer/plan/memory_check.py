@@ -80,7 +80,7 @@ class _LowerBound:
         parameters: number of parameters.
         state: weights, gradients, optimizer state, EMA and tables on the device.
         activations: saved input of each layer, and saved expert activations, on the device.
-        weights_away: upper bound of the weights that are on the host when the backward pass starts.
+        offloaded_weights: upper bound of the weights that are on the host when the backward pass starts.
         mask: attention mask of packed documents.
         optimizer_on_host: optimizer state and main weights in host memory.
         ema_on_host: EMA in host memory.
@@ -91,7 +91,7 @@ class _LowerBound:
     parameters: int
     state: int
     activations: int
-    weights_away: int
+    offloaded_weights: int
     mask: int
     optimizer_on_host: int
     ema_on_host: int
@@ -134,7 +134,7 @@ def _lower_bound(
         parameters=counts.total,
         state=weights + (0 if optimizer_on_host else optimizer) + ema - ema_on_host + tables,
         activations=on_device,
-        weights_away=counts.total * itemsize if offloads_weights else 0,
+        offloaded_weights=counts.total * itemsize if offloads_weights else 0,
         mask=_mask_bytes(root, precision, device),
         optimizer_on_host=optimizer_on_host,
         ema_on_host=ema_on_host,
@@ -163,7 +163,7 @@ def _demands(bound: _LowerBound, keys: AnyModelBlock, each: str) -> Iterator[tup
         f"{bound.parameters:,} parameters with their gradients and optimizer state need{each}",
         f"{model_keys} {length} max_position_embeddings override_vocab_size make_vocab_size_divisible_by",
     )
-    used = bound.state + bound.activations - bound.weights_away
+    used = bound.state + bound.activations - bound.offloaded_weights
     what = "the model and the activations of one micro batch need"
     yield False, used, what, f"{batch_keys} {' '.join(depth + rows)}"
     what = f"the model, the activations of one micro batch and the mask of `data.{packing_key}` need"

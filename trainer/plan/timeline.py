@@ -198,18 +198,19 @@ def memory_plan(run: RunInputs) -> MemoryPlan:
 def _moments(run: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Moment]:
     family, gradients, gathered = run.family, _Gradients(run), _gathered(run, layers)
     stacks = [_StackOnDevice([layer for layer in layers if layer.stack is stack]) for stack in run.stacks]
-    memory = encoder_output_bytes(run.stacks[0]) if len(stacks) > 1 else 0
-    around = sum(embedding_saved_bytes(family, stack) for stack in run.stacks)
-    after = [final_norm_saved_bytes(stack) for stack in run.stacks]
+    encoder_output = encoder_output_bytes(run.stacks[0]) if len(stacks) > 1 else 0
+    embeddings_saved = sum(embedding_saved_bytes(family, stack) for stack in run.stacks)
+    norms_saved = [final_norm_saved_bytes(stack) for stack in run.stacks]
     loss = loss_memory(run)
+    saved = embeddings_saved + encoder_output + sum(norms_saved) + sum(stack.after_forward for stack in stacks)
     for where, logits in (("the loss", loss.forward), ("the loss, backward", loss.backward)):
         yield Moment(
             where=where,
             gradients=gradients.before,
-            activations=around + memory + sum(after) + sum(stack.after_forward for stack in stacks),
+            activations=saved,
             logits=logits,
             working=gathered + head_saved_bytes(family, run.stacks[0]),
-            offloaded_weights=sum(stack.weights_away for stack in stacks),
+            offloaded_weights=sum(stack.offloaded_weights for stack in stacks),
         )
     gradients.compute(loss.num_parameters)
     entries = 0 if run.is_frozen else family.padded_vocab_size * run.stacks[0].stack.hidden_size
@@ -219,19 +220,19 @@ def _moments(run: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Momen
     pending = embedding * (family.tied and gradients.adds_in_place)
     for number in reversed(range(len(stacks))):
         stack, below = stacks[number], stacks[:number]
-        saved_below = around + sum(each.after_forward for each in below)
-        saved_below += memory + sum(after[:number]) if below else 0
-        away_below = sum(each.weights_away for each in below)
+        saved_below = embeddings_saved + sum(each.after_forward for each in below)
+        saved_below += encoder_output + sum(norms_saved[:number]) if below else 0
+        offloaded_below = sum(each.offloaded_weights for each in below)
         # the gradient of the encoder's output is accumulated over the cross-attentions
-        working = gathered + pending + 2 * memory * bool(below)
-        yield from _backward_moments(stack, gradients, saved_below, away_below, working)
+        working = gathered + pending + 2 * encoder_output * bool(below)
+        yield from _backward_moments(stack, gradients, saved_below, offloaded_below, working)
         if below:
             yield Moment(
                 where=f"the embeddings of the {stack.layers[0].stack.name}, backward",
                 gradients=gradients.computed,
                 activations=saved_below,
-                working=embedding + pending + gathered + memory,
-                offloaded_weights=away_below,
+                working=embedding + pending + gathered + encoder_output,
+                offloaded_weights=offloaded_below,
             )
             if decoder_embedding_grad_is_separate(family):
                 pending = embedding
@@ -244,7 +245,7 @@ def _moments(run: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Momen
 
 
 def _backward_moments(
-    stack: _StackOnDevice, gradients: _Gradients, saved_below: int, away_below: int, working: int
+    stack: _StackOnDevice, gradients: _Gradients, saved_below: int, offloaded_below: int, working: int
 ) -> Iterator[Moment]:
     """Yield the moments of the backward pass of a stack, with these bytes saved, offloaded and needed outside of it."""
     for layer in reversed(stack.layers):
@@ -258,7 +259,7 @@ def _backward_moments(
             activations=saved_below + stack.during_backward(layer.index),
             recomputed=recomputed,
             working=working + own_working + gradients.adding(parameters) + gradients.reducing(parameters),
-            offloaded_weights=away_below + stack.weights_away_at(layer.index),
+            offloaded_weights=offloaded_below + stack.offloaded_weights_at(layer.index),
         )
         gradients.compute(parameters)
 
@@ -284,7 +285,7 @@ class _StackOnDevice:
     Attributes:
         layers: all layers in forward order.
         after_forward: bytes of activations on the device at the end of the forward pass.
-        weights_away: bytes of weights on the host at the end of the forward pass.
+        offloaded_weights: bytes of weights on the host at the end of the forward pass.
     """
 
     def __init__(self, layers: list[LayerInStack]) -> None:
@@ -300,8 +301,8 @@ class _StackOnDevice:
             layer.memory.num_parameters * width if layer.index < on_host else 0
             for layer in layers
         ]  # fmt: skip
-        self._offloaded_weights = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
-        self.weights_away = sum(self._weights[: self._offloaded_weights])
+        self._num_weights_offloaded = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
+        self.offloaded_weights = sum(self._weights[: self._num_weights_offloaded])
         self._saved = [0, *accumulate(layer.saved_bytes for layer in layers)]
         self._not_offloaded = [0, *accumulate(layer.not_offloaded_bytes for layer in layers[: self._offloaded])]
         self.after_forward = self._on_device(len(layers), self._offloaded)
@@ -311,10 +312,10 @@ class _StackOnDevice:
         first = self._chunk_of(number).start
         return self._on_device(number + 1, max(0, min(self._offloaded, first - self._ahead)))
 
-    def weights_away_at(self, number: int) -> int:
+    def offloaded_weights_at(self, number: int) -> int:
         """Bytes of weights on the host when the backward pass of layer `number` begins."""
         chunk = self._chunk_of(number)  # its weights have been copied back, and those of the chunk before it
-        return sum(self._weights[: max(min(self._offloaded_weights, chunk.start - len(chunk)), 0)])
+        return sum(self._weights[: max(min(self._num_weights_offloaded, chunk.start - len(chunk)), 0)])
 
     def _chunk_of(self, number: int) -> range:
         """Return the layers recomputed together with layer `number`: its chunk, or it alone."""
