@@ -11,10 +11,19 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from .config.batch_shape import BatchSpec
+from .config.bert import BertSlice
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
-from .layers.norm import LayerNorm, RMSNorm
-from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
+from .layers.cost import Matrix, StackInputs, Weights
+from .layers.norm import LayerNorm, RMSNorm, norm_parameters, norm_saved_bytes
+from .lm_head import (
+    PositionEmbedding,
+    add_position_embeddings,
+    head_weights,
+    matmul_dtype,
+    token_logits,
+    token_loss,
+)
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
 from .stack import Stack
@@ -223,3 +232,29 @@ class BERT(nn.Module):
                 "sequence, or build the model with a larger max_position_embeddings."
             )
         return "generation"
+
+
+# ---------------------------------------------------------------- cost
+
+
+def bert_outer_weights(model: BertSlice) -> Weights:
+    """Return the weights of embeddings, MLM transform and head."""
+    vocab, hidden = model.padded_vocab_size, model.stack.hidden_size
+    norm = norm_parameters(model.stack.norm, hidden)
+    tables = (0 if model.tied else vocab) + (model.learned_positions or 0) + model.token_types
+    others = tables * hidden + vocab * model.head_bias + norm * model.embedding_norm
+    transform = Weights((Matrix("transform", hidden**2),), hidden + norm) if model.mlm_transform else Weights()
+    return head_weights(vocab, hidden) + transform + Weights(others=others)
+
+
+def embedding_norm_saved_bytes(model: BertSlice, inputs: StackInputs) -> int:
+    """Return the bytes saved by the norm of the embeddings."""
+    if not model.embedding_norm:
+        return 0
+    elements, s = inputs.residual_elements, inputs.widths.residual
+    return elements * s + norm_saved_bytes(model.stack.norm, elements, s)
+
+
+def transform_saved_bytes(model: BertSlice, inputs: StackInputs) -> int:
+    """Return the bytes saved by the MLM transform: inputs of its linear layer, GELU and norm."""
+    return 3 * inputs.residual_elements * inputs.widths.compute if model.mlm_transform else 0

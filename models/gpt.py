@@ -9,9 +9,18 @@ from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
+from .config.gpt import GPTSlice
 from .dispatch.attention_calls import CallKind, decision_for
 from .layers.compiling import eager_layers
-from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
+from .layers.cost import Weights
+from .lm_head import (
+    PositionEmbedding,
+    add_position_embeddings,
+    head_weights,
+    matmul_dtype,
+    token_logits,
+    token_loss,
+)
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
 from .peft.ptuning import PromptEncoder
@@ -223,3 +232,14 @@ class GPT(nn.Module):
         if self.training and self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return hidden
+
+
+# ---------------------------------------------------------------- cost
+
+
+def gpt_outer_weights(model: GPTSlice) -> Weights:
+    """Return the weights of embeddings and head."""
+    tables = (model.learned_positions or 0) + (0 if model.tied else model.padded_vocab_size)
+    return head_weights(model.padded_vocab_size, model.stack.hidden_size) + Weights(
+        others=tables * model.stack.hidden_size
+    )

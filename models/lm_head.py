@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.cross_entropy import linear_cross_entropy
+from ..kernels.cross_entropy import can_accumulate_in_gemm, default_chunk_tokens, linear_cross_entropy
+from .layers.cost import ByteWidths, Matrix, Weights
 from .layers.position_embeddings import SamplePositionEmbedding
 
 PositionEmbedding = nn.Embedding | SamplePositionEmbedding
@@ -108,3 +111,77 @@ def token_loss(
         label_smoothing=label_smoothing,
         denominator=denominator,
     )
+
+
+# ---------------------------------------------------------------- cost
+
+
+def head_weights(vocab: int, hidden: int) -> Weights:
+    """Return the weights of the output head, which may be the token embedding."""
+    return Weights((Matrix("head", vocab * hidden),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMemory:
+    """Memory of the output projection fused with cross-entropy; see `kernels.cross_entropy`.
+
+    Attributes:
+        forward: peak bytes of the forward pass: chunks of logits, gradients of the head's weight and of its input.
+        backward: peak bytes of the backward pass, which scales the gradients (in place on a GPU).
+        num_parameters: number of parameters of the head, whose gradient exists from then on.
+    """
+
+    forward: int
+    backward: int
+    num_parameters: int
+
+
+def token_loss_memory(
+    tokens: int, vocab: int, hidden: int, widths: ByteWidths, *, frozen: bool, cuda: bool
+) -> LossMemory:
+    """Return the memory of `token_loss` of one micro batch.
+
+    Args:
+        tokens: output positions.
+        vocab: padded vocabulary size.
+        hidden: width of the residual stream.
+        widths: bytes per element.
+        frozen: the head has no gradient.
+        cuda: the loss runs on a GPU.
+    """
+    e, weights = widths.compute, vocab * hidden
+    # under autocast the fp32 input exists beside its copy
+    uncast_input = widths.residual if widths.casts_weights else 0
+    inputs, input_gradient = tokens * hidden * (e + uncast_input), tokens * hidden * e
+    product = 0 if frozen else weights * e
+    cast_weight = weights * e if widths.casts_weights else 0
+    kept = input_gradient + product  # saved for the backward pass
+    cast_gradient = weights * widths.weights if widths.casts_weights and not frozen else 0
+    return LossMemory(
+        forward=inputs + input_gradient + _chunked_logits(tokens, vocab, hidden, e, product, cuda=cuda) + cast_weight,
+        backward=kept * (1 if cuda and e < 8 else 2) + cast_gradient,
+        num_parameters=0 if frozen else weights,
+    )
+
+
+def _chunked_logits(tokens: int, vocab: int, hidden: int, e: int, product: int, *, cuda: bool) -> int:
+    """Return the peak bytes of the logits and of the gradient of the head, which takes `product` bytes or none.
+
+    The gradient of one chunk is in the compute dtype of `e` bytes, its sum over chunks in at least fp32.
+    """
+    chunk = min(default_chunk_tokens(vocab, cuda=cuda), tokens)
+    logits = chunk * vocab * e
+    if chunk == tokens:
+        return logits + product
+    chunks = -(-tokens // chunk)
+    last = (tokens - (chunks - 1) * chunk) * vocab * e
+    after_first = logits if chunks > 2 else last
+    # the logits of a chunk are freed once those of the next one exist
+    if can_accumulate_in_gemm(vocab, hidden, width=e, cuda=cuda):
+        live_logits = last  # the matmul accumulates into the sum, which is rounded in the end: no other product
+    elif e < 4:
+        live_logits = logits  # every product has the compute dtype, the first one too
+    else:
+        live_logits = after_first  # the first product becomes the sum, and in the end the gradient
+    accumulator = vocab * hidden * max(4, e) if product else 0
+    return max(logits + after_first + accumulator, live_logits + accumulator + product)

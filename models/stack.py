@@ -11,21 +11,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.packed_sequences import PackedSequences
+from .config.memory import RecomputeModule
+from .config.moe import MoESlice
+from .config.stack import AttentionSlice, StackSlice
 from .dispatch.attention_calls import CallKind
 from .kv_cache import CrossAttentionCache, LayerKVCache
-from .layers.attention_bias import ScoreBias, ScoreBiasModule
+from .layers.attention_bias import ScoreBias, ScoreBiasModule, position_bias_parameters
 from .layers.compiling import configure_dynamo
 from .layers.context import LayerContext, Memory
-from .layers.cross_attention import CrossAttention
+from .layers.cost import LayerMemory, PartMemory, SavedTensors, StackInputs, Weights
+from .layers.cross_attention import CrossAttention, cross_attention_memory, cross_attention_weights
 from .layers.fused_linear import can_skip_norm_output
-from .layers.mlp import MLP
-from .layers.norm import BranchInput, LayerNorm, RMSNorm
+from .layers.mlp import MLP, mlp_memory, mlp_weights
+from .layers.norm import (
+    BranchInput,
+    LayerNorm,
+    RMSNorm,
+    norm_parameters,
+    norm_saved_bytes,
+    norm_saves_input,
+    norm_statistics_bytes,
+)
 from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding
-from .layers.self_attention import SelfAttention
+from .layers.self_attention import SelfAttention, attention_weights, self_attention_memory
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
-from .moe.moe_layer import MoE
+from .moe.moe_layer import MoE, expert_rows, moe_memory, moe_weights, runs_eager_experts
 
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 
@@ -349,3 +361,146 @@ def _run_layers(layers: Sequence[Layer], hidden: Tensor, context: LayerContext) 
         hidden, sums = layer(hidden, context)
         collected.append(sums)
     return hidden, collected
+
+
+# ---------------------------------------------------------------- cost
+
+
+def layer_weights(
+    stack: StackSlice, cross: AttentionSlice | None = None, *, has_experts: bool = False, active: bool = False
+) -> Weights:
+    """Return the weights of a layer with or without experts and cross-attention; `active` as in `moe_weights`."""
+    weights = attention_weights(stack.attention, stack) + _mlp_weights(stack, has_experts=has_experts, active=active)
+    branches = 2
+    if cross is not None:
+        weights, branches = weights + cross_attention_weights(cross, stack), 3
+    norms = branches * norm_parameters(stack.norm, stack.hidden_size)
+    if stack.block == "normformer":  # also of the attentions' outputs, and inside the MLP
+        norms += (branches - 1) * norm_parameters(stack.norm, stack.hidden_size)
+        norms += norm_parameters(stack.norm, stack.mlp.ffn_hidden_size)
+    return weights + Weights(others=norms)
+
+
+def _mlp_weights(stack: StackSlice, *, has_experts: bool, active: bool = False) -> Weights:
+    if has_experts and stack.moe is not None:
+        return moe_weights(stack, stack.moe, active=active)
+    return mlp_weights(stack, stack.mlp.ffn_hidden_size)
+
+
+def layer_kinds(stack: StackSlice) -> dict[bool, int]:
+    """Return the number of layers without (False) and with experts (True)."""
+    sparse = 0 if stack.moe is None else sum(stack.moe.layers)
+    return {False: stack.num_layers - sparse, True: sparse}
+
+
+def count_stack(stack: StackSlice, cross: AttentionSlice | None = None, *, active: bool = False) -> int:
+    """Count the parameters of a stack with final norm and position bias; `active` as in `layer_weights`."""
+    count = 0 if stack.block == "post_ln" else norm_parameters(stack.norm, stack.hidden_size)
+    count += position_bias_parameters(stack.attention)
+    kinds = layer_kinds(stack).items()
+    return count + sum(n * layer_weights(stack, cross, has_experts=kind, active=active).numel for kind, n in kinds)
+
+
+def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
+    """Return memory and matmuls of a layer with or without experts.
+
+    Eager and compiled layers differ. In eager mode autograd saves what each operation saves: an RMSNorm in 16 bits
+    saves its input and the normalized input in fp32. Compiled, the partitioner saves the inputs of matmuls and
+    attention, the operands of residual additions, and little else: pointwise results are recomputed. The tests compare
+    both with what torch really saves.
+    """
+    stack, widths, moe = inputs.stack, inputs.widths, inputs.stack.moe if is_moe else None
+    mlp = mlp_memory(inputs, stack.mlp.ffn_hidden_size) if moe is None else moe_memory(inputs, moe)
+    mlp_part, weights = _mlp_weights(stack, has_experts=is_moe), layer_weights(stack, inputs.cross, has_experts=is_moe)
+    own, cross = self_attention_memory(inputs), cross_attention_memory(inputs)
+    attentions = (own,) if cross is None else (own, cross)
+    mlp_saved, saved = [*mlp.saved], [*own.saved, *_stream_and_norms(inputs, moe), *(cross.saved if cross else ())]
+    if widths.casts_weights:
+        norms = 2 * norm_parameters(stack.norm, stack.hidden_size)
+        saved.append(SavedTensors("weights", (weights.numel - mlp_part.numel - norms) * widths.compute))
+        mlp_saved.append(SavedTensors("weights", mlp_part.numel * widths.compute, "moe" if moe else None))
+    keeps_boundary = inputs.compiled or _norm_saves_stream(inputs) or stack.block == "post_ln"
+    residual = inputs.residual_elements * widths.residual
+    # gradients of the layer's output and of its input; compiled, the second overwrites the first
+    mlp_base = residual * (1 if inputs.compiled else 2)
+    mlp_base += mlp_part.matrices[-1].elements * widths.weights if moe is None else 0
+    attention_base = 2 * residual + weights.numel * widths.weights
+    return LayerMemory(
+        inputs=inputs,
+        weights=weights,
+        mlp_weights=mlp_part,
+        expert_rows=expert_rows(moe, inputs.tokens) if moe is not None else 0,
+        saves_input=keeps_boundary,
+        norm_input_bytes=_norm_input_bytes(inputs, keeps_boundary=keeps_boundary),
+        mlp=PartMemory(_existing(mlp_saved), mlp_base + mlp.working, recompute_inputs=mlp.recompute_inputs),
+        attention=PartMemory(
+            _existing(saved),
+            attention_base + max(each.working for each in attentions),
+            attention_base + max(each.working_recomputed for each in attentions),
+            sum(each.recompute_inputs for each in attentions),
+        ),
+    )
+
+
+def _existing(saved: Iterable[SavedTensors]) -> tuple[SavedTensors, ...]:
+    return tuple(each for each in saved if each.num_bytes)
+
+
+def final_norm_saved_bytes(inputs: StackInputs) -> int:
+    """Return the bytes saved by the final norm of a stack: its input, in eager mode also fp32 copies."""
+    if inputs.stack.block == "post_ln":
+        return 0
+    elements, s = inputs.residual_elements, inputs.widths.residual
+    if inputs.compiled:
+        return elements * s
+    return elements * s * _norm_saves_stream(inputs) + norm_saved_bytes(inputs.stack.norm, elements, s)
+
+
+def _norm_saves_stream(inputs: StackInputs) -> bool:
+    """Return True if an eager norm saves the residual stream itself instead of an fp32 copy."""
+    return norm_saves_input(inputs.stack.norm, inputs.widths.residual)
+
+
+def _norm_input_bytes(inputs: StackInputs, *, keeps_boundary: bool) -> int:
+    """Return the bytes of the residual stream saved, besides the layer's input, for each recomputed norm."""
+    stack = inputs.stack
+    if inputs.compiled and stack.block == "parallel_ln" and stack.norm.kind == "layernorm":
+        return inputs.residual_elements * 4  # the compiler shares one normalized fp32 input among all norms
+    return 0 if keeps_boundary else inputs.residual_elements * inputs.widths.residual
+
+
+def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTensors]:
+    """Return the tensors saved of the residual stream, of norms and of dropouts."""
+    stack, e, s = inputs.stack, inputs.widths.compute, inputs.widths.residual
+    elements, keeps_stream = inputs.residual_elements, _norm_saves_stream(inputs)
+    branches = inputs.num_branches
+    # inputs of the first projection of each sublayer; with post-LN the residual stream, of which the layer's input
+    # is counted elsewhere
+    projections = [inputs.saves_norm_output("attention_qkv")] * (branches - 1)
+    projections += [inputs.saves_norm_output("mlp_fc1")] * (moe is None)
+    normed = projections.count(True) - (stack.block == "post_ln")
+    module: RecomputeModule | None = "norm" if stack.block != "post_ln" else None
+    saved = [SavedTensors("norm", normed * elements * e, module)]
+    # router and experts save one input; experts that gather rows save those rows instead
+    if moe is not None and (not runs_eager_experts(inputs, moe) or moe.shared_ffn_hidden_size):
+        saved.append(SavedTensors("norm", elements * e, module, "moe"))
+    norms = branches + (branches if stack.block == "normformer" else 0)
+    saved.append(SavedTensors("norm", norms * norm_statistics_bytes(stack.norm, inputs.tokens)))
+    sequential = stack.block != "parallel_ln"  # in a parallel block all sublayers read the layer's input
+    if inputs.compiled and sequential:
+        # the output of the first sublayer; the residual stream before each further one
+        saved.append(SavedTensors("stream", elements * e + (branches - 2) * elements * s))
+        saved += [SavedTensors("stream", elements * s)] if stack.block == "post_ln" else []
+    elif not inputs.compiled:
+        streams = branches if stack.block == "post_ln" else (branches - 1) * sequential
+        saved += [SavedTensors("stream", streams * elements * s)] if keeps_stream else []
+        extra, moe_norms = norm_saved_bytes(stack.norm, elements, s), int(moe is not None)
+        saved += [
+            SavedTensors("norm", (branches - moe_norms) * extra, module),
+            SavedTensors("norm", moe_norms * extra, module, "moe"),
+        ]
+        if stack.block == "normformer":
+            saved.append(SavedTensors("norm", (branches - 1) * (extra + keeps_stream * elements * e)))
+    if stack.hidden_dropout:
+        saved.append(SavedTensors("dropout", branches * elements))
+    return saved

@@ -12,11 +12,20 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from .config.batch_shape import BatchSpec
+from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallKind, decision_for
-from .layers.attention_bias import CrossRelativeBias
+from .layers.attention_bias import CrossRelativeBias, position_bias_parameters
 from .layers.compiling import eager_layers
 from .layers.context import Memory
-from .lm_head import PositionEmbedding, add_position_embeddings, matmul_dtype, token_logits, token_loss
+from .layers.cost import StackInputs, Weights
+from .lm_head import (
+    PositionEmbedding,
+    add_position_embeddings,
+    head_weights,
+    matmul_dtype,
+    token_logits,
+    token_loss,
+)
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .peft.ptuning import PromptEncoder
@@ -372,3 +381,22 @@ class T5(nn.Module):
                 f"{', padded' * form.padded}."
             )
         return "generation"
+
+
+# ---------------------------------------------------------------- cost
+
+
+def t5_outer_weights(model: T5Slice) -> Weights:
+    """Return the weights of embeddings and head, and of the position bias of cross-attention."""
+    vocab, hidden = model.padded_vocab_size, model.encoder.stack.hidden_size
+    # the head, if it is tied, is one of the token embeddings
+    tables = vocab * ((1 if model.shared_embeddings else 2) - model.tied)
+    tables += (model.encoder.learned_positions or 0) + (model.decoder.learned_positions or 0)
+    others = tables * hidden + vocab * model.head_bias + position_bias_parameters(model.cross_attention)
+    return head_weights(vocab, hidden) + Weights(others=others)
+
+
+def encoder_output_bytes(encoder: StackInputs) -> int:
+    """Return the bytes of the encoder's output, which every decoder layer reads."""
+    widths = encoder.widths
+    return encoder.residual_elements * (widths.residual + (widths.compute if widths.casts_weights else 0))

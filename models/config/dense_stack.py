@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from .key_block import ConfigBlock, extension_field
 
@@ -54,6 +54,8 @@ AttentionBackend = Literal[
 
 class DenseStackKeys(ConfigBlock):
     """Sizes, norms, activation, attention, positions and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
+
+    model_config = ConfigDict(defer_build=True)  # this class and most that derive from it validate nothing themselves
 
     num_layers: int = Field(12, ge=1)
     """Number of transformer layers."""

@@ -18,7 +18,6 @@ class ConfigBlock(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        defer_build=True,  # most blocks are bases or parts of others and never validate anything themselves
     )
 
     @classmethod

@@ -19,17 +19,14 @@ _FIRST = "cpu_offloading_num_layers"
 _ACTIVATIONS = "cpu_offloading_activations"
 _WEIGHTS = "cpu_offloading_weights"
 
-RecomputeRule = Callable[[MemoryKeys, bool], Iterator[Finding]]
-"""Takes the keys of a stack and whether it belongs to a T5."""
 
-
-def recompute_rules(keys: MemoryKeys, *, is_t5: bool = False) -> Iterator[Finding]:
-    """All cross-field checks of recompute for one stack, of a T5 or not."""
+def recompute_rules(keys: MemoryKeys) -> Iterator[Finding]:
+    """All cross-field checks of recompute for one stack."""
     for rule in RECOMPUTE_RULES:
-        yield from rule(keys, is_t5)
+        yield from rule(keys)
 
 
-def full_needs_method_and_number(keys: MemoryKeys, is_t5: bool) -> Iterator[Finding]:
+def full_needs_method_and_number(keys: MemoryKeys) -> Iterator[Finding]:
     """`full` needs a method and a number of layers, as in Megatron."""
     missing = [name for name in (_METHOD, _NUMBER) if getattr(keys, name) is None]
     if keys.activations_checkpoint_granularity != "full" or not missing:
@@ -44,7 +41,7 @@ def full_needs_method_and_number(keys: MemoryKeys, is_t5: bool) -> Iterator[Find
     )
 
 
-def method_and_number_need_full(keys: MemoryKeys, is_t5: bool) -> Iterator[Finding]:
+def method_and_number_need_full(keys: MemoryKeys) -> Iterator[Finding]:
     """Method and number of layers have no effect without `full`."""
     granularity, method, number = (getattr(keys, name) for name in (_GRANULARITY, _METHOD, _NUMBER))
     ineffective = [name for name, value in ((_METHOD, method), (_NUMBER, number)) if value is not None]
@@ -68,7 +65,7 @@ def method_and_number_need_full(keys: MemoryKeys, is_t5: bool) -> Iterator[Findi
         )
 
 
-def number_is_within_num_layers(keys: MemoryKeys, is_t5: bool) -> Iterator[Finding]:
+def number_is_within_num_layers(keys: MemoryKeys) -> Iterator[Finding]:
     """The number of layers should be from 1 to `num_layers`."""
     number, layers = keys.activations_checkpoint_num_layers, keys.num_layers
     if keys.activations_checkpoint_granularity != "full" or keys.activations_checkpoint_method is None:
@@ -89,12 +86,12 @@ def number_is_within_num_layers(keys: MemoryKeys, is_t5: bool) -> Iterator[Findi
         )
 
 
-def modules_have_an_effect(keys: MemoryKeys, is_t5: bool) -> Iterator[Finding]:
+def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
     """Modules are recomputed in layers that have them and are not recomputed as a whole."""
     modules = selected_modules(keys)
     _, layers = full_recompute_layers(keys)
     if layers == keys.num_layers:
-        if keys.moe_layer_recompute and has_experts(keys, is_t5=is_t5):
+        if keys.moe_layer_recompute and has_experts(keys):
             yield Finding(
                 "error",
                 (_MOE, _GRANULARITY),
@@ -111,7 +108,7 @@ def modules_have_an_effect(keys: MemoryKeys, is_t5: bool) -> Iterator[Finding]:
                 f"use {_MODULES}=null, or {_METHOD}=block with fewer layers",
             )
         return
-    with_experts = layers_with_experts(keys) if has_experts(keys, is_t5=is_t5) else ()
+    with_experts = layers_with_experts(keys) if has_experts(keys) else ()
     rest = with_experts[layers:]
     shared = keys.moe_shared_expert_intermediate_size is not None
     scope = "layer that is not recomputed as a whole" if layers else "layer"
@@ -141,7 +138,7 @@ def modules_have_an_effect(keys: MemoryKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def modules_replace_selective_default(keys: MemoryKeys, is_t5: bool) -> Iterator[Finding]:
+def modules_replace_selective_default(keys: MemoryKeys) -> Iterator[Finding]:
     """As in Megatron, explicit modules replace the default of `selective`."""
     named = keys.activations_checkpoint_modules
     if keys.activations_checkpoint_granularity == "selective" and named is not None and "core_attention" not in named:
@@ -161,7 +158,7 @@ def _shown(keys: MemoryKeys, name: str) -> str:
     return _listed(keys) if name == _MODULES else str(getattr(keys, name))
 
 
-RECOMPUTE_RULES: tuple[RecomputeRule, ...] = (
+RECOMPUTE_RULES: tuple[Callable[[MemoryKeys], Iterator[Finding]], ...] = (
     full_needs_method_and_number,
     method_and_number_need_full,
     number_is_within_num_layers,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,12 @@ LayerPattern = Annotated[list[Annotated[int, Field(ge=0, le=1)]], Field(min_leng
 
 
 class MoEKeys(DenseStackKeys):
-    """Mixture of experts in place of the MLP (nemo_semantics 1.11 and 2)."""
+    """Mixture of experts in place of the MLP (nemo_semantics 1.11 and 2).
+
+    In a T5, a single expert is a dense MLP and the default router is top-1 `sinkhorn`, as in NeMo.
+    """
+
+    is_t5: ClassVar[bool] = False
 
     num_moe_experts: int | None = Field(None, ge=1)
     """Number of experts per MoE layer; null: dense MLPs. 1 is a single expert with a router; in a T5 it is a dense MLP,
@@ -120,18 +125,18 @@ class MoESlice:
         return self.implementation == "sequential" and not self.pad_to_capacity
 
 
-def has_experts(keys: MoEKeys, *, is_t5: bool) -> bool:
+def has_experts(keys: MoEKeys) -> bool:
     """Return True if the stack has experts; in a T5 a single expert is a dense MLP, as in NeMo."""
-    return keys.num_moe_experts is not None and not (is_t5 and keys.num_moe_experts == 1)
+    return keys.num_moe_experts is not None and not (keys.is_t5 and keys.num_moe_experts == 1)
 
 
-def routing_of(keys: MoEKeys, *, is_t5: bool) -> tuple[int, Balancing]:
+def routing_of(keys: MoEKeys) -> tuple[int, Balancing]:
     """Return top-k and load balancing, with the defaults of the family."""
     topk, balancing = keys.moe_router_topk, keys.moe_router_load_balancing_type
     if balancing is None:
-        balancing = "sinkhorn" if is_t5 and topk is None else "aux_loss"
+        balancing = "sinkhorn" if keys.is_t5 and topk is None else "aux_loss"
     if topk is None:
-        topk = 1 if is_t5 and balancing == "sinkhorn" else 2
+        topk = 1 if keys.is_t5 and balancing == "sinkhorn" else 2
     return topk, balancing
 
 
@@ -150,23 +155,21 @@ def layers_with_experts(keys: MoEKeys) -> tuple[bool, ...]:
     return tuple(layer % pattern == 0 and (layer + 1) % every == 0 for layer in range(keys.num_layers))
 
 
-def needs_pre_softmax(keys: MoEKeys, *, is_t5: bool) -> bool:
+def needs_pre_softmax(keys: MoEKeys) -> bool:
     """Return True if the softmax over the selected expert would be constant, without gradient (Megatron-LM #894)."""
-    topk, balancing = routing_of(keys, is_t5=is_t5)
+    topk, balancing = routing_of(keys)
     return topk == 1 and balancing != "sinkhorn" and keys.moe_router_score_function == "softmax"
 
 
-def moe_slice(keys: MoEKeys, *, is_t5: bool = False) -> MoESlice | None:
+def moe_slice(keys: MoEKeys) -> MoESlice | None:
     """Resolve the experts of a stack; None for a dense stack.
 
     Args:
         keys: keys of the stack, already validated by the rules.
-        is_t5: the stack belongs to a T5, where a single expert is a dense MLP and the default router is top-1
-            `sinkhorn`, as in NeMo.
     """
-    if keys.num_moe_experts is None or not has_experts(keys, is_t5=is_t5):
+    if keys.num_moe_experts is None or not has_experts(keys):
         return None
-    topk, balancing = routing_of(keys, is_t5=is_t5)
+    topk, balancing = routing_of(keys)
     grouped = keys.moe_router_num_groups is not None and keys.moe_router_group_topk is not None
     return MoESlice(
         experts=keys.num_moe_experts,
@@ -179,7 +182,7 @@ def moe_slice(keys: MoEKeys, *, is_t5: bool = False) -> MoESlice | None:
         pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
         drop_policy=keys.moe_token_drop_policy,
         implementation="sequential" if keys.moe_grouped_gemm is False else "grouped",
-        pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys, is_t5=is_t5),
+        pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys),
         score=keys.moe_router_score_function,
         topk_scaling=keys.moe_router_topk_scaling_factor,
         num_groups=keys.moe_router_num_groups if grouped else None,

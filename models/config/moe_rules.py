@@ -17,17 +17,14 @@ _SCORE = "moe_router_score_function"
 _BIAS = "moe_router_enable_expert_bias"
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
-MoERule = Callable[[MoEKeys, bool], Iterator[Finding]]
-"""Takes the keys of a stack with experts and whether it belongs to a T5."""
 
-
-def moe_rules(keys: MoEKeys, *, is_t5: bool = False) -> Iterator[Finding]:
-    """All cross-field checks of the experts of one stack, of a T5 or not."""
-    if not has_experts(keys, is_t5=is_t5):
+def moe_rules(keys: MoEKeys) -> Iterator[Finding]:
+    """All cross-field checks of the experts of one stack."""
+    if not has_experts(keys):
         yield from _keys_without_experts(keys)
         return
     for rule in MOE_RULES:
-        yield from rule(keys, is_t5)
+        yield from rule(keys)
 
 
 def _keys_without_experts(keys: MoEKeys) -> Iterator[Finding]:
@@ -58,9 +55,9 @@ def _no_effect(keys: MoEKeys, name: str, other: str, when: str, fix: str) -> Fin
 # ---------------------------------------------------------------- layers and experts
 
 
-def topk_is_within_experts(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def topk_is_within_experts(keys: MoEKeys) -> Iterator[Finding]:
     """The top-k experts of a token are distinct."""
-    experts, (topk, _) = keys.num_moe_experts, routing_of(keys, is_t5=is_t5)
+    experts, (topk, _) = keys.num_moe_experts, routing_of(keys)
     if experts is not None and topk > experts:
         default_note = ", the default" if keys.moe_router_topk is None else ""
         yield Finding(
@@ -71,7 +68,7 @@ def topk_is_within_experts(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def moe_layers_are_set_once(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def moe_layers_are_set_once(keys: MoEKeys) -> Iterator[Finding]:
     """The layers with experts are set by either `moe_layer_freq` or `moe_frequency`, and there is at least one."""
     every, pattern, layers = keys.moe_frequency, keys.moe_layer_freq, keys.num_layers
     if every != 1 and pattern != 1:
@@ -105,7 +102,7 @@ def moe_layers_are_set_once(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def experts_have_no_inner_norm(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def experts_have_no_inner_norm(keys: MoEKeys) -> Iterator[Finding]:
     """NormFormer's norm inside the MLP is not implemented for experts."""
     if keys.transformer_block_type == "normformer":
         yield Finding(
@@ -117,7 +114,7 @@ def experts_have_no_inner_norm(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def ffn_dropout_needs_dense_layers(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def ffn_dropout_needs_dense_layers(keys: MoEKeys) -> Iterator[Finding]:
     """`ffn_dropout` applies to dense layers and shared experts; experts use `moe_dropout`."""
     unused = all(layers_with_experts(keys)) and keys.moe_shared_expert_intermediate_size is None
     if keys.ffn_dropout and unused:
@@ -133,9 +130,9 @@ def ffn_dropout_needs_dense_layers(keys: MoEKeys, is_t5: bool) -> Iterator[Findi
 # ---------------------------------------------------------------- the router
 
 
-def t5_defaults_differ_from_gpt(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def t5_defaults_differ_from_gpt(keys: MoEKeys) -> Iterator[Finding]:
     """T5 defaults to the only router of NeMo's T5, which differs from GPT's default."""
-    if is_t5 and keys.moe_router_topk is None and keys.moe_router_load_balancing_type is None:
+    if keys.is_t5 and keys.moe_router_topk is None and keys.moe_router_load_balancing_type is None:
         yield Finding(
             "info",
             (_EXPERTS, "moe_router_topk", _BALANCING),
@@ -145,10 +142,10 @@ def t5_defaults_differ_from_gpt(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]
         )
 
 
-def one_expert_needs_pre_softmax(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def one_expert_needs_pre_softmax(keys: MoEKeys) -> Iterator[Finding]:
     """The softmax over a single expert is constant, so that the router gets no gradient from the loss."""
     if keys.num_moe_experts == 1:
-        if needs_pre_softmax(keys, is_t5=is_t5):
+        if needs_pre_softmax(keys):
             yield Finding(
                 "warning",
                 (_EXPERTS, _SCORE),
@@ -156,7 +153,7 @@ def one_expert_needs_pre_softmax(keys: MoEKeys, is_t5: bool) -> Iterator[Finding
                 "`moe_router_pre_softmax`.",
                 f"use {_EXPERTS}=8, or null for a dense MLP",
             )
-    elif needs_pre_softmax(keys, is_t5=is_t5) and not keys.moe_router_pre_softmax:
+    elif needs_pre_softmax(keys) and not keys.moe_router_pre_softmax:
         yield Finding(
             "warning",
             ("moe_router_pre_softmax", "moe_router_topk"),
@@ -166,9 +163,9 @@ def one_expert_needs_pre_softmax(keys: MoEKeys, is_t5: bool) -> Iterator[Finding
         )
 
 
-def sinkhorn_balances_alone(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def sinkhorn_balances_alone(keys: MoEKeys) -> Iterator[Finding]:
     """Sinkhorn balances the load itself, computes its own gates and does not support a capacity."""
-    _, balancing = routing_of(keys, is_t5=is_t5)
+    _, balancing = routing_of(keys)
     if balancing != "sinkhorn":
         return
     default_note = ", the default of a T5" if keys.moe_router_load_balancing_type is None else ""
@@ -197,9 +194,9 @@ def sinkhorn_balances_alone(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
             yield _no_effect(keys, name, _BALANCING, f"with {is_sinkhorn}, which {why}", f"use {modern}")
 
 
-def score_function_fits_other_keys(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def score_function_fits_other_keys(keys: MoEKeys) -> Iterator[Finding]:
     """Softmax keys have no effect with sigmoid scores; the expert bias needs sigmoid scores, between 0 and 1."""
-    _, balancing = routing_of(keys, is_t5=is_t5)
+    _, balancing = routing_of(keys)
     if balancing == "sinkhorn":
         return
     sigmoid = keys.moe_router_score_function == "sigmoid"
@@ -216,17 +213,17 @@ def score_function_fits_other_keys(keys: MoEKeys, is_t5: bool) -> Iterator[Findi
         )
 
 
-def bias_update_rate_needs_bias(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def bias_update_rate_needs_bias(keys: MoEKeys) -> Iterator[Finding]:
     """The update rate has no effect without the expert bias."""
     name = "moe_router_bias_update_rate"
     if not keys.moe_router_enable_expert_bias and getattr(keys, name) != MoEKeys.model_fields[name].default:
         yield _no_effect(keys, name, _BIAS, f"without `{_BIAS}`", f"use {_BIAS}=true")
 
 
-def expert_groups_are_valid(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def expert_groups_are_valid(keys: MoEKeys) -> Iterator[Finding]:
     """The number of groups divides the number of experts, and the groups of a token have at least top-k experts."""
     experts, groups, chosen = keys.num_moe_experts, keys.moe_router_num_groups, keys.moe_router_group_topk
-    topk, balancing = routing_of(keys, is_t5=is_t5)
+    topk, balancing = routing_of(keys)
     if experts is None or balancing == "sinkhorn" or (groups is None and chosen is None):
         return
     if groups is None or chosen is None:
@@ -262,12 +259,12 @@ def expert_groups_are_valid(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
 # ---------------------------------------------------------------- load balancing and capacity
 
 
-def balancing_needs_a_coefficient(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def balancing_needs_a_coefficient(keys: MoEKeys) -> Iterator[Finding]:
     """A balancing loss needs a coefficient and vice versa.
 
     If every token goes to all experts, neither the loss nor the bias has anything to balance.
     """
-    topk, balancing = routing_of(keys, is_t5=is_t5)
+    topk, balancing = routing_of(keys)
     everywhere = topk == keys.num_moe_experts
     if everywhere and balancing != "sinkhorn":
         where = f"where every token goes to all experts (`moe_router_topk` is `{_EXPERTS}`, {topk})"
@@ -286,9 +283,9 @@ def balancing_needs_a_coefficient(keys: MoEKeys, is_t5: bool) -> Iterator[Findin
         )
 
 
-def capacity_is_valid(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def capacity_is_valid(keys: MoEKeys) -> Iterator[Finding]:
     """Padding and dropping need a capacity, which should be above 0 and below the number of tokens."""
-    topk, balancing = routing_of(keys, is_t5=is_t5)
+    topk, balancing = routing_of(keys)
     if keys.num_moe_experts is None:
         return
     given, factor = keys.moe_expert_capacity_factor, capacity_factor_of(keys)
@@ -344,7 +341,7 @@ def capacity_is_valid(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
 # ---------------------------------------------------------------- implementation
 
 
-def dispatcher_has_no_effect(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def dispatcher_has_no_effect(keys: MoEKeys) -> Iterator[Finding]:
     """Dispatchers make no difference, as every rank holds all experts."""
     if keys.moe_token_dispatcher_type is not None:
         yield Finding(
@@ -355,7 +352,7 @@ def dispatcher_has_no_effect(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
         )
 
 
-def sequential_experts_are_slow(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]:
+def sequential_experts_are_slow(keys: MoEKeys) -> Iterator[Finding]:
     """`moe_grouped_gemm=False`, NeMo's default, is the slow reference implementation."""
     if keys.moe_grouped_gemm is None:
         return
@@ -377,7 +374,7 @@ def sequential_experts_are_slow(keys: MoEKeys, is_t5: bool) -> Iterator[Finding]
         )
 
 
-MOE_RULES: tuple[MoERule, ...] = (
+MOE_RULES: tuple[Callable[[MoEKeys], Iterator[Finding]], ...] = (
     topk_is_within_experts,
     moe_layers_are_set_once,
     experts_have_no_inner_norm,

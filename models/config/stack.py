@@ -209,10 +209,10 @@ def norm_slice(keys: StackKeys) -> NormSlice:
     )
 
 
-def stack_slice(keys: StackKeys, *, causal: bool, positions: int, is_t5: bool = False) -> StackSlice:
+def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
     """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
-    moe = moe_slice(keys, is_t5=is_t5)
+    moe = moe_slice(keys)
     return StackSlice(
         num_layers=keys.num_layers,
         hidden_size=keys.hidden_size,
@@ -378,12 +378,12 @@ STACK_RULES: tuple[Callable[[StackKeys], Iterator[Finding]], ...] = (
 )
 
 
-def stack_rules(keys: StackKeys, *, causal: bool, is_t5: bool = False) -> Iterator[Finding]:
+def stack_rules(keys: StackKeys, *, causal: bool) -> Iterator[Finding]:
     """All cross-field checks for one stack, causal or bidirectional, of a T5 or not."""
     for rule in STACK_RULES:
         yield from rule(keys)
     for rule in DIRECTION_RULES:
         yield from rule(keys, causal)
-    yield from moe_rules(keys, is_t5=is_t5)
-    yield from recompute_rules(keys, is_t5=is_t5)
+    yield from moe_rules(keys)
+    yield from recompute_rules(keys)
     yield from offload_rules(keys)

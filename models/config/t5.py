@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -18,7 +19,13 @@ from .positions import (
 from .stack import AttentionSlice, StackKeys, StackSlice, stack_rules, stack_slice
 
 
-class DecoderKeys(StackKeys):
+class T5StackKeys(StackKeys):
+    """Keys of a stack of a T5, whose defaults of mixture of experts are NeMo's."""
+
+    is_t5: ClassVar[bool] = True
+
+
+class DecoderKeys(T5StackKeys):
     """`model.decoder.*`: the decoder stack, whose attention keys apply to its cross-attention too."""
 
     relative_position_bias_self_attention_only: bool = True
@@ -28,7 +35,7 @@ class DecoderKeys(StackKeys):
 class T5Keys(ModelKeys):
     """`model.*` for `model.family: t5`, except batching, data and optimization."""
 
-    encoder: StackKeys = StackKeys.model_validate({})
+    encoder: T5StackKeys = T5StackKeys.model_validate({})
     """The encoder stack, bidirectional."""
     decoder: DecoderKeys = DecoderKeys.model_validate({})
     """The decoder stack, causal."""
@@ -127,7 +134,7 @@ def _stack(keys: T5Keys, stack: StackKeys, *, causal: bool, length: int) -> T5St
     positions = max(length, keys.max_position_embeddings or 0)
     dropout = keys.embedding_dropout
     return T5StackSlice(
-        stack=stack_slice(stack, causal=causal, positions=positions, is_t5=True),
+        stack=stack_slice(stack, causal=causal, positions=positions),
         learned_positions=positions if kind.startswith("learned_") else None,
         positions_by_document=kind == "learned_absolute",
         max_positions=positions if kind in BOUNDED_POSITION_TYPES else None,
@@ -151,9 +158,9 @@ def t5_rules(keys: T5Keys) -> Iterator[Finding]:
     for prefix, findings in (
         (
             "encoder.",
-            [*stack_rules(keys.encoder, causal=False, is_t5=True), *xpos_needs_causal_mask(keys.encoder)],
+            [*stack_rules(keys.encoder, causal=False), *xpos_needs_causal_mask(keys.encoder)],
         ),
-        ("decoder.", stack_rules(keys.decoder, causal=True, is_t5=True)),
+        ("decoder.", stack_rules(keys.decoder, causal=True)),
     ):
         for finding in findings:
             yield replace(finding, keys=tuple(f"{prefix}{key}" for key in finding.keys))

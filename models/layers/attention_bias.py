@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.relative_position_buckets import relative_buckets
+from ..config.stack import AttentionSlice
 from .position_embeddings import ComputedTable
 
 
@@ -212,3 +213,14 @@ class CrossRelativeBias(RelativeBias):
 
 
 ScoreBiasModule = ALiBi | Kerple | Sandwich | RelativeBias
+
+
+# ---------------------------------------------------------------- cost
+
+
+def position_bias_parameters(attention: AttentionSlice) -> int:
+    """Return the number of parameters of the position bias on the scores of an attention."""
+    bias = attention.position_bias
+    if bias is None or not bias.learned:
+        return 0
+    return attention.heads * (bias.buckets if bias.kind == "relative" else 3)

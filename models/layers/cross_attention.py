@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
 from torch import Tensor, nn
 
 from ...kernels.attention.decode import DecodeInputs, decode_attention
 from ...kernels.attention.inputs import AttentionInputs
+from ..config.stack import AttentionSlice, StackSlice
 from ..kv_cache import CrossAttentionCache
 from .attention import Attention, AttentionArguments
 from .context import LayerContext
+from .cost import Matrix, PartMemory, StackInputs, Weights
 from .fused_linear import norm_linear
 from .norm import LayerNorm, RMSNorm
+from .self_attention import attention_memory, attention_weights
 
 
 class CrossAttention(Attention):
@@ -94,3 +98,26 @@ class CrossAttention(Attention):
             softcap=self.softcap,
         )
         return decode_attention(inputs)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def cross_attention_weights(attention: AttentionSlice, stack: StackSlice) -> Weights:
+    """Return the weights of a cross-attention: those of self-attention, in other matrices."""
+    hidden, query, key = stack.hidden_size, attention.heads * attention.head_dim, attention.groups * attention.head_dim
+    matrices = (
+        Matrix("query", hidden * query),
+        Matrix("kv", hidden * 2 * key, "encoder tokens"),
+        Matrix("output", hidden * query),
+    )
+    return replace(attention_weights(attention, stack), matrices=matrices)
+
+
+def cross_attention_memory(inputs: StackInputs) -> PartMemory | None:
+    """Return the memory of the cross-attention of a layer; None without one."""
+    attention, decision = inputs.cross, inputs.cross_attention
+    if attention is None or decision is None:
+        return None
+    rows = inputs.tokens * attention.heads, inputs.encoder_tokens * attention.groups
+    return attention_memory(attention, inputs, decision, rows, has_rotary=False)

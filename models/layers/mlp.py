@@ -9,9 +9,11 @@ from ...kernels.activations import NONLINEARITIES
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
+from ..config.stack import MLPSlice, StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
+from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import linear_add_residual, norm_linear
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, RMSNorm, norm_saved_bytes, norm_saves_input
 
 
 class MLP(RecomputableModule):
@@ -83,3 +85,54 @@ class MLP(RecomputableModule):
         if self.training and self.dropout:
             inner = F.dropout(inner, self.dropout)
         return inner
+
+
+# ---------------------------------------------------------------- cost
+
+
+def mlp_weights(stack: StackSlice, width: int, number: int = 1, *, experts: bool = False) -> Weights:
+    """Return the weights of an MLP of `width` without norms, or of this `number` of experts."""
+    hidden, up = stack.hidden_size, width * (2 if stack.mlp.gated else 1)
+    inputs = "expert rows" if experts else "tokens"
+    matrices = Matrix("up", hidden * up, inputs, number), Matrix("down", hidden * width, inputs, number)
+    return Weights(matrices, number * (up + hidden) * stack.mlp.bias)
+
+
+def saves_only_output(mlp: MLPSlice) -> bool:
+    """Return True if the backward of the activation needs its output instead of its input."""
+    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate needs both
+
+
+def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
+    """Return the memory of an MLP of `width`, or of a shared expert."""
+    mlp, e, elements = inputs.stack.mlp, inputs.widths.compute, inputs.tokens * width
+    ups = 2 if mlp.gated else 1
+    recompute_inputs = elements * e if saves_only_output(mlp) else 0
+    if inputs.fused_lora_mlp:  # working: gradients of the input of fc2 and of the outputs of fc1
+        saved = (SavedTensors("mlp", ups * elements * e),)
+        return PartMemory(saved, (1 + ups) * elements * e, recompute_inputs=recompute_inputs)
+    norm, residual = inputs.stack.norm, inputs.widths.residual
+    has_norm, norm_keeps = inputs.stack.block == "normformer", norm_saves_input(norm, residual)
+    trains_down = "mlp_fc2" in inputs.trained_projections
+    kept: list[SavedTensors] = []
+    if not saves_only_output(mlp):
+        kept.append(SavedTensors("mlp", ups * elements * e))
+        if mlp.nonlinearity == "gelu_sigmoid" and not mlp.gated and not inputs.compiled:
+            kept.append(SavedTensors("activation", elements * e, "mlp_activation"))  # the sigmoid
+    elif inputs.compiled:  # a sign mask; not needed if a norm saves the result itself
+        kept.append(SavedTensors("activation", 0 if has_norm else elements, "mlp_activation"))
+    else:  # the result, unless the next operation saves it too
+        next_saves_it = norm_keeps if has_norm else trains_down and not mlp.dropout
+        kept.append(SavedTensors("activation", 0 if next_saves_it else elements * e, "mlp_activation"))
+    if trains_down:
+        kept.append(SavedTensors("activation", elements * e, "mlp_activation"))
+    if has_norm:
+        inner = elements * e if inputs.compiled or norm_keeps else 0
+        if not inputs.compiled:
+            inner += norm_saved_bytes(norm, elements, residual)
+        kept.append(SavedTensors("activation", inner, "mlp_activation"))
+    if mlp.dropout:
+        kept.append(SavedTensors("dropout", elements, "mlp_activation"))
+    # the gradient of the result, then those of the outputs of fc1; by then the result is freed, unless it is read
+    reads_result = saves_only_output(mlp) and not inputs.compiled
+    return PartMemory(tuple(kept), (2 if reads_result else ups) * elements * e, recompute_inputs=recompute_inputs)

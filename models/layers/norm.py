@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.norm_functions import NormFactors, layer_norm, rms_norm, rms_norm_factors
 from ...kernels.rms_norm_residual import can_fuse_residual, rms_norm_residual, rms_norm_residual_linear
+from ..config.stack import NormSlice
 from ..memory.recompute import RecomputableModule
 
 
@@ -101,3 +102,28 @@ class RMSNorm(RecomputableModule):
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+# ---------------------------------------------------------------- cost
+
+
+def norm_parameters(norm: NormSlice, width: int) -> int:
+    """Return the number of parameters of a norm over `width` channels."""
+    return width * (2 if norm.kind == "layernorm" else 1)
+
+
+def norm_saves_input(norm: NormSlice, itemsize: int) -> bool:
+    """Return True if an eager norm saves its input, of `itemsize` bytes per element, instead of an fp32 copy."""
+    return itemsize >= 4 or (norm.kind == "layernorm" and not norm.zero_centered)
+
+
+def norm_saved_bytes(norm: NormSlice, elements: int, itemsize: int) -> int:
+    """Return the bytes that an eager norm saves besides its input of `elements` of `itemsize` bytes."""
+    if norm.kind == "rmsnorm":  # the fp32 copy of the input, and the normalized input in fp32
+        return elements * 4 * (1 if norm_saves_input(norm, itemsize) else 2)
+    return 0 if norm_saves_input(norm, itemsize) else elements * 4
+
+
+def norm_statistics_bytes(norm: NormSlice, rows: int) -> int:
+    """Return the bytes of the fp32 statistics that a norm saves: reciprocal deviations, for LayerNorm also means."""
+    return rows * 4 * (2 if norm.kind == "layernorm" else 1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...kernels.rope import rotary_table, xpos_table
 from ...kernels.rope_scaling import RotaryScaling
+from ..config.positions import RotarySlice
 
 
 class RotaryTables(NamedTuple):
@@ -165,3 +166,11 @@ class SamplePositionEmbedding(nn.Module):
     def forward(self, tokens: int) -> Tensor:
         """Return the embeddings of the first `tokens` positions, (tokens, hidden_size)."""
         return self.table[:tokens]
+
+
+# ---------------------------------------------------------------- cost
+
+
+def rotary_table_bytes(rotary: RotarySlice | None) -> int:
+    """Return the bytes of rotary tables: cos and sin in fp32, for xPos separate ones for keys."""
+    return 0 if rotary is None else rotary.positions * rotary.dim * 4 * (2 if rotary.xpos else 1)

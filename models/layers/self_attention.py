@@ -8,15 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.decode import DecodeInputs, decode_attention
+from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
+from ..config.stack import AttentionSlice, StackSlice
+from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
 from .attention import Attention, AttentionArguments
 from .context import LayerContext
+from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import norm_linear
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, RMSNorm, norm_parameters
 from .position_embeddings import RotaryTables
 
 
@@ -135,3 +139,90 @@ class SelfAttention(Attention):
                 # A view would keep the whole projection alive, although rotated queries and keys are new tensors.
                 value = value.contiguous()
         return query, key, value
+
+
+# ---------------------------------------------------------------- cost
+
+
+def attention_weights(attention: AttentionSlice, stack: StackSlice) -> Weights:
+    """Return the weights of an attention with a fused QKV projection."""
+    hidden, query = stack.hidden_size, attention.heads * attention.head_dim
+    qkv = query + 2 * attention.groups * attention.head_dim
+    others = qkv * attention.qkv_bias + hidden * attention.output_bias + attention.heads * attention.head_scale
+    if attention.qk_norm:
+        others += 2 * norm_parameters(stack.norm, attention.head_dim)
+    return Weights((Matrix("qkv", hidden * qkv), Matrix("output", hidden * query)), others)
+
+
+def self_attention_memory(inputs: StackInputs) -> PartMemory:
+    """Return the memory of self-attention."""
+    q, k = (heads * inputs.tokens for heads in (inputs.stack.attention.heads, inputs.stack.attention.groups))
+    has_rotary = inputs.stack.rotary is not None
+    return attention_memory(inputs.stack.attention, inputs, inputs.attention, (q, k), has_rotary=has_rotary)
+
+
+def attention_memory(
+    attention: AttentionSlice,
+    inputs: StackInputs,
+    decision: BackendSelection,
+    rows: tuple[int, int],
+    *,
+    has_rotary: bool,
+) -> PartMemory:
+    """Return the memory of one attention of a layer.
+
+    Args:
+        attention: its configuration.
+        inputs: inputs of the stack.
+        decision: backend chosen for its training calls.
+        rows: query heads and key heads, over all tokens of a micro batch.
+        has_rotary: queries and keys are rotated, which copies them.
+    """
+    widths, compiled = inputs.widths, inputs.compiled
+    q_bytes, k_bytes = (number * attention.head_dim * widths.compute for number in rows)
+    # what the backward pass reads of the projections' outputs, and copies of queries and keys; values are a view of the
+    # projection's output, or a copy where nothing else of that output is needed
+    projected, copies = q_bytes + 2 * k_bytes, 0
+    if attention.qk_norm:
+        copies = q_bytes + k_bytes
+    elif has_rotary:
+        projected, copies = k_bytes, q_bytes + k_bytes
+    qk_norms = _qk_norm_bytes(attention, inputs, sum(rows)) if attention.qk_norm else 0
+    core = core_memory(attention, decision, widths.compute, compiled=compiled)
+    kept = projected + copies if core.inputs is None else core.inputs
+    recompute_inputs = freed = 0
+    if decision.saves_scores:
+        if attention.qk_norm and (compiled or _qk_norm_saves_input(inputs.stack, widths)):
+            kept += projected  # input of the QK norm; the copies in matmul layout are of its output
+        # recomputed from q, k and v as projected, not from the copies in the layout and dtype of the matmuls
+        recompute_inputs = projected + copies - kept
+        freed = min(recompute_inputs, 0)  # these copies exist again in the backward pass
+        if recomputes_from_log_sum_exp(attention, decision):
+            recompute_inputs += rows[0] * 4  # log-sum-exp
+            freed = core.working // 2  # the gradient of the attention weights is never materialized
+    elif core.inputs is not None:
+        kept += copies
+    saved = [
+        SavedTensors("attention", kept + qk_norms),
+        SavedTensors("attention", core.log_sum_exp),
+        SavedTensors("scores", core.scores, "core_attention" if decision.saves_scores else None),
+        *[SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1),
+    ]
+    working = 2 * q_bytes + 2 * k_bytes + q_bytes + core.working
+    return PartMemory(tuple(each for each in saved if each.num_bytes), working, working - freed, recompute_inputs)
+
+
+def _qk_norm_bytes(attention: AttentionSlice, inputs: StackInputs, rows: int) -> int:
+    """Return the bytes that norms over `rows` query and key heads save besides their outputs."""
+    if inputs.compiled:
+        return rows * 4
+    copies = 0 if _qk_norm_saves_input(inputs.stack, inputs.widths) else 1
+    copies += inputs.stack.norm.kind == "rmsnorm"  # the normalized input
+    return copies * rows * attention.head_dim * 4
+
+
+def _qk_norm_saves_input(stack: StackSlice, widths: ByteWidths) -> bool:
+    """Return True if an eager QK norm saves the projection's output itself instead of an fp32 copy."""
+    if widths.compute >= 4:
+        return True
+    return stack.norm.kind == "layernorm" and not (stack.norm.zero_centered or widths.casts_weights)

@@ -8,10 +8,14 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from ..layers.mlp import MLP
+from ...kernels.moe.routing import expert_capacity
+from ..config.moe import MoESlice
+from ..config.stack import StackSlice
+from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
+from ..layers.mlp import MLP, mlp_memory, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
 from .experts import Experts
-from .router import STATISTIC_NAMES, Router
+from .router import STATISTIC_NAMES, Router, router_saved_bytes
 
 
 class MoE(RecomputableModule):
@@ -148,3 +152,51 @@ class MoE(RecomputableModule):
 def find_moe_layers(model: nn.Module) -> dict[str, MoE]:
     """Return the MoE modules by name (`decoder.layers.3.mlp`), in forward order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+# ---------------------------------------------------------------- cost
+
+
+def moe_weights(stack: StackSlice, moe: MoESlice, *, active: bool = False) -> Weights:
+    """Return the weights of router, experts and shared expert; `active`: only those of `topk` experts."""
+    router = Weights((Matrix("router", moe.experts * stack.hidden_size),))
+    experts = mlp_weights(stack, moe.ffn_hidden_size, moe.topk if active else moe.experts, experts=True)
+    shared = moe.shared_ffn_hidden_size
+    return router + experts + (mlp_weights(stack, shared) if shared else Weights())
+
+
+def expert_rows(moe: MoESlice, tokens: int) -> int:
+    """Return the number of rows the experts of a layer compute, N * K unless padded to capacity."""
+    if moe.capacity_factor is not None and moe.pad_to_capacity:
+        return moe.experts * expert_capacity(tokens, moe.experts, moe.topk, moe.capacity_factor)
+    return tokens * moe.topk
+
+
+def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:
+    """Return True if the experts run as separate operations, not as the fused one that saves less."""
+    return inputs.lora_experts or bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
+
+
+def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
+    """Return the memory of router, experts and shared expert."""
+    stack, widths, tokens = inputs.stack, inputs.widths, inputs.tokens
+    e, hidden = widths.compute, stack.hidden_size
+    ups = 2 if stack.mlp.gated else 1
+    rows, width = expert_rows(moe, tokens), moe.ffn_hidden_size
+    kept = [
+        SavedTensors("experts", router_saved_bytes(inputs, moe), "moe"),
+        SavedTensors("experts", rows * width * ups * e, "moe"),
+    ]
+    if runs_eager_experts(inputs, moe):  # gathered rows, inputs of fc2, outputs of fc2
+        kept.append(SavedTensors("experts", rows * (2 * hidden + width) * e, "moe"))
+    if moe.dropout:
+        mask = 1 if inputs.compiled else e  # a boolean mask, or the scaled one in the compute dtype
+        kept.append(SavedTensors("dropout", tokens * moe.topk * width * mask, "moe"))
+    activation_gradients = rows * width * e * (2 + ups)
+    weight_gradients = rows * width * ups * e + rows * hidden * e + moe_weights(stack, moe).numel * widths.weights
+    working, recompute_inputs = max(activation_gradients, weight_gradients), 0
+    if moe.shared_ffn_hidden_size:
+        shared = mlp_memory(inputs, moe.shared_ffn_hidden_size)
+        kept += [each._replace(module=each.module or "moe", alternative_module="moe") for each in shared.saved]
+        recompute_inputs = shared.recompute_inputs
+    return PartMemory(tuple(kept), working, recompute_inputs=recompute_inputs)

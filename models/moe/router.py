@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...kernels.launch import supports_fp32_output
 from ...kernels.moe.router_logits import router_logits
 from ...kernels.moe.routing import (
     DropPolicy,
@@ -23,6 +24,8 @@ from ...kernels.moe.routing import (
     topk_routing,
     z_loss,
 )
+from ..config.moe import MoESlice
+from ..layers.cost import StackInputs
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 
@@ -157,3 +160,29 @@ class Router(nn.Module):
             num_groups=self.num_groups,
             group_topk=self.group_topk,
         )
+
+
+# ---------------------------------------------------------------- cost
+
+
+def router_saved_bytes(inputs: StackInputs, moe: MoESlice) -> int:
+    """Return the bytes a router saves: its input in its own dtype, scores of all experts, and the top-k of each token.
+
+    Under autocast also the norm's output in fp32, of which the experts read a low-precision copy.
+    """
+    itemsize = 8 if moe.router_dtype == "fp64" else 4
+    saved = inputs.residual_elements * itemsize * (1 + bool(moe.jitter)) if _copies_input(inputs, moe) else 0
+    saved += inputs.tokens * (3 * moe.experts * itemsize + moe.topk * 28)
+    return saved + (inputs.residual_elements * 4 if inputs.widths.casts_weights else 0)
+
+
+def _copies_input(inputs: StackInputs, moe: MoESlice) -> bool:
+    """Return True if the router saves a copy of its input in its own dtype; see `kernels.moe.router_logits`."""
+    if not inputs.trains_router and not moe.jitter:  # a frozen weight needs no saved input
+        return False
+    if moe.jitter or moe.router_dtype == "fp64":
+        return True
+    if inputs.widths.residual >= 4:
+        return False
+    aligned = supports_fp32_output(moe.experts, inputs.stack.hidden_size)
+    return not (inputs.attention.call.device == "cuda" and aligned)

@@ -1,4 +1,8 @@
-"""Static analysis of activation checkpointing: which modules are recomputed, use RNG, or save no memory."""
+"""Static analysis of activation checkpointing: which modules are recomputed, use RNG, or save no memory.
+
+Functions take the slice of a model, its attention backends by label, its PEFT scheme, and whether layers are compiled;
+they return one result for each stack.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from ...kernels.attention.dispatch import BackendSelection
 from ..config.families import FamilySlice
 from ..config.memory import RecomputeModule, RecomputeSlice
 from ..config.peft import LoRASlice, PeftSlice, peft_dropout
-from ..config.stack import MLPSlice, StackSlice
+from ..config.stack import StackSlice
 from ..config.t5 import T5Slice
+from ..layers.mlp import saves_only_output
 from ..peft.lora_mlp import is_lora_mlp_fused
 
 _CHEAP_FIRST: tuple[RecomputeModule, ...] = ("norm", "mlp_activation", "core_attention", "moe")
@@ -34,9 +39,7 @@ def has_dropout(stack: StackSlice) -> bool:
 def recompute_uses_rng(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
     """Return True if recomputed modules use the RNG, so that the generator state must be saved and restored.
 
-    Args:
-        stack: slice of the stack, with its recompute settings and dropouts.
-        peft: PEFT scheme; a projection with LoRA is recomputed together with the module before it.
+    A projection with LoRA is recomputed together with the module before it.
     """
     recompute, moe = stack.recompute, stack.moe
     if recompute is None:
@@ -54,20 +57,10 @@ def recompute_uses_rng(stack: StackSlice, peft: PeftSlice | None = None) -> bool
     return base or (peft_dropout(peft) > 0 and (recompute.layers > 0 or with_lora))
 
 
-def saves_only_output(mlp: MLPSlice) -> bool:
-    """Return True if the backward of the activation needs its output instead of its input."""
-    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate needs both
-
-
 def effective_recompute(
     model: FamilySlice, decisions: Mapping[str, BackendSelection]
 ) -> tuple[RecomputeSlice | None, ...]:
-    """Return the effective recompute settings of each stack: without core attention if its backend saves no scores.
-
-    Args:
-        model: slice of the model.
-        decisions: attention backends by label.
-    """
+    """Return the effective recompute settings of each stack: without core attention if its backend saves no scores."""
     effective: list[RecomputeSlice | None] = []
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         recompute = stack.recompute
@@ -123,14 +116,7 @@ def _idle(
 def recomputed_for_offload(
     model: FamilySlice, decisions: Mapping[str, BackendSelection], peft: PeftSlice | None, *, compiled: bool
 ) -> tuple[frozenset[RecomputeModule], ...]:
-    """Return the modules that offloaded layers of each stack recompute, so that less is copied to the host.
-
-    Args:
-        model: slice of the model.
-        decisions: attention backends by label, on a GPU: nothing is offloaded on other devices.
-        peft: PEFT scheme.
-        compiled: layers are compiled.
-    """
+    """Return the modules that offloaded layers of each stack recompute on a GPU, so that less is copied to the host."""
     found: list[frozenset[RecomputeModule]] = []
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         chosen = [decisions[label] for label in labels if label in decisions]
@@ -156,14 +142,7 @@ def recomputed_for_offload(
 def ineffective_recompute_messages(
     model: FamilySlice, decisions: Mapping[str, BackendSelection], peft: PeftSlice | None, *, compiled: bool
 ) -> Iterator[str]:
-    """Yield a message for each module whose recompute saves no memory: the reason, and an alternative.
-
-    Args:
-        model: slice of the model.
-        decisions: attention backends by label.
-        peft: PEFT scheme.
-        compiled: layers are compiled.
-    """
+    """Yield a message for each module whose recompute saves no memory: the reason, and an alternative."""
     saving = memory_saving_recompute(model, decisions, peft, compiled=compiled)
     blocks = [f"model.{labels[0].rpartition(' ')[0]}".rstrip(".") for labels in training_labels(model)]
     for stack, labels, effective, block in zip(model.stacks, training_labels(model), saving, blocks, strict=True):

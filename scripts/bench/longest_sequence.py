@@ -19,13 +19,11 @@ import argparse
 import json
 import tempfile
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from plan_check import GIB, planned
 from rounds import Row, append_row, deadline, environment_line, machine, print_row, read_rows, run_in_process
 
-GIB = 2**30
 GRAIN = 1024
 """Every sequence length is a multiple of this."""
 FACTOR = 1.04
@@ -58,27 +56,14 @@ def overrides(mode: str, tokens: int) -> list[str]:
     ]
 
 
-def planned(mode: str, tokens: int, gpu: str | None, memory: int | None = None) -> Any:
-    """Plan a run of `tokens` on a named GPU, or on this machine's GPU limited to `memory` bytes."""
-    import torch
-
-    from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.hardware import parse_gpu
-    from stoker.trainer.plan.run_plan import gpu_target, local_target, make_plan
-
-    root = load_run_config(None, None, overrides(mode, tokens)).root
-    target = gpu_target(root, parse_gpu(gpu)) if gpu else local_target(root, torch.device("cuda", 0))
-    return make_plan(root, replace(target, memory=memory or target.memory))
-
-
 def longest_planned(mode: str, gpu: str | None, memory: int | None = None) -> int:
     """Return the longest sequence that fits according to the plan, by bisection."""
     low, high = 1, 1
-    while planned(mode, high * GRAIN, gpu, memory).fits:
+    while planned(overrides(mode, high * GRAIN), gpu, memory).fits:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if planned(mode, middle * GRAIN, gpu, memory).fits else (low, middle)
+        low, high = (middle, high) if planned(overrides(mode, middle * GRAIN), gpu, memory).fits else (low, middle)
     return low * GRAIN
 
 
@@ -90,7 +75,7 @@ def measure(mode: str, tokens: int, memory: int | None) -> Row:
     from stoker.trainer.plan.state_memory import CUDA_CONTEXT_BYTES
     from stoker.trainer.train import run_training
 
-    plan = planned(mode, tokens, None, memory)
+    plan = planned(overrides(mode, tokens), None, memory)
     if memory:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction((memory - CUDA_CONTEXT_BYTES) / total, 0)

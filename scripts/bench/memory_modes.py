@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from peers import PlainGPT, Shape, Step, autocast_step
+from plan_check import planned
 from rounds import Length, Row, environment_line, failures, result, run_benchmark, stoker_result, time_windows
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -214,17 +215,7 @@ def measure(name: str, case: str) -> Row:
     mode = modes_of(shape)[name]
     overrides = [*overrides_of(shape), *mode.overrides]
     row = stoker_result(name, overrides, LENGTH, shape.sequence if mode.base == "unfused" else tokens)
-    return row | {"planned_gib": planned(overrides) / 2**30}
-
-
-def planned(overrides: list[str]) -> int:
-    """Return the peak bytes that `stoker plan` estimates for this machine's GPU."""
-    from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.run_plan import local_target, make_plan
-
-    root = load_run_config(None, None, overrides).root
-    target = local_target(root, torch.device("cuda"))
-    return make_plan(root, target, vocab_size=root.model.override_vocab_size).allocated
+    return row | {"planned_gib": planned(overrides).allocated / 2**30}
 
 
 def table(rows: list[Row], shape: Shape) -> str:

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,30 +156,32 @@ def _overrides(model: str, values: dict[str, Any]) -> list[str]:
 
 def sample_runs(seed: int, count: int, gpu: str | None) -> list[tuple[SampledRun, Any]]:
     """Sample the runs of a seed, all modes in turn, and return them with their plans."""
-    from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.problems import ConfigError
-    from stoker.trainer.plan.run_plan import make_plan
 
     rng, found = random.Random(seed), []
     while len(found) < count:
         sampled = sample_run(rng, MODES[len(found) % len(MODES)])
         try:
-            root = load_run_config(None, None, sampled.overrides).root
+            plan = planned(sampled.overrides, gpu)
         except ConfigError:
             continue
-        plan = make_plan(root, _target(root, gpu), vocab_size=root.model.override_vocab_size)
         if plan.allocated >= MIN_BYTES and plan.needed <= MAX_FRACTION * (plan.available or 0):
             found.append((sampled, plan))
     return found
 
 
-def _target(root: Any, gpu: str | None) -> Any:
+def planned(overrides: list[str], gpu: str | None = None, memory: int | None = None) -> Any:
+    """Plan a run on a named GPU, or on this machine's GPU; with `memory` bytes, if given, instead of its own."""
     import torch
 
+    from stoker.trainer.config.load import load_run_config
     from stoker.trainer.plan.hardware import parse_gpu
-    from stoker.trainer.plan.run_plan import gpu_target, local_target
+    from stoker.trainer.plan.run_plan import gpu_target, local_target, make_plan
 
-    return gpu_target(root, parse_gpu(gpu)) if gpu else local_target(root, torch.device("cuda", 0))
+    root = load_run_config(None, None, overrides).root
+    target = gpu_target(root, parse_gpu(gpu)) if gpu else local_target(root, torch.device("cuda", 0))
+    target = replace(target, memory=memory or target.memory)
+    return make_plan(root, target, vocab_size=root.model.override_vocab_size)
 
 
 def measure(sampled: SampledRun) -> Row:
@@ -186,12 +189,11 @@ def measure(sampled: SampledRun) -> Row:
     import torch
 
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.plan.run_plan import make_plan
     from stoker.trainer.train import run_training
 
     with tempfile.TemporaryDirectory() as directory:
         config = load_run_config(None, None, [*sampled.overrides, f"exp_manager.explicit_log_dir={directory}/r"])
-        plan = make_plan(config.root, _target(config.root, None), vocab_size=config.root.model.override_vocab_size)
+        plan = planned(sampled.overrides)
         run_training(config)
         rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
         recorded = used_cuda_graph(Path(directory) / "r")
@@ -326,7 +328,7 @@ def main() -> None:
             print(f"{number}: {sampled.name}: {plan.allocated / GIB:.1f} GiB at {plan.memory.peak.where}, {time}")
         return
     until = deadline(arguments.seconds)
-    report = table(check(arguments.seed, arguments.runs, arguments.merged, arguments.results, until))
+    report = table(check(arguments.seed, arguments.runs, arguments.together, arguments.results, until))
     print(report)
     if arguments.report:
         arguments.report.write_text(report)

@@ -27,14 +27,18 @@ model.data.data_impl=mock model.optim.lr=1e-2 model.optim.sched.max_steps=200
 
 
 def arguments(directory: Path, steps: int, *changes: str, micro_batch: int = 2) -> list[str]:
-    """Return the arguments of a `train` with dropout, four samples per step, and a checkpoint every five steps."""
-    return [
+    """Return the arguments of a `train` with dropout, four samples per step, and a checkpoint every five steps.
+
+    Each of `changes` replaces the argument of the same key, as a key must not be given twice.
+    """
+    words = [
         *_TINY.split(),
         f"model.micro_batch_size={micro_batch}",
         f"trainer.max_steps={steps}",
         f"exp_manager.explicit_log_dir={directory}",
-        *changes,
     ]
+    changed = {word.partition("=")[0] for word in changes}
+    return [*(word for word in words if word.partition("=")[0] not in changed), *changes]
 
 
 class Command:

@@ -20,10 +20,10 @@ from stoker.models.config.families import model_rules
 from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.config.key_block import Finding
 from stoker.models.config.model import single_stack_rules, window_is_shorter_than_sequences
-from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.positions import resolve_window
 from stoker.models.config.stack import stack_rules
 from stoker.models.config.t5 import T5Keys
+from stoker.models.model_cost import count_parameters
 
 
 def keys(**changes: Any) -> GPTKeys:

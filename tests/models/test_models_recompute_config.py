@@ -140,7 +140,7 @@ def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | No
     ],
 )
 def test_one_line_for_each_contradiction(given: dict[str, Any], level: str, first: str, says: str) -> None:
-    (finding,) = [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given), False)]
+    (finding,) = [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given))]
     assert (finding.level, finding.keys[0]) == (level, first)
     assert re.search(says, finding.message)
     assert finding.fix
@@ -160,7 +160,7 @@ def test_one_line_for_each_contradiction(given: dict[str, Any], level: str, firs
     ],
 )
 def test_what_acts_has_nothing_against_it(given: dict[str, Any]) -> None:
-    assert [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given), False)] == []
+    assert [finding for rule in RECOMPUTE_RULES for finding in rule(keys(**given))] == []
 
 
 def test_the_lines_of_nemos_documents_run_verbatim() -> None:

@@ -23,16 +23,15 @@ from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.config.key_block import Finding
 from stoker.models.config.moe import MoEKeys, MoESlice, moe_slice
 from stoker.models.config.moe_rules import moe_rules
-from stoker.models.config.parameter_count import count_parameters
 from stoker.models.config.stack import StackKeys
-from stoker.models.config.t5 import T5Keys
+from stoker.models.config.t5 import T5Keys, T5StackKeys
+from stoker.models.model_cost import count_parameters, training_flops_per_sample
 from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.utils.errors import UserError
 
@@ -51,18 +50,18 @@ moe_z_loss_coeff: 1e-3
 """
 
 
-def stack(changes: dict[str, Any]) -> StackKeys:
-    return StackKeys.model_validate({"num_layers": 4, "bias": False, **changes})
+def stack(changes: dict[str, Any], *, of_t5: bool = False) -> StackKeys:
+    return (T5StackKeys if of_t5 else StackKeys).model_validate({"num_layers": 4, "bias": False, **changes})
 
 
 def sliced(changes: dict[str, Any], *, of_t5: bool = False) -> MoESlice:
-    found = moe_slice(stack(changes), is_t5=of_t5)
+    found = moe_slice(stack(changes, of_t5=of_t5))
     assert found is not None
     return found
 
 
 def found(changes: dict[str, Any], *, of_t5: bool = False) -> list[Finding]:
-    return list(moe_rules(stack(changes), is_t5=of_t5))
+    return list(moe_rules(stack(changes, of_t5=of_t5)))
 
 
 def told(config: RunConfig) -> dict[str, str]:
@@ -79,7 +78,7 @@ def origin_of(config: RunConfig, path: str) -> str:
 def test_a_stack_is_dense_unless_it_has_experts() -> None:
     assert moe_slice(stack({})) is None
     assert sliced({"num_moe_experts": 1, "moe_router_topk": 1}).experts == 1
-    assert moe_slice(stack({"num_moe_experts": 1}), is_t5=True) is None
+    assert moe_slice(stack({"num_moe_experts": 1}, of_t5=True)) is None
     assert sliced({"num_moe_experts": 2}, of_t5=True).experts == 2
 
 

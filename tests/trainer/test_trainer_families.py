@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.bert import BERT
 from stoker.models.build import build_model
+from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.t5 import T5
 from stoker.trainer.cli import main
 from stoker.trainer.config.batch_spec import batch_spec
@@ -26,7 +27,6 @@ from stoker.trainer.core import training_state as parts
 from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.optim.optimizer_factory import fused_projection_rows
-from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.train import run_training
 
 CPU = torch.device("cpu")

@@ -12,11 +12,17 @@ from tiny_run import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
+from stoker.models.model_cost import training_flops_per_sample
 from stoker.trainer.core import training_loop
-from stoker.trainer.plan.flops import bf16_peak_flops, matmul_parameters, training_flops_per_token
+from stoker.trainer.plan.hardware import bf16_peak_flops
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "encoder_seq_length": 16}
+
+
+def training_flops_per_token(keys, vocab, tokens):
+    return training_flops_per_sample(keys, vocab, BatchSpec(seq_length=tokens)) / tokens
 
 
 @pytest.mark.parametrize(
@@ -42,9 +48,10 @@ def test_formula_equals_counted_flops(extra):
 def test_a_window_is_counted_by_the_keys_it_leaves():
     """Twice the mean number of keys that a token sees, as for the causal mask, up to the diagonal."""
     tokens, per_key = 1000, 6 * 2 * 32
-    whole = training_flops_per_token(GPTKeys.model_validate(SHAPE), 128, tokens)
+    shape = SHAPE | {"encoder_seq_length": tokens}
+    whole = training_flops_per_token(GPTKeys.model_validate(shape), 128, tokens)
     for width in (1, 100, 999, 1000, 5000):
-        keys = GPTKeys.model_validate(SHAPE | {"window_size": [width - 1, 0]})
+        keys = GPTKeys.model_validate(shape | {"window_size": [width - 1, 0]})
         seen = sum(min(place + 1, width) for place in range(tokens)) / tokens
         dense = (tokens + 1) / 2
         saved = whole - training_flops_per_token(keys, 128, tokens)
@@ -53,7 +60,7 @@ def test_a_window_is_counted_by_the_keys_it_leaves():
 
 def test_the_head_counts_and_the_embedding_table_does_not():
     keys = GPTKeys.model_validate(SHAPE)
-    assert matmul_parameters(keys, 200) - matmul_parameters(keys, 100) == 100 * 32
+    assert training_flops_per_token(keys, 200, 16) - training_flops_per_token(keys, 100, 16) == 6 * 100 * 32
 
 
 @looped(

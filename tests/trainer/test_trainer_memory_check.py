@@ -10,7 +10,7 @@ from config_helpers import gpt, load
 from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
-from stoker.models.config.parameter_count import count_parameters
+from stoker.models.model_cost import count_parameters
 from stoker.trainer.config.parameter_layout import DataParallelLayout
 from stoker.trainer.conversion import load_model
 from stoker.trainer.core.run_context import free_previous_runs

@@ -14,7 +14,7 @@ from stream_copies import StreamCopies
 from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config
 
-from stoker.models.config.parameter_count import count_parameters
+from stoker.models.model_cost import count_parameters
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.optim import base_optimizer, optimizer_factory, pinned_memory
 from stoker.trainer.optim.adamw import AdamW

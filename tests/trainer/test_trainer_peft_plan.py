@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import build_model, get_stacks, num_parameters
 from stoker.models.config.peft import peft_slice
+from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.flops import training_flops_per_sample
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.plan.run_plan import Plan, gpu_target, make_plan

@@ -9,18 +9,19 @@ from config_helpers import load
 from plan_helpers import FULL, LLAMA, OFFLOAD, ONE, planned
 from tiers import looped
 
+from stoker.models.model_cost import training_flops_per_sample
 from stoker.trainer.cli.main import main
 from stoker.trainer.core.run_context import report_out_of_memory
-from stoker.trainer.plan.fit_advice import out_of_memory_lines
-from stoker.trainer.plan.flops import training_flops_per_sample
-from stoker.trainer.plan.hardware import GIB, GPU_NAMES, match_gpu, parse_gpu
-from stoker.trainer.plan.report import measured_line, memory_categories, report_lines, summary_lines
+from stoker.trainer.plan.hardware import EFFICIENCY, GIB, GPU_NAMES, match_gpu, parse_gpu
+from stoker.trainer.plan.report import (
+    measured_line,
+    memory_categories,
+    out_of_memory_lines,
+    report_lines,
+    summary_lines,
+)
 from stoker.trainer.plan.roofline import (
-    GPU_SECONDS_PER_LAYER,
-    HOST_SECONDS_PER_LAYER,
-    NARROW_HEAD_SPEED,
     attention_core_work,
-    projection_flops,
     recompute_work,
 )
 from stoker.trainer.plan.run_plan import gpu_target, make_plan
@@ -181,8 +182,7 @@ def test_products_and_attention_are_the_model_flops(overrides):
     facts = plan.inputs
     forward = 0.0
     for layer in layers_in_order(facts):
-        moe = layer.stack.stack.moe
-        forward += projection_flops(layer.stack, is_moe=bool(moe and moe.layers[layer.index]))[0]
+        forward += layer.memory.matmul_flops
         forward += attention_core_work(layer.stack).attention
     hidden = facts.stacks[-1].stack.hidden_size
     forward += 2 * facts.output_tokens * hidden * facts.family.padded_vocab_size
@@ -227,9 +227,9 @@ def test_a_small_model_takes_the_time_of_its_kernels():
     small = ["model=gpt_tiny", "data=mock"]
     recorded, plain = planned(*small), planned(*small, "model.enable_cuda_graph=False")
     assert recorded.time is not None
-    assert recorded.seconds >= 4 * GPU_SECONDS_PER_LAYER
+    assert recorded.seconds >= 4 * EFFICIENCY["gpu_seconds"]
     assert recorded.time.parts["waiting for the host"] == 0
-    assert plain.seconds >= 4 * HOST_SECONDS_PER_LAYER
+    assert plain.seconds >= 4 * EFFICIENCY["host_seconds_compiled"]
     assert [", as CUDA graphs" in "\n".join(report_lines(plan, [])) for plan in (recorded, plain)] == [True, False]
 
 
@@ -237,13 +237,13 @@ def test_narrow_heads_are_slower_than_their_flops():
     wide, narrow = (planned(LLAMA, f"model.num_attention_heads={heads}").time for heads in (16, 32))
     assert wide is not None
     assert narrow is not None
-    assert narrow.parts["attention"] == pytest.approx(wide.parts["attention"] / NARROW_HEAD_SPEED)
+    assert narrow.parts["attention"] == pytest.approx(wide.parts["attention"] / EFFICIENCY["narrow_heads"])
 
 
 def test_full_recompute_is_a_forward_pass_without_the_last_product():
     plan = planned(LLAMA, *FULL)
     layer = plan.memory.layers[0]
-    matmul, last = projection_flops(layer.stack, is_moe=False)
+    matmul, last = layer.memory.matmul_flops, layer.memory.last_matmul_flops
     assert recompute_work(layer).matmul == matmul - last
     assert plan.time is not None
     assert 1.15 < plan.time.seconds / planned(LLAMA).seconds < 1.30

@@ -9,8 +9,7 @@ from tiers import extra, full_only
 from stoker.models.layers import recomputed_attention
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.trainer.plan import timeline
-from stoker.trainer.plan.embeddings_and_loss import loss_memory
-from stoker.trainer.plan.timeline import layers_in_order, memory_plan
+from stoker.trainer.plan.timeline import layers_in_order, loss_memory, memory_plan
 from stoker.trainer.plan.transfers import offloaded_bytes
 
 SMALL = [
@@ -205,8 +204,8 @@ def test_scores_come_again_from_log_sum_exps_where_the_plan_counts_these(name, t
     scores = 2 * stack.batch * 8 * stack.length**2
     log_sum_exps = 4 * stack.tokens * 8
     for layer in layers_in_order(facts):
-        assert layer.memory.scores_recompute_bytes == (log_sum_exps if times else 0)
-        spared = layer.memory.attention_working - layer.memory.attention_working_recomputed
+        assert layer.memory.attention.recompute_inputs == (log_sum_exps if times else 0)
+        spared = layer.memory.attention.working - layer.memory.attention.working_recomputed
         assert spared == (scores if times else 0)  # the gradient of the weights
         again, working = layer.memory.backward_peak(frozenset({"core_attention"}))
         assert again >= scores

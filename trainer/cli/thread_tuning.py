@@ -16,6 +16,7 @@ from ..data.build_datasets import Data
 from ..data.dataloader import GlobalBatch
 from ..data.datasets.samples import batch_tensors
 from ..device.precision import plan_precision
+from ..plan.memory_check import check_memory
 
 _WARM_UP_STEPS = 3
 _MIN_STEPS = 3
@@ -97,6 +98,7 @@ def _build_step(root: RootBlock, data: Data, device: torch.device) -> tuple[Lang
     """Return a model, and a function that runs one synchronized optimizer step on it as training does."""
     keys = root.model
     precision = plan_precision(root.trainer, keys.megatron_amp_O2, device)
+    check_memory(root, precision, device)
     model = build_model(root, data, precision, device)
     optimizer = build_optimizer(root, model, precision)
     model.train()

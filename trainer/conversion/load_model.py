@@ -15,9 +15,9 @@ from torch import nn
 from ...kernels.attention.flags import read_flags
 from ...models.build import LanguageModel, build_model
 from ...models.config.families import keys_by_stack
-from ...models.config.parameter_count import count_parameters
 from ...models.config.peft import peft_slice
 from ...models.config.t5 import T5Keys
+from ...models.model_cost import count_parameters
 from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.batch_spec import batch_spec

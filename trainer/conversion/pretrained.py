@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.config.parameter_count import count_parameters
+from ...models.model_cost import count_parameters
 from ..checkpoint.hf_files import is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
 from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files

@@ -28,10 +28,9 @@ from ..distributed.process_group import DistributedContext
 from ..loggers.logger_backends import check_loggers
 from ..loggers.progress_bar import ProgressDisplay
 from ..loggers.run_logger import RunLogger
-from ..plan.fit_advice import out_of_memory_lines, plan_run
 from ..plan.memory_check import check_memory
-from ..plan.report import summary_lines
-from ..plan.run_plan import Plan
+from ..plan.report import out_of_memory_lines, summary_lines
+from ..plan.run_plan import Plan, plan_run
 from ..utils.environment import set_variables
 from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_host_memory, is_out_of_memory

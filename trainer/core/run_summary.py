@@ -9,8 +9,8 @@ import torch
 from ...models.build import LanguageModel, get_stacks, num_parameters
 from ...models.config.families import FamilySlice, family_slice, keys_by_stack
 from ...models.config.memory import join_module_names
-from ...models.config.parameter_count import count_parameters
 from ...models.config.peft import peft_slice
+from ...models.model_cost import count_parameters
 from ...models.peft.apply import trainable_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name

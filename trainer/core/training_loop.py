@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ...models.build import LanguageModel
+from ...models.model_cost import training_flops_per_sample
 from ..callbacks.expert_load import build_expert_load_metrics
 from ..callbacks.profiler import ProfilerList, build_profilers
 from ..callbacks.reporting import ThroughputFactors
@@ -31,7 +32,7 @@ from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
 from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
 from ..lightning.expert_balance import build_expert_balancer
 from ..lightning.lightning_module import LanguageModule
-from ..plan.flops import bf16_peak_flops, training_flops_per_sample
+from ..plan.hardware import bf16_peak_flops
 from ..utils.local_shard import local_shard
 from .run_context import RunContext
 from .training_state import TrainingState

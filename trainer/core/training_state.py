@@ -26,7 +26,6 @@ from ..distributed.process_group import DistributedContext
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
-from ..plan.memory_check import check_memory
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .resume import check_resume_compatibility, initial_run_state, load_resumed_weights
@@ -129,9 +128,8 @@ def build_model(
     """Build the model with its initial weights.
 
     Raises:
-        UserError: it does not fit in memory, no attention backend is available, or `model.compile` is not supported.
+        UserError: no attention backend is available, or `model.compile` is not supported.
     """
-    check_memory(root, precision, device, data_parallel.layout if data_parallel else None)
     try:
         return build_from_keys(
             root.model,

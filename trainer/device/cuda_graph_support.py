@@ -14,7 +14,6 @@ from ...models.config.families import family_slice, keys_by_stack
 from ...models.config.memory import offload_slice
 from ...models.config.moe import moe_slice
 from ...models.config.peft import peft_slice
-from ...models.config.t5 import T5Keys
 from ...models.recompute.analysis import effective_recompute, recompute_uses_rng
 from ..config.batch_spec import batch_spec
 from ..config.schema.root import RootBlock
@@ -55,7 +54,7 @@ def cuda_graph_unsupported_reason(
 def _expert_reason(root: RootBlock) -> str | None:
     """Return the reason why a micro batch with experts cannot be captured; None if it can, or has none."""
     for keys in keys_by_stack(root.model).values():
-        moe = moe_slice(keys, is_t5=isinstance(root.model, T5Keys))
+        moe = moe_slice(keys)
         if moe is None:
             continue
         looped = not HAS_TRITON or str(root.trainer.precision).startswith("64")

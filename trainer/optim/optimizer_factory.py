@@ -11,10 +11,10 @@ from torch import nn
 
 from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import family_slice, sequence_length_of
-from ...models.config.parameter_count import count_parameters, count_stack
 from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Slice
 from ...models.memory.host_copies import CopyEngine
+from ...models.model_cost import count_parameters, outer_weights
 from ..config.lr_schedule import build_schedule
 from ..config.schema.optim import OptimBlock, optimizer_kind, optimizer_settings
 from ..config.schema.root import AnyModelBlock
@@ -120,8 +120,6 @@ def min_state_elements(keys: AnyModelBlock, vocab_size: int, trainable: int | No
         return parameters  # lower bound: one element per parameter of a matrix
     if kind == "muon":
         model = family_slice(keys, vocab_size=vocab_size, batch_spec=BatchSpec(seq_length=sequence_length_of(keys)))
-        cross = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
-        stacks = sum(count_stack(stack, each) for stack, each in zip(model.stacks, cross, strict=True))
-        return parameters + parameters - stacks
+        return parameters + outer_weights(model).numel
     kept = chosen["momentum"] if kind == "sgd" else chosen["beta1"] is not None
     return parameters if kept else 0

@@ -1,13 +1,18 @@
-"""GPU table for `stoker plan`: memory size, peak rates, and the fraction of them that training reaches."""
+"""GPUs of `stoker plan`: memory, peak rates, and the fraction of them that training reaches; data in hardware.yaml."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from .flops import bf16_peak_flops
+from ..config.yaml_reader import read_yaml
 
 GIB = 2**30
+_DATA: dict[str, Any] = read_yaml(Path(__file__).with_name("hardware.yaml")).tree
+EFFICIENCY: dict[str, float] = {name: entry["value"] for name, entry in _DATA["efficiencies"].items()}
+"""Measured efficiencies that hold for all GPUs, by their name in hardware.yaml."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +26,7 @@ class GPUSpec:
         bandwidth: memory bandwidth in bytes/s, from the data sheet.
         host_link: bytes/s to the host in one direction, as reached by copies of pinned memory.
         peer_link: bytes/s to the other GPUs of its machine, as reached by NCCL collectives.
-        measured: the fractions below were measured on this GPU; otherwise they are those of the H100.
-        matmul_efficiency: fraction of the dense bf16 peak that matmuls of a training step reach.
-        attention_efficiency: the same for fused attention on long sequences, forward and backward together, with half
-            of all FLOPs counted for a causal mask.
-        bandwidth_efficiency: fraction of the memory bandwidth that pointwise kernels reach.
+        measured: the efficiencies were measured on this GPU; otherwise they are those of the H100.
     """
 
     name: str
@@ -35,85 +36,37 @@ class GPUSpec:
     host_link: float
     peer_link: float
     measured: bool = False
-    matmul_efficiency: float = 0.74
-    attention_efficiency: float = 0.56
-    bandwidth_efficiency: float = 0.86
 
     @property
     def peak(self) -> float | None:
         """Dense bf16 FLOP/s; None if not known."""
         return bf16_peak_flops(self.name)
 
+    @property
+    def pointwise_bandwidth(self) -> float:
+        """Bytes/s that pointwise kernels reach."""
+        return self.bandwidth * EFFICIENCY["bandwidth"]
 
-# Memory is about what `torch.cuda.get_device_properties` reports, which is less than the data sheet's size; bandwidths
-# are those of the data sheets. The fractions are a fit to the H100 steps of docs/benchmarks.md: 1.2 B at 4,096 to
-# 106,496 tokens, wide and T5 within 2 %, LoRA 4 %, MoE 5 %. They agree with single kernels on the H100: GEMMs at 700 to
-# 760 of 989 TFLOP/s, attention at 565 with sequences of 16,384.
-_TABLE: dict[str, GPUSpec] = {
-    "h100": GPUSpec(
-        name="NVIDIA H100 80GB HBM3", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=3.35e12, host_link=50e9,
-        peer_link=330e9, measured=True,
-    ),
-    "h100-pcie": GPUSpec(
-        name="NVIDIA H100 PCIe", memory=int(79.1 * GIB), capability=(9, 0), bandwidth=2.0e12, host_link=50e9,
-        peer_link=40e9,
-    ),
-    "h200": GPUSpec(
-        name="NVIDIA H200", memory=int(139.8 * GIB), capability=(9, 0), bandwidth=4.8e12, host_link=50e9,
-        peer_link=330e9,
-    ),
-    "gh200": GPUSpec(
-        name="NVIDIA GH200 96GB HBM3", memory=int(95.0 * GIB), capability=(9, 0), bandwidth=4.0e12, host_link=350e9,
-        peer_link=330e9,
-    ),
-    "b200": GPUSpec(
-        name="NVIDIA B200", memory=int(178.0 * GIB), capability=(10, 0), bandwidth=8.0e12, host_link=50e9,
-        peer_link=650e9,
-    ),
-    "a100": GPUSpec(
-        name="NVIDIA A100-SXM4-80GB", memory=int(79.1 * GIB), capability=(8, 0), bandwidth=2.04e12, host_link=24e9,
-        peer_link=220e9,
-    ),
-    "a100-40": GPUSpec(
-        name="NVIDIA A100-SXM4-40GB", memory=int(39.4 * GIB), capability=(8, 0), bandwidth=1.56e12, host_link=24e9,
-        peer_link=220e9,
-    ),
-    "a10": GPUSpec(
-        name="NVIDIA A10", memory=int(22.0 * GIB), capability=(8, 6), bandwidth=0.6e12, host_link=24e9, peer_link=20e9
-    ),
-    "l4": GPUSpec(
-        name="NVIDIA L4", memory=int(22.0 * GIB), capability=(8, 9), bandwidth=0.3e12, host_link=24e9, peer_link=20e9
-    ),
-    "l40s": GPUSpec(
-        name="NVIDIA L40S", memory=int(44.4 * GIB), capability=(8, 9), bandwidth=0.864e12, host_link=24e9,
-        peer_link=20e9,
-    ),
-    "rtx4090": GPUSpec(
-        name="NVIDIA GeForce RTX 4090", memory=int(23.5 * GIB), capability=(8, 9), bandwidth=1.008e12,
-        host_link=24e9, peer_link=20e9,
-    ),
-    "rtx5090": GPUSpec(
-        name="NVIDIA GeForce RTX 5090", memory=int(31.4 * GIB), capability=(12, 0), bandwidth=1.79e12,
-        host_link=48e9, peer_link=40e9,
-    ),
-}  # fmt: skip
-_PRODUCTS = {
-    "h100": "H[18]00",
-    "h100-pcie": "H[18]00 PCIe",
-    "h200": "H200",
-    "gh200": "GH200",
-    "b200": "G?B200",
-    "a100": "A[18]00",
-    "a100-40": "A[18]00",
-    "a10": "A10G?",
-    "l4": "L4",
-    "l40s": "L40S",
-    "rtx4090": "RTX 4090",
-    "rtx5090": "RTX 5090",
-}
-"""Pattern of each GPU's product name as reported by the driver, including variants of similar speed."""
+
+def _gpu(entry: dict[str, Any]) -> GPUSpec:
+    figures = {key: value for key, value in entry.items() if key not in ("product", "memory_gib")}
+    figures["capability"] = tuple(entry["capability"])
+    return GPUSpec(memory=int(entry["memory_gib"] * GIB), **figures)
+
+
+_TABLE = {name: _gpu(entry) for name, entry in _DATA["gpus"].items()}
 GPU_NAMES = tuple(_TABLE)
 DEFAULT_GPU = "h100"
+
+
+def bf16_peak_flops(gpu_name: str) -> float | None:
+    """Return the dense bf16 peak FLOP/s of a GPU by its driver name; None for an unknown GPU or a MIG slice."""
+    if "MIG" in gpu_name:
+        return None
+    for pattern, teraflops in _DATA["peak_teraflops"].items():
+        if re.search(rf"\b{pattern}\b", gpu_name):
+            return teraflops * 1e12
+    return None
 
 
 def parse_gpu(text: str) -> GPUSpec:
@@ -138,14 +91,9 @@ def parse_gpu(text: str) -> GPUSpec:
 
 
 def match_gpu(driver_name: str, memory: int, capability: tuple[int, int]) -> GPUSpec:
-    """Return the specification of an installed GPU: its own memory, and the rates of the most similar GPU in the table.
-
-    Args:
-        driver_name: product name reported by the driver.
-        memory: total bytes.
-        capability: CUDA compute capability.
-    """
-    matches = {key: re.search(rf"\b{pattern}\b", driver_name) for key, pattern in _PRODUCTS.items()}
+    """Return the specification of an installed GPU: its own memory, and the rates of the most similar GPU known."""
+    products = {key: entry["product"] for key, entry in _DATA["gpus"].items()}
+    matches = {key: re.search(rf"\b{pattern}\b", driver_name) for key, pattern in products.items()}
     lengths = {key: len(match.group()) for key, match in matches.items() if match}
     if lengths:  # the longest match; among sizes of one product the nearest
         named = [_TABLE[key] for key, length in lengths.items() if length == max(lengths.values())]

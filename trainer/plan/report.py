@@ -7,11 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ...models.config.memory import RecomputeModule, join_module_names
+from ...models.layers.cost import StackInputs
+from ..config.schema.root import RootBlock
 from ..utils.text import pluralize
 from .hardware import GIB
-from .inputs import RunInputs, StackInputs
+from .inputs import RunInputs
 from .run_plan import Plan, effective_recompute, offload_recompute
-from .search import NO_OVERRIDES, Change, CurrentOverrides
+from .search import NO_OVERRIDES, Change, CurrentOverrides, suggest_changes
 from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import Moment
 
@@ -69,12 +71,9 @@ def _activation_parts(plan: Plan) -> list[tuple[str, int]]:
                 if not part.is_recomputed(modules):
                     found[part.part] = found.get(part.part, 0) + part.num_bytes
                     own -= part.num_bytes
-            if "core_attention" in modules:
-                found["attention"] = found.get("attention", 0) + layer.memory.scores_recompute_bytes
-                own -= layer.memory.scores_recompute_bytes
-            beside_activation = layer.memory.activation_recompute_bytes_with(modules)
-            found["mlp"] = found.get("mlp", 0) + beside_activation
-            own -= beside_activation
+            for part, size in zip(("attention", "mlp"), layer.memory.recompute_inputs(modules), strict=True):
+                found[part] = found.get(part, 0) + size
+                own -= size
         found["layer inputs"] = found.get("layer inputs", 0) + own
     return sorted(found.items(), key=lambda item: -item[1])
 
@@ -115,13 +114,7 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def measured_line(plan: Plan, allocated: int, reserved: int) -> str:
-    """Return a line that compares measured with planned memory.
-
-    Args:
-        plan: of the run.
-        allocated: measured `torch.cuda.max_memory_allocated`.
-        reserved: measured `torch.cuda.max_memory_reserved`.
-    """
+    """Return a line that compares the plan with `torch.cuda.max_memory_allocated` and `max_memory_reserved`."""
 
     def compare(measured: int, planned: int) -> str:
         return f"{format_gib(measured)} (planned {format_gib(planned)}, {100 * (planned / measured - 1):+.1f} %)"
@@ -133,29 +126,40 @@ def measured_line(plan: Plan, allocated: int, reserved: int) -> str:
 
 
 def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> Iterator[str]:
-    """Yield the lines of the full text report.
+    """Yield the lines of the full text report, with suggested `changes` of keys as overrides of the `given` ones."""
+    yield from _run_lines(plan)
+    yield ""
+    yield from _memory_lines(plan)
+    yield ""
+    yield from _time_lines(plan)
+    if changes:
+        yield ""
+        yield "changes that need less memory" if plan.fits else "changes that could make it fit"
+        yield from change_lines(plan, changes, given)
+        if plan.fits is False and not any(change.plan.fits for change in changes):
+            yield "  no single change is enough; `stoker plan --fit` with the same keys searches combinations"
+    gpu = plan.inputs.target.gpu
+    if gpu is not None and not gpu.measured and plan.time is not None:
+        yield ""
+        yield "the efficiencies of this GPU are not measured; those of the H100 are used"
 
-    Args:
-        plan: of the run.
-        changes: suggested changes of keys.
-        given: values set by files and the command line.
-    """
-    facts, target = plan.inputs, plan.inputs.target
+
+def _run_lines(plan: Plan) -> Iterator[str]:
+    """Describe model, device, step and stacks."""
+    run = plan.inputs
     active = (
         f", {plan.num_active_parameters:,} active per token" if plan.num_active_parameters < plan.num_parameters else ""
     )
     yield f"model        {plan.num_parameters:,} parameters{active}"
     yield f"device       {_device(plan)}"
-    ranks = f"{facts.ranks} processes, " if facts.ranks > 1 else ""
-    layout = f"{facts.layout.name}, " if facts.layout else ""
-    samples = f"{facts.model_config.micro_batch_size} sample{'s' * (facts.model_config.micro_batch_size != 1)}"
+    ranks = f"{run.ranks} processes, " if run.ranks > 1 else ""
+    layout = f"{run.layout.name}, " if run.layout else ""
     yield (
-        f"step         {ranks}{layout}{facts.micro_batches} micro batch{'es' * (facts.micro_batches != 1)} of {samples}"
-        f"{' per process' * (facts.ranks > 1)}, {facts.precision.name}{', as CUDA graphs' * facts.uses_cuda_graph}"
+        f"step         {ranks}{layout}{pluralize(run.micro_batches, 'micro batch', 'micro batches')} of "
+        f"{pluralize(run.model_config.micro_batch_size, 'sample')}"
+        f"{' per process' * (run.ranks > 1)}, {run.precision.name}{', as CUDA graphs' * run.uses_cuda_graph}"
     )
-    for stack, modules, recompute in zip(
-        facts.stacks, offload_recompute(facts), effective_recompute(facts), strict=True
-    ):
+    for stack, modules, recompute in zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
         mode = "compiled" if stack.compiled else "eager"
         saves = (recompute.description if recompute else "") or "nothing"
@@ -163,7 +167,10 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
             f"{stack.name or 'layers':<12} {stack.stack.num_layers} of {stack.length:,} tokens, {mode}, attention "
             f"{stack.attention.backend}{cross}; recomputes {saves}{_offloaded(stack, modules)}"
         )
-    yield ""
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    """Describe the memory at the peak, by kind and by moment, and whether it fits."""
     yield f"memory       {format_gib(plan.allocated)} allocated at the peak: {plan.memory.peak.where}"
     for name, size in memory_categories(plan):
         if size >= _MIN_SHOWN:
@@ -177,23 +184,12 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         f"context ({format_gib(CUDA_CONTEXT_BYTES)})"
     )
     if plan.on_host:
-        yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (facts.ranks > 1)}"
+        yield f"  {format_gib(plan.on_host)} of host memory{' per process' * (plan.inputs.ranks > 1)}"
     if plan.fits is not None and plan.available is not None:
         left = plan.available - plan.needed
         yield f"  fits, with {format_gib(left)} left" if left >= 0 else f"  does not fit: {format_gib(-left)} too much"
     if plan.missing_host_memory:
         yield f"  does not fit: {format_gib(plan.missing_host_memory)} more host memory is needed than available"
-    yield ""
-    yield from _time_lines(plan)
-    if changes:
-        yield ""
-        yield "changes that need less memory" if plan.fits else "changes that could make it fit"
-        yield from change_lines(plan, changes, given)
-        if plan.fits is False and not any(change.plan.fits for change in changes):
-            yield "  no single change is enough; `stoker plan --fit` with the same keys searches combinations"
-    if target.gpu is not None and not target.gpu.measured and plan.time is not None:
-        yield ""
-        yield "the efficiencies of this GPU are not measured; those of the H100 are used"
 
 
 def _offloaded(stack: StackInputs, recomputed: frozenset[RecomputeModule]) -> str:
@@ -225,6 +221,22 @@ def change_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         replaced = change.replaced(given)
         instead = f"  (instead of {' '.join(replaced)})" if replaced else ""
         yield f"  {format_gib(change.plan.needed)} ({', '.join(effects)})  {' '.join(change.overrides(given))}{instead}"
+
+
+def out_of_memory_lines(root: RootBlock, plan: Plan | None) -> list[str]:
+    """Return lines that list the keys that lower the memory of a run that failed, and by how much."""
+    if plan is None or plan.inputs.target.device != "cuda":
+        return ["use a smaller model.micro_batch_size, shorter samples or a smaller model"]
+    lines = [f"the plan estimated {format_gib(plan.needed)} of {format_gib(plan.available or 0)} device memory"]
+    if plan.inputs.uses_cuda_graph:
+        lines.append(
+            "CUDA graphs use a memory pool of their own, not shared with other tensors; "
+            "`model.enable_cuda_graph=False` frees it"
+        )
+    changes = suggest_changes(root, plan.inputs.target, plan)
+    if not changes:
+        return [*lines, "use shorter samples or a smaller model"]
+    return [*lines, "changes that need less memory:", *change_lines(plan, changes)]
 
 
 def _by_moment(plan: Plan) -> str:
@@ -267,10 +279,10 @@ def _time_lines(plan: Plan) -> Iterator[str]:
 
 def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
     """Recommend CUDA graphs if the GPU waits for kernel launches and graphs are supported."""
-    facts, time = plan.inputs, plan.time
+    run, time = plan.inputs, plan.time
     assert time is not None
     waiting = time.parts["waiting for the host"]
-    if facts.can_use_cuda_graph and not facts.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
+    if run.can_use_cuda_graph and not run.uses_cuda_graph and waiting > _MIN_WAITING * time.seconds:
         yield (
             f"the host launches kernels more slowly than the GPU runs them: with `model.enable_cuda_graph=null` a step "
             f"takes about {_seconds(time.seconds - waiting)}"
@@ -296,7 +308,7 @@ def _seconds(seconds: float) -> str:
 
 def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides = NO_OVERRIDES) -> dict[str, Any]:
     """Return the plan as a JSON document; sizes in bytes, times in seconds."""
-    facts, target = plan.inputs, plan.inputs.target
+    run, target = plan.inputs, plan.inputs.target
     return {
         "device": {
             "name": target.gpu.name if target.gpu else target.device,
@@ -305,16 +317,16 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
         },
         "parameters": plan.num_parameters,
         "active_parameters": plan.num_active_parameters,
-        "processes": facts.ranks,
-        "micro_batches": facts.micro_batches,
-        "precision": facts.precision.name,
-        "compiled": facts.compiled,
-        "attention": dict(_attention(facts)),
+        "processes": run.ranks,
+        "micro_batches": run.micro_batches,
+        "precision": run.precision.name,
+        "compiled": run.compiled,
+        "attention": dict(_attention(run)),
         "recomputes": {
             stack.name or "self": recompute.description if recompute else ""
-            for stack, recompute in zip(facts.stacks, effective_recompute(facts), strict=True)
+            for stack, recompute in zip(run.stacks, effective_recompute(run), strict=True)
         },
-        "offloads": {stack.name or "self": _on_host(stack) for stack in facts.stacks},
+        "offloads": {stack.name or "self": _on_host(stack) for stack in run.stacks},
         "memory": {
             "allocated": plan.allocated,
             "reserved": plan.reserved,
@@ -338,8 +350,8 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
     }
 
 
-def _attention(facts: RunInputs) -> Iterator[tuple[str, str]]:
-    for stack in facts.stacks:
+def _attention(run: RunInputs) -> Iterator[tuple[str, str]]:
+    for stack in run.stacks:
         yield stack.name or "self", stack.attention.backend
         if stack.cross_attention is not None:
             yield "cross", stack.cross_attention.backend

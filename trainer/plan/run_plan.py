@@ -7,24 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...kernels.attention.backends.registry import detect_installed_software
-from ...kernels.attention.dispatch import BackendSelection
 from ...models.config.memory import RecomputeModule, RecomputeSlice
-from ...models.config.peft import peft_slice
 from ...models.memory.host_copies import SLAB_BYTES
+from ...models.model_cost import count_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
 from ..config.schema.root import RootBlock
 from ..device.determinism import attention_flags
-from .hardware import GPUSpec, match_gpu
+from .hardware import EFFICIENCY, GPUSpec, match_gpu
 from .inputs import RunInputs, Target, collect_inputs, target_precision
 from .roofline import StepTime, step_time
-from .state_memory import CUDA_CONTEXT_BYTES, num_inactive_parameters, num_parameters
+from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import MemoryPlan, memory_plan
 from .transfers import offloaded_bytes
-
-FRAGMENTS = 1.03
-"""Reserved over allocated bytes of torch's allocator at the peak, with expandable segments. Of the runs of seed 3 in
-docs/results/plan_check.jsonl the median is 1.02, all but one have at most 1.04; 1.00 to 1.03 if memory is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +48,7 @@ class Plan:
     @property
     def reserved(self) -> int:
         """Bytes reserved at the peak: `torch.cuda.max_memory_reserved`."""
-        return int(self.allocated * FRAGMENTS)
+        return int(self.allocated * EFFICIENCY["allocator_reserve"])
 
     @property
     def needed(self) -> int:
@@ -93,68 +88,52 @@ class Plan:
 
 
 def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None) -> Plan:
-    """Estimate memory and step time of a run.
-
-    Args:
-        root: validated configuration.
-        target: device and software.
-        vocab_size: of the tokenizer; None if not known.
+    """Estimate memory and step time of a run; `vocab_size` of the tokenizer is None if not known.
 
     Raises:
         ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
         UserError: CUDA graphs are required but not supported for this run.
     """
-    facts = collect_inputs(root, target, target_precision(root, target), vocab_size=vocab_size)
-    memory = memory_plan(facts)
+    run = collect_inputs(root, target, target_precision(root, target), vocab_size=vocab_size)
+    memory, model = memory_plan(run), (run.model_config, run.vocab_size, run.batch_spec)
+    inactive = count_parameters(*model) - count_parameters(*model, active=True)  # experts
     return Plan(
-        inputs=facts,
-        num_parameters=num_parameters(facts),
-        num_active_parameters=num_parameters(facts) - num_inactive_parameters(facts),
+        inputs=run,
+        num_parameters=run.counts.total,
+        num_active_parameters=run.counts.total - inactive,
         memory=memory,
-        time=step_time(facts, memory),
+        time=step_time(run, memory),
     )
+
+
+def plan_run(root: RootBlock, device: torch.device, *, world_size: int, vocab_size: int | None) -> Plan | None:
+    """Plan a run on this machine; None if its attention or compilation is not supported, reported elsewhere."""
+    try:
+        return make_plan(root, local_target(root, device, world_size), vocab_size=vocab_size)
+    except ValueError:
+        return None
 
 
 def useless_recompute_notes(plan: Plan) -> list[str]:
     """Explain, for each module whose recomputation saves no memory, why, and name modules that do."""
-    facts, peft = plan.inputs, peft_slice(plan.inputs.model_config.peft)
-    return list(ineffective_recompute_messages(facts.family, _decisions(facts), peft, compiled=facts.compiled))
+    run = plan.inputs
+    return list(ineffective_recompute_messages(run.family, run.decisions, run.peft, compiled=run.compiled))
 
 
-def effective_recompute(facts: RunInputs) -> tuple[RecomputeSlice | None, ...]:
+def effective_recompute(run: RunInputs) -> tuple[RecomputeSlice | None, ...]:
     """Return, for each stack, the part of its recomputation that saves memory."""
-    peft = peft_slice(facts.model_config.peft)
-    return memory_saving_recompute(facts.family, _decisions(facts), peft, compiled=facts.compiled)
+    return memory_saving_recompute(run.family, run.decisions, run.peft, compiled=run.compiled)
 
 
-def offload_recompute(facts: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
+def offload_recompute(run: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
     """Return, for each stack, the modules its offloaded layers recompute to avoid copies; empty without a GPU."""
-    if facts.target.device != "cuda":
-        return (frozenset(),) * len(facts.stacks)
-    compiled = all(stack.compiled for stack in facts.stacks)
-    return recomputed_for_offload(
-        facts.family, _decisions(facts), peft_slice(facts.model_config.peft), compiled=compiled
-    )
-
-
-def _decisions(facts: RunInputs) -> dict[str, BackendSelection]:
-    """Return the backend choice of each attention in training, by its label."""
-    decisions: dict[str, BackendSelection] = {}
-    for stack in facts.stacks:
-        decisions[f"{stack.name} training".strip()] = stack.attention
-        if stack.cross_attention is not None:
-            decisions["cross training"] = stack.cross_attention
-    return decisions
+    if run.target.device != "cuda":
+        return (frozenset(),) * len(run.stacks)
+    return recomputed_for_offload(run.family, run.decisions, run.peft, compiled=run.compiled)
 
 
 def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
-    """Return the target for a device of this machine.
-
-    Args:
-        root: validated configuration.
-        device: of this process.
-        world_size: number of processes.
-    """
+    """Return the target for a device of this machine."""
     from ..utils.host_memory import host_memory
 
     host = host_memory()
@@ -180,13 +159,7 @@ def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> 
 
 
 def gpu_target(root: RootBlock, gpu: GPUSpec, world_size: int = 1) -> Target:
-    """Return the target for a GPU that need not be installed, with this machine's software as if it were.
-
-    Args:
-        root: validated configuration.
-        gpu: the GPU.
-        world_size: number of processes.
-    """
+    """Return the target for a GPU that need not be installed, with this machine's software as if it were."""
     from ..device.attention_software import assumed_software, run_flags
 
     software = assumed_software(root, "cuda")

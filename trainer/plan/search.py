@@ -11,14 +11,12 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from ...kernels.attention.dispatch import NoBackendError
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import RecomputeModule
-from ...models.config.peft import peft_slice
 from ...models.recompute.analysis import activation_recompute_saves_nothing
 from ..config.rules.all_rules import run_rules
 from ..config.rules.rule_context import RuleContext
@@ -92,18 +90,12 @@ class Change:
 def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int = 6) -> list[Change]:
     """Return single changes that lower memory: those that make the run fit first, then by step time.
 
-    Args:
-        root: validated configuration.
-        target: device and software.
-        plan: of the unchanged run.
-        limit: maximum number of changes.
+    `plan` is that of the unchanged run.
     """
-    found: list[Change] = []
-    offloading = _offloading(root, target, plan)
-    batches = [{"micro_batch_size": each} for each in _micro_batches(root)[1:7]]
-    candidates = (_recompute_modes(root, plan), offloading, batches, _others(root, target))
-    for values in chain(*candidates):
-        change = _changed(root, target, plan, values)
+    run, found = _PlannedRun(root, target, plan), []
+    batches = [{"micro_batch_size": each} for each in run.micro_batches()[1:7]]
+    for values in (*_recompute_modes(run), *_offloading(run), *batches, *_others(run)):
+        change = run.changed(values)
         if change is not None and change.plan.allocated < 0.99 * plan.allocated:
             found.append(change)
     if not any(change.plan.fits for change in found):
@@ -115,19 +107,14 @@ def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int =
 def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, Change]:
     """Search for the settings that fit with the least step time.
 
-    Args:
-        root: validated configuration.
-        target: device and software.
-        plan: of the unchanged run.
-
     Returns:
-        The best change that fits (None if none does), and the one that needs the least memory.
+        The best change of the unchanged `plan` that fits (None if none does), and the one that needs the least memory.
     """
-    unchanged = Change({}, plan)
+    run, unchanged = _PlannedRun(root, target, plan), Change({}, plan)
     best = unchanged if plan.fits else None
     least = unchanged
-    for values in _combinations(root, target, plan):
-        change = _with_largest_batch(root, target, plan, values)
+    for values in _combinations(run):
+        change = _with_largest_batch(run, values)
         if change is None:
             continue
         if change.plan.fits and (best is None or _cost(change) < _cost(best)):
@@ -135,6 +122,56 @@ def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, 
         if change.plan.needed < least.plan.needed:
             least = change
     return best, least
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedRun:
+    """A run before any change, and its plans with other values of its keys."""
+
+    root: RootBlock
+    target: Target
+    plan: Plan
+
+    def micro_batches(self) -> list[int]:
+        """Return the micro batch size and its divisors, which keep the global batch size valid; largest first."""
+        size = self.root.model.micro_batch_size
+        return [each for each in range(size, 0, -1) if size % each == 0]
+
+    def in_stacks(self, values: Values) -> dict[str, Any]:
+        """Set `values` in every stack; other keys of the same kind (recomputation, offloading) get their defaults."""
+        kinds = [kind for kind in (_RECOMPUTE, "cpu_offloading") if any(key.startswith(kind) for key in values)]
+        defaults = {key: value for key, value in _STACK_DEFAULTS.items() if any(key.startswith(kind) for kind in kinds)}
+        merged = {**defaults, **values}
+        return {f"{prefix}{key}": value for prefix in keys_by_stack(self.root.model) for key, value in merged.items()}
+
+    def differing(self, values: Values) -> dict[str, Any]:
+        """Return the values that differ from the configuration's."""
+        return {key: value for key, value in values.items() if attrgetter(key)(self.root.model) != value}
+
+    def planned(self, values: Values) -> Change | None:
+        """Plan the run with other values, or with its own; None if they are not valid."""
+        return self.changed(values) if self.differing(values) else Change({}, self.plan)
+
+    def changed(self, values: Values) -> Change | None:
+        """Plan the run with other values; None if nothing differs or they are not valid."""
+        differing, model = self.differing(values), self.root.model
+        if not differing:
+            return None
+        own: dict[str, Any] = {key: value for key, value in differing.items() if "." not in key}
+        nested: dict[str, dict[str, Any]] = {}
+        for key, value in differing.items():
+            stack, _, name = key.rpartition(".")
+            if stack:
+                nested.setdefault(stack, {})[name] = value
+        stacks = {stack: getattr(model, stack).model_copy(update=update) for stack, update in nested.items()}
+        root = self.root.model_copy(update={"model": model.model_copy(update={**own, **stacks})})
+        errors = _errors(root)
+        if errors and errors - _errors(self.root):
+            return None
+        try:
+            return Change(differing, make_plan(root, self.target, vocab_size=self.plan.inputs.vocab_size))
+        except (NoBackendError, UserError):  # attention and CUDA graphs may not support another micro batch size
+            return None
 
 
 def _cost(change: Change) -> tuple[int, int, int]:
@@ -148,14 +185,13 @@ def _cost(change: Change) -> tuple[int, int, int]:
     return round(math.log(seconds) * 1000), len(change.values), needed
 
 
-def _with_largest_batch(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
+def _with_largest_batch(run: _PlannedRun, values: Values) -> Change | None:
     """Combine `values` with the largest micro batch that fits, the fastest one; with the smallest if none fits."""
-    sizes = _micro_batches(root)
+    sizes = run.micro_batches()
 
     @cache
     def with_size(size: int) -> Change | None:
-        combined = {"micro_batch_size": size, **values}
-        return _changed(root, target, plan, combined) if _differing(root, combined) else Change({}, plan)
+        return run.planned({"micro_batch_size": size, **values})
 
     def fits(size: int) -> bool:
         change = with_size(size)
@@ -171,34 +207,34 @@ def _with_largest_batch(root: RootBlock, target: Target, plan: Plan, values: Val
 # ---------------------------------------------------------------- candidates
 
 
-def _combinations(root: RootBlock, target: Target, plan: Plan) -> Iterator[Values]:
+def _combinations(run: _PlannedRun) -> Iterator[Values]:
     """Yield combinations of recomputation, offloading and sharding: unchanged, off, and every other mode."""
-    recomputing, offloading = _recompute_modes(root, plan, partial=True), _offloading(root, target, plan)
-    no_recompute = _in_stacks(root, {f"{_RECOMPUTE}_granularity": None, **_without_moe(plan)})
-    no_offload = _in_stacks(root, {"cpu_offloading": False})
-    combinable = [_in_stacks(root, {**_full("uniform", 1), **_without_moe(plan)})]
-    if cheap := _cheap_modules(plan):
-        combinable.append(_in_stacks(root, {f"{_RECOMPUTE}_modules": cheap}))
+    recomputing, offloading = _recompute_modes(run, partial=True), _offloading(run)
+    no_recompute = run.in_stacks({f"{_RECOMPUTE}_granularity": None, **_without_moe(run.plan)})
+    no_offload = run.in_stacks({"cpu_offloading": False})
+    combinable = [run.in_stacks({**_full("uniform", 1), **_without_moe(run.plan)})]
+    if cheap := _cheap_modules(run.plan):
+        combinable.append(run.in_stacks({f"{_RECOMPUTE}_modules": cheap}))
     stacks = [{}, *recomputing, *offloading, *({**mode, **each} for mode in combinable for each in offloading)]
     stacks += [no_recompute, no_offload, *({**no_offload, **mode} for mode in (no_recompute, *recomputing))]
     stacks += [{**no_recompute, **each} for each in offloading]
-    others = [{}, *_others(root, target)]
+    others = [{}, *_others(run)]
     if len(others) > 2:
         others.append({**others[1], **others[2]})
     seen: list[Values] = []
     for stack in stacks:
         for other in others:
-            differing = _differing(root, {**stack, **other})
+            differing = run.differing({**stack, **other})
             if differing not in seen:
                 seen.append(differing)
                 yield differing
 
 
-def _recompute_modes(root: RootBlock, plan: Plan, *, partial: bool = False) -> list[dict[str, Any]]:
+def _recompute_modes(run: _PlannedRun, *, partial: bool = False) -> list[dict[str, Any]]:
     """Return recompute modes, cheap ones first; `partial`: also full recomputation of a part of the layers."""
-    order, cheap = effective_modules(plan), _cheap_modules(plan)
+    order, cheap = effective_modules(run.plan), _cheap_modules(run.plan)
     modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
-    layers = min(stack.stack.num_layers for stack in plan.inputs.stacks)
+    layers = min(stack.stack.num_layers for stack in run.plan.inputs.stacks)
     if partial and layers > 1:
         for eighths in range(1, 8):
             number = round(layers * eighths / 8)
@@ -208,7 +244,7 @@ def _recompute_modes(root: RootBlock, plan: Plan, *, partial: bool = False) -> l
     chunk = round(math.sqrt(layers))
     if chunk > 1:
         modes.append(_full("uniform", chunk))
-    return [_in_stacks(root, {**mode, **_without_moe(plan)}) for mode in modes]
+    return [run.in_stacks({**mode, **_without_moe(run.plan)}) for mode in modes]
 
 
 def effective_modules(plan: Plan) -> list[RecomputeModule]:
@@ -218,7 +254,7 @@ def effective_modules(plan: Plan) -> list[RecomputeModule]:
         found &= each.stack.effective_modules(range(each.stack.num_layers))
     if not any(stack.saves_scores for stack in plan.inputs.stacks):
         found.discard("core_attention")
-    peft = peft_slice(plan.inputs.model_config.peft)
+    peft = plan.inputs.peft
     if any(activation_recompute_saves_nothing(each.stack, peft, compiled=each.compiled) for each in plan.inputs.stacks):
         found.discard("mlp_activation")
     return sorted(found, key=_CHEAP_FIRST.index)
@@ -241,28 +277,27 @@ def _full(method: str, number: int) -> dict[str, Any]:
     }
 
 
-def _offloading(root: RootBlock, target: Target, plan: Plan) -> list[dict[str, Any]]:
+def _offloading(run: _PlannedRun) -> list[dict[str, Any]]:
     """Return offloading modes: activations of as many layers as can be copied during computation, and of more; then
     activations and weights of all but two layers.
     """
-    layers = min(keys.num_layers for keys in keys_by_stack(root.model).values())
+    layers = min(keys.num_layers for keys in keys_by_stack(run.root.model).values())
     modes: list[dict[str, Any]] = []
-    overlapped = _layers_overlapped(root, target, plan, layers)
+    overlapped = _layers_overlapped(run, layers)
     for number in sorted({overlapped, max(1, layers // 4), max(1, layers // 2), layers - 2}):
         if 0 < number < layers:
             modes.append(_offload(number, weights=False))
     # weights sharded by FSDP are not offloaded; L - 2 layers, since copies of L - 1 overlap less
-    if layers > 2 and not root.model.fsdp:
+    if layers > 2 and not run.root.model.fsdp:
         modes.append(_offload(layers - 2, weights=True))
-    return [_in_stacks(root, mode) for mode in modes]
+    return [run.in_stacks(mode) for mode in modes]
 
 
-def _layers_overlapped(root: RootBlock, target: Target, plan: Plan, layers: int) -> int:
+def _layers_overlapped(run: _PlannedRun, layers: int) -> int:
     """Return the number of layers whose activations can be copied with stalls of at most 1 % of the step."""
 
     def waits(number: int) -> bool:
-        values = _in_stacks(root, _offload(number, weights=False))
-        change = _changed(root, target, plan, values) if _differing(root, values) else Change({}, plan)
+        change = run.planned(run.in_stacks(_offload(number, weights=False)))
         if change is None or change.plan.time is None:
             return True
         return change.plan.time.parts["copies not hidden"] > change.plan.seconds / 100
@@ -274,60 +309,17 @@ def _offload(number: int, *, weights: bool) -> dict[str, Any]:
     return {"cpu_offloading": True, "cpu_offloading_num_layers": number, "cpu_offloading_weights": weights}
 
 
-def _micro_batches(root: RootBlock) -> list[int]:
-    """Return the micro batch size and its divisors, which keep the global batch size valid; largest first."""
-    size = root.model.micro_batch_size
-    return [each for each in range(size, 0, -1) if size % each == 0]
-
-
-def _others(root: RootBlock, target: Target) -> list[dict[str, Any]]:
+def _others(run: _PlannedRun) -> list[dict[str, Any]]:
     """Return other changes: FSDP if there are several ranks, optimizer offloading toggled."""
-    fsdp: list[dict[str, Any]] = [{"fsdp": True}] if target.world_size > 1 and not root.model.fsdp else []
-    return [*fsdp, {"cpu_offloading_optimizer": not root.model.cpu_offloading_optimizer}]
-
-
-# ---------------------------------------------------------------- plans of changed keys
-
-
-def _in_stacks(root: RootBlock, values: Values) -> dict[str, Any]:
-    """Set `values` in every stack; other keys of the same kind (recomputation, offloading) get their defaults."""
-    kinds = [kind for kind in (_RECOMPUTE, "cpu_offloading") if any(key.startswith(kind) for key in values)]
-    defaults = {key: value for key, value in _STACK_DEFAULTS.items() if any(key.startswith(kind) for kind in kinds)}
-    merged = {**defaults, **values}
-    return {f"{prefix}{key}": value for prefix in keys_by_stack(root.model) for key, value in merged.items()}
-
-
-def _changed(root: RootBlock, target: Target, plan: Plan, values: Values) -> Change | None:
-    """Plan the run with other values; None if nothing differs or the result is not valid."""
-    differing = _differing(root, values)
-    if not differing:
-        return None
-    own: dict[str, Any] = {key: value for key, value in differing.items() if "." not in key}
-    nested: dict[str, dict[str, Any]] = {}
-    for key, value in differing.items():
-        stack, _, name = key.rpartition(".")
-        if stack:
-            nested.setdefault(stack, {})[name] = value
-    stacks = {stack: getattr(root.model, stack).model_copy(update=update) for stack, update in nested.items()}
-    changed = root.model_copy(update={"model": root.model.model_copy(update={**own, **stacks})})
-    errors = _errors(changed)
-    if errors and errors - _errors(root):
-        return None
-    try:
-        return Change(differing, make_plan(changed, target, vocab_size=plan.inputs.vocab_size))
-    except (NoBackendError, UserError):  # attention and CUDA graphs may not support another micro batch size
-        return None
-
-
-def _differing(root: RootBlock, values: Values) -> dict[str, Any]:
-    """Return the values that differ from the configuration's."""
-    return {key: value for key, value in values.items() if attrgetter(key)(root.model) != value}
+    model = run.root.model
+    fsdp: list[dict[str, Any]] = [{"fsdp": True}] if run.target.world_size > 1 and not model.fsdp else []
+    return [*fsdp, {"cpu_offloading_optimizer": not model.cpu_offloading_optimizer}]
 
 
 def _errors(root: RootBlock) -> set[str]:
     """Return the messages of all violated rules."""
-    facts = RuleContext(root, frozenset(), frozenset(), {})
-    return {finding.message for finding in run_rules(facts) if finding.level == "error"}
+    context = RuleContext(root, frozenset(), frozenset(), {})
+    return {finding.message for finding in run_rules(context) if finding.level == "error"}
 
 
 def _format_value(value: Any) -> str:

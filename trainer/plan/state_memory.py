@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...models.config.parameter_count import count_parameters
-from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Slice
+from ...models.layers.position_embeddings import rotary_table_bytes
+from ...models.stack import layer_weights
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
 from .inputs import RunInputs
-from .trainable_count import count_trainable
 
 _CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
 """Bytes of workspace that torch allocates for each cuBLAS handle, by major compute capability."""
@@ -62,36 +61,9 @@ class PersistentState:
         return held + self.tables + self.batches + self.workspace
 
 
-def num_parameters(facts: RunInputs) -> int:
-    """Number of parameters, including frozen ones."""
-    return count_trainable(facts.model_config, facts.vocab_size, facts.batch_spec).total
-
-
-def num_inactive_parameters(facts: RunInputs) -> int:
-    """Number of expert parameters that are inactive for a token."""
-    args = facts.model_config, facts.vocab_size, facts.batch_spec
-    return count_parameters(*args) - count_parameters(*args, active=True)
-
-
-def num_trainable_parameters(facts: RunInputs) -> int:
-    """Number of trainable parameters."""
-    return count_trainable(facts.model_config, facts.vocab_size, facts.batch_spec).trainable
-
-
-def num_state_elements(facts: RunInputs) -> int:
+def num_state_elements(run: RunInputs) -> int:
     """Number of elements of optimizer state besides main weights."""
-    return min_state_elements(
-        facts.model_config, facts.vocab_size, num_trainable_parameters(facts) if facts.model_config.peft.is_on else None
-    )
-
-
-def rotary_table_bytes(stacks: tuple[StackSlice, ...]) -> int:
-    """Bytes of the rotary tables of all stacks: cos and sin in fp32, for xPos separate ones for keys."""
-    return sum(
-        stack.rotary.positions * stack.rotary.dim * 4 * (2 if stack.rotary.xpos else 1)
-        for stack in stacks
-        if stack.rotary
-    )
+    return min_state_elements(run.model_config, run.vocab_size, run.counts.trainable if run.is_frozen else None)
 
 
 def main_weight_bytes(precision: PrecisionPlan) -> int:
@@ -99,84 +71,82 @@ def main_weight_bytes(precision: PrecisionPlan) -> int:
     return 4 if precision.main_weights and precision.param_dtype.itemsize < 4 else 0
 
 
-def persistent_state(facts: RunInputs) -> PersistentState:
+def persistent_state(run: RunInputs) -> PersistentState:
     """Return the persistent memory of a rank of a run on CUDA."""
-    keys, widths = facts.model_config, facts.widths
-    parameters = num_trainable_parameters(facts)
-    shards, main = facts.shards, main_weight_bytes(facts.precision)
-    weight_shards = 1 if facts.layout is None or facts.layout.replicates_weights else shards
-    state = num_state_elements(facts) * (main or widths.weights) // shards
-    on_host = offloads_optimizer_state(keys, torch.device(facts.target.device))
-    ema = parameters * facts.ema_itemsize // shards
+    keys, widths = run.model_config, run.widths
+    parameters = run.counts.trainable
+    shards, main = run.shards, main_weight_bytes(run.precision)
+    weight_shards = 1 if run.layout is None or run.layout.replicates_weights else shards
+    state = num_state_elements(run) * (main or widths.weights) // shards
+    on_host = offloads_optimizer_state(keys, torch.device(run.target.device))
+    ema = parameters * run.ema_itemsize // shards
     return PersistentState(
-        weights=num_parameters(facts) * widths.weights // weight_shards,
+        weights=run.counts.total * widths.weights // weight_shards,
         main_weights=0 if on_host else parameters * main // shards,
         optimizer=0 if on_host else state,
-        ema=0 if facts.ema_on_host else ema,
-        gradient_sums=parameters * 4 // weight_shards if main and accumulates_in_fp32(facts) else 0,
-        tables=rotary_table_bytes(tuple(each.stack for each in facts.stacks)) + _masks(facts),
-        batches=_batches(facts),
-        workspace=_workspace(facts),
+        ema=0 if run.ema_on_host else ema,
+        gradient_sums=parameters * 4 // weight_shards if main and accumulates_in_fp32(run) else 0,
+        tables=sum(rotary_table_bytes(each.stack.rotary) for each in run.stacks) + _masks(run),
+        batches=_batches(run),
+        workspace=_workspace(run),
         on_host=(parameters * main // shards + state) if on_host else 0,
-        ema_on_host=ema if facts.ema_on_host else 0,
+        ema_on_host=ema if run.ema_on_host else 0,
     )
 
 
-def accumulates_in_fp32(facts: RunInputs) -> bool:
+def accumulates_in_fp32(run: RunInputs) -> bool:
     """True if the optimizer accumulates 16-bit gradients in fp32, over micro batches or for reduction over ranks."""
-    if not facts.precision.main_weights:
+    if not run.precision.main_weights:
         return False
-    if facts.layout is not None and facts.layout.replicates_weights and facts.reduce_itemsize > facts.widths.weights:
+    if run.layout is not None and run.layout.replicates_weights and run.reduce_itemsize > run.widths.weights:
         return True
-    return facts.micro_batches > 1
+    return run.micro_batches > 1
 
 
-def reduces_in_other_dtype(facts: RunInputs) -> bool:
+def reduces_in_other_dtype(run: RunInputs) -> bool:
     """True if gradients are copied to another dtype for the reduction over ranks."""
-    if facts.layout is None or not facts.layout.replicates_weights:
+    if run.layout is None or not run.layout.replicates_weights:
         return False
-    return facts.reduce_itemsize != (4 if accumulates_in_fp32(facts) else facts.widths.weights)
+    return run.reduce_itemsize != (4 if accumulates_in_fp32(run) else run.widths.weights)
 
 
-def _masks(facts: RunInputs) -> int:
+def _masks(run: RunInputs) -> int:
     """Bytes of the masks that separate packed documents: one for each stack and one for cross-attention."""
     total = 0
-    for stack in facts.stacks:
+    for stack in run.stacks:
         total += stack.attention.mask_bytes
         total += stack.cross_attention.mask_bytes if stack.cross_attention else 0
     return total
 
 
-def _batches(facts: RunInputs) -> int:
+def _batches(run: RunInputs) -> int:
     """Bytes on the device of the current batch and the prefetched next one."""
-    form = facts.batch_spec
+    form = run.batch_spec
     lengths = [form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else [])]
     extras = 4 * (form.packed or form.reset_position_ids) + (1 if form.padded else 0)  # document ids, padding mask
     sample = sum(lengths) * (8 + extras) + lengths[-1] * 8
-    return 2 * facts.model_config.global_batch_size // facts.ranks * sample
+    return 2 * run.model_config.global_batch_size // run.ranks * sample
 
 
-def _workspace(facts: RunInputs) -> int:
-    capability = facts.target.capability
+def _workspace(run: RunInputs) -> int:
+    capability = run.target.capability
     return 0 if capability is None else _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
 
 
-def update_working_bytes(facts: RunInputs) -> int:
+def update_working_bytes(run: RunInputs) -> int:
     """Bytes of temporary memory of the optimizer's update."""
-    kind, settings = optimizer_kind(facts.model_config.optim.name), optimizer_settings(facts.model_config.optim)
-    weights = _weights(facts)
-    parameters = num_trainable_parameters(facts) // facts.shards
-    largest = max(weight.elements for weight in weights) // facts.shards
-    hidden = max((weight.elements for weight in weights if weight.is_hidden), default=0) // facts.shards
+    kind, settings = optimizer_kind(run.model_config.optim.name), optimizer_settings(run.model_config.optim)
+    weights = _weights(run)
+    parameters = run.counts.trainable // run.shards
+    largest = max(weight.elements for weight in weights) // run.shards
+    hidden = max((weight.elements for weight in weights if weight.is_hidden), default=0) // run.shards
     slots = (
-        offload_bucket_bytes(facts)
-        if offloads_optimizer_state(facts.model_config, torch.device(facts.target.device))
-        else 0
+        offload_bucket_bytes(run) if offloads_optimizer_state(run.model_config, torch.device(run.target.device)) else 0
     )
     match kind:
         case "adafactor":  # updates of all weights at once, in fp32 unless they overwrite the gradients
             elements = largest if slots else parameters
-            updates = elements * 4 if facts.widths.weights < 4 and not accumulates_in_fp32(facts) else 0
+            updates = elements * 4 if run.widths.weights < 4 and not accumulates_in_fp32(run) else 0
             return slots + updates + largest * 4 * (4 if settings["beta1"] is not None else 3)
         case "muon":  # gradient, momentum and direction in fp32, Newton-Schulz iterations in bf16, the update
             return slots + hidden * 28
@@ -186,16 +156,16 @@ def update_working_bytes(facts: RunInputs) -> int:
             return slots
 
 
-def offload_bucket_bytes(facts: RunInputs) -> int:
+def offload_bucket_bytes(run: RunInputs) -> int:
     """Bytes of the device buckets through which optimizer state on the host is streamed."""
-    kind, settings = optimizer_kind(facts.model_config.optim.name), optimizer_settings(facts.model_config.optim)
-    main = main_weight_bytes(facts.precision)
+    kind, settings = optimizer_kind(run.model_config.optim.name), optimizer_settings(run.model_config.optim)
+    main = main_weight_bytes(run.precision)
     states: list[tuple[int, int, bool]] = []
-    for weight in _weights(facts):
+    for weight in _weights(run):
         moments = _count_moments(kind, settings, is_hidden=weight.is_hidden)
         whole = kind == "adafactor" or (kind == "muon" and weight.is_hidden) or settings.get("scale_parameter", False)
-        width = main + moments * (main or facts.widths.weights)
-        states.append((-(-weight.elements // facts.shards), width, whole))
+        width = main + moments * (main or run.widths.weights)
+        states.append((-(-weight.elements // run.shards), width, whole))
     return _slots(tuple(states))
 
 
@@ -235,30 +205,16 @@ class _Weight(NamedTuple):
     is_hidden: bool
 
 
-def _weights(facts: RunInputs) -> list[_Weight]:
+def _weights(run: RunInputs) -> list[_Weight]:
     """Return the large parameters in the optimizer's order."""
-    if facts.model_config.peft.is_on:
-        trained = count_trainable(facts.model_config, facts.vocab_size, facts.batch_spec).trainable_tensors
-        return [_Weight(elements, is_hidden=dimensions > 1) for elements, dimensions in trained]
-    first = facts.stacks[0].stack.hidden_size
-    embedding = _Weight(facts.family.padded_vocab_size * first, is_hidden=False)
-    family = facts.family
-    has_decoder_embedding = isinstance(family, T5Slice) and not family.shared_embeddings
-    weights = [embedding] * (1 + has_decoder_embedding)
-    for each in facts.stacks:
-        stack, mlp = each.stack, each.stack.mlp
-        hidden, ups = stack.hidden_size, 2 if mlp.gated else 1
-        attentions = [stack.attention, *([each.cross] if each.cross else [])]
-        for number in range(stack.num_layers):
-            sizes: list[int] = []
-            for attention in attentions:
-                query, key = attention.heads * attention.head_dim, attention.groups * attention.head_dim
-                sizes += [hidden * (query + 2 * key), hidden * query]
-            if stack.moe is None or not stack.moe.layers[number]:
-                sizes += [hidden * mlp.ffn_hidden_size * ups, hidden * mlp.ffn_hidden_size]
-            else:
-                experts = stack.moe.experts * hidden * stack.moe.ffn_hidden_size
-                shared = hidden * (stack.moe.shared_ffn_hidden_size or 0)
-                sizes += [experts * ups, experts, *([shared * ups, shared] if shared else [])]
-            weights += [_Weight(size, is_hidden=True) for size in sizes]
+    if run.is_frozen:
+        return [_Weight(elements, is_hidden=dimensions > 1) for elements, dimensions in run.counts.trainable_tensors]
+    family, first = run.family, run.stacks[0].stack.hidden_size
+    embedding = _Weight(family.padded_vocab_size * first, is_hidden=False)
+    weights = [embedding] * (1 + (isinstance(family, T5Slice) and not family.shared_embeddings))
+    for each in run.stacks:
+        for has_experts in each.stack.moe.layers if each.stack.moe else (False,) * each.stack.num_layers:
+            layer = layer_weights(each.stack, each.cross, has_experts=has_experts)
+            large = [matrix.numel for matrix in layer.matrices if matrix.name != "router"]
+            weights += [_Weight(elements, is_hidden=True) for elements in large]
     return weights if family.tied else [*weights, embedding]

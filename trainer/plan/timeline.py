@@ -12,23 +12,21 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ...models.config.memory import OffloadSlice, RecomputeModule, RecomputeSlice
+from ...models.layers.cost import LayerMemory, StackInputs
+from ...models.lm_head import LossMemory, token_loss_memory
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
-from .embeddings_and_loss import (
+from ...models.model_cost import (
     decoder_embedding_grad_is_separate,
     embedding_grad_is_sum,
     embedding_saved_bytes,
-    encoder_output_bytes,
-    final_norm_saved_bytes,
-    loss_memory,
-    mlm_transform_saved_bytes,
+    head_saved_bytes,
 )
-from .inputs import RunInputs, StackInputs
-from .layer_memory import LayerMemory, layer_memory
+from ...models.stack import final_norm_saved_bytes, layer_memory
+from ...models.t5 import encoder_output_bytes
+from .inputs import RunInputs
 from .state_memory import (
     PersistentState,
     accumulates_in_fp32,
-    num_parameters,
-    num_trainable_parameters,
     persistent_state,
     reduces_in_other_dtype,
     update_working_bytes,
@@ -67,21 +65,25 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInStack:
-    """A layer at its position in a stack.
+    """A layer with this `memory` at the position `index` of its stack."""
 
-    Attributes:
-        name: description such as `layer 3 of the encoder`.
-        stack: its stack.
-        index: index in the stack.
-        memory: memory of the layer.
-        recompute: activation checkpointing of the stack.
-    """
-
-    name: str
-    stack: StackInputs
     index: int
     memory: LayerMemory
-    recompute: RecomputeSlice
+
+    @property
+    def stack(self) -> StackInputs:
+        """Its stack."""
+        return self.memory.inputs
+
+    @property
+    def name(self) -> str:
+        """Description such as `layer 3 of the encoder`."""
+        return f"layer {self.index}" + (f" of the {self.stack.name}" if self.stack.name else "")
+
+    @property
+    def recompute(self) -> RecomputeSlice:
+        """Activation checkpointing of its stack."""
+        return self.stack.stack.recompute or _NO_RECOMPUTE
 
     @property
     def skips_backward(self) -> bool:
@@ -152,17 +154,14 @@ class LayerInStack:
         return own + before * (self.memory.saved_bytes + own_input), working
 
 
-def layers_in_order(facts: RunInputs) -> tuple[LayerInStack, ...]:
+def layers_in_order(run: RunInputs) -> tuple[LayerInStack, ...]:
     """Return the layers of all stacks in forward order."""
     found: list[LayerInStack] = []
-    for stack in facts.stacks:
+    for stack in run.stacks:
         moe = stack.stack.moe
         kinds = {experts: layer_memory(stack, is_moe=experts) for experts in set(moe.layers if moe else (False,))}
         for number in range(stack.stack.num_layers):
-            memory = kinds[moe.layers[number] if moe else False]
-            name = f"layer {number}" + (f" of the {stack.name}" if stack.name else "")
-            recompute = stack.stack.recompute or _NO_RECOMPUTE
-            found.append(LayerInStack(name=name, stack=stack, index=number, memory=memory, recompute=recompute))
+            found.append(LayerInStack(index=number, memory=kinds[moe.layers[number] if moe else False]))
     return tuple(found)
 
 
@@ -188,85 +187,90 @@ class MemoryPlan:
         return self.persistent.total + self.peak.total
 
 
-def memory_plan(facts: RunInputs) -> MemoryPlan:
+def memory_plan(run: RunInputs) -> MemoryPlan:
     """Estimate the memory of a run."""
-    layers = layers_in_order(facts)
-    moments = tuple(_moments(facts, layers))
+    layers = layers_in_order(run)
+    moments = tuple(_moments(run, layers))
     peak = max(moments, key=lambda moment: moment.total)
-    return MemoryPlan(persistent=persistent_state(facts), peak=peak, moments=moments, layers=layers)
+    return MemoryPlan(persistent=persistent_state(run), peak=peak, moments=moments, layers=layers)
 
 
-def _moments(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Moment]:
-    gradients, loss = _Gradients(facts), loss_memory(facts)
-    gathered, memory = _gathered(facts, layers), encoder_output_bytes(facts)
-    stacks = [_StackOnDevice([layer for layer in layers if layer.stack is stack]) for stack in facts.stacks]
-    around = sum(embedding_saved_bytes(facts, stack) for stack in facts.stacks)
-    after = [final_norm_saved_bytes(stack) for stack in facts.stacks]
-    all_saved = around + memory + sum(after) + sum(stack.after_forward for stack in stacks)
-    away = sum(stack.weights_away for stack in stacks)
+def _moments(run: RunInputs, layers: tuple[LayerInStack, ...]) -> Iterator[Moment]:
+    family, gradients, gathered = run.family, _Gradients(run), _gathered(run, layers)
+    stacks = [_StackOnDevice([layer for layer in layers if layer.stack is stack]) for stack in run.stacks]
+    encoder_output = encoder_output_bytes(run.stacks[0]) if len(stacks) > 1 else 0
+    embeddings_saved = sum(embedding_saved_bytes(family, stack) for stack in run.stacks)
+    norms_saved = [final_norm_saved_bytes(stack) for stack in run.stacks]
+    loss = loss_memory(run)
+    saved = embeddings_saved + encoder_output + sum(norms_saved) + sum(stack.after_forward for stack in stacks)
     for where, logits in (("the loss", loss.forward), ("the loss, backward", loss.backward)):
         yield Moment(
             where=where,
             gradients=gradients.before,
-            activations=all_saved,
+            activations=saved,
             logits=logits,
-            working=gathered + mlm_transform_saved_bytes(facts),
-            offloaded_weights=away,
+            working=gathered + head_saved_bytes(family, run.stacks[0]),
+            offloaded_weights=sum(stack.offloaded_weights for stack in stacks),
         )
-    accumulated = gradients.of(loss.num_parameters)
-    entries = 0 if facts.model_config.peft.is_on else facts.family.padded_vocab_size * layers[0].stack.stack.hidden_size
-    embedding = entries * facts.widths.weights
-    # the head's part of a tied embedding's gradient is separate until the embedding's part exists; `accumulated`
-    # counts it, unless gradients are added to those of the micro batch before
-    pending = embedding * (facts.family.tied and gradients.adds_in_place)
+    gradients.compute(loss.num_parameters)
+    entries = 0 if run.is_frozen else family.padded_vocab_size * run.stacks[0].stack.hidden_size
+    embedding = entries * run.widths.weights
+    # the head's part of a tied embedding's gradient is separate until the embedding's part exists; the computed
+    # gradients count it, unless gradients are added to those of the micro batch before
+    pending = embedding * (family.tied and gradients.adds_in_place)
     for number in reversed(range(len(stacks))):
         stack, below = stacks[number], stacks[:number]
-        has_cross = number > 0
-        saved_below = around + sum(each.after_forward for each in below)
-        saved_below += memory + sum(after[:number]) if below else 0
-        away_below = sum(each.weights_away for each in below)
-        for layer in reversed(stack.layers):
-            if layer.skips_backward:
-                continue
-            parameters = layer.memory.num_parameters
-            recomputed, working = layer.backward_peak
-            yield Moment(
-                where=f"{layer.name}, backward",
-                gradients=max(gradients.before, accumulated),
-                activations=saved_below + stack.during_backward(layer.index),
-                recomputed=recomputed,
-                # the gradient of the encoder's output is accumulated over the cross-attentions
-                working=working
-                + gathered
-                + gradients.adding(parameters)
-                + gradients.reducing(parameters)
-                + 2 * memory * has_cross
-                + pending,
-                offloaded_weights=away_below + stack.weights_away_at(layer.index),
-            )
-            accumulated += gradients.of(parameters)
+        saved_below = embeddings_saved + sum(each.after_forward for each in below)
+        saved_below += encoder_output + sum(norms_saved[:number]) if below else 0
+        offloaded_below = sum(each.offloaded_weights for each in below)
+        # the gradient of the encoder's output is accumulated over the cross-attentions
+        working = gathered + pending + 2 * encoder_output * bool(below)
+        yield from _backward_moments(stack, gradients, saved_below, offloaded_below, working)
         if below:
             yield Moment(
                 where=f"the embeddings of the {stack.layers[0].stack.name}, backward",
-                gradients=max(gradients.before, accumulated),
+                gradients=gradients.computed,
                 activations=saved_below,
-                working=embedding + pending + gathered + memory,
-                offloaded_weights=away_below,
+                working=embedding + pending + gathered + encoder_output,
+                offloaded_weights=offloaded_below,
             )
-            if decoder_embedding_grad_is_separate(facts):
+            if decoder_embedding_grad_is_separate(family):
                 pending = embedding
-            elif not facts.family.tied:
-                accumulated += gradients.of(entries)
-    yield Moment(
-        where="the embeddings, backward",
-        gradients=gradients.all,
-        working=embedding * embedding_grad_is_sum(facts)
-        + pending * gradients.adds_in_place
-        + gradients.reducing(entries)
-        + layers[0].memory.input_bytes
-        + gathered,
+            elif not family.tied:
+                gradients.compute(entries)
+    working = embedding * embedding_grad_is_sum(family) + pending * gradients.adds_in_place
+    working += gradients.reducing(entries) + layers[0].memory.input_bytes + gathered
+    yield Moment(where="the embeddings, backward", gradients=gradients.all, working=working)
+    yield Moment(where="the update", gradients=gradients.all, working=update_working_bytes(run))
+
+
+def _backward_moments(
+    stack: _StackOnDevice, gradients: _Gradients, saved_below: int, offloaded_below: int, working: int
+) -> Iterator[Moment]:
+    """Yield the moments of the backward pass of a stack, with these bytes saved, offloaded and needed outside of it."""
+    for layer in reversed(stack.layers):
+        if layer.skips_backward:
+            continue
+        parameters = layer.memory.num_parameters
+        recomputed, own_working = layer.backward_peak
+        yield Moment(
+            where=f"{layer.name}, backward",
+            gradients=gradients.computed,
+            activations=saved_below + stack.during_backward(layer.index),
+            recomputed=recomputed,
+            working=working + own_working + gradients.adding(parameters) + gradients.reducing(parameters),
+            offloaded_weights=offloaded_below + stack.offloaded_weights_at(layer.index),
+        )
+        gradients.compute(parameters)
+
+
+def loss_memory(run: RunInputs) -> LossMemory:
+    """Return the memory of the loss of one micro batch."""
+    family, cuda = run.family, run.target.device == "cuda"
+    hidden = run.stacks[-1].stack.hidden_size
+    return token_loss_memory(
+        run.output_tokens, family.padded_vocab_size, hidden, run.widths, frozen=run.is_frozen, cuda=cuda
     )
-    yield Moment(where="the update", gradients=gradients.all, working=update_working_bytes(facts))
 
 
 class _StackOnDevice:
@@ -281,7 +285,7 @@ class _StackOnDevice:
     Attributes:
         layers: all layers in forward order.
         after_forward: bytes of activations on the device at the end of the forward pass.
-        weights_away: bytes of weights on the host at the end of the forward pass.
+        offloaded_weights: bytes of weights on the host at the end of the forward pass.
     """
 
     def __init__(self, layers: list[LayerInStack]) -> None:
@@ -297,8 +301,8 @@ class _StackOnDevice:
             layer.memory.num_parameters * width if layer.index < on_host else 0
             for layer in layers
         ]  # fmt: skip
-        self._offloaded_weights = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
-        self.weights_away = sum(self._weights[: self._offloaded_weights])
+        self._num_weights_offloaded = max(0, min(last.start, last.stop - max(2, len(layers) - number) + 1))
+        self.offloaded_weights = sum(self._weights[: self._num_weights_offloaded])
         self._saved = [0, *accumulate(layer.saved_bytes for layer in layers)]
         self._not_offloaded = [0, *accumulate(layer.not_offloaded_bytes for layer in layers[: self._offloaded])]
         self.after_forward = self._on_device(len(layers), self._offloaded)
@@ -308,10 +312,10 @@ class _StackOnDevice:
         first = self._chunk_of(number).start
         return self._on_device(number + 1, max(0, min(self._offloaded, first - self._ahead)))
 
-    def weights_away_at(self, number: int) -> int:
+    def offloaded_weights_at(self, number: int) -> int:
         """Bytes of weights on the host when the backward pass of layer `number` begins."""
         chunk = self._chunk_of(number)  # its weights have been copied back, and those of the chunk before it
-        return sum(self._weights[: max(min(self._offloaded_weights, chunk.start - len(chunk)), 0)])
+        return sum(self._weights[: max(min(self._num_weights_offloaded, chunk.start - len(chunk)), 0)])
 
     def _chunk_of(self, number: int) -> range:
         """Return the layers recomputed together with layer `number`: its chunk, or it alone."""
@@ -335,20 +339,30 @@ class _Gradients:
         adds_in_place: each gradient is added to that of the previous micro batches as soon as it is computed.
     """
 
-    def __init__(self, facts: RunInputs) -> None:
-        self._width = facts.widths.weights
-        self._replicated = facts.layout is None or facts.layout.replicates_weights
+    def __init__(self, run: RunInputs) -> None:
+        self._width = run.widths.weights
+        self._replicated = run.layout is None or run.layout.replicates_weights
         # ranks with replicated weights add a layer's gradients to the fp32 sums at once and free them
-        self._freed_at_once = facts.layout is not None and self._replicated and accumulates_in_fp32(facts)
-        self._shards = facts.shards
-        parameters = num_parameters(facts)
-        self._trained_fraction = num_trainable_parameters(facts) / parameters
+        self._freed_at_once = run.layout is not None and self._replicated and accumulates_in_fp32(run)
+        self._shards = run.shards
+        parameters = run.counts.total
+        self._trained_fraction = run.counts.trainable / parameters
         # 16-bit gradients are added to fp32 sums at once (several ranks) or after the micro batch, and freed
-        uses_fp32_sums = self._width < 4 and facts.precision.main_weights
-        self._reduce_copy_width = facts.reduce_itemsize if reduces_in_other_dtype(facts) else 0
+        uses_fp32_sums = self._width < 4 and run.precision.main_weights
+        self._reduce_copy_width = run.reduce_itemsize if reduces_in_other_dtype(run) else 0
         self.all = self.of(parameters)
-        self.adds_in_place = facts.micro_batches > 1 and not uses_fp32_sums
+        self.adds_in_place = run.micro_batches > 1 and not uses_fp32_sums
         self.before = self.all if self.adds_in_place else 0
+        self._computed = 0
+
+    @property
+    def computed(self) -> int:
+        """Bytes at this point of the backward pass."""
+        return max(self.before, self._computed)
+
+    def compute(self, parameters: int) -> None:
+        """Add the gradients of `parameters`."""
+        self._computed += self.of(parameters)
 
     def of(self, parameters: int) -> int:
         """Bytes of the gradients of `parameters`, of which only the trained fraction has any, once computed."""
@@ -365,12 +379,12 @@ class _Gradients:
         return int(parameters * self._trained_fraction) * self._reduce_copy_width
 
 
-def _gathered(facts: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
+def _gathered(run: RunInputs, layers: tuple[LayerInStack, ...]) -> int:
     """Bytes of weights and gradients that FSDP2 holds unsharded temporarily: of all layers, or of two."""
-    layout = facts.layout
+    layout = run.layout
     if layout is None or layout.replicates_weights:
         return 0
     largest = max(layer.memory.num_parameters for layer in layers)
-    unsharded = num_parameters(facts) if not layout.reshard_after_forward else 2 * largest
-    width = facts.widths.weights
-    return unsharded * width + largest * (width + facts.reduce_itemsize)
+    unsharded = run.counts.total if not layout.reshard_after_forward else 2 * largest
+    width = run.widths.weights
+    return unsharded * width + largest * (width + run.reduce_itemsize)

@@ -13,8 +13,8 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.model import Family
-from ...models.config.parameter_count import count_parameters
 from ...models.config.peft import peft_slice
+from ...models.model_cost import count_parameters
 from ...models.peft.apply import trainable_parameters
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock
 
@@ -46,13 +46,7 @@ class ParameterCounts(NamedTuple):
 
 
 def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> ParameterCounts:
-    """Count the parameters of a model and those trained; nothing is allocated.
-
-    Args:
-        keys: the configuration of the model.
-        vocab_size: vocabulary size of the tokenizer.
-        form: shape of the samples.
-    """
+    """Count the parameters of a model for samples of this `form`, and those trained; nothing is allocated."""
     if not keys.peft.is_on:
         number = count_parameters(keys, vocab_size, form)
         return ParameterCounts(number, number, (), (0,) * len(keys_by_stack(keys)))

@@ -43,24 +43,21 @@ def offloaded_bytes(layer: LayerInStack) -> int:
 def offload_stall_seconds(
     layers: Sequence[LayerInStack], layer_seconds: Callable[[LayerInStack], tuple[float, float]], link_bandwidth: float
 ) -> float:
-    """Return the seconds a micro batch stalls on copies.
+    """Return the seconds a micro batch stalls on copies over a link with this bandwidth in each direction.
 
-    Args:
-        layers: of all stacks in forward order.
-        layer_seconds: function that returns the forward and backward time of a layer.
-        link_bandwidth: bytes per second in each direction.
+    `layers` are those of all stacks in forward order; `layer_seconds` returns a layer's forward and backward time.
     """
     total = 0.0
     for _, group in groupby(layers, key=lambda layer: id(layer.stack)):
         stack = list(group)
         if (offload := stack[0].offload) is None:
             continue
-        chunk = stack[0].recompute.chunk
-        runs: list[LayerChunk] = []
-        for first in range(0, len(stack), chunk):
-            members = stack[first : first + chunk]
+        chunk_size = stack[0].recompute.chunk
+        chunks: list[LayerChunk] = []
+        for first in range(0, len(stack), chunk_size):
+            members = stack[first : first + chunk_size]
             times, sizes = [layer_seconds(layer) for layer in members], [_offloaded_bytes(layer) for layer in members]
-            runs.append(
+            chunks.append(
                 LayerChunk(
                     layers=range(first, first + len(members)),
                     forward=sum(time[0] for time in times),
@@ -69,17 +66,12 @@ def offload_stall_seconds(
                     weights=tuple(size[1] / link_bandwidth for size in sizes),
                 )
             )
-        total += stall_seconds(runs, len(stack) - offload.layers)
+        total += stall_seconds(chunks, len(stack) - offload.layers)
     return total
 
 
 def stall_seconds(chunks: Sequence[LayerChunk], num_resident: int) -> float:
-    """Return the seconds the forward and backward pass of a stack stall on copies.
-
-    Args:
-        chunks: of the stack in forward order.
-        num_resident: number of layers that are not offloaded, L - N.
-    """
+    """Return the seconds a stack of these chunks stalls on copies if `num_resident` layers are not offloaded."""
     return _forward_stall(chunks, num_resident) + _backward_stall(chunks, num_resident)
 
 
@@ -92,18 +84,18 @@ def _offloaded_bytes(layer: LayerInStack) -> tuple[int, int]:
     return activations, layer.memory.num_parameters * layer.stack.widths.weights * offload.weights
 
 
-def _first_activations_on_device(numbers: range, away: int) -> int:
+def _first_activations_on_device(numbers: range, num_resident: int) -> int:
     """Index of the first layer whose activations are still on the device when `numbers` run
     (`ForwardPass.offload_saved_tensors`).
     """
-    return min(numbers.start, numbers.stop - away)
+    return min(numbers.start, numbers.stop - num_resident)
 
 
-def _first_weights_on_device(numbers: range, away: int) -> int:
+def _first_weights_on_device(numbers: range, num_resident: int) -> int:
     """Index of the first layer whose weights are still on the device after `numbers` ran
     (`WeightOffload.post_forward`).
     """
-    return min(numbers.start, numbers.stop - max(2, away) + 1)
+    return min(numbers.start, numbers.stop - max(2, num_resident) + 1)
 
 
 class _Clock:
@@ -149,39 +141,44 @@ class _Copies:
             self._clock.wait_until(self._ends.get(number, 0.0))
 
 
-def _forward_stall(runs: Sequence[LayerChunk], away: int) -> float:
+def _forward_stall(chunks: Sequence[LayerChunk], num_resident: int) -> float:
     clock = _Clock()
-    activations, weights = _Copies(clock, _activation_times(runs)), _Copies(clock, _weight_times(runs))
-    for run in runs:
-        activations.wait(range(_first_activations_on_device(run.layers, away)))
-        activations.start(run.layers)
-        clock.now += run.forward
-        weights.start(run.layers)
-        weights.wait(range(_first_weights_on_device(run.layers, away)))
+    activations, weights = _Copies(clock, _activation_times(chunks)), _Copies(clock, _weight_times(chunks))
+    for chunk in chunks:
+        activations.wait(range(_first_activations_on_device(chunk.layers, num_resident)))
+        activations.start(chunk.layers)
+        clock.now += chunk.forward
+        weights.start(chunk.layers)
+        weights.wait(range(_first_weights_on_device(chunk.layers, num_resident)))
     return clock.stalled
 
 
-def _backward_stall(runs: Sequence[LayerChunk], away: int) -> float:
-    clock, last = _Clock(), runs[-1].layers
+def _backward_stall(chunks: Sequence[LayerChunk], num_resident: int) -> float:
+    clock, last = _Clock(), chunks[-1].layers
     # only layers that the forward pass has offloaded by its end are copied back
-    activation_end, weight_end = _first_activations_on_device(last, away), _first_weights_on_device(last, away)
-    activations = _Copies(clock, {at: time for at, time in _activation_times(runs).items() if at < activation_end})
-    weights = _Copies(clock, {at: time for at, time in _weight_times(runs).items() if at < weight_end})
-    prefetch = max(1, away - 1, len(runs[0].layers))
-    for run in reversed(runs):
-        first = run.layers.start
+    activation_end = _first_activations_on_device(last, num_resident)
+    weight_end = _first_weights_on_device(last, num_resident)
+    activations = _Copies(clock, {at: time for at, time in _activation_times(chunks).items() if at < activation_end})
+    weights = _Copies(clock, {at: time for at, time in _weight_times(chunks).items() if at < weight_end})
+    prefetch = max(1, num_resident - 1, len(chunks[0].layers))
+    for chunk in reversed(chunks):
+        first = chunk.layers.start
         activations.start(reversed(range(max(first - prefetch, 0), last.stop)))
-        weights.start(run.layers)
-        weights.start(reversed(range(max(first - len(run.layers), 0), first)))
-        activations.wait(run.layers)
-        weights.wait(run.layers)
-        clock.now += run.backward
+        weights.start(chunk.layers)
+        weights.start(reversed(range(max(first - len(chunk.layers), 0), first)))
+        activations.wait(chunk.layers)
+        weights.wait(chunk.layers)
+        clock.now += chunk.backward
     return clock.stalled
 
 
-def _activation_times(runs: Sequence[LayerChunk]) -> dict[int, float]:
-    return {run.layers.start: run.activations for run in runs}
+def _activation_times(chunks: Sequence[LayerChunk]) -> dict[int, float]:
+    return {chunk.layers.start: chunk.activations for chunk in chunks}
 
 
-def _weight_times(runs: Sequence[LayerChunk]) -> dict[int, float]:
-    return {number: each for run in runs for number, each in zip(run.layers, run.weights, strict=bool(run.weights))}
+def _weight_times(chunks: Sequence[LayerChunk]) -> dict[int, float]:
+    return {
+        number: each
+        for chunk in chunks
+        for number, each in zip(chunk.layers, chunk.weights, strict=bool(chunk.weights))
+    }

@@ -94,7 +94,7 @@ def cuda_graph_needs_grouped_gemm(context: RuleContext) -> Iterator[Finding]:
     """Experts without grouped GEMM read token counts on the host, which CUDA graph capture does not allow."""
     model = context.root.model
     for at, stack in _stacks(context):
-        moe = moe_slice(stack, is_t5=isinstance(model, T5ModelBlock))
+        moe = moe_slice(stack)
         if model.enable_cuda_graph and moe is not None and moe.reads_counts:
             yield Finding(
                 "error",

@@ -107,7 +107,7 @@ def expert_bias_needs_trained_router(context: RuleContext) -> Iterator[Finding]:
         return
     names = peft.names if isinstance(peft, SelectiveSlice) else ()
     for at, stack in keys_by_stack(model).items():
-        moe = moe_slice(stack, is_t5=isinstance(model, T5ModelBlock))
+        moe = moe_slice(stack)
         if moe is None or moe.bias_update_rate is None:
             continue
         prefix = at or ("encoder." if model.family == "bert" else "decoder.")

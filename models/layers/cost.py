@@ -1,0 +1,338 @@
+"""Records in which the parts of a model describe their training cost, each beside its `forward`.
+
+A part says which weights it holds (`Weights`), what it multiplies (`Matrix.inputs`), and what it saves for its backward
+pass (`SavedTensors`, for each recompute module). A part split over ranks will say here what it sends to them.
+`models.model_size` sums parameters and FLOPs over a model, `trainer.plan` places all of it on the timeline of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ...kernels.attention.dispatch import BackendSelection
+from ..config.memory import RecomputeModule
+from ..config.peft import Projection
+from ..config.stack import AttentionSlice, StackSlice
+
+MatrixInputs = Literal["tokens", "encoder tokens", "expert rows"]
+
+
+class Matrix(NamedTuple):
+    """Parameter of one weight matrix, or of the matrices of all experts of a layer.
+
+    Attributes:
+        name: of the parameter in its module.
+        elements: of one matrix.
+        inputs: rows that it multiplies; those of experts are shared out among its matrices.
+        number: of matrices.
+    """
+
+    name: str
+    elements: int
+    inputs: MatrixInputs = "tokens"
+    number: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its matrices."""
+        return self.elements * self.number
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Parameters of a part of the model.
+
+    Attributes:
+        matrices: parameters that are matrix-multiplied.
+        others: elements of all other parameters: norms, biases, tables.
+    """
+
+    matrices: tuple[Matrix, ...] = ()
+    others: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.matrices + other.matrices, self.others + other.others)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.others + sum(matrix.numel for matrix in self.matrices)
+
+    def multiplied(self, inputs: MatrixInputs) -> int:
+        """Return the elements that a row of these inputs is multiplied with."""
+        return sum(matrix.elements for matrix in self.matrices if matrix.inputs == inputs)
+
+    def forward_flops(self, rows: Mapping[MatrixInputs, int]) -> float:
+        """Return the FLOPs of the matmuls of a forward pass over this number of `rows` of each kind of inputs."""
+        return 2.0 * sum(matrix.elements * rows[matrix.inputs] for matrix in self.matrices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteWidths:
+    """Bytes per element.
+
+    Attributes:
+        weights: of parameters and their gradients.
+        compute: of matmul operands.
+        residual: of the residual stream.
+    """
+
+    weights: int
+    compute: int
+    residual: int
+
+    @property
+    def casts_weights(self) -> bool:
+        """True if layers multiply with low-precision copies of their weights (autocast)."""
+        return self.compute < self.weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackInputs:
+    """One transformer stack and the shape of its micro batches.
+
+    Attributes:
+        name: `encoder` or `decoder` for T5, otherwise empty.
+        stack: configuration of the stack.
+        batch: samples per micro batch.
+        length: tokens per sample.
+        attention: backend chosen for self-attention in training.
+        cross: configuration of cross-attention; None without one.
+        cross_attention: backend chosen for cross-attention in training.
+        encoder_length: tokens per sample of the encoder output that cross-attention reads.
+        widths: bytes per element.
+        compiled: layers run through torch.compile.
+        trained_projections: projections whose weights or LoRA updates are trained, and which therefore save their
+            input.
+        skips_norm_outputs: these projections save the residual stream, not the norm's output; see
+            `models.layers.fused_linear`.
+        fused_lora_mlp: MLPs with LoRA run as one fused operation; see `kernels.lora.lora_gated_mlp`.
+        lora_experts: experts have LoRA updates; see `kernels.moe.lora_experts`.
+        trains_router: the MoE router is trained.
+        first_trained_layer: index of the first layer whose backward pass runs.
+    """
+
+    name: str
+    stack: StackSlice
+    batch: int
+    length: int
+    attention: BackendSelection
+    cross: AttentionSlice | None
+    cross_attention: BackendSelection | None
+    encoder_length: int
+    widths: ByteWidths
+    compiled: bool
+    trained_projections: frozenset[Projection]
+    skips_norm_outputs: bool
+    fused_lora_mlp: bool
+    lora_experts: bool
+    trains_router: bool
+    first_trained_layer: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per micro batch."""
+        return self.batch * self.length
+
+    @property
+    def residual_elements(self) -> int:
+        """Elements of the residual stream per micro batch."""
+        return self.tokens * self.stack.hidden_size
+
+    @property
+    def num_branches(self) -> int:
+        """Number of residual branches of a layer, each with its own norm: attention, cross-attention, MLP."""
+        return 2 if self.cross is None else 3
+
+    @property
+    def saves_scores(self) -> bool:
+        """True if self- or cross-attention saves its scores for the backward pass."""
+        cross = self.cross_attention
+        return self.attention.saves_scores or (cross is not None and cross.saves_scores)
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Tokens per micro batch that cross-attention reads."""
+        return self.batch * self.encoder_length
+
+    def saves_norm_output(self, projection: Projection) -> bool:
+        """Return True if this projection after a norm saves the norm's output."""
+        return projection in self.trained_projections and not self.skips_norm_outputs
+
+
+class SavedTensors(NamedTuple):
+    """Tensors a layer saves for its backward pass.
+
+    Attributes:
+        part: of the layer: `stream`, `norm`, `attention`, `scores`, `mlp`, `activation`, `experts`, `dropout`,
+            `weights`.
+        num_bytes: bytes per micro batch.
+        module: entry of `activations_checkpoint_modules` that recomputes it; None if no entry does.
+        also_requires: a second entry that is required as well; None without.
+        alternative_module: another entry that recomputes it by itself; None without.
+    """
+
+    part: str
+    num_bytes: int
+    module: RecomputeModule | None = None
+    also_requires: RecomputeModule | None = None
+    alternative_module: RecomputeModule | None = None
+
+    def is_recomputed(self, modules: frozenset[RecomputeModule]) -> bool:
+        """True if it is recomputed, and so not saved, with these `modules`."""
+        return self.alternative_module in modules or (
+            self.module in modules and (self.also_requires is None or self.also_requires in modules)
+        )
+
+
+def recomputed_bytes(saved: tuple[SavedTensors, ...], modules: frozenset[RecomputeModule]) -> int:
+    """Return the bytes of the `saved` tensors that are recomputed with `modules`."""
+    return sum(each.num_bytes for each in saved if each.is_recomputed(modules))
+
+
+@dataclass(frozen=True, slots=True)
+class PartMemory:
+    """Memory of a part of a layer for one micro batch, in bytes.
+
+    Attributes:
+        saved: tensors saved for the backward pass if nothing is recomputed, except the input of its first projection.
+        working: peak working memory of the backward pass: gradients and accumulators.
+        working_recomputed: the same if attention scores are recomputed.
+        recompute_inputs: bytes saved additionally (or fewer, if negative) if attention scores or the activation
+            function are recomputed: the inputs of that, instead of copies or results.
+    """
+
+    saved: tuple[SavedTensors, ...]
+    working: int
+    working_recomputed: int = 0
+    recompute_inputs: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the saved tensors."""
+        return sum(each.num_bytes for each in self.saved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Memory and matmuls of one layer for one micro batch.
+
+    Attributes:
+        inputs: its stack.
+        weights: its parameters.
+        mlp_weights: those of its MLP or experts.
+        expert_rows: rows that its experts compute; 0 without experts.
+        saves_input: its input is saved if nothing is recomputed.
+        norm_input_bytes: bytes of the residual stream saved only to recompute a norm.
+        mlp: memory of the MLP or the experts; if the activation is recomputed, that of a shared expert.
+        attention: memory of attention and cross-attention, and of the residual stream and norms.
+    """
+
+    inputs: StackInputs
+    weights: Weights
+    mlp_weights: Weights
+    expert_rows: int
+    saves_input: bool
+    norm_input_bytes: int
+    mlp: PartMemory
+    attention: PartMemory
+
+    @property
+    def has_experts(self) -> bool:
+        """True for an MoE layer, whose second norm is recomputed only together with the experts."""
+        return self.expert_rows > 0
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of its input (the residual stream)."""
+        return self.inputs.residual_elements * self.inputs.widths.residual
+
+    @property
+    def mlp_input_bytes(self) -> int:
+        """Bytes of the normalized input of the MLP."""
+        saved = self.has_experts or self.inputs.saves_norm_output("mlp_fc1")
+        return self.inputs.residual_elements * self.inputs.widths.compute if saved else 0
+
+    @property
+    def matmul_rows(self) -> dict[MatrixInputs, int]:
+        """Rows that its matrices multiply."""
+        tokens, encoder_tokens = self.inputs.tokens, self.inputs.encoder_tokens
+        return {"tokens": tokens, "encoder tokens": encoder_tokens, "expert rows": self.expert_rows}
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return self.weights.numel
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOPs of the matmuls of its forward pass, without the cores of attentions."""
+        return self.weights.forward_flops(self.matmul_rows)
+
+    @property
+    def mlp_flops(self) -> float:
+        """Those of its MLP, or of router, experts and shared expert."""
+        return self.mlp_weights.forward_flops(self.matmul_rows)
+
+    @property
+    def grouped_flops(self) -> float:
+        """Those of the grouped GEMMs of its experts."""
+        return 2.0 * self.weights.multiplied("expert rows") * self.expert_rows
+
+    @property
+    def last_matmul_flops(self) -> float:
+        """Those of its last matmul, the down projection; 0 with experts."""
+        return 0.0 if self.has_experts else 2.0 * self.inputs.tokens * self.mlp_weights.matrices[-1].elements
+
+    @property
+    def saved(self) -> tuple[SavedTensors, ...]:
+        """Tensors saved besides the layer's input if nothing is recomputed."""
+        return self.attention.saved + self.mlp.saved
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved besides the layer's input if nothing is recomputed."""
+        return self.attention.saved_bytes + self.mlp.saved_bytes
+
+    def saved_bytes_with(self, modules: frozenset[RecomputeModule]) -> int:
+        """Bytes saved besides the layer's input if `modules` are recomputed."""
+        norms = self._recomputed_norms(modules)
+        if self.inputs.stack.block == "parallel_ln":  # all norms have the same input
+            norms = min(norms, 1)
+        saved = self.saved_bytes - recomputed_bytes(self.saved, modules)
+        return saved + norms * self.norm_input_bytes + sum(self.recompute_inputs(modules))
+
+    def recompute_inputs(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
+        """Bytes saved to recompute the scores of attention and the activation of the MLP if `modules` are."""
+        scores = self.attention.recompute_inputs if "core_attention" in modules else 0
+        recomputes_activation = "mlp_activation" in modules and not (self.has_experts and "moe" in modules)
+        return scores, self.mlp.recompute_inputs if recomputes_activation else 0
+
+    def backward_peak(self, modules: frozenset[RecomputeModule]) -> tuple[int, int]:
+        """Return (recomputed bytes, working bytes) at the peak of the backward pass if `modules` are recomputed.
+
+        The peak is in the MLP, or in attention after the MLP's saved tensors were freed.
+        """
+        norm_bytes = recomputed_bytes(tuple(each for each in self.attention.saved if each.module == "norm"), modules)
+        norms, in_mlp = self._recomputed_norms(modules), recomputed_bytes(self.mlp.saved, modules)
+        norm = norm_bytes // norms if norms else 0
+        mlp_norm_saved = norms < self.inputs.num_branches
+        freed = self.mlp.saved_bytes - in_mlp + self.mlp_input_bytes * mlp_norm_saved
+        freed += self.recompute_inputs(modules)[1]
+        in_attention = recomputed_bytes(self.attention.saved, modules) - norm_bytes + norm
+        working = self.attention.working_recomputed if "core_attention" in modules else self.attention.working
+        candidates = (in_mlp + norm * (not mlp_norm_saved), self.mlp.working), (in_attention, working - freed)
+        return max(candidates, key=sum)
+
+    def full_recompute_backward_peak(self) -> tuple[int, int]:
+        """Return (recomputed bytes, working bytes) at the peak of the backward pass of a fully recomputed layer."""
+        freed = self.mlp.saved_bytes + self.mlp_input_bytes
+        return self.saved_bytes, max(self.mlp.working, self.attention.working - freed)
+
+    def _recomputed_norms(self, modules: frozenset[RecomputeModule]) -> int:
+        """Return the number of branches whose norm is recomputed; the last one is the MLP."""
+        if "norm" not in modules:
+            return 0
+        return self.inputs.num_branches - (self.has_experts and "moe" not in modules)

@@ -1,0 +1,113 @@
+"""Parameters, FLOPs and saved activations of a whole model: sums over its parts, without building it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .bert import bert_outer_weights, embedding_norm_saved_bytes, transform_saved_bytes
+from .config.batch_shape import BatchSpec
+from .config.bert import BertSlice
+from .config.families import FamilyKeys, FamilySlice, family_slice, sequence_length_of
+from .config.stack import AttentionSlice, StackSlice
+from .config.t5 import T5Slice
+from .dispatch.core_attention import attended_pairs
+from .gpt import gpt_outer_weights
+from .layers.cost import StackInputs, Weights
+from .stack import count_stack, layer_kinds, layer_weights
+from .t5 import t5_outer_weights
+
+
+def stacks_with_cross_attention(model: FamilySlice) -> tuple[tuple[StackSlice, AttentionSlice | None], ...]:
+    """Return each stack with the cross-attention of its layers, None in a stack without it."""
+    if isinstance(model, T5Slice):
+        return (model.encoder.stack, None), (model.decoder.stack, model.cross_attention)
+    return ((model.stack, None),)
+
+
+def outer_weights(model: FamilySlice) -> Weights:
+    """Return the weights outside of the stacks."""
+    match model:
+        case T5Slice():
+            return t5_outer_weights(model)
+        case BertSlice():
+            return bert_outer_weights(model)
+        case _:
+            return gpt_outer_weights(model)
+
+
+def count_parameters(
+    keys: FamilyKeys, vocab_size: int, batch_spec: BatchSpec | None = None, *, active: bool = False
+) -> int:
+    """Count the parameters of a model, including the padding rows of its vocabulary.
+
+    Args:
+        keys: configuration of the model.
+        vocab_size: vocabulary size of the tokenizer.
+        batch_spec: shape of the samples, which determines the rows of learned position embeddings; None: from the keys
+            alone.
+        active: count the active parameters per token: only `topk` experts of a layer.
+    """
+    model = family_slice(
+        keys, vocab_size=vocab_size, batch_spec=batch_spec or BatchSpec(seq_length=sequence_length_of(keys))
+    )
+    stacks = sum(count_stack(stack, cross, active=active) for stack, cross in stacks_with_cross_attention(model))
+    return outer_weights(model).numel + stacks
+
+
+def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: BatchSpec, *, frozen: bool = False) -> float:
+    """Return forward and backward FLOPs of a sample: 6 per token and active weight of a matmul, plus attention.
+
+    Attention costs 12 D per layer, head and attended query-key pair, QK^T and PV (PaLM, arXiv 2204.02311, appendix B);
+    a causal mask leaves half of the pairs. T5's cross-attention projects every encoder token to keys and values once in
+    each decoder layer. Of experts the top-k count, times a capacity factor below 1. Recomputation does not count, nor
+    does padding of experts to their capacity.
+
+    Args:
+        keys: model configuration.
+        vocab_size: padded vocabulary size V.
+        form: sample lengths.
+        frozen: weights are frozen, which saves 2 of the 6; added PEFT parameters do not count.
+    """
+    model = replace(family_slice(keys, vocab_size=1, batch_spec=form), padded_vocab_size=vocab_size)
+    lengths = (form.seq_length, form.decoder_seq_length)
+    weights, attention = 0, 0.0
+    for (stack, cross), length in zip(stacks_with_cross_attention(model), lengths, strict=False):
+        moe, encoder_length = stack.moe, form.seq_length if cross else 0
+        routed = moe.topk * min(1.0, moe.capacity_factor or 1.0) if moe else 0.0
+        for has_experts, number in layer_kinds(stack).items():
+            layer = layer_weights(stack, cross, has_experts=has_experts)
+            experts = round(routed * layer.multiplied("expert rows"))
+            weights += number * (layer.multiplied("tokens") + experts) * length
+            weights += number * layer.multiplied("encoder tokens") * encoder_length
+        each = 12.0 * stack.num_layers * stack.attention.heads * stack.attention.head_dim
+        attention += each * attended_pairs(stack.attention, length, length)
+        if cross is not None:
+            attention += each * attended_pairs(cross, length, encoder_length)
+    output_length = form.decoder_seq_length or form.seq_length
+    weights += outer_weights(model).multiplied("tokens") * output_length
+    return (4.0 if frozen else 6.0) * weights + attention
+
+
+def embedding_saved_bytes(model: FamilySlice, inputs: StackInputs) -> int:
+    """Return the bytes saved by the embeddings of a stack: dropout masks, for BERT also by the norm."""
+    if isinstance(model, T5Slice):
+        dropout = (model.decoder if inputs.name == "decoder" else model.encoder).embedding_dropout
+    else:
+        dropout = model.embedding_dropout
+    saved = inputs.residual_elements if dropout else 0
+    return saved + (embedding_norm_saved_bytes(model, inputs) if isinstance(model, BertSlice) else 0)
+
+
+def head_saved_bytes(model: FamilySlice, inputs: StackInputs) -> int:
+    """Return the bytes saved between the last stack and the head."""
+    return transform_saved_bytes(model, inputs) if isinstance(model, BertSlice) else 0
+
+
+def embedding_grad_is_sum(model: FamilySlice) -> bool:
+    """Return True if the embedding's gradient is a sum of two: of embedding and tied head, or of both T5 stacks."""
+    return model.tied or (isinstance(model, T5Slice) and model.shared_embeddings)
+
+
+def decoder_embedding_grad_is_separate(model: FamilySlice) -> bool:
+    """Return True if the decoder's embedding has a separate gradient during the encoder's backward pass."""
+    return isinstance(model, T5Slice) and model.shared_embeddings and not model.tied
