@@ -11,10 +11,10 @@ from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
 from stoker.models.model_cost import count_parameters
+from stoker.trainer.cli.thread_tuning import measure_step_time
 from stoker.trainer.config.parameter_layout import DataParallelLayout
 from stoker.trainer.conversion import load_model
 from stoker.trainer.core.run_context import free_previous_runs
-from stoker.trainer.core.training_state import build_model
 from stoker.trainer.data import build_datasets
 from stoker.trainer.device.choose_device import choose_device, device_from_option
 from stoker.trainer.device.precision import plan_precision
@@ -207,10 +207,9 @@ def test_a_checkpoint_that_asks_for_too_large_a_model_is_not_built(tmp_path, mon
 
 def test_quickstart_measures_no_model_that_cannot_fit(tmp_path):
     root = tiny_config(tmp_path, model__num_layers=10**9).root
-    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
     data = build_datasets.build_data(tiny_config(tmp_path).root)
     with pytest.raises(UserError, match="out of memory"):
-        build_model(root, data, plan, CPU)
+        measure_step_time(root, data, CPU, 0.0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
