@@ -32,7 +32,7 @@ def kill_at(command, directory, instant):
     return alive
 
 
-def killed_run(tmp_path, kills, chance, workers, micro_batch, is_async):
+def killed_run(tmp_path, kills, chance, workers, micro_batch, is_async, start_seconds):
     """A run that is killed so many times and then left in peace; returns its directory and its kills."""
     directory = tmp_path / f"workers{workers}-micro{micro_batch}-async{is_async}"
     scratch = tmp_path / "scratch"
@@ -44,8 +44,9 @@ def killed_run(tmp_path, kills, chance, workers, micro_batch, is_async):
     done = 0
     for _ in range(kills):
         with train(directory, tmp_path, *changes, micro_batch=micro_batch, environ={"TMPDIR": str(scratch)}) as command:
-            # two of three in training, at any of its lines; the rest at any time from the first import on
-            instant = chance.randrange(1, STEPS // kills) if chance.random() < 0.67 else -chance.uniform(0, 8)
+            # two of three in training, at any of its lines; the rest from the first import to about the first step
+            is_by_step = chance.random() < 0.67
+            instant = chance.randrange(1, STEPS // kills) if is_by_step else -chance.uniform(0, start_seconds)
             done += kill_at(command, directory, instant)
             assert not command.wait_for_no_process()
     with train(directory, tmp_path, *changes, micro_batch=micro_batch) as command:
@@ -59,10 +60,13 @@ def killed_run(tmp_path, kills, chance, workers, micro_batch, is_async):
 
 def peaceful_run(tmp_path, micro_batch):
     directory = tmp_path / f"peace{micro_batch}"
+    start = time.monotonic()
     with train(directory, tmp_path, micro_batch=micro_batch) as command:
+        command.wait_until(lambda: last_step(directory) >= 1)
+        seconds = time.monotonic() - start
         code, error = command.ended()
     assert code == 0, error
-    return directory
+    return directory, seconds
 
 
 def assert_equal_runs(killed, peace):
@@ -75,10 +79,10 @@ def assert_equal_runs(killed, peace):
 def test_runs_killed_at_random_instants_end_with_the_same_bits(tmp_path, workers, micro_batch):
     """Eight kills for each pair of loader workers and accumulation, half of them with saves beside training."""
     chance = random.Random(10 * workers + micro_batch)
-    peace = peaceful_run(tmp_path, micro_batch)
+    peace, start_seconds = peaceful_run(tmp_path, micro_batch)
     total = 0
     for is_async in (False, True):
-        killed, kills = killed_run(tmp_path, 4, chance, workers, micro_batch, is_async)
+        killed, kills = killed_run(tmp_path, 4, chance, workers, micro_batch, is_async, start_seconds)
         assert_equal_runs(killed, peace)
         total += kills
     print(f"{total} kills")
@@ -93,7 +97,7 @@ def test_a_killed_run_with_loader_workers_leaves_no_process_and_goes_on_exactly(
     assert [path.name for path in checkpoint_paths(tmp_path / "killed" / "checkpoints")][:1] == ["step-5"]
     with train(tmp_path / "killed", tmp_path) as command:
         assert command.ended()[0] == 0
-    assert_equal_runs(tmp_path / "killed", peaceful_run(tmp_path, 2))
+    assert_equal_runs(tmp_path / "killed", peaceful_run(tmp_path, 2)[0])
 
 
 def test_a_run_that_is_killed_starts_again_by_itself(tmp_path):
@@ -108,4 +112,4 @@ def test_a_run_that_is_killed_starts_again_by_itself(tmp_path):
     assert code == 0, error
     assert error.count("was killed by SIGKILL") == 2
     assert error.count("restarting from the newest checkpoint") == 2
-    assert_equal_runs(directory, peaceful_run(tmp_path, 2))
+    assert_equal_runs(directory, peaceful_run(tmp_path, 2)[0])

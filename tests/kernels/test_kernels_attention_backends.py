@@ -606,7 +606,7 @@ def test_gpu_backends_equal_the_reference(name: str, groups: int, head_dim: int,
     upstream = torch.randn(2, tokens, heads, head_dim, generator=generator).to("cuda")
     results: list[list[Tensor]] = []
     for function, dtype in (("reference", torch.float64), (name, torch.bfloat16)):
-        tensors = [tensor.to(dtype).requires_grad_() for tensor in drawn]
+        tensors = [tensor.to(dtype, copy=True).requires_grad_() for tensor in drawn]
         options: dict[str, Any] = {"causal": True, "softmax_scale": head_dim**-0.5} | words
         if "bias" in words:
             options["bias"] = tensors[3]

@@ -276,5 +276,5 @@ def test_the_operation_is_one_torch_knows() -> None:
         torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in [(2, 8, 64), *[(2, 2, 300, 64)] * 2]
     )
     positions = torch.tensor([3, 299], device="cuda")
-    arguments = (query, key, value, positions, None, None, None, 0.125, -1, 0.0)
+    arguments = (query, key, value, positions, 0.125, None, None, None, -1, 0.0)
     torch.library.opcheck(torch.ops.stoker.decode_attention.default, arguments)

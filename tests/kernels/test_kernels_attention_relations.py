@@ -23,6 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels import flash_attention, reference_attention
 from stoker.kernels.attention.argument_checks import check_arguments
+from stoker.kernels.attention.flash.kernel_arguments import FlashAttentionParams
+from stoker.kernels.attention.inputs import AttentionInputs
 
 BOTH = pytest.mark.parametrize(
     "attention", [reference_attention, *extra(flash_attention)], ids=lambda attention: attention.__name__
@@ -212,13 +214,8 @@ def test_backward_twice_over_a_kept_graph(device: str) -> None:
 
 def arguments_of_the_operation(problem: Problem) -> tuple[Any, ...]:
     """What the public function hands to `stoker::flash_attention`."""
-    geometry = check_arguments(**problem.tensors, **problem.options)
-    given = problem.tensors | problem.options
-    optional = ("bias", "distance_bias", "alibi_slopes", "key_padding_mask", "rng", "cu_seqlens_q", "cu_seqlens_k")
-    return (
-        *(given[name] for name in "qkv"), *(given.get(name) for name in optional), geometry.left, geometry.right,
-        geometry.scale, given["softcap"], given.get("dropout_p", 0.0), geometry.queries, geometry.keys,
-    )  # fmt: skip
+    inputs = AttentionInputs(**problem.tensors, **problem.options)
+    return (*inputs[:3], *FlashAttentionParams.from_checked(inputs, check_arguments(inputs)))
 
 
 @full_only
