@@ -164,11 +164,12 @@ def open_wandb(directory, resumed_at=0, **kwargs):
 
 
 def test_wandb_gets_the_run_and_its_figures_over_our_step(wandb, tmp_path):
-    sink = open_wandb(tmp_path, entity="e", tags=["t"], offline=True)
+    sink = open_wandb(tmp_path, entity="e", tags=["t"], offline=True, job_type="j", notes="n", group="g")
     sink.log(5, {"loss": 1.0}, "train")
     sink.close(failed=False)
     (_, init), *rest = wandb.calls
-    wanted = {"project": "p", "name": tmp_path.name, "entity": "e", "group": None, "tags": ["t"], "mode": "offline"}
+    wanted = {"project": "p", "name": tmp_path.name, "entity": "e", "group": "g", "tags": ["t"], "mode": "offline"}
+    wanted |= {"job_type": "j", "notes": "n"}
     assert init.items() >= wanted.items()
     assert init["config"]["name"] == "tiny"
     assert (init["resume"], init["dir"]) == ("allow", str(tmp_path))
@@ -269,12 +270,16 @@ def test_only_a_resumed_run_is_the_same_run_in_mlflow(mlflow, tmp_path):
         open_mlflow(tmp_path, resumed_at).close(failed=False)
     assert [run_id for run_id, _ in mlflow.ended] == ["run0", "run0", "run1"]
     assert mlflow.runs["run0"]["status"] == "RUNNING"
+    open_mlflow(tmp_path, run_id="run1").close(failed=False)
+    assert mlflow.ended[-1][0] == "run1"
 
 
 def test_where_mlflow_writes(mlflow, tmp_path, monkeypatch):
     open_mlflow(tmp_path, tracking_uri="https://host:5000", experiment_name="e").close(failed=False)
     assert mlflow.uri == "https://host:5000"
     assert list(mlflow.experiments) == ["e"]
+    open_mlflow(tmp_path, experiment_name="f", artifact_location="s3://b").close(failed=False)
+    assert mlflow.experiments["f"] == {"artifact_location": "s3://b"}
     open_mlflow(tmp_path, save_dir=str(tmp_path / "store")).close(failed=False)
     assert mlflow.uri == f"sqlite:///{tmp_path}/store/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://other")
