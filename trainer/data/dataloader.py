@@ -6,6 +6,7 @@ save. For CUDA devices batches are pinned and copied on a side stream, one step 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import signal
@@ -242,9 +243,18 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _init_worker(worker: int) -> None:
-    """In a dataloader worker: exit on SIGTERM from the parent process, and ignore SIGTERM from others."""
+    """In a dataloader worker: exit with the parent process or on SIGTERM from it, and ignore SIGTERM from others."""
+    # torch's own watchdog compares parent ids from here on, and so never ends a worker whose parent has died before
+    threading.Thread(target=_exit_with_parent, name="parent", daemon=True).start()
     if signal.SIGTERM in _BLOCKED_SIGNALS and hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=_exit_on_sigterm_from, args=(os.getppid(),), name="sigterm", daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is no worker"
+    parent.join()
+    os._exit(1)
 
 
 def _exit_on_sigterm_from(parent: int) -> None:
