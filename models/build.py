@@ -30,7 +30,7 @@ from .memory.offload_weights import WeightOffload
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
 from .recompute.analysis import has_dropout, training_labels
-from .recompute.apply import apply_recompute
+from .recompute.apply_recompute import apply_recompute
 from .stack import Stack
 from .t5 import T5
 

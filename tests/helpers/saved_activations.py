@@ -34,9 +34,9 @@ from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.peft.apply import apply_peft
-from stoker.models.recompute.apply import apply_recompute
+from stoker.models.recompute.apply_recompute import apply_recompute
 from stoker.trainer.plan.hardware import parse_gpu
-from stoker.trainer.plan.inputs import RunInputs, collect_inputs, target_precision
+from stoker.trainer.plan.run_inputs import RunInputs, collect_inputs, target_precision
 from stoker.trainer.plan.run_plan import gpu_target
 
 _BY_TRITON = (

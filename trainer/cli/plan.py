@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...models.config.key_block import Finding
     from ..config.run_config import RunConfig
     from ..config.schema.root import RootBlock
-    from ..plan.inputs import Target
+    from ..plan.run_inputs import Target
     from ..plan.run_plan import Plan
     from ..plan.search import Change, CurrentOverrides
 

@@ -11,7 +11,7 @@ from ...models.layers.cost import StackInputs
 from ..config.schema.root import RootBlock
 from ..utils.text import pluralize
 from .hardware import GIB
-from .inputs import RunInputs
+from .run_inputs import RunInputs
 from .run_plan import Plan, effective_recompute, offload_recompute
 from .search import NO_OVERRIDES, Change, CurrentOverrides, suggest_changes
 from .state_memory import CUDA_CONTEXT_BYTES

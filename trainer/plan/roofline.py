@@ -18,7 +18,7 @@ from ...models.layers.cost import StackInputs, recomputed_bytes
 from ...models.model_cost import training_flops_per_sample
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from .hardware import EFFICIENCY, GPUSpec
-from .inputs import RunInputs
+from .run_inputs import RunInputs
 from .state_memory import main_weight_bytes, num_state_elements
 from .timeline import LayerInStack, MemoryPlan
 from .transfers import offload_stall_seconds, offloaded_bytes

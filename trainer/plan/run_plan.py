@@ -15,8 +15,8 @@ from ..checkpoint.run_environment import device_name
 from ..config.schema.root import RootBlock
 from ..device.determinism import attention_flags
 from .hardware import EFFICIENCY, GPUSpec, match_gpu
-from .inputs import RunInputs, Target, collect_inputs, target_precision
 from .roofline import StepTime, step_time
+from .run_inputs import RunInputs, Target, collect_inputs, target_precision
 from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import MemoryPlan, memory_plan
 from .transfers import offloaded_bytes

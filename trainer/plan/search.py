@@ -22,7 +22,7 @@ from ..config.rules.all_rules import run_rules
 from ..config.rules.rule_context import RuleContext
 from ..config.schema.root import RootBlock
 from ..utils.errors import UserError
-from .inputs import Target
+from .run_inputs import Target
 from .run_plan import Plan, make_plan
 
 Values = Mapping[str, Any]

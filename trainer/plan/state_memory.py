@@ -15,7 +15,7 @@ from ..config.schema.optim import optimizer_kind, optimizer_settings
 from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
-from .inputs import RunInputs
+from .run_inputs import RunInputs
 
 _CUBLAS_WORKSPACE = {9: 32 << 20, 10: 32 << 20}
 """Bytes of workspace that torch allocates for each cuBLAS handle, by major compute capability."""

@@ -23,7 +23,7 @@ from ...models.model_cost import (
 )
 from ...models.stack import final_norm_saved_bytes, layer_memory
 from ...models.t5 import encoder_output_bytes
-from .inputs import RunInputs
+from .run_inputs import RunInputs
 from .state_memory import (
     PersistentState,
     accumulates_in_fp32,
