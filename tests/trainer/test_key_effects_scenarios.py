@@ -74,7 +74,7 @@ from stoker.trainer.lightning import lightning_module
 from stoker.trainer.loggers import logger_backends
 from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
-from stoker.trainer.plan import inputs
+from stoker.trainer.plan import run_inputs
 from stoker.trainer.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("without_plots", "small_pystd")
@@ -355,7 +355,7 @@ def the_optimizer_lies_in_host_memory(harness: ConfigHarness) -> None:
 @story(MODEL + "enable_cuda_graph")
 def micro_batches_are_recorded(harness: ConfigHarness) -> None:
     made: list[Any] = []
-    for part in (run_context, training_loop, run_summary, inputs):
+    for part in (run_context, training_loop, run_summary, run_inputs):
         harness.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
     harness.monkeypatch.setattr(training_loop, "CapturedMicroBatches", lambda step, *_: made.append(step) or step)
     harness.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
