@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..config.schema.root import RootBlock
+from ..config.schema.trainer_and_data import MemoryProfileBlock, TrainerBlock
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 
@@ -103,13 +103,13 @@ class ProfilerList:
                 self._log(f"warning: cannot write the profile: {error}; the run continues without it")
 
 
-def check_profiling(root: RootBlock, device: torch.device) -> None:
+def check_profiling(keys: MemoryProfileBlock, device: torch.device) -> None:
     """Check the profiling keys, before anything is built.
 
     Raises:
         UserError: a memory snapshot on a device other than CUDA.
     """
-    if root.model.memory_profile.enabled and device.type != "cuda":
+    if keys.enabled and device.type != "cuda":
         raise UserError(
             f"`model.memory_profile.enabled` (True) needs a CUDA device, but this run is on {device.type}; "
             "use model.memory_profile.enabled=False"
@@ -117,7 +117,13 @@ def check_profiling(root: RootBlock, device: torch.device) -> None:
 
 
 def build_profilers(
-    root: RootBlock, directory: Path, device: torch.device, log: LogFunction, rank: int = 0, steps_before: int = 0
+    keys: TrainerBlock,
+    memory: MemoryProfileBlock,
+    directory: Path,
+    device: torch.device,
+    log: LogFunction,
+    rank: int = 0,
+    steps_before: int = 0,
 ) -> ProfilerList:
     """Build the enabled profilers of one process.
 
@@ -125,11 +131,11 @@ def build_profilers(
     `steps_before` are the completed steps of the run when this process starts, for file names.
     """
     profilers: list[Profiler] = []
-    profile, memory = directory / "profile", root.model.memory_profile
-    if root.trainer.profiler == "pytorch" and rank == 0:
-        first, last = root.trainer.profile_steps
+    profile = directory / "profile"
+    if keys.profiler == "pytorch" and rank == 0:
+        first, last = keys.profile_steps
         profilers.append(TraceProfiler(profile, first, last, device, log, steps_before))
-    elif root.trainer.profiler == "simple" and rank == 0:
+    elif keys.profiler == "simple" and rank == 0:
         profilers.append(PhaseTimer(profile, log))
     if memory.enabled and memory.rank == rank:
         key = "model.memory_profile.output_path"

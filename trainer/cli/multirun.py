@@ -253,7 +253,7 @@ def _create_directory(hydra_keys: _HydraKeys, roots: Sequence[RootBlock]) -> Pat
             )
         update["explicit_log_dir"] = hydra_keys.directory
     try:
-        return create_run_directory(root.model_copy(update={"exp_manager": manager.model_copy(update=update)}))
+        return create_run_directory(manager.model_copy(update=update), root.name)
     except OSError as error:
         where = error.filename or manager.explicit_log_dir or manager.exp_dir or "runs"
         raise unwritable_error(where, error, hydra_keys.directory_keys(manager)[0]) from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...models.config.batch_shape import BatchSpec
 from .dataset_names import PAIR_SOURCES
-from .schema.root import AnyModelBlock, ModelBlock, RootBlock, T5ModelBlock
+from .schema.root import AnyModelBlock, ModelBlock, T5ModelBlock
+from .schema.trainer_and_data import DataBlock
 from .span_lengths import Corruption, corrupted_lengths, noise_counts, window_length
 
 TaskName = Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"]
@@ -52,13 +54,13 @@ def task_name(model: AnyModelBlock) -> TaskName:
     return model.data.dataset_type or default
 
 
-def task_from_config(root: RootBlock) -> Task:
-    """Return the task of a configuration.
+def task_from_keys(model: AnyModelBlock) -> Task:
+    """Return the task of a model's keys.
 
     Raises:
         ValueError: no text length gives the configured sequence lengths.
     """
-    model, data = root.model, root.model.data
+    data = model.data
     name, length = task_name(model), sequence_length(model)
     mock = data.data_impl == "mock"
     ngrams = data.geometric_dist is not None and not (mock and name == "t5")
@@ -89,6 +91,21 @@ def task_from_config(root: RootBlock) -> Task:
             return Task(name, length, 0, length, None, packed, padded=experts and not mock)
         case "gpt":
             return Task(name, length, 0, length, None, data.reset_attention_mask, padded=False)
+
+
+def batch_spec(task: Task, data: DataBlock) -> BatchSpec:
+    """Return the shape of the samples of a task.
+
+    Raises:
+        ValueError: the sequence lengths are invalid; configuration rules report that earlier.
+    """
+    return BatchSpec(
+        seq_length=task.length,
+        decoder_seq_length=task.decoder_length,
+        packed=task.packed,
+        reset_position_ids=task.packed if task.is_encoder_decoder or task.name == "sft" else data.reset_position_ids,
+        padded=task.padded,
+    )
 
 
 def sequence_length(model: AnyModelBlock) -> int:

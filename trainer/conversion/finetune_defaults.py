@@ -263,11 +263,11 @@ def _checkpoint_model(checkpoint: Checkpoint) -> dict[str, Any]:
     from .checkpoint_io import checkpoint_config
     from .pretrained import check_model_size
 
-    root = checkpoint_config(checkpoint).root
-    check_model_size(checkpoint, root, root.model.override_vocab_size or 1)
-    document = root.model.model_dump(mode="json")
+    run = checkpoint_config(checkpoint).resolved
+    check_model_size(checkpoint, run, run.model.override_vocab_size or 1)
+    document = run.model.model_dump(mode="json")
     if document.get("max_position_embeddings", 0) is None:
-        length = document["seq_length" if root.model.family == "t5" else "encoder_seq_length"]
+        length = document["seq_length" if run.model.family == "t5" else "encoder_seq_length"]
         document["max_position_embeddings"] = length if _has_position_table(document) else None
     return document
 

@@ -34,10 +34,9 @@ from ...models.hf.weight_layout import Geometry, Shape, num_elements
 from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG, read_object
 from ..checkpoint.reader import WEIGHTS, model_tensors
-from ..config.batch_spec import batch_spec
 from ..config.load import config_from_document
+from ..config.resolved_run import ResolvedRun
 from ..config.run_config import RunConfig
-from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, tokenizer_state
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
@@ -223,8 +222,8 @@ def map_source(source: HFSource, tokenizer: str | None, ignored: Collection[str]
     problems += [f"{source.config_name}: {problem}" for problem in _excessive_counts(keys, tensors)]
     if problems or found is None:
         raise UserError([f"{source.path} cannot be converted:", *(f"  {problem}" for problem in problems)])
-    root, made = _run_of(source, keys, found)
-    placed, geometry = _placed(architecture, root, made)
+    run, made = _run_of(source, keys, found)
+    placed, geometry = _placed(architecture, run, made)
     problems, left_out = _compare(architecture, placed, tensors)
     if problems:
         title = f"{source.path}: the weights do not fit {source.config_name}:"
@@ -258,16 +257,16 @@ def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterat
         )
 
 
-def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:
+def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[ResolvedRun, Tokenizer]:
     """Return the configuration of the model, and its tokenizer.
 
     Raises:
         UserError: invalid configuration, or the tokenizer cannot be loaded or has more tokens than the model.
     """
     tokenizer_keys = found.keys_for(found.folder or source.path)
-    root = _run_config(_model_keys(source.architecture, keys), tokenizer_keys, source.origin).root
+    run = _run_config(_model_keys(source.architecture, keys), tokenizer_keys, source.origin).resolved
     try:
-        return root, tokenizer_for_vocabulary(root, keys["override_vocab_size"])
+        return run, tokenizer_for_vocabulary(run.data, keys["override_vocab_size"])
     except UserError as error:
         raise UserError(f"{source.path}: {error}") from None
 
@@ -284,32 +283,32 @@ def _run_config(model_keys: Mapping[str, Any], tokenizer_keys: Mapping[str, Any]
 
 
 def _placed(
-    architecture: Architecture, root: RootBlock, tokenizer: Tokenizer
+    architecture: Architecture, run: ResolvedRun, tokenizer: Tokenizer
 ) -> tuple[list[ParameterMapping], Geometry]:
     """Return the mapping of each parameter to the source tensors, and the attention geometry."""
-    shapes, geometry = parameter_layout(root, tokenizer)
+    shapes, geometry = parameter_layout(run, tokenizer)
     placed, unmapped = architecture.weights.map_parameters(shapes, geometry)
     assert not unmapped, unmapped  # every parameter of the described model is in its weights
     return placed, geometry
 
 
-def parameter_layout(root: RootBlock, tokenizer: Tokenizer) -> tuple[dict[str, Shape], Geometry]:
+def parameter_layout(run: ResolvedRun, tokenizer: Tokenizer) -> tuple[dict[str, Shape], Geometry]:
     """Return names and shapes of the checkpoint tensors of a configuration, and its attention geometry."""
-    tensors = model_tensors(build_meta_model(root, tokenizer))
-    model = slice_from_keys(root.model, model_vocab_size(root, tokenizer), batch_spec(root))
+    tensors = model_tensors(build_meta_model(run, tokenizer))
+    model = slice_from_keys(run.model, model_vocab_size(run.data.vocab_size, tokenizer), run.batch_spec)
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, geometry_of(model)
 
 
-def build_meta_model(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
+def build_meta_model(run: ResolvedRun, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
     """Build the model of a configuration on the meta device, with the parameters that `peft` adds."""
     return build_model(
-        root.model,
-        vocab_size=model_vocab_size(root, tokenizer),
+        run.model,
+        vocab_size=model_vocab_size(run.data.vocab_size, tokenizer),
         device="meta",
         dtype=torch.float32,
         flags=AttentionFlags(),
         micro_batch_size=1,
-        batch_spec=batch_spec(root),
+        batch_spec=run.batch_spec,
         peft=peft,
     )
 
@@ -358,7 +357,7 @@ def _compare(
 def _write(folder: Path, target: Path, source: Path, incoming: MappedModel, tensors: TensorSource) -> None:
     keys = incoming.tokenizer_folder.keys_for(target / TOKENIZER_FOLDER)
     config = _run_config(incoming.keys, keys, str(source / CONFIG))
-    state, tokenizer = initial_state(config.root), tokenizer_state(incoming.tokenizer)
+    state, tokenizer = initial_state(config.resolved), tokenizer_state(incoming.tokenizer)
     write_converted_checkpoint(folder, WEIGHTS, tensors, state, config.document, tokenizer)
     incoming.tokenizer_folder.copy(folder / TOKENIZER_FOLDER)
     for group, block in (("model", incoming.keys), ("tokenizer", keys)):

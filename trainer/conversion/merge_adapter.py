@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...models.config.peft import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice, SelectiveSlice
 from ...models.peft.added_parameters import PeftModule
 from ..checkpoint.reader import Checkpoint
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from .from_hf import build_meta_model
@@ -51,22 +51,22 @@ class MergedTensors:
 
 @contextmanager
 def open_merged(
-    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: PretrainedWeights
+    checkpoint: Checkpoint, run: ResolvedRun, tokenizer: Tokenizer, base: PretrainedWeights
 ) -> Iterator[MergedTensors]:
     """Open an adapter and its base for merging.
 
     Raises:
         UserError: the base differs, or the adapter cannot be merged.
     """
-    peft = peft_slice(root.model.peft)
+    peft = run.peft
     if not isinstance(peft, LoRASlice | IA3Slice | SelectiveSlice):
         raise UserError(
-            f"checkpoint {checkpoint.path}: `peft_scheme: {root.model.peft.peft_scheme}` adds modules that a merged "
+            f"checkpoint {checkpoint.path}: `peft_scheme: {run.model.peft.peft_scheme}` adds modules that a merged "
             "model cannot represent; lora, ia3 and selective can be merged"
         )
     if checkpoint.state.base is not None:
         check_same_base(base, checkpoint.state.base, checkpoint.path)
-    model = build_meta_model(root, tokenizer, peft)
+    model = build_meta_model(run, tokenizer, peft)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, PeftModule)}
     with checkpoint.open_weights() as held, base.open_tensors() as tensors:
         yield MergedTensors(tensors, {name: held.read(name) for name in held.specs}, modules)

@@ -19,8 +19,7 @@ from ...models.model_cost import count_parameters
 from ..checkpoint.hf_files import is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
 from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
-from ..config.batch_spec import batch_spec
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import local_shard
@@ -148,7 +147,7 @@ def check_same_base(base: PretrainedWeights, expected: BaseRecord, adapter: Path
 
 
 def check_model_size(
-    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, base: PretrainedWeights | None = None
+    checkpoint: Checkpoint, run: ResolvedRun, vocab_size: int, base: PretrainedWeights | None = None
 ) -> None:
     """Check before allocating anything that the weight files can hold the parameters of the configuration.
 
@@ -159,8 +158,8 @@ def check_model_size(
         UserError: the model is too large for the files, or the base is not the one the adapter was trained on.
     """
     unpadded = {"make_vocab_size_divisible_by": 1}  # Hugging Face vocabularies are not padded
-    keys = root.model if base is None else root.model.model_copy(update=unpadded)
-    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, batch_spec(root))
+    keys = run.model if base is None else run.model.model_copy(update=unpadded)
+    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, run.batch_spec)
     files = checkpoint.weight_files if base is None else base.files
     total_bytes = sum(file.stat().st_size for file in files)
     if parameters * _MIN_ITEMSIZE > total_bytes:

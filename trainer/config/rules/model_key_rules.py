@@ -9,7 +9,7 @@ from ....models.config.key_block import Finding
 from ....models.config.moe import moe_slice
 from ....models.config.positions import BOUNDED_POSITION_TYPES, window_masks_nothing
 from ....models.config.stack import StackKeys
-from ..data_task import task_from_config
+from ..data_task import task_from_keys
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
 from ..schema.key_index import format_value
 from ..schema.optim import optimizer_kind, optimizer_settings
@@ -181,7 +181,7 @@ def decoder_window_has_effect(context: RuleContext) -> Iterator[Finding]:
     if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type not in BOUNDED_POSITION_TYPES:
         return
     try:
-        target_length = task_from_config(context.root).decoder_length
+        target_length = task_from_keys(context.root.model).decoder_length
     except ValueError:  # invalid lengths are reported by another rule
         return
     longest = max(target_length, model.max_position_embeddings or 0)

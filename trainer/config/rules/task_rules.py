@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ..data_task import Task, task_from_config, task_name
+from ..data_task import Task, task_from_keys, task_name
 from ..dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from ..span_lengths import clipped_geometric_mean, noise_counts
 from .rule_context import RuleContext, no_effect, unused
@@ -70,7 +70,7 @@ def sequence_lengths_fit(context: RuleContext) -> Iterator[Finding]:
         return
     keys = (f"{_AT}.seq_length_dec", f"{_AT}.masked_lm_prob", f"{_AT}.mean_ngram_size")
     try:
-        task = task_from_config(context.root)
+        task = task_from_keys(context.root.model)
     except ValueError as error:
         needed = str(error).rpartition("at least ")[2]
         if "`decoder_length`" in str(error):
@@ -138,7 +138,7 @@ def _exact_decoder_length(context: RuleContext) -> int:
     """Return the number of decoder tokens that T5's span corruption needs."""
     data = context.root.model.data.model_copy(update={"seq_length_dec": None})
     model = context.root.model.model_copy(update={"data": data})
-    return task_from_config(context.root.model_copy(update={"model": model})).decoder_length
+    return task_from_keys(model).decoder_length
 
 
 def sentinels_suffice(context: RuleContext) -> Iterator[Finding]:
@@ -190,7 +190,7 @@ def mask_token_needs_bert(context: RuleContext) -> Iterator[Finding]:
 
 def _task(context: RuleContext) -> Task | None:
     try:
-        return task_from_config(context.root)
+        return task_from_keys(context.root.model)
     except ValueError:
         return None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...config.data_task import Task
-from ...config.schema.root import RootBlock
+from ...config.resolved_run import DataSpec
+from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.errors import UserError
 from ..datasets.document_chunks import CorruptedChunks, Documents
 from ..datasets.document_ids import DocumentIdSamples
@@ -23,16 +23,16 @@ _EVALUATION_SEED = 0
 """Evaluation uses the same random draws in all runs, so that they can be compared."""
 
 
-def tokenizer_for_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer_for_task(spec: DataSpec, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with the sentinels that the task needs.
 
     Raises:
         UserError: it has no EOS token, which the task needs.
     """
-    count = root.model.tokenizer.num_sentinel_tokens
+    task, count = spec.task, spec.tokenizer.num_sentinel_tokens
     if task.name in ("gpt", "sft"):
         return tokenizer
-    has_mask_token = task.name == "bert" and find_mask_token_id(tokenizer, _mask_name(root)) is not None
+    has_mask_token = task.name == "bert" and find_mask_token_id(tokenizer, _mask_name(spec.tokenizer)) is not None
     extended = tokenizer if has_mask_token and count is None else with_sentinels(tokenizer, count)
     if extended.eos_id is None:
         raise UserError(
@@ -42,9 +42,8 @@ def tokenizer_for_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tok
     return extended
 
 
-def _mask_name(root: RootBlock) -> str | None:
+def _mask_name(keys: TokenizerBlock) -> str | None:
     """Return the configured mask token; the byte-level tokenizer ignores it, since it has its own special tokens."""
-    keys = root.model.tokenizer
     return None if keys.library == "byte-level" else keys.special_tokens.mask_token
 
 
@@ -55,11 +54,11 @@ class SampleFactory:
         tokenizer: output of `tokenizer_for_task`.
     """
 
-    def __init__(self, root: RootBlock, task: Task, tokenizer: Tokenizer) -> None:
-        self.task = task
-        self._keys = root.model.data
-        self._mask_token = _mask_name(root)
-        self._seed = root.model.seed
+    def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
+        self.task = task = spec.task
+        self._keys = spec.keys
+        self._mask_token = _mask_name(spec.tokenizer)
+        self._seed = spec.seed
         self._tokenizer = tokenizer
         self.shape = PairShape(task.length, task.decoder_length, tokenizer.pad_id)
 
