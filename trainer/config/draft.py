@@ -122,7 +122,7 @@ class Draft:
         if value is None:
             return
         rule = f"it replaces `{other}={format_value(value)}` of {self.origins.get(other, DEFAULT_ORIGIN)}"
-        self.findings.append(Finding("info", (path,), rule))
+        self.findings.append(Finding.info((path,), rule))
         dotted_paths.remove(self.tree, other)
         del self.origins[other]
 
@@ -213,7 +213,7 @@ class Draft:
             family, reason = inferred
             dotted_paths.put(self.tree, path, family)
             self.origins[path] = Origin("default", reason)
-            self.findings.append(Finding("info", (path,), f"`{family}`, since {reason}", f"{path}={family}"))
+            self.findings.append(Finding.info((path,), f"`{family}`, since {reason}", f"{path}={family}"))
         self._family = family_of(self.tree.get("model"))
 
     def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:

@@ -151,7 +151,7 @@ class KeyStates:
             (inert, "without effect because the feature is off", _listed(inert)),
         ):
             if paths:
-                yield Finding("info", tuple(paths), f"{pluralize(len(paths), 'key')} {what}: {listed}")
+                yield Finding.info(tuple(paths), f"{pluralize(len(paths), 'key')} {what}: {listed}")
 
     def _verdict(self, path: str, value: Any) -> Verdict:
         if _CODE_KEYS.intersection(path.split(".")) or _names_code(value):

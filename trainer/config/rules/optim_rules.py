@@ -44,7 +44,7 @@ def eps_fits_optimizer(context: RuleContext) -> Iterator[Finding]:
         rule, default = f"`{name}` takes one value of `eps`; two are for adafactor", "1e-8"
     else:
         return
-    yield Finding("error", (f"{_AT}.eps", f"{_AT}.name"), rule, f"{_AT}.eps={default}")
+    yield Finding.error((f"{_AT}.eps", f"{_AT}.name"), rule, f"{_AT}.eps={default}")
 
 
 def nesterov_needs_momentum(context: RuleContext) -> Iterator[Finding]:
@@ -54,8 +54,7 @@ def nesterov_needs_momentum(context: RuleContext) -> Iterator[Finding]:
         return
     settings = optimizer_settings(optim)
     if optim.nesterov and not settings["momentum"]:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.nesterov", f"{_AT}.momentum"),
             f"`nesterov` needs a `momentum` larger than 0, but it is {settings['momentum']:g}",
             f"{_AT}.momentum=0.9, or ~{_AT}.nesterov",
@@ -66,8 +65,7 @@ def warmup_init_needs_relative_step(context: RuleContext) -> Iterator[Finding]:
     """`warmup_init` acts only with `relative_step`."""
     optim = context.root.model.optim
     if optim.name == "adafactor" and optim.warmup_init and not optim.relative_step:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.warmup_init", f"{_AT}.relative_step"),
             "`warmup_init` warms up `relative_step`, which is False",
             f"{_SCHED}.warmup_steps=STEPS to warm up the schedule, or {_AT}.relative_step=true",
@@ -100,8 +98,7 @@ def steps_or_ratio(context: RuleContext) -> Iterator[Finding]:
     for name in _PHASES:
         steps, ratio = getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio")
         if steps is not None and ratio is not None:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{_SCHED}.{name}_ratio", f"{_SCHED}.{name}_steps"),
                 f"`{name}_steps` ({steps}) and `{name}_ratio` ({ratio:g}) set the same value; only one may be given",
                 f"~{_SCHED}.{name}_ratio",
@@ -146,15 +143,13 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
     if _uses_relative_step(context):
         return
     if name == "NoamAnnealing" and sched.d_model is None:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SCHED}.d_model", f"{_SCHED}.name"),
             "`NoamAnnealing` divides by the square root of `d_model`, which is not set",
             f"{_SCHED}.d_model='${{model.hidden_size}}'",
         )
     if name == "NoamHoldAnnealing" and not resolve_steps(sched.warmup_steps, sched.warmup_ratio, length):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SCHED}.warmup_steps", f"{_SCHED}.name"),
             "`NoamHoldAnnealing` needs warm-up steps, which scale its decay",
             f"{_SCHED}.warmup_steps={max(1, length // 10)}",
@@ -162,8 +157,7 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
     if name == "T5InverseSquareRootAnnealing":
         constant = resolve_steps(sched.constant_steps, sched.constant_ratio, length)
         if not constant:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{_SCHED}.constant_steps", f"{_SCHED}.name"),
                 "`T5InverseSquareRootAnnealing` starts at 1 / sqrt(`constant_steps`), which must be set",
                 f"{_SCHED}.constant_steps=10000, as in T5's pre-training",
@@ -189,8 +183,7 @@ def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
         by_ratio = getattr(sched, f"{first}_steps") is None
         length = f"{_SCHED}.max_steps" if sched.max_steps else "trainer.max_steps"
         listed = " and ".join(f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items())
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SCHED}.{first}_{'ratio' if by_ratio else 'steps'}", length),
             f"{listed} must leave steps for the decay, but the schedule has {total}",
             f"use fewer, or {length}={taken + max(1, total)}",
@@ -201,8 +194,7 @@ def min_lr_is_below_lr(context: RuleContext) -> Iterator[Finding]:
     """`min_lr` must not exceed `lr`."""
     optim = context.root.model.optim
     if optim.sched.min_lr > optim.lr and "lr" in _schedule_fields(optim.sched) and not _uses_relative_step(context):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SCHED}.min_lr", f"{_AT}.lr"),
             f"`min_lr` ({optim.sched.min_lr:g}) must not be larger than `lr` ({optim.lr:g})",
             f"{_SCHED}.min_lr={optim.lr / 10:g}",

@@ -56,7 +56,7 @@ def defaults_to_fp32(context: RuleContext) -> bool:
 
 def no_effect(path: str, other: str, when: str) -> Finding:
     """Return a warning that a key has no effect because of another; `when` begins with `with` or `without`."""
-    return Finding("warning", (path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")
+    return Finding.warning((path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")
 
 
 def unused(context: RuleContext, path: str, other: str, when: str) -> Iterator[Finding]:
