@@ -143,7 +143,7 @@ class Draft:
         acting: Tree = {}
         account: list[KeyReport] = []
         historical: list[str] = []
-        for verdict in states.verdicts():
+        for verdict in states.verdicts:
             if verdict.state is KeyState.ACTS:
                 dotted_paths.put(acting, verdict.path, verdict.value)
                 continue

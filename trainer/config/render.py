@@ -86,17 +86,7 @@ def as_json(
             "digest": config.digest if config else None,
             "keys": keys,
             "findings": findings_document(findings),
-            "problems": [
-                {
-                    "key": p.key,
-                    "value": p.value,
-                    "origin": p.origin,
-                    "rule": p.rule,
-                    "fix": p.fix,
-                    "also": list(p.related),
-                }
-                for p in problems
-            ],
+            "problems": [asdict(problem) for problem in problems],
         },
         indent=2,
     )

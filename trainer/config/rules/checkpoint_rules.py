@@ -91,8 +91,7 @@ def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
         yield Finding.warning(
             (f"{prefix}.every_n_train_steps", f"{prefix}.save_last", "trainer.max_steps"),
             f"no checkpoint is due in {pluralize(steps, 'step')}: `every_n_train_steps` is "
-            f"{params.every_n_train_steps} "
-            "and `save_last` False",
+            f"{params.every_n_train_steps} and `save_last` False",
             f"{prefix}.save_last=true, or {prefix}.every_n_train_steps={steps}",
         )
 

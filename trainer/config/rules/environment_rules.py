@@ -23,8 +23,7 @@ def variable_names_are_valid(context: RuleContext) -> Iterator[Finding]:
             yield Finding.error(
                 (f"env_vars.{name}",),
                 f"`env_vars` ({format_value(name)}) must not be empty, and neither name nor value may hold a "
-                "null byte, "
-                "nor the name a `=`",
+                "null byte, nor the name a `=`",
                 "write env_vars.NAME=VALUE",
             )
 
