@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....models.config.families import sequence_length_of
 from ....models.config.key_block import Finding
 from ..blend_spec import is_per_split, parse_prefixes
 from ..data_task import task_name
@@ -125,8 +126,7 @@ def seq_length_matches_model(context: RuleContext) -> Iterator[Finding]:
     """`data.seq_length` must equal `encoder_seq_length` (T5: `seq_length`, of the encoder)."""
     model = context.root.model
     length = model.data.seq_length
-    key = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
-    model_length = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
+    key, model_length = "seq_length" if model.family == "t5" else "encoder_seq_length", sequence_length_of(model)
     if length is not None and length != model_length:
         yield Finding.error(
             ("model.data.seq_length", f"model.{key}"),

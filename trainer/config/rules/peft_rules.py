@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.families import keys_by_stack
+from ....models.config.families import keys_by_stack, sequence_length_of
 from ....models.config.key_block import Finding
 from ....models.config.moe import moe_slice
 from ....models.config.peft import SelectiveSlice, peft_slice
@@ -152,7 +152,7 @@ def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
         "learned_"
     ):
         return
-    length = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
+    length = sequence_length_of(model)
     positions = max(model.max_position_embeddings or 0, length)
     if length + number > positions:
         key = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ..data_task import Task, task_from_config, task_name
+from ..data_task import PAIR_TASKS, Task, task_from_config, task_name
 from ..dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from ..span_lengths import clipped_geometric_mean, noise_counts
 from .rule_context import RuleContext, no_effect, unused
@@ -15,7 +15,6 @@ _AT = "model.data"
 _TYPE = f"{_AT}.dataset_type"
 _SENTINELS = "model.tokenizer.num_sentinel_tokens"
 _TASKS_OF_FAMILY = {"gpt": ("gpt", "sft"), "t5": ("t5", "t5_prefix_lm", "seq2seq"), "bert": ("bert",)}
-_PAIR_TASKS = {"gpt": "sft", "t5": "seq2seq"}
 _PRESETS = {"gpt": "gpt_125m", "t5": "t5_small", "bert": "bert_base"}
 _BYTE_SENTINELS = 125
 _NGRAM_KEYS = ("max_ngram_size", "whole_word_masking", "favor_longer_ngrams")
@@ -40,7 +39,7 @@ def pair_data_matches_task(context: RuleContext) -> Iterator[Finding]:
     """`seq2seq` and `sft` need pairs (or mock data); other tasks do not support pairs."""
     model = context.root.model
     source, name = model.data.data_impl, task_name(model)
-    is_pair_task = name in _PAIR_TASKS.values()
+    is_pair_task = name in PAIR_TASKS.values()
     if is_pair_task == (source in PAIR_SOURCES) or (is_pair_task and source == "mock"):
         return
     if is_pair_task:
@@ -53,8 +52,8 @@ def pair_data_matches_task(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             (f"{_AT}.data_impl", _TYPE),
             f"`data_impl: {source}` holds pairs, which `dataset_type: {name}` does not support",
-            f"{_TYPE}={_PAIR_TASKS[model.family]}, or another data_impl"
-            if model.family in _PAIR_TASKS
+            f"{_TYPE}={PAIR_TASKS[model.family]}, or another data_impl"
+            if model.family in PAIR_TASKS
             else f"another data_impl, or a model that supports pairs (model={_PRESETS['t5']})",
         )
 
