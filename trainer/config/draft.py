@@ -90,10 +90,7 @@ class Draft:
             del self.origins[path]
         dotted_paths.put(self.tree, edit.path, value)
         self.origins[edit.path] = origin
-        if (
-            edit.value is not None
-            and self.origins.get(_STEPS_OR_RATIO.get(edit.path, ""), DEFAULT_ORIGIN).kind == "file"
-        ):
+        if edit.value is not None and self.kind_of(_STEPS_OR_RATIO.get(edit.path, "")) == "file":
             self._replace_other_form(edit.path)
 
     def _matches_reset_value(self, edit: ValueOverride) -> bool:
@@ -218,9 +215,7 @@ class Draft:
 
     def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
         """Return the paths set by an override, a document or a user's file."""
-        return frozenset(
-            path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT_ORIGIN).kind != "file"
-        )
+        return frozenset(path for path in given if path not in self.packaged or self.kind_of(path) != "file")
 
     def _resolve(self) -> None:
         """Fill `_resolved`; an unresolvable interpolation is a problem if its key could have an effect."""

@@ -189,14 +189,9 @@ def _docs_lines() -> Iterator[str]:
                 "both, with a warning. The table of `model.decoder` lists only keys that differ from `model.encoder`."
             )
         yield from _tables(_family_specific_keys(family), schema_blocks(family))
-    titles = {
-        KeyState.NOT_YET: "Not yet",
-        KeyState.REFUSED: "Refused",
-        KeyState.HISTORICAL: "Historical",
-    }
-    for state, title in titles.items():
+    for state in (KeyState.NOT_YET, KeyState.REFUSED, KeyState.HISTORICAL):
         yield ""
-        yield f"## {title}"
+        yield f"## {state.value.capitalize()}"
         yield ""
         accepted = "" if state is KeyState.HISTORICAL else " accepted value |"
         yield f"| key |{accepted} {'reason' if state is not KeyState.NOT_YET else 'description'} |"

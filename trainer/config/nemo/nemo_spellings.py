@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from .. import dotted_paths
-from ..dotted_paths import Tree
+from ..dotted_paths import MISSING, Tree
 from ..schema.key_index import STACKS, format_value, schema_keys, without_stack
 from ..schema.root import family_of
 from .key_table import unsupported_values
@@ -68,10 +68,7 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
 
 def has_nemo_file_names(tree: Tree) -> bool:
     """Return True if `train_ds.file_names` is set without `data_impl`, as in NeMo's fine-tuning files."""
-    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (
-        None,
-        dotted_paths.MISSING,
-    )
+    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (None, MISSING)
 
 
 def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
@@ -88,7 +85,7 @@ def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     """Rename keys of NeMo's loggers and optimizers; a contradicting one is left, and refused later."""
     for theirs, ours in _RENAMED_KEYS.items():
         value = dotted_paths.get(tree, theirs)
-        if value is None or value == dotted_paths.MISSING:
+        if value in (None, MISSING):
             continue
         if theirs == _GRAD_SYNC_DTYPE:
             value = _DTYPES.get(str(value).removeprefix("torch."))
