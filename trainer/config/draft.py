@@ -23,6 +23,7 @@ from .rules.process_rules import PARALLEL_SIZE_KEYS
 from .rules.rule_context import RuleContext
 from .run_config import DEFAULT_ORIGIN, Origin, RunConfig
 from .schema.key_index import defaults_tree, find_key, format_value, schema_blocks, schema_keys
+from .schema.optim import PHASES
 from .schema.root import RootBlock, family_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) in
 _SCHED = "model.optim.sched"
 _STEPS_OR_RATIO = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
-    for part in ("warmup", "constant", "hold")
+    for part in PHASES
     for one, other in (("steps", "ratio"), ("ratio", "steps"))
 }
 """Key and its alternative form: `X_steps` and `X_ratio` set the same value."""

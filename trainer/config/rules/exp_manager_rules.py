@@ -192,15 +192,9 @@ def fast_dev_run_disables_features(context: RuleContext) -> Iterator[Finding]:
     manager = context.root.exp_manager
     if not int(context.root.trainer.fast_dev_run):
         return
-    enabled = {
-        "resume_if_exists": manager.resume_if_exists,
-        "resume_from_checkpoint": manager.resume_from_checkpoint is not None,
-        "create_early_stopping_callback": manager.create_early_stopping_callback,
-        "create_wandb_logger": manager.create_wandb_logger,
-        "create_mlflow_logger": manager.create_mlflow_logger,
-        "create_csv_logger": manager.create_csv_logger,
-    }
-    ignored = [name for name, is_enabled in enabled.items() if is_enabled]
+    loggers = ("create_wandb_logger", "create_mlflow_logger", "create_csv_logger")
+    features = ("resume_if_exists", "resume_from_checkpoint", "create_early_stopping_callback", *loggers)
+    ignored = [name for name in features if getattr(manager, name)]
     if ignored:
         yield Finding.info(
             ("trainer.fast_dev_run", *(f"{_AT}.{name}" for name in ignored)),

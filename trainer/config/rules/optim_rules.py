@@ -7,13 +7,12 @@ from dataclasses import fields
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
-from ..lr_schedule import SCHEDULES, resolve_steps
-from ..schema.optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
+from ..lr_schedule import SCHEDULES, phase_steps
+from ..schema.optim import PHASES, RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
 from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.optim"
 _SCHED = "model.optim.sched"
-_PHASES = ("warmup", "constant", "hold")
 _COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "sched"})
 
 
@@ -95,7 +94,7 @@ def relative_step_replaces_schedule(context: RuleContext) -> Iterator[Finding]:
 def steps_or_ratio(context: RuleContext) -> Iterator[Finding]:
     """Only one of `X_steps` and `X_ratio` may be given."""
     sched = context.root.model.optim.sched
-    for name in _PHASES:
+    for name in PHASES:
         steps, ratio = getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio")
         if steps is not None and ratio is not None:
             yield Finding.error(
@@ -148,20 +147,18 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
             "`NoamAnnealing` divides by the square root of `d_model`, which is not set",
             f"{_SCHED}.d_model='${{model.hidden_size}}'",
         )
-    if name == "NoamHoldAnnealing" and not resolve_steps(sched.warmup_steps, sched.warmup_ratio, length):
+    if name == "NoamHoldAnnealing" and not phase_steps(sched, "warmup", length):
         yield Finding.error(
             (f"{_SCHED}.warmup_steps", f"{_SCHED}.name"),
             "`NoamHoldAnnealing` needs warm-up steps, which scale its decay",
             f"{_SCHED}.warmup_steps={max(1, length // 10)}",
         )
-    if name == "T5InverseSquareRootAnnealing":
-        constant = resolve_steps(sched.constant_steps, sched.constant_ratio, length)
-        if not constant:
-            yield Finding.error(
-                (f"{_SCHED}.constant_steps", f"{_SCHED}.name"),
-                "`T5InverseSquareRootAnnealing` starts at 1 / sqrt(`constant_steps`), which must be set",
-                f"{_SCHED}.constant_steps=10000, as in T5's pre-training",
-            )
+    if name == "T5InverseSquareRootAnnealing" and not phase_steps(sched, "constant", length):
+        yield Finding.error(
+            (f"{_SCHED}.constant_steps", f"{_SCHED}.name"),
+            "`T5InverseSquareRootAnnealing` starts at 1 / sqrt(`constant_steps`), which must be set",
+            f"{_SCHED}.constant_steps=10000, as in T5's pre-training",
+        )
 
 
 def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
@@ -171,12 +168,11 @@ def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
     if _uses_relative_step(context) or "max_steps" not in acting or "warmup_steps" not in acting:
         return
     phases = {"warmup": "warm-up", "hold": "hold", "constant": "constant phase"}
-    steps_of_phase: dict[str, int] = {}
-    for name in phases:
-        if f"{name}_steps" in acting and not (name == "hold" and sched.name == "WarmupHoldPolicy"):
-            steps_of_phase[name] = resolve_steps(
-                getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio"), total
-            )
+    steps_of_phase = {
+        name: phase_steps(sched, name, total)
+        for name in phases
+        if f"{name}_steps" in acting and not (name == "hold" and sched.name == "WarmupHoldPolicy")
+    }
     taken = sum(steps_of_phase.values())
     if taken and taken >= total:
         first = next(name for name, steps in steps_of_phase.items() if steps)
