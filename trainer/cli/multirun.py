@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any
@@ -213,15 +214,9 @@ def _check_unique_directories(roots: Sequence[RootBlock]) -> None:
                 "in it: give the key one value"
             )
     for path in _PER_JOB_KEYS:
-        values = [value for root in roots if (value := _value(root, path)) is not None]
+        values = [value for root in roots if (value := attrgetter(path)(root)) is not None]
         if len(set(values)) < len(values):
             raise UserError(f"`{path}` ({values[0]}) would be shared by several jobs; leave it out of a sweep")
-
-
-def _value(block: Any, path: str) -> Any:
-    for name in path.split("."):
-        block = getattr(block, name)
-    return block
 
 
 def _print_findings(jobs: Sequence[Job], configs: Sequence[RunConfig], say: Callable[[str], None]) -> None:
