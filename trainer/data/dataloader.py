@@ -96,6 +96,18 @@ class GlobalBatch:
         """Copy the batch to pinned memory; DataLoader calls this too."""
         return self._with(tensor.pin_memory() for tensor in self.tensors)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields as NumPy arrays, which a dataloader worker sends through a pipe.
+
+        Tensors would be sent through shared memory, which is scarce in containers, and a socket in the temporary
+        directory, whose path may exceed the length limit of sockets; then the batch is lost and the run hangs.
+        """
+        return _batch_from_arrays, (self.indices, {name: field.numpy() for name, field in self.fields.items()})
+
+
+def _batch_from_arrays(indices: tuple[int, ...], arrays: dict[str, np.ndarray]) -> GlobalBatch:
+    return GlobalBatch.from_fields(indices, {name: torch.from_numpy(array) for name, array in arrays.items()})
+
 
 class _GlobalBatches(Dataset[GlobalBatch]):
     """Maps the micro batches of a step to their samples."""
@@ -109,29 +121,7 @@ class _GlobalBatches(Dataset[GlobalBatch]):
         return GlobalBatch.from_fields(part.indices, batch_tensors(concatenate_batches(batches)))
 
 
-@dataclass(frozen=True, slots=True)
-class _NumpyBatch:
-    """A batch sent from a dataloader worker, as NumPy arrays pickled through a pipe.
-
-    Tensors would be sent through shared memory, which is scarce in containers, and a socket in the temporary directory,
-    whose path may exceed the length limit of sockets; then the batch is lost and the run hangs.
-    """
-
-    numbers: tuple[int, ...]
-    arrays: dict[str, np.ndarray]
-
-    def to_tensors(self) -> GlobalBatch:
-        """Convert the arrays to a batch of tensors."""
-        return GlobalBatch.from_fields(
-            self.numbers, {name: torch.from_numpy(array) for name, array in self.arrays.items()}
-        )
-
-    def pin_memory(self) -> GlobalBatch:
-        """Copy the batch to pinned memory; called by the DataLoader's pin-memory thread."""
-        return self.to_tensors().pin_memory()
-
-
-class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
+class _WorkerBatches(Dataset[GlobalBatch | UserError]):
     """`_GlobalBatches` for dataloader workers: returns a `UserError` as a value.
 
     DataLoader would re-raise it with the worker's traceback as its message.
@@ -140,10 +130,9 @@ class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
     def __init__(self, batches: _GlobalBatches) -> None:
         self._batches = batches
 
-    def __getitem__(self, part: MicroBatchIndices) -> _NumpyBatch | UserError:
+    def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch | UserError:
         try:
-            batch = self._batches[part]
-            return _NumpyBatch(batch.indices, {name: field.numpy() for name, field in batch.fields.items()})
+            return self._batches[part]
         except UserError as error:
             return error
 
@@ -217,10 +206,10 @@ class PrefetchingDataLoader:
             yield batch
 
 
-def _unwrap(item: GlobalBatch | _NumpyBatch | UserError) -> GlobalBatch:
+def _unwrap(item: GlobalBatch | UserError) -> GlobalBatch:
     if isinstance(item, UserError):
         raise item
-    return item.to_tensors() if isinstance(item, _NumpyBatch) else item
+    return item
 
 
 _BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else (signal.SIGINT,)
