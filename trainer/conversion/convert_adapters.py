@@ -30,7 +30,7 @@ from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_fold
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, find_pretrained, map_hf_model
-from .tensor_source import CastTensors, HostTensors
+from .tensor_source import cast_tensors, host_tensors
 from .to_hf import convert_to_hf
 from .to_peft import convert_to_peft
 
@@ -125,7 +125,7 @@ def _merge_to_stoker(
     document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
     state, tokenizer_document = _fresh(checkpoint.state), checkpoint.tokenizer_document_with_chat
     with damage_as_user_error(checkpoint), open_merged(checkpoint, root, tokenizer, base) as merged:
-        tensors = CastTensors(merged, dtype)
+        tensors = cast_tensors(merged, dtype)
         with atomic_folder(target) as folder:
             write_converted_checkpoint(folder, WEIGHTS, tensors, state, document, tokenizer_document)
     return [f"{target}: {checkpoint.path} merged into {base.path}"]
@@ -166,7 +166,7 @@ def convert_from_peft(source: Path, target: Path, base: Path | None, dtype: torc
     model = build_meta_model(whole.root, tokenizer, peft_slice(whole.root.model.peft))
     shapes = {name: tuple(tensor.shape) for name, tensor in trainable_tensors(model).items()}
     tensors = convert_adapter_tensors(folder, whole.root, tokenizer, shapes)
-    source_tensors = CastTensors(HostTensors(tensors), dtype)
+    source_tensors = cast_tensors(host_tensors(tensors), dtype)
     state = initial_state(whole.root).model_copy(update={"base": weights.record()})
     with atomic_folder(target) as place:
         write_converted_checkpoint(place, ADAPTER, source_tensors, state, whole.document, tokenizer.to_dict())

@@ -46,7 +46,7 @@ from ..utils.text import pluralize, truncate_lines
 from .checkpoint_io import initial_state, write_converted_checkpoint
 from .hf_folder import FolderTensors, join_names, open_folder_tensors
 from .output_folder import atomic_folder
-from .tensor_source import CastTensors, TensorSource
+from .tensor_source import ComputedTensors, TensorSource, cast_tensors
 from .tokenizer_copy import (
     TOKENIZER_FOLDER,
     TokenizerFolder,
@@ -101,7 +101,7 @@ def convert_to_stoker(
     """
     with open_source(source) as found:
         incoming = map_source(found, tokenizer, ignored)
-        tensors = MappedTensors(incoming, CastTensors(found.tensors, dtype))
+        tensors = mapped_tensors(incoming, cast_tensors(found.tensors, dtype))
         with atomic_folder(target) as folder:
             _write(folder, target.absolute(), source, incoming, tensors)
     numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
@@ -116,27 +116,23 @@ def convert_to_stoker(
     ]
 
 
-class MappedTensors:
-    """Parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
+def mapped_tensors(incoming: MappedModel, tensors: TensorSource) -> TensorSource:
+    """Return the parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
 
-    Attributes:
-        specs: name to shape and dtype: the promoted dtype of the tensors a parameter is computed from.
+    Each has the promoted dtype of the tensors it is computed from.
     """
+    mappings = {entry.parameter: entry for entry in incoming.placed}
 
-    def __init__(self, incoming: MappedModel, tensors: TensorSource) -> None:
-        self._mappings = {entry.parameter: entry for entry in incoming.placed}
-        self._geometry = incoming.geometry
-        self._tensors = tensors
-        self.specs = {name: TensorSpec(self._dtype(entry), entry.shape) for name, entry in self._mappings.items()}
+    def dtype(entry: ParameterMapping) -> torch.dtype:
+        return reduce(torch.promote_types, (tensors.specs[name].dtype for name, _ in entry.hf_tensors))
 
-    def read(self, name: str) -> Tensor:
-        """Return a parameter in host memory."""
-        dtype = self.specs[name].dtype
-        parts = [self._tensors.read(theirs).to(dtype) for theirs, _ in self._mappings[name].hf_tensors]
-        return self._mappings[name].join(parts, self._geometry)
+    specs = {name: TensorSpec(dtype(entry), entry.shape) for name, entry in mappings.items()}
 
-    def _dtype(self, entry: ParameterMapping) -> torch.dtype:
-        return reduce(torch.promote_types, (self._tensors.specs[name].dtype for name, _ in entry.hf_tensors))
+    def read(name: str) -> Tensor:
+        parts = [tensors.read(theirs).to(specs[name].dtype) for theirs, _ in mappings[name].hf_tensors]
+        return mappings[name].join(parts, incoming.geometry)
+
+    return ComputedTensors(specs, read)
 
 
 @dataclass(frozen=True, slots=True)

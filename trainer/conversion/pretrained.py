@@ -25,7 +25,7 @@ from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import local_shard
 from ..utils.text import truncate_lines
-from .from_hf import HFSource, MappedModel, MappedTensors, map_source, open_source
+from .from_hf import HFSource, MappedModel, map_source, mapped_tensors, open_source
 from .hf_folder import weight_paths
 from .tensor_source import TensorSource, describe_differences
 
@@ -67,8 +67,8 @@ class PretrainedWeights:
         if self.checkpoint is not None:
             self.checkpoint.load_weights(model, cast=True)
         else:
-            with open_source(self.path) as source:
-                _fill(self.path, MappedTensors(map_hf_model(source), source.tensors), model)
+            with self.open_tensors() as tensors:
+                _fill(self.path, tensors, model)
 
     @contextmanager
     def open_tensors(self) -> Iterator[TensorSource]:
@@ -83,7 +83,7 @@ class PretrainedWeights:
                 yield tensors
         else:
             with open_source(self.path) as source:
-                yield MappedTensors(map_hf_model(source), source.tensors)
+                yield mapped_tensors(map_hf_model(source), source.tensors)
 
 
 def find_pretrained(path: Path, key: str = RESTORE_KEY, *, verify: bool = True) -> PretrainedWeights:
@@ -198,7 +198,7 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
         return source.find_tokenizer(source.config.get("vocab_size")).keys_for(path.absolute())
 
 
-def _fill(path: Path, found: MappedTensors, model: nn.Module) -> None:
+def _fill(path: Path, found: TensorSource, model: nn.Module) -> None:
     wanted = base_tensors(model)
     problems = describe_differences(found.specs, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
     if problems:

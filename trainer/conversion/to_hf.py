@@ -32,7 +32,7 @@ from .from_hf import parameter_layout
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, check_model_size
-from .tensor_source import CastTensors, TensorSource, describe_differences
+from .tensor_source import TensorSource, cast_tensors, describe_differences
 from .tokenizer_copy import (
     given_tokenizer_files,
     original_tokenizer_files,
@@ -99,7 +99,7 @@ def convert_to_hf(
     with damage_as_user_error(checkpoint), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
         with atomic_folder(target) as folder:
-            specs = _write_weights(folder, outgoing, CastTensors(tensors, dtype), shard_bytes)
+            specs = _write_weights(folder, outgoing, cast_tensors(tensors, dtype), shard_bytes)
             _write_tokenizer(folder, root, ours, checkpoint, tokenizer)
             kinds = [spec.dtype for spec in specs.values()]
             _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
