@@ -25,7 +25,7 @@ from .checkpoint_io import (
     initial_state,
     write_converted_checkpoint,
 )
-from .from_hf import build_meta_model, open_source, run_config_of
+from .from_hf import build_meta_model, open_source
 from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
@@ -179,16 +179,25 @@ def load_base_config(base: PretrainedWeights) -> tuple[RunConfig, Tokenizer]:
     if base.checkpoint is not None:
         return checkpoint_config(base.checkpoint), checkpoint_tokenizer(base.checkpoint)
     with open_source(base.path) as source:
-        return run_config_of(source, map_hf_model(source))
+        incoming = map_hf_model(source)
+        return incoming.config, incoming.tokenizer
 
 
-def adapter_config_keys(path: Path, base: PretrainedWeights) -> dict[str, Any]:
-    """Return the `model.peft` keys of an adapter, dotted, as needed to initialize from it."""
-    if is_peft_folder(path):
-        config, tokenizer = load_base_config(base)
-        return peft_config_keys(read_peft_folder(path), config.root, tokenizer)
-    checkpoint, _ = find_checkpoint(path, verify=False)
-    model = checkpoint.config_document.get("model")
-    peft = model.get("peft") if isinstance(model, dict) else None
-    found = dict(dotted_paths.leaves(peft)) if isinstance(peft, dict) else {}
-    return {name: value for name, value in found.items() if name != "restore_from_path"}
+def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
+    """Read the `model.peft` keys an adapter was trained with, by dotted path.
+
+    Args:
+        adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
+
+    Raises:
+        UserError: there is no adapter, or it belongs to another model.
+    """
+    base_weights = find_pretrained(base, verify=False)
+    if is_peft_folder(adapter):
+        config, tokenizer = load_base_config(base_weights)
+        found = peft_config_keys(read_peft_folder(adapter), config.root, tokenizer)
+    else:
+        model = find_checkpoint(adapter, verify=False)[0].config_document.get("model")
+        peft = model.get("peft") if isinstance(model, dict) else None
+        found = dict(dotted_paths.leaves(peft)) if isinstance(peft, dict) else {}
+    return {f"model.peft.{name}": value for name, value in found.items() if name != "restore_from_path"}

@@ -66,11 +66,13 @@ class MappedModel:
 
     Attributes:
         keys: nested `model` configuration.
+        config: configuration of a run of the unmodified model.
         skipped: names of weights that stoker does not support and skips.
     """
 
     architecture: Architecture
     keys: dict[str, Any]
+    config: RunConfig
     tokenizer_folder: TokenizerFolder
     tokenizer: Tokenizer
     placed: Sequence[ParameterMapping]
@@ -219,13 +221,18 @@ def map_source(source: HFSource, tokenizer: str | None, ignored: Collection[str]
     problems += [f"{source.config_name}: {problem}" for problem in _excessive_counts(keys, tensors)]
     if problems or found is None:
         raise UserError([f"{source.path} cannot be converted:", *(f"  {problem}" for problem in problems)])
-    root, made = _run_of(source, keys, found)
-    placed, geometry = _placed(architecture, root, made)
+    model_keys = {"family": architecture.family, **unflatten_keys(keys), "micro_batch_size": 1}
+    config = _run_config(model_keys, found.keys_for(found.folder or source.path), source.origin)
+    try:
+        made = tokenizer_for_vocabulary(config.root, keys["override_vocab_size"])
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from None
+    placed, geometry = _placed(architecture, config.root, made)
     problems, left_out = _compare(architecture, placed, tensors)
     if problems:
         title = f"{source.path}: the weights do not fit {source.config_name}:"
         raise UserError([title, *(f"  {problem}" for problem in problems)])
-    return MappedModel(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
+    return MappedModel(architecture, model_keys, config, found, made, placed, geometry, left_out)
 
 
 # ---------------------------------------------------------------- configuration
@@ -238,10 +245,6 @@ def _has_own_head(architecture: Architecture, tensors: FolderTensors) -> bool:
     return embedding in tensors.specs and not tensors.are_equal(head, embedding)
 
 
-def _model_keys(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {"family": architecture.family, **unflatten_keys(keys), "micro_batch_size": 1}
-
-
 def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
     """Yield counts that exceed the number of tensors, before a model of absurd size is built from them."""
     num_tensors = len(tensors.specs) + len(tensors.unsupported_dtypes)
@@ -252,26 +255,6 @@ def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterat
         yield (
             f"there are {keys['num_moe_experts']:,} experts in each layer, but only {pluralize(num_tensors, 'tensor')}"
         )
-
-
-def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:
-    """Return the configuration of the model, and its tokenizer.
-
-    Raises:
-        UserError: invalid configuration, or the tokenizer cannot be loaded or has more tokens than the model.
-    """
-    tokenizer_keys = found.keys_for(found.folder or source.path)
-    root = _run_config(_model_keys(source.architecture, keys), tokenizer_keys, source.origin).root
-    try:
-        return root, tokenizer_for_vocabulary(root, keys["override_vocab_size"])
-    except UserError as error:
-        raise UserError(f"{source.path}: {error}") from None
-
-
-def run_config_of(source: HFSource, incoming: MappedModel) -> tuple[RunConfig, Tokenizer]:
-    """Return a run configuration of the unmodified model, and its tokenizer."""
-    keys = incoming.tokenizer_folder.keys_for(incoming.tokenizer_folder.folder or source.path)
-    return _run_config(incoming.keys, keys, source.origin), incoming.tokenizer
 
 
 def _run_config(model_keys: Mapping[str, Any], tokenizer_keys: Mapping[str, Any], origin: str) -> RunConfig:
