@@ -6,7 +6,7 @@ A Hugging Face folder is loaded tensor by tensor into an existing model; nothing
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,10 +129,14 @@ def weights_digest(base: PretrainedWeights) -> str:
     """Return the SHA-256 of the names and hashes of the weight files; for a checkpoint those of its manifest."""
     if base.checkpoint is not None:
         records = read_manifest(base.path)
-        names = shard_files(WEIGHTS, records)
-        return _digest((name, records[name].sha256) for name in names)
-    files = ((path.name, _sha256(path)) for path in sorted(base.files))
-    return _digest(files)
+        hashes = [(name, records[name].sha256) for name in shard_files(WEIGHTS, records)]
+    else:
+        hashes: list[tuple[str, str]] = []
+        for path in sorted(base.files):
+            with path.open("rb") as file:
+                hashes.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+    listing = "".join(f"{name}:{sha256}\n" for name, sha256 in hashes)
+    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def check_same_base(base: PretrainedWeights, expected: BaseRecord, adapter: Path) -> None:
@@ -212,13 +216,3 @@ def _fill(path: Path, found: TensorSource, model: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in wanted.items():
             local_shard(tensor).copy_from_full(found.read(name))
-
-
-def _digest(files: Iterable[tuple[str, str]]) -> str:
-    listing = "".join(f"{name}:{sha256}\n" for name, sha256 in files)
-    return hashlib.sha256(listing.encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
