@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,31 +27,28 @@ _MAX_ALLOCATIONS = 1_000_000
 LogFunction = Callable[[str], None]
 
 
-class Profiler(Protocol):
-    """Interface of a profiler.
+class Profiler:
+    """Interface of a profiler, which does nothing.
 
     Attributes:
         overhead_seconds: total profiling overhead in seconds, such as writing a trace, to be excluded from step times.
     """
 
-    overhead_seconds: float
+    overhead_seconds = 0.0
 
     def on_step_start(self, step: int) -> None:
         """Called before step `number` of this process."""
-        ...
 
     def on_step_end(self, step: int) -> None:
         """Called after step `number` of this process has been launched; the device may still run it."""
-        ...
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context of work between two steps: `validation`, `checkpoint` and the like."""
-        ...
+        yield
 
     def close(self) -> None:
         """Called at the end of the run; writes the results."""
-        ...
 
 
 class ProfilerList:
@@ -142,8 +139,10 @@ def build_profilers(
 
 
 @dataclass(eq=False)
-class _StepRange:
+class _StepRange(Profiler):
     """Profiler of a range of steps: starts before the first and finishes after the last, or at the end of the run.
+
+    Phases between steps are part of the range.
 
     Attributes:
         directory: output directory.
@@ -160,7 +159,6 @@ class _StepRange:
     device: torch.device
     log: LogFunction
     steps_before: int = 0
-    overhead_seconds: float = field(default=0.0, init=False)
     _current: int = field(default=0, init=False)
     _running: bool = field(default=False, init=False)
 
@@ -176,11 +174,6 @@ class _StepRange:
         self._current = step
         if self._running and step >= self.last:
             self.close()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Do nothing: phases between steps are part of the range."""
-        yield
 
     def close(self) -> None:
         """Finish if running."""
@@ -260,7 +253,7 @@ def operations_table(operations: Sequence[Any], *, on_device: bool, top: int = _
     return lines
 
 
-class PhaseTimer:
+class PhaseTimer(Profiler):
     """Host time per phase, from the first step to the end of the run.
 
     GPU work counts in the phase in which the host synchronizes, mostly the reports.
@@ -272,7 +265,6 @@ class PhaseTimer:
     """
 
     def __init__(self, directory: Path, log: LogFunction, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.overhead_seconds = 0.0
         self._directory = directory
         self._log = log
         self._clock = clock
