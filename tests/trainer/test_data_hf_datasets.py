@@ -50,7 +50,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, found: Any) -> Stub:
 
 def inputs(found: Any, **options: str) -> dict[Any, list[str]]:
     shares = (0.5, 0.25, 0.25)
-    return dict(read_dataset(found, options, shares, lambda row, where: row["input"], lambda text: text).records)
+    return dict(read_dataset(found, options, shares, lambda row, where: row["input"], lambda text: text)[0])
 
 
 def test_splits_are_those_of_the_data_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,12 +24,12 @@ from .checkpoint_io import (
     initial_state,
     write_converted_checkpoint,
 )
-from .from_hf import build_meta_model, open_source, run_config_of
+from .from_hf import build_meta_model, open_source
 from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, find_pretrained, map_hf_model
-from .tensor_source import CastTensors, HostTensors
+from .tensor_source import cast_tensors, host_tensors
 from .to_hf import convert_to_hf
 from .to_peft import convert_to_peft
 
@@ -124,7 +124,7 @@ def _merge_to_stoker(
     document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
     state, tokenizer_document = _fresh(checkpoint.state), checkpoint.tokenizer_document_with_chat
     with damage_as_user_error(checkpoint), open_merged(checkpoint, run, tokenizer, base) as merged:
-        tensors = CastTensors(merged, dtype)
+        tensors = cast_tensors(merged, dtype)
         with atomic_folder(target) as folder:
             write_converted_checkpoint(folder, WEIGHTS, tensors, state, document, tokenizer_document)
     return [f"{target}: {checkpoint.path} merged into {base.path}"]
@@ -165,7 +165,7 @@ def convert_from_peft(source: Path, target: Path, base: Path | None, dtype: torc
     model = build_meta_model(whole.resolved, tokenizer, whole.resolved.peft)
     shapes = {name: tuple(tensor.shape) for name, tensor in trainable_tensors(model).items()}
     tensors = convert_adapter_tensors(folder, whole.resolved, tokenizer, shapes)
-    source_tensors = CastTensors(HostTensors(tensors), dtype)
+    source_tensors = cast_tensors(host_tensors(tensors), dtype)
     state = initial_state(whole.resolved).model_copy(update={"base": weights.record()})
     with atomic_folder(target) as place:
         write_converted_checkpoint(place, ADAPTER, source_tensors, state, whole.document, tokenizer.to_dict())
@@ -178,16 +178,25 @@ def load_base_config(base: PretrainedWeights) -> tuple[RunConfig, Tokenizer]:
     if base.checkpoint is not None:
         return checkpoint_config(base.checkpoint), checkpoint_tokenizer(base.checkpoint)
     with open_source(base.path) as source:
-        return run_config_of(source, map_hf_model(source))
+        incoming = map_hf_model(source)
+        return incoming.config, incoming.tokenizer
 
 
-def adapter_config_keys(path: Path, base: PretrainedWeights) -> dict[str, Any]:
-    """Return the `model.peft` keys of an adapter, dotted, as needed to initialize from it."""
-    if is_peft_folder(path):
-        config, tokenizer = load_base_config(base)
-        return peft_config_keys(read_peft_folder(path), config.resolved, tokenizer)
-    checkpoint, _ = find_checkpoint(path, verify=False)
-    model = checkpoint.config_document.get("model")
-    peft = model.get("peft") if isinstance(model, dict) else None
-    found = dict(dotted_paths.leaves(peft)) if isinstance(peft, dict) else {}
-    return {name: value for name, value in found.items() if name != "restore_from_path"}
+def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
+    """Read the `model.peft` keys an adapter was trained with, by dotted path.
+
+    Args:
+        adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
+
+    Raises:
+        UserError: there is no adapter, or it belongs to another model.
+    """
+    base_weights = find_pretrained(base, verify=False)
+    if is_peft_folder(adapter):
+        config, tokenizer = load_base_config(base_weights)
+        found = peft_config_keys(read_peft_folder(adapter), config.resolved, tokenizer)
+    else:
+        model = find_checkpoint(adapter, verify=False)[0].config_document.get("model")
+        peft = model.get("peft") if isinstance(model, dict) else None
+        found = dict(dotted_paths.leaves(peft)) if isinstance(peft, dict) else {}
+    return {f"model.peft.{name}": value for name, value in found.items() if name != "restore_from_path"}

@@ -133,6 +133,8 @@ def fill_pretrained_keys(draft: Draft) -> None:
                 _fill(draft, path, value, pretrained.origin, pretrained.family)
     adapter = _resolved_text(draft, ADAPTER_KEY)
     if isinstance(adapter, str):
+        from .convert_adapters import adapter_keys
+
         adapter_path = environment.user_path(adapter, ADAPTER_KEY)
         base_path = environment.user_path(location, RESTORE_KEY)
         for path, value in adapter_keys(adapter_path, base_path).items():
@@ -240,22 +242,6 @@ def starting_point(path: Path) -> StartingPoint:
         return StartingPoint.from_keys(incoming.architecture.family, incoming.keys, tokenizer, origin)
     document = _checkpoint_model(base.checkpoint)
     return StartingPoint.from_keys(document["family"], document, document["tokenizer"], origin)
-
-
-def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
-    """Read the `model.peft` keys an adapter was trained with, by dotted path.
-
-    Args:
-        adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
-
-    Raises:
-        UserError: there is no adapter, or it belongs to another model.
-    """
-    from .convert_adapters import adapter_config_keys
-    from .pretrained import find_pretrained
-
-    found = adapter_config_keys(adapter, find_pretrained(base, verify=False))
-    return {f"model.peft.{name}": value for name, value in found.items()}
 
 
 def _checkpoint_model(checkpoint: Checkpoint) -> dict[str, Any]:

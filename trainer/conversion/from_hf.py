@@ -45,7 +45,7 @@ from ..utils.text import pluralize, truncate_lines
 from .checkpoint_io import initial_state, write_converted_checkpoint
 from .hf_folder import FolderTensors, join_names, open_folder_tensors
 from .output_folder import atomic_folder
-from .tensor_source import CastTensors, TensorSource
+from .tensor_source import ComputedTensors, TensorSource, cast_tensors
 from .tokenizer_copy import (
     TOKENIZER_FOLDER,
     TokenizerFolder,
@@ -65,11 +65,13 @@ class MappedModel:
 
     Attributes:
         keys: nested `model` configuration.
+        config: configuration of a run of the unmodified model.
         skipped: names of weights that stoker does not support and skips.
     """
 
     architecture: Architecture
     keys: dict[str, Any]
+    config: RunConfig
     tokenizer_folder: TokenizerFolder
     tokenizer: Tokenizer
     placed: Sequence[ParameterMapping]
@@ -100,7 +102,7 @@ def convert_to_stoker(
     """
     with open_source(source) as found:
         incoming = map_source(found, tokenizer, ignored)
-        tensors = MappedTensors(incoming, CastTensors(found.tensors, dtype))
+        tensors = mapped_tensors(incoming, cast_tensors(found.tensors, dtype))
         with atomic_folder(target) as folder:
             _write(folder, target.absolute(), source, incoming, tensors)
     numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
@@ -115,27 +117,23 @@ def convert_to_stoker(
     ]
 
 
-class MappedTensors:
-    """Parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
+def mapped_tensors(incoming: MappedModel, tensors: TensorSource) -> TensorSource:
+    """Return the parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
 
-    Attributes:
-        specs: name to shape and dtype: the promoted dtype of the tensors a parameter is computed from.
+    Each has the promoted dtype of the tensors it is computed from.
     """
+    mappings = {entry.parameter: entry for entry in incoming.placed}
 
-    def __init__(self, incoming: MappedModel, tensors: TensorSource) -> None:
-        self._mappings = {entry.parameter: entry for entry in incoming.placed}
-        self._geometry = incoming.geometry
-        self._tensors = tensors
-        self.specs = {name: TensorSpec(self._dtype(entry), entry.shape) for name, entry in self._mappings.items()}
+    def dtype(entry: ParameterMapping) -> torch.dtype:
+        return reduce(torch.promote_types, (tensors.specs[name].dtype for name, _ in entry.hf_tensors))
 
-    def read(self, name: str) -> Tensor:
-        """Return a parameter in host memory."""
-        dtype = self.specs[name].dtype
-        parts = [self._tensors.read(theirs).to(dtype) for theirs, _ in self._mappings[name].hf_tensors]
-        return self._mappings[name].join(parts, self._geometry)
+    specs = {name: TensorSpec(dtype(entry), entry.shape) for name, entry in mappings.items()}
 
-    def _dtype(self, entry: ParameterMapping) -> torch.dtype:
-        return reduce(torch.promote_types, (self._tensors.specs[name].dtype for name, _ in entry.hf_tensors))
+    def read(name: str) -> Tensor:
+        parts = [tensors.read(theirs).to(specs[name].dtype) for theirs, _ in mappings[name].hf_tensors]
+        return mappings[name].join(parts, incoming.geometry)
+
+    return ComputedTensors(specs, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +220,18 @@ def map_source(source: HFSource, tokenizer: str | None, ignored: Collection[str]
     problems += [f"{source.config_name}: {problem}" for problem in _excessive_counts(keys, tensors)]
     if problems or found is None:
         raise UserError([f"{source.path} cannot be converted:", *(f"  {problem}" for problem in problems)])
-    run, made = _run_of(source, keys, found)
-    placed, geometry = _placed(architecture, run, made)
+    model_keys = {"family": architecture.family, **unflatten_keys(keys), "micro_batch_size": 1}
+    config = _run_config(model_keys, found.keys_for(found.folder or source.path), source.origin)
+    try:
+        made = tokenizer_for_vocabulary(config.resolved.data, keys["override_vocab_size"])
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from None
+    placed, geometry = _placed(architecture, config.resolved, made)
     problems, left_out = _compare(architecture, placed, tensors)
     if problems:
         title = f"{source.path}: the weights do not fit {source.config_name}:"
         raise UserError([title, *(f"  {problem}" for problem in problems)])
-    return MappedModel(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
+    return MappedModel(architecture, model_keys, config, found, made, placed, geometry, left_out)
 
 
 # ---------------------------------------------------------------- configuration
@@ -241,10 +244,6 @@ def _has_own_head(architecture: Architecture, tensors: FolderTensors) -> bool:
     return embedding in tensors.specs and not tensors.are_equal(head, embedding)
 
 
-def _model_keys(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {"family": architecture.family, **unflatten_keys(keys), "micro_batch_size": 1}
-
-
 def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
     """Yield counts that exceed the number of tensors, before a model of absurd size is built from them."""
     num_tensors = len(tensors.specs) + len(tensors.unsupported_dtypes)
@@ -255,26 +254,6 @@ def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterat
         yield (
             f"there are {keys['num_moe_experts']:,} experts in each layer, but only {pluralize(num_tensors, 'tensor')}"
         )
-
-
-def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[ResolvedRun, Tokenizer]:
-    """Return the configuration of the model, and its tokenizer.
-
-    Raises:
-        UserError: invalid configuration, or the tokenizer cannot be loaded or has more tokens than the model.
-    """
-    tokenizer_keys = found.keys_for(found.folder or source.path)
-    run = _run_config(_model_keys(source.architecture, keys), tokenizer_keys, source.origin).resolved
-    try:
-        return run, tokenizer_for_vocabulary(run.data, keys["override_vocab_size"])
-    except UserError as error:
-        raise UserError(f"{source.path}: {error}") from None
-
-
-def run_config_of(source: HFSource, incoming: MappedModel) -> tuple[RunConfig, Tokenizer]:
-    """Return a run configuration of the unmodified model, and its tokenizer."""
-    keys = incoming.tokenizer_folder.keys_for(incoming.tokenizer_folder.folder or source.path)
-    return _run_config(incoming.keys, keys, source.origin), incoming.tokenizer
 
 
 def _run_config(model_keys: Mapping[str, Any], tokenizer_keys: Mapping[str, Any], origin: str) -> RunConfig:

@@ -28,7 +28,7 @@ from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
 from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, initial_state
-from .from_hf import map_source, open_source, run_config_of
+from .from_hf import map_source, open_source
 from .pretrained import PretrainedWeights, check_model_size
 
 
@@ -172,9 +172,10 @@ def _open_hf_folder(path: Path, base: Path | None, *, average: bool) -> _SavedMo
         raise UserError(f"--base {base}: {path} holds a whole model; leave --base out")
     try:
         with open_source(path) as source:
-            config, tokenizer = run_config_of(source, map_source(source, None, ()))
+            incoming = map_source(source, None, ())
     except UserError as error:
         fix = f"`stoker convert {path} FOLDER` takes --tokenizer and --ignore-field, and writes a stoker checkpoint"
         raise UserError([*error.lines, fix]) from None
     load = PretrainedWeights(path, None).load
-    return _SavedModel(str(path), path, initial_state(config.resolved), config, tokenizer, load)
+    state = initial_state(incoming.config.resolved)
+    return _SavedModel(str(path), path, state, incoming.config, incoming.tokenizer, load)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from .from_hf import parameter_layout
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, check_model_size
-from .tensor_source import CastTensors, TensorSource, describe_differences
+from .tensor_source import TensorSource, cast_tensors, describe_differences
 from .tokenizer_copy import (
     given_tokenizer_files,
     original_tokenizer_files,
@@ -99,7 +99,7 @@ def convert_to_hf(
     with damage_as_user_error(checkpoint), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
         with atomic_folder(target) as folder:
-            specs = _write_weights(folder, outgoing, CastTensors(tensors, dtype), shard_bytes)
+            specs = _write_weights(folder, outgoing, cast_tensors(tensors, dtype), shard_bytes)
             _write_tokenizer(folder, run.data, ours, checkpoint, tokenizer)
             kinds = [spec.dtype for spec in specs.values()]
             _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
@@ -181,26 +181,18 @@ def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: TensorSou
         raise UserError([f"checkpoint {checkpoint.path} does not fit its configuration:", *lines])
 
 
-class _HFTensors:
-    """Hugging Face tensors computed from stoker parameters, with a cache of the last few parameters."""
+def _hf_tensors(outgoing: HFModel, tensors: TensorSource) -> Callable[[str], Tensor]:
+    """Return a function that computes a Hugging Face tensor from the stoker parameter that holds it."""
+    placed = {
+        theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.hf_tensors)
+    }
+    read_cached = lru_cache(_CACHED)(tensors.read)
 
-    def __init__(self, outgoing: HFModel, tensors: TensorSource) -> None:
-        self._placed = {
-            theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.hf_tensors)
-        }
-        self._geometry = outgoing.geometry
-        self._tensors = tensors
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+    def read(name: str) -> Tensor:
+        entry, number = placed[name]
+        return entry.hf_tensor(number, read_cached(entry.parameter), outgoing.geometry)
 
-    def read(self, name: str) -> Tensor:
-        entry, number = self._placed[name]
-        whole = self._kept.pop(entry.parameter, None)
-        if whole is None:
-            whole = self._tensors.read(entry.parameter)
-        self._kept[entry.parameter] = whole
-        while len(self._kept) > _CACHED:
-            self._kept.popitem(last=False)
-        return entry.hf_tensor(number, whole, self._geometry)
+    return read
 
 
 def _write_weights(folder: Path, outgoing: HFModel, tensors: TensorSource, shard_bytes: int) -> dict[str, TensorSpec]:
@@ -218,11 +210,11 @@ def _write_weights(folder: Path, outgoing: HFModel, tensors: TensorSource, shard
             size = 0
         shards[-1][name] = spec
         size += spec.num_bytes
-    outputs = _HFTensors(outgoing, tensors)
+    read = _hf_tensors(outgoing, tensors)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors_stream(folder / name, shard, outputs.read, {"format": "pt"})
+        write_safetensors_stream(folder / name, shard, read, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(spec.num_bytes for spec in specs.values())

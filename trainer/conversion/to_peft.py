@@ -21,7 +21,7 @@ from .checkpoint_io import checkpoint_tokenizer, damage_as_user_error
 from .output_folder import atomic_folder
 from .peft_map import PEFT_PREFIX, lora_targets, to_peft_pairs, to_peft_vectors
 from .pretrained import PretrainedWeights, check_same_base
-from .tensor_source import CastTensors, HostTensors
+from .tensor_source import cast_tensors, host_tensors
 from .to_hf import HFModel, choose_architecture
 
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}
@@ -73,7 +73,7 @@ def convert_to_peft(
         "inference_mode": True,
         **config,
     }
-    written = CastTensors(HostTensors(tensors), dtype)
+    written = cast_tensors(host_tensors(tensors), dtype)
     with atomic_folder(target) as folder:
         write_safetensors_stream(folder / ADAPTER_TENSORS, written.specs, written.read, {"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, document)

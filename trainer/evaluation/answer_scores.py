@@ -68,11 +68,8 @@ def score_examples(
     stop = [end] if data.chat and (end := end_of_turn(restored.tokenizer)) else []
     longest = max(len(example.tokens) - example.prompt_length for example in examples)
     outputs = generate_batch(restored, prompts, max_new_tokens=longest, stop=stop, batch_size=batch_size)
-    targets = [example.answer_text for example in chosen]
-    baseline = None
-    if data.data_impl == "pystd_docstring":
-        baseline = score_predictions(targets, [docstring_from_name(example.prompt_text) for example in chosen])
-    return AnswerScores(score_predictions(targets, [output.text for output in outputs]), baseline)
+    sources, targets = [example.prompt_text for example in chosen], [example.answer_text for example in chosen]
+    return _scores(restored, sources, targets, [output.text for output in outputs])
 
 
 def _sample(items: Sequence[ItemT], limit: int | None) -> list[ItemT]:
@@ -96,10 +93,15 @@ def score_pairs(
     chosen = _sample(pairs, limit)
     shape = PairShape(task.length, task.decoder_length, restored.tokenizer.pad_id)
     inputs, targets = [pair.input for pair in chosen], [pair.target for pair in chosen]
-    baseline = None
-    if restored.run.data.keys.data_impl == "pystd_docstring":
-        baseline = score_predictions(targets, [docstring_from_name(text) for text in inputs])
-    return AnswerScores(score_predictions(targets, generate_answers(restored, inputs, shape, batch_size)), baseline)
+    return _scores(restored, inputs, targets, generate_answers(restored, inputs, shape, batch_size))
+
+
+def _scores(
+    restored: LoadedModel, inputs: Sequence[str], targets: Sequence[str], predictions: Sequence[str]
+) -> AnswerScores:
+    is_docstring = restored.run.data.keys.data_impl == "pystd_docstring"
+    baseline = score_predictions(targets, list(map(docstring_from_name, inputs))) if is_docstring else None
+    return AnswerScores(score_predictions(targets, predictions), baseline)
 
 
 def generate_answers(restored: LoadedModel, inputs: Sequence[str], shape: PairShape, batch_size: int) -> list[str]:

@@ -76,7 +76,11 @@ class SampleFactory:
         seed = self._seed if training else _EVALUATION_SEED
         match self.task.name:
             case "gpt":
-                return self._with_document_ids(self._mask_after_eod(windows))
+                if self._keys.eod_mask_loss:
+                    windows = EodMaskedSamples(windows, self._eos("eod_mask_loss"))
+                # The model needs document indices to keep documents apart.
+                resets = [key for key in ("reset_position_ids", "reset_attention_mask") if getattr(self._keys, key)]
+                return DocumentIdSamples(windows, self._eos(resets[0])) if resets else windows
             case "sft" if self._keys.data_impl == "mock":
                 return windows
             case "t5":
@@ -166,23 +170,6 @@ class SampleFactory:
         replacements = with_text if len(with_text) else np.arange(tokenizer.vocab_size)
         special = [mask_token_id, tokenizer.eos_id, tokenizer.pad_id, *sentinel_ids(tokenizer)]
         return MaskTokens(mask_token_id, tokenizer.eos_id, tokenizer.pad_id, np.setdiff1d(replacements, special))
-
-    def _mask_after_eod(self, samples: Samples) -> Samples:
-        """Mask the labels after EOS if `model.data.eod_mask_loss` is set.
-
-        Raises:
-            UserError: it is set, and the tokenizer has no EOS token.
-        """
-        return EodMaskedSamples(samples, self._eos("eod_mask_loss")) if self._keys.eod_mask_loss else samples
-
-    def _with_document_ids(self, samples: Samples) -> Samples:
-        """Add document indices if the model needs them to keep documents apart.
-
-        Raises:
-            UserError: it does, and the tokenizer has no EOS token.
-        """
-        names = [name for name in ("reset_position_ids", "reset_attention_mask") if getattr(self._keys, name)]
-        return DocumentIdSamples(samples, self._eos(names[0])) if names else samples
 
     def _eos(self, key: str) -> int:
         if self._tokenizer.eos_id is None:
