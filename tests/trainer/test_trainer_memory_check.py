@@ -146,7 +146,7 @@ def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choos
     for kind, expected in (("cpu", None), ("cuda", "expandable_segments:True")):
         for name in environment.ALLOCATOR_VARIABLES:
             monkeypatch.delenv(name, raising=False)
-        choose(load(f"trainer.accelerator={kind}").root if choose is choose_device else kind)
+        choose(load(f"trainer.accelerator={kind}").root.trainer if choose is choose_device else kind)
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
 

@@ -83,9 +83,9 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
     planned: list[bool] = []
     plan = run_checks.plan_model
 
-    def spy(*model, **facts):
-        planned.append(facts["batch_spec"].packed)
-        return plan(*model, **facts)
+    def spy(model, form, *context, **facts):
+        planned.append(form.packed)
+        return plan(model, form, *context, **facts)
 
     monkeypatch.setattr(run_checks, "plan_model", spy)
     settings = {"trainer__log_every_n_steps": 1, "trainer__limit_val_batches": 1.0}

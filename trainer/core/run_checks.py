@@ -19,10 +19,11 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
     """Choose the attention backends of a run and decide on compilation, before anything is built or written.
 
     Raises:
-        UserError: no attention backend is available, or `model.compile` is not supported.
+        UserError: no attention backend is available, `model.compile` is not supported, or an NVTE_* variable is
+            neither 0 nor 1.
     """
-    flags = attention_flags(run.trainer.deterministic)
     try:
+        flags = attention_flags(run.trainer.deterministic)
         return plan_model(
             run.family,
             run.batch_spec,
