@@ -19,6 +19,7 @@ from .config.stack import AttentionSlice, StackSlice
 from .config.t5 import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind
 from .gpt import GPT
+from .layer import Layer
 from .layers.attention import AttentionArguments
 from .layers.attention_bias import ALiBi, CrossRelativeBias, Kerple, RelativeBias, Sandwich, ScoreBiasModule
 from .layers.cross_attention import CrossAttention
@@ -30,7 +31,7 @@ from .lm_head import PositionEmbedding
 from .moe.experts import Experts
 from .moe.moe_layer import MoE
 from .moe.router import Router
-from .stack import Layer, Stack
+from .stack import Stack
 from .t5 import T5
 
 Backends = Mapping[CallKind, AttentionFunction]

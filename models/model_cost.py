@@ -12,8 +12,9 @@ from .config.stack import AttentionSlice, StackSlice
 from .config.t5 import T5Slice
 from .dispatch.core_attention import attended_pairs
 from .gpt import gpt_outer_weights
+from .layer import layer_weights
 from .layers.cost import StackInputs, Weights
-from .stack import count_stack, layer_kinds, layer_weights
+from .stack import count_stack, layer_kinds
 from .t5 import t5_outer_weights
 
 

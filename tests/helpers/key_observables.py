@@ -22,9 +22,9 @@ from stoker.kernels.attention.dispatch import select_backend
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
+from stoker.models.layer import Layer
 from stoker.models.moe import experts as experts_module
 from stoker.models.moe.moe_layer import find_moe_layers
-from stoker.models.stack import Layer
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
