@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,23 +13,25 @@ from torch import Tensor, nn
 from .config.memory import RecomputeModule
 from .config.moe import MoESlice
 from .config.stack import AttentionSlice, StackSlice
+from .layers.attention import Backends, attention_arguments
 from .layers.context import LayerContext
 from .layers.cost import LayerMemory, PartMemory, SavedTensors, StackInputs, Weights
 from .layers.cross_attention import CrossAttention, cross_attention_memory, cross_attention_weights
 from .layers.fused_linear import can_skip_norm_output
-from .layers.mlp import MLP, mlp_memory, mlp_weights
+from .layers.mlp import MLP, build_mlp, mlp_memory, mlp_weights
 from .layers.norm import (
     BranchInput,
     LayerNorm,
     RMSNorm,
+    build_norm,
     norm_parameters,
     norm_saved_bytes,
     norm_saves_input,
     norm_statistics_bytes,
 )
-from .layers.self_attention import SelfAttention, attention_weights, self_attention_memory
+from .layers.self_attention import SelfAttention, attention_weights, build_self_attention, self_attention_memory
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
-from .moe.moe_layer import MoE, expert_rows, moe_memory, moe_weights, runs_eager_experts
+from .moe.moe_layer import MoE, build_moe, expert_rows, moe_memory, moe_weights, runs_eager_experts
 
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 
@@ -197,6 +200,34 @@ class Layer(RecomputableModule):
             output = F.dropout(output, self.dropout)
         hidden = hidden + output
         return norm(hidden) if self.block == "post_ln" else hidden
+
+
+def build_layer(
+    stack: StackSlice,
+    number: int,
+    backends: Backends,
+    cross_attention: AttentionSlice | None,
+    cross_backends: Backends | None,
+) -> Layer:
+    """Build layer `number` of a stack, counted from 0."""
+    normformer = stack.block == "normformer"
+    norm = partial(build_norm, stack.norm, stack.hidden_size)
+    cross = None
+    if cross_attention is not None:
+        arguments = attention_arguments(stack, cross_attention, cross_backends or {})
+        cross = CrossAttention(stack.hidden_size, **arguments)
+    return Layer(
+        block=stack.block,
+        attention_norm=norm(),
+        attention=build_self_attention(stack, backends),
+        attention_output_norm=norm() if normformer else None,
+        cross_attention_norm=None if cross is None else norm(),
+        cross_attention=cross,
+        cross_attention_output_norm=norm() if cross is not None and normformer else None,
+        mlp_norm=norm(),
+        mlp=build_mlp(stack) if stack.moe is None or not stack.moe.layers[number] else build_moe(stack, stack.moe),
+        dropout=stack.hidden_dropout,
+    )
 
 
 # ---------------------------------------------------------------- cost

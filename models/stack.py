@@ -13,13 +13,14 @@ from ..kernels.attention.packed_sequences import PackedSequences
 from .config.stack import AttentionSlice, StackSlice
 from .dispatch.attention_calls import CallKind
 from .kv_cache import CrossAttentionCache, LayerKVCache
-from .layer import Layer, layer_weights
-from .layers.attention_bias import ScoreBias, ScoreBiasModule, position_bias_parameters
+from .layer import Layer, build_layer, layer_weights
+from .layers.attention import Backends
+from .layers.attention_bias import ScoreBias, ScoreBiasModule, build_score_bias, position_bias_parameters
 from .layers.compiling import configure_dynamo
 from .layers.context import LayerContext, Memory
 from .layers.cost import StackInputs
-from .layers.norm import LayerNorm, RMSNorm, norm_parameters, norm_saved_bytes, norm_saves_input
-from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding
+from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes, norm_saves_input
+from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding, build_rotary
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
@@ -178,6 +179,29 @@ def _run_layers(layers: Sequence[Layer], hidden: Tensor, context: LayerContext) 
         hidden, sums = layer(hidden, context)
         collected.append(sums)
     return hidden, collected
+
+
+def build_stack(
+    stack: StackSlice,
+    backends: Backends,
+    cross_attention: AttentionSlice | None = None,
+    cross_backends: Backends | None = None,
+) -> Stack:
+    """Build a stack of layers, which differ only in having an MLP or experts.
+
+    Args:
+        stack: slice of the stack.
+        backends: self-attention function for each kind of call.
+        cross_attention: slice of the cross-attention, None without.
+        cross_backends: cross-attention function for each kind of call.
+    """
+    layers = (build_layer(stack, n, backends, cross_attention, cross_backends) for n in range(stack.num_layers))
+    return Stack(
+        layers,
+        final_norm=None if stack.block == "post_ln" else build_norm(stack.norm, stack.hidden_size),
+        rotary=build_rotary(stack.rotary),
+        score_positions=build_score_bias(stack.attention),
+    )
 
 
 # ---------------------------------------------------------------- cost

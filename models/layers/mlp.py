@@ -13,7 +13,7 @@ from ..config.stack import MLPSlice, StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import linear_add_residual, norm_linear
-from .norm import LayerNorm, RMSNorm, norm_saved_bytes, norm_saves_input
+from .norm import LayerNorm, RMSNorm, build_norm, norm_saved_bytes, norm_saves_input
 
 
 class MLP(RecomputableModule):
@@ -85,6 +85,21 @@ class MLP(RecomputableModule):
         if self.training and self.dropout:
             inner = F.dropout(inner, self.dropout)
         return inner
+
+
+def build_mlp(stack: StackSlice, ffn_hidden_size: int | None = None) -> MLP:
+    """Build the MLP of a layer, or one of another width, such as a shared expert."""
+    mlp = stack.mlp
+    width = ffn_hidden_size or mlp.ffn_hidden_size
+    return MLP(
+        stack.hidden_size,
+        width,
+        nonlinearity=mlp.nonlinearity,
+        gated=mlp.gated,
+        bias=mlp.bias,
+        dropout=mlp.dropout,
+        inner_norm=build_norm(stack.norm, width) if stack.block == "normformer" else None,
+    )
 
 
 # ---------------------------------------------------------------- cost

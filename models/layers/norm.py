@@ -104,6 +104,11 @@ class RMSNorm(RecomputableModule):
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
+def build_norm(norm: NormSlice, width: int) -> LayerNorm | RMSNorm:
+    """Build a norm over `width` channels."""
+    return NORMS[norm.kind](width, norm.epsilon, zero_centered=norm.zero_centered)
+
+
 # ---------------------------------------------------------------- cost
 
 
