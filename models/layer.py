@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .config.dense_stack import AttentionSlice
 from .config.memory import RecomputeModule
 from .config.moe import MoESlice
-from .config.stack import AttentionSlice, StackSlice
+from .config.stack import StackSlice
 from .layers.attention import Backends, attention_arguments
 from .layers.context import LayerContext
 from .layers.cost import LayerMemory, PartMemory, SavedTensors, StackInputs, Weights

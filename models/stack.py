@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention.packed_sequences import PackedSequences
-from .config.stack import AttentionSlice, StackSlice
+from .config.dense_stack import AttentionSlice
+from .config.stack import StackSlice
 from .dispatch.attention_calls import CallKind
 from .kv_cache import CrossAttentionCache, LayerKVCache
 from .layer import Layer, build_layer, layer_weights

@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from .key_block import ConfigBlock, Finding, extension_field
-from .positions import BOUNDED_POSITION_TYPES, window_masks_nothing, xpos_needs_causal_mask
+from .position_rules import window_masks_nothing, xpos_needs_causal_mask
+from .positions import BOUNDED_POSITION_TYPES
 from .stack import StackKeys, StackSlice, stack_rules
 
 Family = Literal["gpt", "t5", "bert"]

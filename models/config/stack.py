@@ -1,4 +1,4 @@
-"""One stack of layers: all of its keys, the frozen records of its parts that they resolve to, and cross-field rules.
+"""One stack of layers: all of its keys, the frozen record that they resolve to, and cross-field rules.
 
 A rule is a pure function from keys to findings; paths are relative to the block of the stack.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
+from .dense_stack import AttentionSlice, MLPSlice, NormSlice, attention_slice, mlp_slice, norm_slice
 from .key_block import Finding
 from .memory import (
     MemoryKeys,
@@ -24,90 +25,12 @@ from .memory import (
 from .memory_rules import offload_rules, recompute_rules
 from .moe import MoESlice, moe_slice
 from .moe_rules import moe_rules
-from .positions import (
-    BOUNDED_POSITION_TYPES,
-    DIRECTION_RULES,
-    POSITION_RULES,
-    PositionBiasSlice,
-    RotarySlice,
-    head_dim_of,
-    position_bias_slice,
-    resolve_window,
-    rotary_slice,
-)
-
-NonLinearity = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu_squared", "silu"]
-
-_ACTIVATIONS: dict[str, tuple[NonLinearity, bool]] = {
-    "gelu": ("gelu", False),
-    "approx-gelu": ("gelu_sigmoid", False),
-    "relu": ("relu", False),
-    "squared-relu": ("relu_squared", False),
-    "geglu": ("gelu", True),
-    "swiglu": ("silu", True),
-    "reglu": ("relu", True),
-}
+from .position_rules import DIRECTION_RULES, POSITION_RULES
+from .positions import BOUNDED_POSITION_TYPES, RotarySlice, rotary_slice
 
 
 class StackKeys(MemoryKeys):
     """All keys of one stack: dense layers, mixture of experts, recompute and offloading."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSlice:
-    """Attention of a layer.
-
-    Attributes:
-        groups: key and value heads; divides `heads`, the query heads.
-        scale: factor of the scores.
-        dropout: dropout probability of the attention weights in training.
-        window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
-        softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
-        qk_norm: norms over each query and key head.
-        head_scale: a learned factor for each head.
-        use_flash_attention: None for any backend family, True without unfused, False without flash.
-        backend: `auto`, a backend family or a backend.
-        transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.
-        masked_softmax_fusion: unfused attention may use the fused softmax.
-    """
-
-    heads: int
-    groups: int
-    head_dim: int
-    scale: float
-    qkv_bias: bool
-    output_bias: bool
-    dropout: float
-    causal: bool
-    window: tuple[int, int] | None
-    softcap: float
-    position_bias: PositionBiasSlice | None
-    qk_norm: bool
-    head_scale: bool
-    use_flash_attention: bool | None
-    backend: str
-    transformer_engine: bool | None
-    masked_softmax_fusion: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSlice:
-    """LayerNorm or RMSNorm; with `zero_centered` the weight is stored minus one."""
-
-    kind: Literal["layernorm", "rmsnorm"]
-    epsilon: float
-    zero_centered: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLPSlice:
-    """MLP of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`."""
-
-    ffn_hidden_size: int
-    nonlinearity: NonLinearity
-    gated: bool
-    bias: bool
-    dropout: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,53 +83,6 @@ class StackSlice:
             shared_expert=moe is not None and moe.shared_ffn_hidden_size is not None,
             post_ln=self.block == "post_ln",
         )
-
-
-def attention_slice(keys: StackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
-    """Resolve the self-attention, for sequences of up to `max_length` tokens (None: any)."""
-    head_dim = head_dim_of(keys)
-    return AttentionSlice(
-        heads=keys.num_attention_heads,
-        groups=keys.num_query_groups or keys.num_attention_heads,
-        head_dim=head_dim,
-        scale=1 / math.sqrt(head_dim) if keys.normalize_attention_scores else 1.0,
-        qkv_bias=keys.bias or keys.qkv_bias,
-        output_bias=keys.bias,
-        dropout=keys.attention_dropout,
-        causal=causal,
-        window=resolve_window(keys, causal=causal, max_length=max_length),
-        softcap=keys.attn_logit_softcapping or 0.0,
-        position_bias=position_bias_slice(keys),
-        qk_norm=keys.qk_layernorm,
-        head_scale=keys.headscale,
-        use_flash_attention=keys.use_flash_attention,
-        backend=keys.attention_backend,
-        transformer_engine=keys.transformer_engine,
-        masked_softmax_fusion=keys.masked_softmax_fusion,
-    )
-
-
-def mlp_slice(keys: StackKeys) -> MLPSlice:
-    """Resolve the MLP."""
-    nonlinearity, gated = _ACTIVATIONS[keys.activation.removeprefix("fast-")]
-    if keys.openai_gelu and nonlinearity == "gelu":
-        nonlinearity = "gelu_tanh"
-    return MLPSlice(
-        ffn_hidden_size=keys.ffn_hidden_size,
-        nonlinearity=nonlinearity,
-        gated=gated,
-        bias=keys.bias,
-        dropout=keys.ffn_dropout,
-    )
-
-
-def norm_slice(keys: StackKeys) -> NormSlice:
-    """Resolve the norm."""
-    return NormSlice(
-        kind="rmsnorm" if keys.normalization == "rmsnorm" else "layernorm",
-        epsilon=keys.layernorm_epsilon,
-        zero_centered=keys.normalization == "layernorm1p" or keys.layernorm_zero_centered_gamma,
-    )
 
 
 def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:

@@ -8,15 +8,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from .dense_stack import AttentionSlice
 from .key_block import Finding, extension_field
 from .model import ModelKeys, ModelSlice, resolve_vocab_sizes
-from .positions import (
-    BOUNDED_POSITION_TYPES,
-    relative_buckets_are_valid,
-    window_masks_nothing,
-    xpos_needs_causal_mask,
-)
-from .stack import AttentionSlice, StackKeys, StackSlice, stack_rules, stack_slice
+from .position_rules import relative_buckets_are_valid, window_masks_nothing, xpos_needs_causal_mask
+from .positions import BOUNDED_POSITION_TYPES
+from .stack import StackKeys, StackSlice, stack_rules, stack_slice
 
 
 class T5StackKeys(StackKeys):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
-from ..config.stack import AttentionSlice, StackSlice
+from ..config.dense_stack import AttentionSlice
+from ..config.stack import StackSlice
 from ..dispatch.attention_calls import CallKind
 from ..memory.recompute import RecomputableModule
 from .fused_linear import linear_add_residual

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.relative_position_buckets import relative_buckets
-from ..config.stack import AttentionSlice
+from ..config.dense_stack import AttentionSlice
 from .position_embeddings import ComputedTable
 
 

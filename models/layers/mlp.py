@@ -9,7 +9,8 @@ from ...kernels.activations import NONLINEARITIES
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
-from ..config.stack import MLPSlice, StackSlice
+from ..config.dense_stack import MLPSlice
+from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import linear_add_residual, norm_linear

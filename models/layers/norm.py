@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.norm_functions import NormFactors, layer_norm, rms_norm, rms_norm_factors
 from ...kernels.rms_norm_residual import can_fuse_residual, rms_norm_residual, rms_norm_residual_linear
-from ..config.stack import NormSlice
+from ..config.dense_stack import NormSlice
 from ..memory.recompute import RecomputableModule
 
 

@@ -13,7 +13,8 @@ from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
-from ..config.stack import AttentionSlice, StackSlice
+from ..config.dense_stack import AttentionSlice
+from ..config.stack import StackSlice
 from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
 from .attention import Attention, AttentionArguments, Backends, attention_arguments
