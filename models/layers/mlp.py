@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.activations import NONLINEARITIES
+from ...kernels.activations import NONLINEARITIES, SAVES_INTERMEDIATE, SAVES_ONLY_OUTPUT
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
@@ -116,7 +116,7 @@ def mlp_weights(stack: StackSlice, width: int, number: int = 1, *, experts: bool
 
 def saves_only_output(mlp: MLPSlice) -> bool:
     """Return True if the backward of the activation needs its output instead of its input."""
-    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate needs both
+    return mlp.nonlinearity in SAVES_ONLY_OUTPUT and not mlp.gated  # a gate needs both
 
 
 def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
@@ -133,8 +133,8 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
     kept: list[SavedTensors] = []
     if not saves_only_output(mlp):
         kept.append(SavedTensors("mlp", ups * elements * e))
-        if mlp.nonlinearity == "gelu_sigmoid" and not mlp.gated and not inputs.compiled:
-            kept.append(SavedTensors("activation", elements * e, "mlp_activation"))  # the sigmoid
+        if mlp.nonlinearity in SAVES_INTERMEDIATE and not mlp.gated and not inputs.compiled:
+            kept.append(SavedTensors("activation", elements * e, "mlp_activation"))
     elif inputs.compiled:  # a sign mask; not needed if a norm saves the result itself
         kept.append(SavedTensors("activation", 0 if has_norm else elements, "mlp_activation"))
     else:  # the result, unless the next operation saves it too
