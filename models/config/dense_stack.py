@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from ...kernels.attention.backend_support import BackendName
 from .key_block import extension_field
 from .positions import PositionBiasSlice, PositionKeys, position_bias_slice, resolve_window
 from .sizes import head_dim_of
@@ -36,23 +37,7 @@ _ACTIVATIONS: dict[str, tuple[Nonlinearity, bool]] = {
     "reglu": ("relu", True),
 }
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
-AttentionBackend = Literal[
-    "auto",
-    "flash",
-    "fused",
-    "unfused",
-    "triton",
-    "sdpa_flash",
-    "sdpa_efficient",
-    "sdpa_cudnn",
-    "sdpa_math",
-    "flash_attn",
-    "te_flash",
-    "te_fused",
-    "te_unfused",
-    "lse_first",
-    "reference",
-]
+AttentionBackend = Literal["auto", "flash", "fused", "unfused", BackendName]
 
 
 class DenseStackKeys(PositionKeys):
