@@ -28,10 +28,10 @@ from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
-from stoker.trainer.config.lr_schedule import build_schedule
 from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import canonical_metric_name
+from stoker.trainer.config.schema.optim import build_schedule
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context
 from stoker.trainer.core.training_state import build_model, build_optimizer

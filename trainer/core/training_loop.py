@@ -20,8 +20,8 @@ from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.writer import CheckpointContent, apply_retention
 from ..config.batch_spec import batch_spec
-from ..config.lr_schedule import build_schedule
 from ..config.schema.exp_manager import canonical_metric_name
+from ..config.schema.optim import build_schedule
 from ..config.schema.root import RootBlock
 from ..data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
 from ..data.dataloader import PrefetchingDataLoader

@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
-from ..lr_schedule import SCHEDULES, resolve_steps
-from ..schema.optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
+from ..lr_schedule import SCHEDULES
+from ..schema.optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings, resolve_steps
 from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.optim"
