@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, extension_field
+from ....models.config.key_block import ConfigBlock, block_default, extension_field
 from ..lr_schedule import SCHEDULES, RelativeStep, ScheduleName
-from .trainer_and_data import block_default
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
