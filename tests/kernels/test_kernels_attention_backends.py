@@ -481,6 +481,8 @@ def test_documents_are_counted_once_for_all_layers(monkeypatch: pytest.MonkeyPat
 
 def test_functions_follow_call_and_flags() -> None:
     assert {*ATTENTION_FUNCTIONS} == {backend.name for backend in BACKENDS} == set(get_args(BackendName))
+    # every other backend is covered by `test_every_option_of_every_backend`
+    assert {*ATTENTION_FUNCTIONS} - {*TAKEN} == {"reference", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"}
 
     def made(backend: str, fusion: bool = True) -> Any:
         call = AttentionCall(
