@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations import activation_with_derivative
 from ..launch import INTERPRETED, jit, next_power_of_2, rounded, tl, triton, triton_runs_on
-from .grouped_kernels import activation_with_derivative
 
 _LARGEST_BLOCK = 2048
 _LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}

@@ -69,8 +69,8 @@ class Windows(pl.Callback):
 def train(name: str, ranks: Any) -> dict[str, Any]:
     """Train with one layout and return the figures of this rank."""
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.config.lr_schedule import build_schedule
     from stoker.trainer.config.resolved_run import resolve_run
+    from stoker.trainer.config.schema.optim import build_schedule
     from stoker.trainer.core import training_state
     from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
     from stoker.trainer.data.build_datasets import build_data

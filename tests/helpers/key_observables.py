@@ -23,17 +23,17 @@ from stoker.kernels.attention.dispatch import select_backend
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
+from stoker.models.layer import Layer
 from stoker.models.moe import experts as experts_module
 from stoker.models.moe.moe_layer import find_moe_layers
-from stoker.models.stack import Layer
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
-from stoker.trainer.config.lr_schedule import build_schedule
 from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.resolved_run import DataSpec, resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import canonical_metric_name
+from stoker.trainer.config.schema.optim import build_schedule
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context
 from stoker.trainer.core.training_state import build_optimizer

@@ -33,7 +33,8 @@ def test_slices_know_recomputation_and_offloading_of_their_layers() -> None:
 
 
 def test_what_depends_on_the_device_and_the_processes() -> None:
-    root = load("model=gpt_tiny", "data=mock", "model.global_batch_size=16", "model.fsdp=true", "peft=lora").root
+    more = ("model.global_batch_size=4", "model.fsdp=true", "peft=lora")
+    root = load("model=gpt_tiny", "data=mock", "model.micro_batch_size=1", *more).root
     alone, many = resolve_run(root), resolve_run(root, world_size=2, capability=(9, 0))
     assert isinstance(alone.peft, LoRASlice)
     assert alone.layout is None
@@ -45,21 +46,21 @@ def test_what_depends_on_the_device_and_the_processes() -> None:
 
 
 def test_soft_prompts_lengthen_what_layers_see() -> None:
-    more = ["peft=ptuning", "model.peft.p_tuning.virtual_tokens=3", "model.max_position_embeddings=100"]
+    more = ["peft=ptuning", "model.peft.p_tuning.virtual_tokens=3", "model.encoder_seq_length=64"]
+    more.append("model.max_position_embeddings=100")
     run = resolve_run(load("model=gpt_tiny", "data=mock", *more).root)
     assert run.layer_batch_spec.seq_length == run.batch_spec.seq_length + 3
 
 
-def test_a_run_is_resolved_once_and_chooses_its_attention_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_resolved_once_and_chooses_its_attention_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given, **named: calls.append(name) or function(*given, **named)
 
     monkeypatch.setattr(run_context, "resolve_run", counted("resolve", run_context.resolve_run))
+    plan_model = counted("attention", build.plan_model)
     for module in (build, run_checks, run_inputs):
-        monkeypatch.setattr(module, "plan_model", counted("attention", build.plan_model))
+        monkeypatch.setattr(module, "plan_model", plan_model)
     run_training(tiny_config(tmp_path / "run", trainer__max_steps=1))
     assert calls == ["resolve", "attention"]

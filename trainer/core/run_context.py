@@ -26,7 +26,7 @@ from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
 from ..device.precision import PrecisionPlan, torch_precision
 from ..distributed.process_group import DistributedContext
-from ..loggers.logger_backends import check_loggers
+from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay
 from ..loggers.run_logger import RunLogger
 from ..plan.memory_check import check_memory
@@ -199,7 +199,7 @@ def _open_logger(
         return RunLogger.disabled()
     keys = config.root.trainer
     return RunLogger.open(
-        config,
+        LoggedRun(config.root.name, config.root.exp_manager, config.document),
         directory.path,
         ProgressDisplay(keys.max_steps, live=keys.enable_progress_bar, title=config.root.name),
         resumed_at=resumed.state.step if resumed else 0,

@@ -19,9 +19,9 @@ from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.writer import CheckpointContent, apply_retention
-from ..config.lr_schedule import build_schedule
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import canonical_metric_name
+from ..config.schema.optim import build_schedule
 from ..data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
 from ..data.dataloader import PrefetchingDataLoader
 from ..data.subsets import validation_subset

@@ -8,10 +8,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..config.run_config import RunConfig
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
-from .logger_backends import MetricLogger, open_loggers
+from .background_logger import MetricLogger
+from .logger_backends import LoggedRun, open_loggers
 from .progress_bar import ProgressDisplay
 from .step_report import StepReport
 
@@ -56,7 +56,7 @@ class RunLogger:
     @classmethod
     def open(
         cls,
-        config: RunConfig,
+        run: LoggedRun,
         directory: Path,
         progress: ProgressDisplay,
         *,
@@ -70,7 +70,7 @@ class RunLogger:
         """
         logger = cls(directory, progress, resumed_at=resumed_at, drop_validation=drop_validation)
         try:
-            logger._loggers = open_loggers(config, directory, resumed_at)
+            logger._loggers = open_loggers(run, directory, resumed_at)
         except OSError as error:
             logger.close(failed=True)
             raise _cannot_write(error) from error
