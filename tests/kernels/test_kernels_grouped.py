@@ -211,6 +211,26 @@ def test_gather_and_combine_undo_each_other(dtype):
     torch.testing.assert_close(got[1], (outer * hidden).sum(1, keepdim=True) * kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # Triton, and plain PyTorch
+def test_the_gate_of_a_dropped_assignment_reaches_nothing(dtype):
+    generator = torch.Generator().manual_seed(1)
+    experts = torch.rand(6, 4, generator=generator).argsort(1)[:, :3]
+    kept = torch.rand(6, 3, generator=generator) > 0.25
+    kept[0, 0] = False  # empty rows, which have no assignment, must not read the first one's gate
+    order, _, places = sorted_assignments(experts, 4, kept)
+    rows = torch.randn(len(order), 10, dtype=dtype, generator=generator)
+    gates = torch.rand(6, 3, dtype=dtype, generator=generator)
+    outer = torch.randn(6, 10, dtype=dtype, generator=generator)
+
+    def results(dropped: float) -> tuple[torch.Tensor, ...]:
+        leaves = rows.clone().requires_grad_(), gates.masked_fill(~kept, dropped).requires_grad_()
+        out = combine_rows(*leaves, places, order)
+        return out, *torch.autograd.grad(out, leaves, outer)
+
+    for got, expected in zip(results(math.nan), results(0.0), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_custom_operations_are_well_formed():
     order, ends, places = sorted_assignments(torch.tensor([[1, 0], [0, 2]]), 3)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
