@@ -56,10 +56,10 @@ def expert_mlp(
         kept: (T, k) bool, False for dropped assignments, which are neither computed nor added; None keeps all.
         capacity: rows computed per expert, for `padded` only; assignments beyond it are dropped.
         dropout: dropout probability after the nonlinearity; 0 outside training.
-        implementation: `triton`, our grouped matmuls, `grouped_mm`, torch's (bf16, sm_90 or later), and `padded`,
-            batched matmuls of `capacity` rows, do not synchronize with the host; `sequential`, the reference, loops
-            over the experts and reads counts on the host. `auto`: `grouped_mm` where it runs on CUDA, the fastest
-            there, else `triton` where supported, else `sequential`.
+        implementation: `triton`, our grouped matmuls, `grouped_mm`, torch's (bf16, sm_90 or later; ours where there is
+            a bias, which torch's do not add), and `padded`, batched matmuls of `capacity` rows, do not synchronize with
+            the host; `sequential`, the reference, loops over the experts and reads counts on the host. `auto`:
+            `grouped_mm` where it runs on CUDA, the fastest there, else `triton` where supported, else `sequential`.
         residual: tensor that the result is added to, (T, h), of a dtype no narrower than `hidden`, or None. The fused
             implementation adds it before rounding.
 
