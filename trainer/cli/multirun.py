@@ -29,6 +29,7 @@ from ..conversion.finetune_defaults import load_finetune_config
 from ..distributed.placement import Placement, resolve_placement
 from ..utils import environment
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
+from ..utils.owned_files import check_owned
 from ..utils.text import pluralize
 from .sweep_record import (
     RECORD_FILE,
@@ -111,6 +112,7 @@ def sweep(
     # before the sweep directory is created, so that an error leaves none behind
     names = _job_directories(hydra_keys.subdir, jobs)
     directory = _create_directory(hydra_keys, [config.root for config in configs])
+    check_owned(directory, RECORD_FILE, *names)
     key, elsewhere = hydra_keys.directory_keys(configs[0].root.exp_manager)
     resumes = all(config.root.exp_manager.resume_if_exists for config in configs)
     previous = read_record(directory, jobs, resumes, elsewhere)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from .owned_files import check_owned
 
 
 def fsync_directory(path: Path) -> None:
@@ -19,10 +24,16 @@ def atomic_write(path: Path, data: bytes) -> None:
     """Replace the content of a file atomically and durably: readers see the old or the new content, never a part.
 
     Not safe for concurrent writers: the temporary file has a fixed name next to `path`.
+
+    Raises:
+        UserError: the file is a link.
+        OSError: it cannot be written.
     """
+    check_owned(path.parent, path.name)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link that opening would follow
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -30,3 +41,19 @@ def atomic_write(path: Path, data: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[Path]:
+    """Context that yields a new path next to `path`, for a library to write; at its end that file replaces `path`.
+
+    Raises:
+        UserError: the file is a link.
+    """
+    check_owned(path.parent, path.name)
+    temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")  # not to be guessed, so nothing is planted there
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
