@@ -97,16 +97,18 @@ def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path):
 
 
 @full_only
-def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_path):
+@pytest.mark.parametrize("number", TERMINATION_SIGNALS)
+def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_path, number):
     """In a temporary directory whose path is too long for a socket, through which torch would send its tensors."""
     directory, temporary = tmp_path / "run", tmp_path / ("long" * 30)
     temporary.mkdir()
     words = arguments(directory, ENDLESS, "model.data.num_workers=1")
     with Command(*words, cwd=tmp_path, environ={"TMPDIR": str(temporary)}) as command:
         assert command.wait_until(lambda: last_step(directory) >= 3)
-        os.killpg(command.process.pid, signal.SIGTERM)
+        os.killpg(command.process.pid, number)
         code, error = command.ended()
     assert (code, error) == (EXIT_TERMINATED, "")
+    assert "another one prepares its batches" not in (directory / "run.log").read_text()
     newest, _ = newest_checkpoint(directory / "checkpoints")
     assert newest
     assert newest.state.step == last_step(directory)

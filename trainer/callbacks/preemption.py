@@ -65,10 +65,15 @@ class StopHandler:
     Args:
         max_time: `trainer.max_time`, `DD:HH:MM:SS` from now on, or None for no limit.
         max_time_per_run: `exp_manager.max_time_per_run` in the same format.
+
+    Attributes:
+        signal: the signal that stops the run, or None.
+        is_failing: the run ends with an error, after it has saved its last finished step.
     """
 
     def __init__(self, max_time: str | None = None, max_time_per_run: str | None = None) -> None:
         self.signal: signal.Signals | None = None
+        self.is_failing = False
         self._limits = {
             flag: text
             for flag, text in ((StopFlag.MAX_TIME, max_time), (StopFlag.MAX_TIME_PER_RUN, max_time_per_run))

@@ -6,25 +6,18 @@ save. For CUDA devices batches are pinned and copied on a side stream, one step 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import queue
-import signal
 import threading
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from ..utils.errors import UserError
 from .batch_sampler import MicroBatchIndices, RankBatchSampler
+from .dataloader_workers import WorkerPool
 from .datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors, concatenate_batches
 
 PREFETCH_FACTOR = 2
@@ -93,17 +86,17 @@ class GlobalBatch:
         return self._with(tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
 
     def pin_memory(self) -> GlobalBatch:
-        """Copy the batch to pinned memory; DataLoader calls this too."""
+        """Copy the batch to pinned memory."""
         return self._with(tensor.pin_memory() for tensor in self.tensors)
 
 
-class _GlobalBatches(Dataset[GlobalBatch]):
+class _GlobalBatches:
     """Maps the micro batches of a step to their samples."""
 
     def __init__(self, samples: AnySamples) -> None:
         self.samples = samples
 
-    def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch:
+    def __call__(self, part: MicroBatchIndices) -> GlobalBatch:
         size = part.micro_batch_size
         batches = [self.samples.batch(part.first_sample + number * size, size) for number in part.indices]
         return GlobalBatch.from_fields(part.indices, batch_tensors(concatenate_batches(batches)))
@@ -126,26 +119,16 @@ class _NumpyBatch:
             self.numbers, {name: torch.from_numpy(array) for name, array in self.arrays.items()}
         )
 
-    def pin_memory(self) -> GlobalBatch:
-        """Copy the batch to pinned memory; called by the DataLoader's pin-memory thread."""
-        return self.to_tensors().pin_memory()
 
-
-class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
-    """`_GlobalBatches` for dataloader workers: returns a `UserError` as a value.
-
-    DataLoader would re-raise it with the worker's traceback as its message.
-    """
+class _NumpyBatches:
+    """`_GlobalBatches` for dataloader workers."""
 
     def __init__(self, batches: _GlobalBatches) -> None:
         self._batches = batches
 
-    def __getitem__(self, part: MicroBatchIndices) -> _NumpyBatch | UserError:
-        try:
-            batch = self._batches[part]
-            return _NumpyBatch(batch.indices, {name: field.numpy() for name, field in batch.fields.items()})
-        except UserError as error:
-            return error
+    def __call__(self, part: MicroBatchIndices) -> _NumpyBatch:
+        batch = self._batches(part)
+        return _NumpyBatch(batch.indices, {name: field.numpy() for name, field in batch.fields.items()})
 
 
 class PrefetchingDataLoader:
@@ -154,49 +137,45 @@ class PrefetchingDataLoader:
     Args:
         device: device to copy batches to.
         num_workers: worker processes; 0 uses a thread.
+        report: logs a line when a worker that died is replaced.
     """
 
     def __init__(
-        self, dataset: AnySamples, batch_sampler: RankBatchSampler, device: torch.device, num_workers: int = 0
+        self,
+        dataset: AnySamples,
+        batch_sampler: RankBatchSampler,
+        device: torch.device,
+        num_workers: int = 0,
+        report: Callable[[str], None] = print,
     ) -> None:
         self._batches = _GlobalBatches(dataset)
         self._parts = batch_sampler
         self._device = device
         self._num_workers = num_workers
+        self._report = report
+        self._pool: WorkerPool[MicroBatchIndices, _NumpyBatch] | None = None
         self._thread: _Producer | None = None
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        host = self._from_workers() if self._num_workers else self._from_thread()
+        self.close()
+        self._thread = _Producer(self._host_batches(), pin=self._device.type == "cuda")
+        host = iter(self._thread)
         return self._copy_ahead(host) if self._device.type == "cuda" else (b.to(self._device) for b in host)
 
     def close(self) -> None:
-        """Stop the prefetch thread."""
+        """Stop the workers and the prefetch thread."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
 
-    def _from_thread(self) -> Iterator[GlobalBatch]:
-        self.close()
-        self._thread = _Producer(self._batches, self._parts, pin=self._device.type == "cuda")
-        return iter(self._thread)
-
-    def _from_workers(self) -> Iterator[GlobalBatch]:
-        with warnings.catch_warnings():
-            # The number of workers is the user's choice.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loader = DataLoader(
-                _WorkerBatches(self._batches),
-                batch_size=None,
-                sampler=self._parts,
-                num_workers=self._num_workers,
-                prefetch_factor=PREFETCH_FACTOR,
-                pin_memory=self._device.type == "cuda",
-                # A fork would copy locks held by threads of this process.
-                multiprocessing_context="spawn",
-                worker_init_fn=_init_worker,
-            )
-        with _signals_blocked():
-            return map(_unwrap, iter(loader))
+    def _host_batches(self) -> Iterator[GlobalBatch]:
+        if not self._num_workers:
+            return (self._batches(part) for part in self._parts)
+        self._pool = WorkerPool(_NumpyBatches(self._batches), self._parts, self._num_workers, self._report)
+        return (batch.to_tensors() for batch in self._pool)
 
     def _copy_ahead(self, host: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         stream = torch.cuda.Stream(self._device)
@@ -217,58 +196,11 @@ class PrefetchingDataLoader:
             yield batch
 
 
-def _unwrap(item: GlobalBatch | _NumpyBatch | UserError) -> GlobalBatch:
-    if isinstance(item, UserError):
-        raise item
-    return item.to_tensors() if isinstance(item, _NumpyBatch) else item
-
-
-_BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else (signal.SIGINT,)
-"""Stop signals. Ctrl-C and schedulers send them to all processes, but the run needs its dataloader workers until it has
-finished the step."""
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Context in which new processes inherit `_BLOCKED_SIGNALS` as blocked, from their first instruction."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    resource_tracker.ensure_running()  # if started inside, it would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _init_worker(worker: int) -> None:
-    """In a dataloader worker: exit with the parent process or on SIGTERM from it, and ignore SIGTERM from others."""
-    # torch's own watchdog compares parent ids from here on, and so never ends a worker whose parent has died before
-    threading.Thread(target=_exit_with_parent, name="parent", daemon=True).start()
-    if signal.SIGTERM in _BLOCKED_SIGNALS and hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_exit_on_sigterm_from, args=(os.getppid(),), name="sigterm", daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this is no worker"
-    parent.join()
-    os._exit(1)
-
-
-def _exit_on_sigterm_from(parent: int) -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
-        pass
-    os._exit(0)
-
-
 class _Producer:
     """Prefetch thread; an exception in it is re-raised in the consumer."""
 
-    def __init__(self, batches: _GlobalBatches, parts: RankBatchSampler, *, pin: bool) -> None:
+    def __init__(self, batches: Iterator[GlobalBatch], *, pin: bool) -> None:
         self._batches = batches
-        self._parts = parts
         self._pin = pin
         self._queue: queue.Queue[GlobalBatch | BaseException] = queue.Queue(PREFETCH_FACTOR)
         self._stopped = threading.Event()
@@ -288,8 +220,7 @@ class _Producer:
 
     def _run(self) -> None:
         try:
-            for part in self._parts:
-                batch = self._batches[part]
+            for batch in self._batches:
                 if not self._put(batch.pin_memory() if self._pin else batch):
                     return
         except BaseException as error:
