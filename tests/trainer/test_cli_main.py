@@ -272,7 +272,7 @@ def test_a_sigterm_when_no_process_is_left_ends_with_143(monkeypatch: pytest.Mon
     monkeypatch.setattr("stoker.trainer.utils.signals.os._exit", ended.append)
     words = ["trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"]
     monkeypatch.setattr(sys, "argv", ["stoker", "train", *words])
-    before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
 
     def launch(config: Any, placement: Any, imports: Any) -> int:
         signal.raise_signal(signal.SIGTERM)

@@ -63,10 +63,10 @@ def _is_tar(path: Path) -> bool:
     """Return True if torch would load the file as a tar archive: it would extract it to a temporary directory."""
     with path.open("rb") as file:
         header = file.read(tarfile.BLOCKSIZE)
+    if header == bytes(tarfile.BLOCKSIZE):  # the end of an empty archive
+        return True
     try:
         tarfile.TarInfo.frombuf(header, tarfile.ENCODING, "surrogateescape")
-    except tarfile.EOFHeaderError:  # a block of zeros, the end of an empty archive
-        return True
     except tarfile.HeaderError:
         return False
     return True

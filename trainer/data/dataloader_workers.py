@@ -129,7 +129,7 @@ class _Worker:
         self._prepare = prepare
         self._requested: deque[Any] = deque()
         self._process: Any = None
-        self._connection: Connection | None = None
+        self._connection: Any = None
 
     def start(self) -> None:
         """Start the process, and request of it what an earlier one has not delivered."""
@@ -151,7 +151,6 @@ class _Worker:
 
     def receive(self) -> Any:
         """Return the next requested item; None if the process has died."""
-        assert self._connection is not None
         try:
             result = self._connection.recv()
         except (EOFError, OSError):
@@ -162,7 +161,6 @@ class _Worker:
 
     def bury(self) -> str:
         """Wait for the end of a process that has died; return how it ended."""
-        assert self._connection is not None
         self._connection.close()
         self.deaths += 1
         if self._process.pid is None:
@@ -182,7 +180,6 @@ class _Worker:
             self._process.join()
 
     def _send(self, item: Any) -> None:
-        assert self._connection is not None
         with suppress(OSError):  # it has died, which `receive` notices
             self._connection.send(item)
 
