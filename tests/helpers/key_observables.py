@@ -380,18 +380,21 @@ def accumulation(harness: ConfigHarness, changes: Changes) -> Any:
 
 
 def workers(harness: ConfigHarness, changes: Changes) -> Any:
-    """Value of `num_workers` passed to torch's DataLoader; empty if a thread prepares the batches."""
+    """Number of dataloader workers; empty if a thread prepares the batches."""
     passed: list[int] = []
 
-    class Loader:
-        def __init__(self, dataset: Any, *, sampler: range, num_workers: int, **_: Any) -> None:
+    class Pool:
+        def __init__(self, prepare: Any, items: Any, num_workers: int, report: Any) -> None:
             passed.append(num_workers)
-            self.batches = (dataset[position] for position in sampler)
+            self.batches = map(prepare, items)
 
         def __iter__(self) -> Iterator[Any]:
             return self.batches
 
-    harness.monkeypatch.setattr(dataloader, "DataLoader", Loader)
+        def close(self) -> None:
+            pass
+
+    harness.monkeypatch.setattr(dataloader, "WorkerPool", Pool)
     harness.run(changes)
     return passed
 

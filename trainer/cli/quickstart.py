@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils import environment
+from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_OK
 from ..utils.text import pluralize
 from .common_arguments import number_type, parse_float
@@ -192,7 +193,7 @@ def _write(result: TrainingResult, pace: StepTiming, comparison: Comparison | No
         "data": result.data.fingerprint,
         "bits_per_byte": asdict(comparison) if comparison else None,
     }
-    (result.directory / "quickstart.json").write_text(json.dumps(document, indent=2) + "\n")
+    atomic_write(result.directory / "quickstart.json", (json.dumps(document, indent=2) + "\n").encode())
 
 
 def _load(experiment: str, overrides: Sequence[str]) -> RunConfig:

@@ -34,6 +34,7 @@ from ...models.config.key_block import ConfigBlock, NonEmptyText, block_default,
 from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import UserError
+from ..utils.owned_files import check_owned, make_owned_directory, open_to_append
 from ..utils.redaction import redact, redact_arguments
 from .background_logger import BackgroundLogger, MetricLogger
 
@@ -172,7 +173,9 @@ class TensorBoardLogger:
 
         settings = run.keys.summary_writer_kwargs.model_dump()
         purge_step = resumed_at + 1 if resumed_at else None
-        self._writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step, **settings)
+        folder = make_owned_directory(directory, "tensorboard")
+        check_owned(folder, *(path.name for path in folder.iterdir()))  # its names hold no more than time and host
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step, **settings)
 
     def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
         """Log one scalar per metric, named `group/metric`."""
@@ -206,7 +209,7 @@ class CSVLogger:
         if new:
             self._write_all()
             return
-        with self._path.open("a", newline="", encoding="utf-8") as file:
+        with open_to_append(self._path.parent, self._path.name, newline="") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
     def close(self, *, failed: bool) -> None:
@@ -233,6 +236,8 @@ class WandbLogger:
         keys = run.keys.wandb_logger_kwargs
         run_id = keys.id or (_read_run_id(directory, "wandb") if resumed_at else None) or secrets.token_hex(4)
         save_dir = user_path(keys.save_dir, "exp_manager.wandb_logger_kwargs.save_dir") if keys.save_dir else directory
+        if save_dir is directory:
+            check_owned(directory, "wandb", cure="remove the link, or set exp_manager.wandb_logger_kwargs.save_dir")
         try:
             with _redacted_argv():
                 self._run: Any = wandb.init(
@@ -288,6 +293,8 @@ class MLflowLogger:
             folder = directory
             if keys.save_dir:
                 folder = user_path(keys.save_dir, "exp_manager.mlflow_logger_kwargs.save_dir").absolute()
+            else:  # the database, and what SQLite may write beside it
+                check_owned(directory, *(f"mlflow.db{end}" for end in ("", "-journal", "-wal", "-shm")))
             folder.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{folder}/mlflow.db"
         try:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
+from ..utils.owned_files import open_owned, open_to_append
 from .background_logger import MetricLogger
 from .logger_backends import LoggedRun, open_loggers
 from .progress_bar import ProgressDisplay
@@ -45,13 +47,16 @@ class RunLogger:
         self._warned: set[str] = set()
         if directory is None:
             return
-        path = directory / "metrics.jsonl"
         try:
-            _drop_lines_after(path, resumed_at, drop_validation)
-            self._metrics = path.open("a", encoding="utf-8")
-            self._log = (directory / "run.log").open("a", encoding="utf-8")
+            _drop_lines_after(directory / "metrics.jsonl", resumed_at, drop_validation)
+            self._metrics = open_to_append(directory, "metrics.jsonl")
+            self._log = open_to_append(directory, "run.log")
         except OSError as error:
+            self.close(failed=True)
             raise _cannot_write(error) from error
+        except UserError:
+            self.close(failed=True)
+            raise
 
     @classmethod
     def open(
@@ -174,7 +179,7 @@ def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
     if not path.exists():
         return
     kept: list[str] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with os.fdopen(open_owned(path.parent, path.name, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 document = json.loads(line)

@@ -314,6 +314,7 @@ def _publish(job: Job, tokenizer: Tokenizer, journal: Journal, summary: Mapping[
                 writer.add_index(journal.part_prefix(key))
         writer.finish()
     if job.vocab_size:
+        tokenizer_path(job.prefix).unlink(missing_ok=True)
         _write_atomically(tokenizer_path(job.prefix), tokenizer.to_dict()["definition"].encode())
     _write_atomically(metadata_path(job.prefix), json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
     journal.remove()
