@@ -325,6 +325,61 @@ def test_a_tokenizer_with_an_id_of_2_to_the_48(saved: Path, place: Place, refuse
     assert "the tokenizers library rejects it" in told
 
 
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _split(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
+    "growth": (
+        {"normalizer": {"type": "Sequence", "normalizers": [_replace({"String": "a"}, "a" * 1000)] * 6}},
+        "it exceeded the limits of 30 seconds and 128 MiB of memory; simplify its `normalizer`",
+    ),
+    "backtracking": ({"pre_tokenizer": _split("(a+)+$")}, "simplify its `pre_tokenizer`, or use another tokenizer"),
+    "character_map": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP///38="}},
+        "the `precompiled_charsmap` of its normalizer is damaged: its trie leads outside",
+    ),
+    "decoder": (
+        {"decoder": {"type": "Sequence", "decoders": [_replace({"String": "a"}, "a" * 1000)] * 6}},
+        "a `Replace` of its decoder makes tokens many times longer; remove it",
+    ),
+    "digits": ({"version": "DIGITS"}, "Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_wicked_tokenizers(
+    kind: str, saved: Path, place: Place, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may take long or need much memory runs in a process of its own, which is all that is started."""
+    monkeypatch.setattr(
+        "stoker.trainer.data.tokenizers.isolated_encoder.MAX_MEMORY", (128 if kind == "growth" else 1024) * MIB
+    )
+    parts, says = TOKENIZERS[kind]
+    file = place.folder / "tokenizer.json"
+    text = json.dumps(json.loads(file.read_text()) | parts).replace('"DIGITS"', "9" * 5000)
+    file.write_text(text)
+    commands: list[list[Any]] = [["convert", place.folder, place.target / "converted"]]
+    if kind == "growth":
+        checkpoint = _resealed(
+            saved, place.folder.parent / "wicked", lambda documents: documents["tokenizer"].update(definition=text)
+        )
+        commands += [
+            fine_tuning(place),
+            ["preprocess", file, "--tokenizer", file, "--output-prefix", place.target / "data"],
+            ["generate", "--checkpoint", checkpoint, "--prompt", "a", "--device", "cpu"],
+        ]
+    for command in commands:
+        told = refused(*command, may_start="encoder_process.py")
+        assert says in told
+        assert len(told.splitlines()) == 1
+        assert "tokenizer" in told
+
+
 def test_a_tokenizer_that_leads_out(place: Place, refused: Callable[..., str]) -> None:
     (place.folder / "tokenizer.json").unlink()
     (place.folder / "tokenizer.json").symlink_to("/etc/passwd")
