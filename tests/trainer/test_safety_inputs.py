@@ -175,6 +175,11 @@ def _code_beside(place: Place) -> None:
     (place.folder / "evil.py").write_text(f"import os\nos.mkdir({str(place.marker)!r})\n")
 
 
+def _many_names(place: Place, count: int, length: int) -> None:
+    names = (f"{number}{'x' * length}" for number in range(count))
+    _safetensors(place, {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}, b"")
+
+
 WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
     "pickle_in_bin": (
         lambda place: _torch_file(place, {"model.norm.weight": Payload(place.marker)}),
@@ -197,6 +202,8 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
         lambda place: _safetensors(place, {"a": _span(0, 1 << 40)}, bytes(216)),
         "is not a safetensors file",
     ),
+    "many_tensors": (lambda place: _many_names(place, 1001, 0), "model.safetensors has 1,001 tensors in its header"),
+    "long_names": (lambda place: _many_names(place, 9, 1 << 18), "model.safetensors has 2 MiB of names in its header"),
     "path_in_a_tensors_name": (
         lambda place: change_tensors(place.folder, lambda tensors: tensors.update({"../../evil": torch.zeros(2)})),
         "unknown: ../../evil",
@@ -211,7 +218,10 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_wicked_weights(kind: str, place: Place, refused: Callable[..., str]) -> None:
+def test_wicked_weights(kind: str, place: Place, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind in ("many_tensors", "long_names"):
+        monkeypatch.setattr("stoker.trainer.utils.safetensors_io.MAX_TENSORS", 1000)
+        monkeypatch.setattr("stoker.trainer.utils.safetensors_io.MAX_HEADER_BYTES", 2 * MIB)
     change, says = WEIGHTS[kind]
     change(place)
     for command in both(place):
