@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import threading
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 from tiers import looped
 
-from stoker.trainer.data.tokenizers import isolated_encoder, token_bytes, tokenizer_json
-from stoker.trainer.data.tokenizers.definition_bounds import unbounded_part
+from stoker.trainer.data.tokenizers import isolated_encoder, sentencepiece_tokenizer, token_bytes, tokenizer_json
+from stoker.trainer.data.tokenizers.definition_bounds import longest_replacement, unbounded_part
 from stoker.trainer.data.tokenizers.tokenizer_json import JsonTokenizer, build_json_tokenizer, canonical_json
 from stoker.trainer.utils.errors import UserError
 
@@ -210,3 +211,18 @@ def test_a_definition_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_json, "_load", lambda text, parsed: loads.append(text) or load(text, parsed))
     build_json_tokenizer(definition(), {})
     assert len(loads) == 1
+
+
+def test_the_character_map_of_sentencepiece_is_good() -> None:
+    spm = pytest.importorskip("sentencepiece")
+    written = io.BytesIO()
+    lines = [f"hello world {number} the quick brown fox" for number in range(100)]
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=written, vocab_size=40, minloglevel=2,
+        normalization_rule_name="nmt_nfkc",
+    )  # fmt: skip
+    (rules,) = [value for field, value in sentencepiece_tokenizer._fields(written.getvalue()) if field == 3]
+    assert isinstance(rules, bytes)
+    (charsmap,) = [value for field, value in sentencepiece_tokenizer._fields(rules) if field == 2]
+    assert isinstance(charsmap, bytes)
+    assert longest_replacement(charsmap) == 33

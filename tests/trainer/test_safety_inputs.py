@@ -351,7 +351,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "backtracking": ({"pre_tokenizer": _split("(a+)+$")}, "simplify its `pre_tokenizer`, or use another tokenizer"),
     "character_map": (
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP///38="}},
-        "the `precompiled_charsmap` of its normalizer is damaged: its trie leads outside",
+        "the character map of its normalizer is damaged: its trie leads outside",
     ),
     "decoder": (
         {"decoder": {"type": "Sequence", "decoders": [_replace({"String": "a"}, "a" * 1000)] * 6}},

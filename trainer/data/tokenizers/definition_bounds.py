@@ -151,7 +151,7 @@ def _normalizers_are_bounded(steps: list[Any]) -> bool:
 def _growth_of_replace(step: Mapping[str, Any]) -> float:
     """Return the factor by which a `Replace` may lengthen a text; infinity if unknown."""
     content, pattern = step.get("content"), step.get("pattern")
-    if not isinstance(content, str) or not _is_known_pattern(pattern):
+    if not isinstance(content, str) or not isinstance(pattern, dict) or not _is_known_pattern(pattern):
         return float("inf")
     matched = len(pattern["String"]) if "String" in pattern else 1
     return max(1.0, len(content) / matched)
@@ -203,38 +203,39 @@ def _model_is_bounded(model: Mapping[str, Any]) -> bool:
 
 
 def _charsmap_is_bounded(text: Any) -> bool:
+    try:
+        data = base64.b64decode(text if isinstance(text, str) else "", validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("the character map of its normalizer is not base64") from None
+    return len(data) <= _MAX_CHARSMAP_BYTES and longest_replacement(data) <= _MAX_REPLACEMENT_BYTES
+
+
+def longest_replacement(charsmap: bytes) -> int:
     """Check SentencePiece's compiled character map: a double-array trie, then the replacements, each before a NUL byte.
 
-    The library follows the trie without bounds checks of its own and stops the process if it leads outside.
+    The tokenizers library follows the trie without such a check, and stops the process if it leads outside.
 
     Returns:
-        True if neither the map nor a replacement is long.
+        The length of the longest replacement in bytes.
 
     Raises:
         ValueError: it is damaged.
     """
-    field = "`precompiled_charsmap` of its normalizer"
-    try:
-        data = base64.b64decode(text if isinstance(text, str) else "", validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError(f"the {field} is not base64") from None
-    if len(data) > _MAX_CHARSMAP_BYTES:
-        return False
-    size = int.from_bytes(data[:4], "little")
-    if not 4 <= size <= len(data) - 4 or size % 4:
-        raise ValueError(f"the {field} is damaged: its header names a trie of {size:,} bytes")
-    units, normalized = np.frombuffer(data, "<u4", size // 4, 4).astype(np.int64), data[4 + size :]
+    damaged = "the character map of its normalizer is damaged: its"
+    size = int.from_bytes(charsmap[:4], "little")
+    if not 4 <= size <= len(charsmap) - 4 or size % 4:
+        raise ValueError(f"{damaged} header names a trie of {size:,} bytes")
+    units, normalized = np.frombuffer(charsmap, "<u4", size // 4, 4).astype(np.int64), charsmap[4 + size :]
     values = _trie_values(units)
     starts = np.frombuffer(normalized + b"\0", np.uint8)
     if values is None or values.max(initial=0) >= len(starts) or np.any(starts[values] & 0xC0 == 0x80):
-        raise ValueError(f"the {field} is damaged: its trie leads outside")
+        raise ValueError(f"{damaged} trie leads outside")
     try:
         normalized.decode()
     except UnicodeDecodeError:
-        raise ValueError(f"the {field} is damaged: its replacements are not UTF-8") from None
+        raise ValueError(f"{damaged} replacements are not UTF-8") from None
     ends = np.flatnonzero(starts == 0)
-    lengths = ends[np.searchsorted(ends, values)] - values
-    return bool(lengths.max(initial=0) <= _MAX_REPLACEMENT_BYTES)
+    return int((ends[np.searchsorted(ends, values)] - values).max(initial=0))
 
 
 def _trie_values(units: NDArray[np.int64]) -> NDArray[np.int64] | None:
