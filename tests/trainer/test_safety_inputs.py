@@ -14,6 +14,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +23,15 @@ from audit_hook import watched
 from hf_folders import change_config, change_tensors, letter_tokenizer, random_model, save, tensors_of
 from safetensors.torch import save_file
 
+from stoker.trainer.checkpoint import sharded_safetensors
 from stoker.trainer.checkpoint.reader import RunState
 from stoker.trainer.checkpoint.writer import write_metadata
 from stoker.trainer.cli.main import main
+from stoker.trainer.data.preprocess import journal
+from stoker.trainer.data.sources.index_cache import IndexCache
+from stoker.trainer.loggers import logger_backends, run_logger
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
-from stoker.trainer.utils.safetensors_io import FileRecord
+from stoker.trainer.utils.safetensors_io import DamagedFileError, FileRecord
 
 MIB = 1 << 20
 LONGEST = 12
@@ -460,3 +465,21 @@ def test_wicked_lines(kind: str, place: Place, refused: Callable[..., str]) -> N
     told = refused(*fine_tuning(place, f"model.data.path={file}"))
     assert f"line 1 of {file}" in told
     assert len(told.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- records of earlier runs
+
+
+def test_deep_records_are_damaged_ones(tmp_path: Path) -> None:
+    """JSON nested too deep to read, in the files of a run directory and in the header of a sharded checkpoint."""
+    deep = "[" * 100_000
+    path = tmp_path / "loggers.json"
+    path.write_text(f"{deep}\n")
+    with pytest.raises(DamagedFileError, match="the rows in its header cannot be read"):
+        sharded_safetensors._read_row_metadata(path, SimpleNamespace(metadata=lambda: {"rows": deep}))
+    assert journal._entries(path) == ([], 0)
+    assert IndexCache(None)._read(tmp_path, "loggers", {}) is None
+    run_logger._drop_lines_after(path, 5, validates_again=False)
+    assert path.read_text() == ""
+    path.write_text(deep[:1000])
+    assert logger_backends._read_run_id(tmp_path, "wandb") is None
