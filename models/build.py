@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.backends.registry import detect_installed_software, get_attention_function, torch_version
-from ..kernels.attention.call_spec import AttentionCall, DType
+from ..kernels.attention.backends.registry import detect_installed_software, get_attention_function
+from ..kernels.attention.call_spec import AttentionCall, DType, InstalledSoftware
 from ..kernels.attention.dispatch import BackendSelection, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
 from .assemble import Backends, LanguageModel, assemble
@@ -36,12 +36,13 @@ from .t5 import T5
 
 ALL_CALL_KINDS: tuple[CallKind, ...] = ("training", "evaluation", "generation")
 
-DTYPE_NAMES: dict[torch.dtype, DType] = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
+DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Sharding(Protocol):
@@ -69,6 +70,7 @@ def build_model(
     kinds: Collection[CallKind] = ALL_CALL_KINDS,
     sharding: Sharding | None = None,
     peft: PeftSlice | None = None,
+    plan: ModelPlan | None = None,
 ) -> LanguageModel:
     """Build a model of any family and initialize its weights.
 
@@ -84,6 +86,7 @@ def build_model(
         kinds: kinds of call the model is built for; it raises on any other.
         sharding: shards the parameters over processes; None for no sharding.
         peft: PEFT scheme, whose parameters are added and trained while the others are frozen; None trains all.
+        plan: decisions made before (`plan_model`, of the same arguments); None makes them.
 
     Raises:
         ValueError: `override_vocab_size` is too small, `compile` is not supported, or `peft` selects layers or
@@ -94,15 +97,12 @@ def build_model(
     described = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
     if device.type == "meta":
         return _assembled(described, batch_spec, {}, {}, peft).to(dtype)
-    plan = plan_model(
+    plan = plan or plan_model(
         described,
-        device=device,
-        dtype=compute_dtype or dtype,
+        batch_spec,
+        call_context(device, compute_dtype or dtype, micro_batch_size, flags),
         flags=flags,
-        micro_batch_size=micro_batch_size,
-        batch_spec=replace(batch_spec, seq_length=batch_spec.seq_length + peft.virtual_tokens)
-        if isinstance(peft, PromptSlice)
-        else batch_spec,
+        software=detect_installed_software(device.type),
         kinds=kinds,
         peft=peft,
     )
@@ -174,14 +174,30 @@ class ModelPlan:
     compile_reason: str
 
 
+def call_context(device: torch.device, dtype: torch.dtype, micro_batch_size: int, flags: AttentionFlags) -> CallContext:
+    """Return the properties of all attention calls of a model on a device of this machine.
+
+    Raises:
+        ValueError: the compute `dtype` is not supported.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"`dtype` ({dtype}) must be one of {', '.join(str(known) for known in DTYPE_NAMES)}.")
+    return CallContext(
+        device=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        dtype=DTYPE_NAMES[dtype],
+        batch=micro_batch_size,
+        deterministic=not flags.allow_nondeterministic,
+    )
+
+
 def plan_model(
     model: FamilySlice,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    flags: AttentionFlags,
-    micro_batch_size: int,
     batch_spec: BatchSpec,
+    context: CallContext,
+    *,
+    flags: AttentionFlags,
+    software: InstalledSoftware,
     kinds: Collection[CallKind] = ALL_CALL_KINDS,
     peft: PeftSlice | None = None,
 ) -> ModelPlan:
@@ -189,25 +205,20 @@ def plan_model(
 
     Args:
         model: slice of the model.
-        dtype: compute dtype.
-
-    Other arguments as in `build_model`.
+        batch_spec: shape of the samples.
+        context: device, dtype and micro batch size; the device need not be present.
+        flags: attention settings from environment variables.
+        software: installed, or assumed, packages.
+        kinds: kinds of call the model is built for.
+        peft: PEFT scheme; soft prompts lengthen the sequences that attention sees.
 
     Raises:
-        ValueError: `dtype` or `compile` is not supported.
+        ValueError: `compile` is not supported.
         NoBackendError: no attention backend supports a kind of call.
     """
-    if dtype not in DTYPE_NAMES:
-        raise ValueError(f"`dtype` ({dtype}) must be one of {', '.join(str(known) for known in DTYPE_NAMES)}.")
-    facts: CallContext = {
-        "device": device.type,
-        "capability": torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-        "dtype": DTYPE_NAMES[dtype],
-        "batch": micro_batch_size,
-        "deterministic": not flags.allow_nondeterministic,
-    }
-    attentions = tuple(plan_attentions(model, batch_spec, facts))
-    software = detect_installed_software(device.type)
+    if isinstance(peft, PromptSlice):
+        batch_spec = replace(batch_spec, seq_length=batch_spec.seq_length + peft.virtual_tokens)
+    attentions = tuple(plan_attentions(model, batch_spec, context))
     decisions: dict[str, BackendSelection] = {}
     problems: list[NoBackendError] = []
     for planned in attentions:
@@ -223,7 +234,7 @@ def plan_model(
         rows = tuple(row for problem in problems for row in problem.rows)
         raise NoBackendError("\n".join(map(str, problems)), rows)
     dropout = any(map(has_dropout, model.stacks)) or peft_dropout(peft) > 0
-    compiled, reason = decide_compile(model.compile, device.type, torch_version(), dropout=dropout)
+    compiled, reason = decide_compile(model.compile, context["device"], software.torch, dropout=dropout)
     return ModelPlan(attentions, decisions, compiled, reason)
 
 

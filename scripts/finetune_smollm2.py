@@ -58,7 +58,7 @@ def untrained_loss(run: Path, split: str) -> float:
     for name, parameter in restored.model.named_parameters():
         if name.endswith("lora_b"):
             parameter.data.zero_()
-    data = build_data(restored.config.root, restored.tokenizer)
+    data = build_data(restored.run.data, restored.tokenizer)
     samples = data.validation if split == "validation" else data.test
     assert samples is not None
     return evaluate(

@@ -14,6 +14,7 @@ from ..models.build import LanguageModel
 from .callbacks.early_stopping import STOP_REASON_PREFIX, continue_hint
 from .checkpoint.reader import checkpoint_paths
 from .checkpoint.run_directory import save_run_record
+from .config.resolved_run import ResolvedRun
 from .config.run_config import RunConfig
 from .core.run_context import RunContext, open_run
 from .core.run_summary import describe_offload_traffic, describe_optimizer_offload, summarize_run
@@ -39,6 +40,7 @@ class TrainingResult:
         validation: the last validation of this process, or None.
         stop_reason: why it stopped before `max_steps` (a signal's name, `trainer.max_time=...`), or None.
         exit_code: 0, 130 after SIGINT, 143 after SIGTERM.
+        run: what follows from its configuration.
         model: the trained model, on its device.
         data: the training data.
     """
@@ -49,6 +51,7 @@ class TrainingResult:
     validation: EvaluationResult | None
     stop_reason: str | None
     exit_code: int
+    run: ResolvedRun
     model: LanguageModel
     data: Data
 
@@ -82,12 +85,11 @@ def _record_start(run: RunContext, state: TrainingState) -> None:
     processes = [json.loads(text) for text in run.ranks.all_gather_text(description)]
     if run.ranks.is_rank_zero:
         save_run_record(run.config, run.directory, run.device, processes)
-    layout = state.data_parallel.layout if state.data_parallel else None
-    for line in summarize_run(run.root, state.model, run.data, run.precision, run.device, layout):
+    for line in summarize_run(run.resolved, state.model, run.data, run.device, cuda_graph=run.uses_cuda_graph):
         run.logger.log(line)
-    for line in describe_optimizer_offload(run.root, state.optimizer, run.device):
+    for line in describe_optimizer_offload(run.resolved, state.optimizer, run.device):
         run.logger.log(line)
-    flags = attention_flags(run.root)
+    flags = attention_flags(run.resolved.trainer.deterministic)
     log = run.logger.log if flags.debug else run.logger.log_to_file
     for line in (*flags.notes(), *format_selections(state.model.attention_decisions)):
         log(line)
@@ -95,7 +97,7 @@ def _record_start(run: RunContext, state: TrainingState) -> None:
 
 def _fit(run: RunContext, loop: TrainingLoop) -> str | None:
     """Train up to `max_steps`; return why training stopped before that, or None."""
-    module, callback, max_steps = loop.module, loop.callback, run.root.trainer.max_steps
+    module, callback, max_steps = loop.module, loop.callback, run.resolved.trainer.max_steps
     if run.first_step >= max_steps and not callback.validation_pending:
         run.logger.log(
             f"this run is finished: step {run.first_step:,} of `trainer.max_steps` ({max_steps:,}); raise it "
@@ -126,7 +128,7 @@ def _finish(run: RunContext, state: TrainingState, loop: TrainingLoop, stop_reas
     # Not `callback.checkpoint`: retention (`save_top_k`) may have deleted it.
     written = next(reversed(checkpoint_paths(run.directory.checkpoints)), None) if loop.callback.checkpoint else None
     logger.log(_last_line(run, step, written, stop_reason))
-    if run.plan is not None and run.device.type == "cuda" and step > run.first_step:
+    if run.device.type == "cuda" and step > run.first_step:
         allocated = torch.cuda.max_memory_allocated(run.device)
         logger.log(measured_line(run.plan, allocated, torch.cuda.max_memory_reserved(run.device)))
     for line in describe_offload_traffic(state.model):
@@ -138,6 +140,7 @@ def _finish(run: RunContext, state: TrainingState, loop: TrainingLoop, stop_reas
         validation=loop.callback.validation,
         stop_reason=stop_reason,
         exit_code=stop.exit_code if stop_reason else EXIT_OK,
+        run=run.resolved,
         model=state.model,
         data=run.data,
     )
@@ -149,5 +152,5 @@ def _last_line(run: RunContext, step: int, checkpoint: Path | None, stop_reason:
         return f"done after step {step:,}{where}"
     overrides = f"exp_manager.explicit_log_dir={run.directory.path} exp_manager.resume_if_exists=True"
     if stop_reason.startswith(STOP_REASON_PREFIX):  # its state is in the checkpoint, so it would stop again at once
-        overrides += f" and {continue_hint(run.root.exp_manager.early_stopping_callback_params)}"
+        overrides += f" and {continue_hint(run.resolved.exp_manager.early_stopping_callback_params)}"
     return f"stopped by {stop_reason} after step {step:,}{where}; resume with {overrides}"

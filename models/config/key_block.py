@@ -48,3 +48,18 @@ class Finding:
     message: str
     fix: str = ""
     origin: str = ""
+
+    @classmethod
+    def error(cls, keys: tuple[str, ...], message: str, fix: str = "") -> Finding:
+        """Return a finding that rejects the configuration."""
+        return cls("error", keys, message, fix)
+
+    @classmethod
+    def warning(cls, keys: tuple[str, ...], message: str, fix: str = "") -> Finding:
+        """Return a warning."""
+        return cls("warning", keys, message, fix)
+
+    @classmethod
+    def info(cls, keys: tuple[str, ...], message: str, fix: str = "") -> Finding:
+        """Return a note."""
+        return cls("info", keys, message, fix)

@@ -33,8 +33,7 @@ def full_needs_method_and_number(keys: MemoryKeys) -> Iterator[Finding]:
         return
     needed = " and ".join(f"`{name}`" for name in missing)
     block = keys.activations_checkpoint_method == "block"
-    yield Finding(
-        "error",
+    yield Finding.error(
         (*missing, _GRANULARITY),
         f"`{_GRANULARITY}` (full) needs {needed} to select the layers.",
         f"use {_METHOD}={'block' if block else 'uniform'} {_NUMBER}={keys.num_layers if block else 1} for every layer",
@@ -50,8 +49,7 @@ def method_and_number_need_full(keys: MemoryKeys) -> Iterator[Finding]:
     given = " and ".join(f"`{name}` ({getattr(keys, name)})" for name in ineffective)
     have = "have" if len(ineffective) > 1 else "has"
     if granularity == "selective":
-        yield Finding(
-            "info",
+        yield Finding.info(
             (*ineffective, _GRANULARITY),
             f"{given} {have} no effect with `{_GRANULARITY}` (selective), which applies to every layer.",
             f"use {_GRANULARITY}=full for whole layers",
@@ -71,15 +69,13 @@ def number_is_within_num_layers(keys: MemoryKeys) -> Iterator[Finding]:
     if keys.activations_checkpoint_granularity != "full" or keys.activations_checkpoint_method is None:
         return
     if number == 0:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_NUMBER, _GRANULARITY),
             f"`{_NUMBER}` (0) recomputes no layer, as in Megatron; NeMo's older models read it as 1.",
             f"use {_NUMBER}=1, or {_GRANULARITY}=null",
         )
     elif number is not None and number > layers:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_NUMBER, "num_layers"),
             f"`{_NUMBER}` ({number}) is larger than `num_layers` ({layers}) and reduced to it.",
             f"use {_NUMBER}={layers}",
@@ -92,16 +88,14 @@ def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
     _, layers = full_recompute_layers(keys)
     if layers == keys.num_layers:
         if keys.moe_layer_recompute and has_experts(keys):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (_MOE, _GRANULARITY),
                 f"`{_MOE}` (True) cannot be combined with `{_GRANULARITY}` (full) of all layers, which recomputes the "
                 "experts too.",
                 f"use {_MOE}=false, or {_GRANULARITY}=null",
             )
         if keys.activations_checkpoint_modules is not None:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (_MODULES, _GRANULARITY),
                 f"`{_MODULES}` ({_listed(keys)}) has no effect with `{_GRANULARITY}` (full) of all layers, which "
                 "recomputes everything.",
@@ -114,23 +108,20 @@ def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
     scope = "layer that is not recomputed as a whole" if layers else "layer"
     if "moe" in modules and not any(rest) and (any(with_experts) or not keys.moe_layer_recompute):
         name = _MOE if keys.moe_layer_recompute else _MODULES
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (name, "num_moe_experts"),
             f"`{name}` ({_shown(keys, name)}): `moe` has no effect, because no {scope} has experts.",
             "use num_moe_experts=8, or leave it out",
         )
     if "mlp_activation" in modules and rest and all(rest) and not shared:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_MODULES, "num_moe_experts"),
             f"`{_MODULES}` ({_listed(keys)}): `mlp_activation` has no effect, because every {scope} has experts, "
             "whose activations it does not cover.",
             f"use {_MODULES}=[moe]",
         )
     if "norm" in modules and keys.transformer_block_type == "post_ln":
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_MODULES, "transformer_block_type"),
             f"`{_MODULES}` ({_listed(keys)}): `norm` has no effect with `transformer_block_type` (post_ln), where the "
             "outputs of the norms are the residual stream, which is saved anyway.",
@@ -142,8 +133,7 @@ def modules_replace_selective_default(keys: MemoryKeys) -> Iterator[Finding]:
     """As in Megatron, explicit modules replace the default of `selective`."""
     named = keys.activations_checkpoint_modules
     if keys.activations_checkpoint_granularity == "selective" and named is not None and "core_attention" not in named:
-        yield Finding(
-            "info",
+        yield Finding.info(
             (_MODULES, _GRANULARITY),
             f"`{_GRANULARITY}` (selective) recomputes only `{_MODULES}` ({_listed(keys)}), not `core_attention`.",
             f"use {_MODULES}=null for core_attention",
@@ -187,8 +177,7 @@ def settings_need_the_switch(keys: MemoryKeys) -> Iterator[Finding]:
         ineffective.insert(0, _FIRST)
     if ineffective:
         given = " and ".join(f"`{name}` ({getattr(keys, name)})" for name in ineffective)
-        yield Finding(
-            "info",
+        yield Finding.info(
             (*ineffective, _SWITCH),
             f"{given} {'have' if len(ineffective) > 1 else 'has'} no effect without `{_SWITCH}`: nothing is offloaded.",
             f"use {_SWITCH}=true",
@@ -202,8 +191,7 @@ def number_of_layers_is_valid(keys: MemoryKeys) -> Iterator[Finding]:
     """
     number, layers, last = num_offloaded_layers(keys), keys.num_layers, last_chunk_start(keys)
     if number >= layers:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_FIRST, "num_layers"),
             f"`{_FIRST}` ({number}) must be less than `num_layers` ({layers}): the backward starts with the last "
             "layer.",
@@ -211,8 +199,7 @@ def number_of_layers_is_valid(keys: MemoryKeys) -> Iterator[Finding]:
         )
     elif number == 0:
         default_note = "" if keys.cpu_offloading_num_layers is not None else ", all but one of `num_layers` (1)"
-        yield Finding(
-            "info",
+        yield Finding.info(
             (_FIRST, _SWITCH),
             f"`{_FIRST}` (0{default_note}) offloads nothing.",
             f"use {_FIRST}={max(layers - 2, 1)}" if layers > 1 else f"use {_SWITCH}=false",
@@ -231,8 +218,7 @@ def number_of_layers_is_valid(keys: MemoryKeys) -> Iterator[Finding]:
     elif number == layers - 1 and keys.cpu_offloading_activations and full_recompute_layers(keys)[1] < number:
         default_note = "null, which is " if keys.cpu_offloading_num_layers is None else ""
         fewer = f"use {_FIRST}={layers - 2} or fewer" if layers > 2 else f"use {_SWITCH}=false"
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_FIRST, "num_layers"),
             f"`{_FIRST}` ({default_note}{number}) leaves one layer of {layers} on the GPU: in the forward pass each "
             "layer waits for the copies of the previous one.",
@@ -243,8 +229,7 @@ def number_of_layers_is_valid(keys: MemoryKeys) -> Iterator[Finding]:
 def something_is_offloaded(keys: MemoryKeys) -> Iterator[Finding]:
     """Activations, weights or both must be offloaded, as in TransformerEngine."""
     if not (keys.cpu_offloading_activations or keys.cpu_offloading_weights):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_ACTIVATIONS, _WEIGHTS, _SWITCH),
             f"`{_SWITCH}` (True) needs `{_ACTIVATIONS}` or `{_WEIGHTS}`, which are both False.",
             f"use {_ACTIVATIONS}=true, or {_SWITCH}=false",

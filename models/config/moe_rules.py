@@ -38,8 +38,7 @@ def _keys_without_experts(keys: MoEKeys) -> Iterator[Finding]:
         return
     listed = ", ".join(f"`{name}` ({getattr(keys, name)})" for name in ineffective)
     one = keys.num_moe_experts == 1
-    yield Finding(
-        "warning",
+    yield Finding.warning(
         (*ineffective, _EXPERTS),
         f"{listed} {'has' if len(ineffective) == 1 else 'have'} no effect "
         + ("with `num_moe_experts` (1), which is a dense MLP in a T5." if one else "without `num_moe_experts`."),
@@ -49,7 +48,7 @@ def _keys_without_experts(keys: MoEKeys) -> Iterator[Finding]:
 
 def _no_effect(keys: MoEKeys, name: str, other: str, when: str, fix: str) -> Finding:
     """Warn that the key `name` has no effect because of the key `other`."""
-    return Finding("warning", (name, other), f"`{name}` ({getattr(keys, name)}) has no effect {when}.", fix)
+    return Finding.warning((name, other), f"`{name}` ({getattr(keys, name)}) has no effect {when}.", fix)
 
 
 # ---------------------------------------------------------------- layers and experts
@@ -60,8 +59,7 @@ def topk_is_within_experts(keys: MoEKeys) -> Iterator[Finding]:
     experts, (topk, _) = keys.num_moe_experts, routing_of(keys)
     if experts is not None and topk > experts:
         default_note = ", the default" if keys.moe_router_topk is None else ""
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("moe_router_topk", _EXPERTS),
             f"`moe_router_topk` ({topk}{default_note}) must not be above `num_moe_experts` ({experts}).",
             f"use moe_router_topk={experts} or less" if experts > 1 else f"use moe_router_topk=1, or {_EXPERTS}=null",
@@ -72,30 +70,26 @@ def moe_layers_are_set_once(keys: MoEKeys) -> Iterator[Finding]:
     """The layers with experts are set by either `moe_layer_freq` or `moe_frequency`, and there is at least one."""
     every, pattern, layers = keys.moe_frequency, keys.moe_layer_freq, keys.num_layers
     if every != 1 and pattern != 1:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("moe_frequency", "moe_layer_freq"),
             f"`moe_frequency` ({every}) and `moe_layer_freq` ({pattern}) both select the layers with experts.",
             "use moe_frequency=1, or moe_layer_freq=1",
         )
     elif every > layers:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("moe_frequency", "num_layers"),
             f"`moe_frequency` ({every}) must not be above `num_layers` ({layers}): no layer would have experts.",
             f"use moe_frequency={layers} or less, or {_EXPERTS}=null",
         )
     elif isinstance(pattern, list) and len(pattern) != layers:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("moe_layer_freq", "num_layers"),
             f"`moe_layer_freq` must have a 0 or 1 for each of the {layers} layers (`num_layers`), but has "
             f"{len(pattern)}.",
             f"use a list of {layers}",
         )
     elif not any(layers_with_experts(keys)):
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("moe_layer_freq", _EXPERTS),
             f"`moe_layer_freq` ({pattern}) leaves no layer for the {keys.num_moe_experts} experts of `{_EXPERTS}`.",
             f"use a 1 for each layer with experts, or {_EXPERTS}=null",
@@ -105,8 +99,7 @@ def moe_layers_are_set_once(keys: MoEKeys) -> Iterator[Finding]:
 def experts_have_no_inner_norm(keys: MoEKeys) -> Iterator[Finding]:
     """NormFormer's norm inside the MLP is not implemented for experts."""
     if keys.transformer_block_type == "normformer":
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("transformer_block_type", _EXPERTS),
             f"`transformer_block_type` (normformer) is not supported with `{_EXPERTS}` ({keys.num_moe_experts}): "
             "experts have no inner norm.",
@@ -133,8 +126,7 @@ def ffn_dropout_needs_dense_layers(keys: MoEKeys) -> Iterator[Finding]:
 def t5_defaults_differ_from_gpt(keys: MoEKeys) -> Iterator[Finding]:
     """T5 defaults to the only router of NeMo's T5, which differs from GPT's default."""
     if keys.is_t5 and keys.moe_router_topk is None and keys.moe_router_load_balancing_type is None:
-        yield Finding(
-            "info",
+        yield Finding.info(
             (_EXPERTS, "moe_router_topk", _BALANCING),
             "`moe_router_topk` and `moe_router_load_balancing_type` are not set: each token is routed to one expert by "
             "`sinkhorn`, as in NeMo's T5.",
@@ -146,16 +138,14 @@ def one_expert_needs_pre_softmax(keys: MoEKeys) -> Iterator[Finding]:
     """The softmax over a single expert is constant, so that the router gets no gradient from the loss."""
     if keys.num_moe_experts == 1:
         if needs_pre_softmax(keys):
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (_EXPERTS, _SCORE),
                 f"`{_EXPERTS}` (1) gives the router no gradient: the softmax over one expert is always 1, also with "
                 "`moe_router_pre_softmax`.",
                 f"use {_EXPERTS}=8, or null for a dense MLP",
             )
     elif needs_pre_softmax(keys) and not keys.moe_router_pre_softmax:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("moe_router_pre_softmax", "moe_router_topk"),
             "`moe_router_topk` (1) uses the softmax over all experts, although `moe_router_pre_softmax` is False: over "
             "the selected expert it would always be 1, and the router would get no gradient.",
@@ -181,8 +171,7 @@ def sinkhorn_balances_alone(keys: MoEKeys) -> Iterator[Finding]:
         if capacity_factor_of(keys) is not None if name == _FACTOR else getattr(keys, name):
             field = MoEKeys.model_fields[name]
             off = "null" if field.default is None else f"{field.default:g}" if name == _AUX else "false"
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (name, _BALANCING),
                 f"`{name}` ({getattr(keys, name)}) cannot be combined with {is_sinkhorn}, which {why}.",
                 f"use {modern}, or {name}={off}",
@@ -205,8 +194,7 @@ def score_function_fits_other_keys(keys: MoEKeys) -> Iterator[Finding]:
             keys, "moe_router_pre_softmax", _SCORE, f"with `{_SCORE}` (sigmoid)", "use moe_router_pre_softmax=false"
         )
     if keys.moe_router_enable_expert_bias and not sigmoid:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_BIAS, _SCORE),
             f"`{_BIAS}` (True) needs scores between 0 and 1 and is not supported with `{_SCORE}` (softmax).",
             f"use {_SCORE}=sigmoid",
@@ -231,22 +219,19 @@ def expert_groups_are_valid(keys: MoEKeys) -> Iterator[Finding]:
         yield _no_effect(keys, given, missing, f"without `{missing}`", f"set both, or {given}=null")
     elif experts % groups:
         valid = [str(number) for number in range(2, experts) if experts % number == 0] or ["null"]
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_GROUPS[0], _EXPERTS),
             f"`{_EXPERTS}` ({experts}) must be a multiple of `{_GROUPS[0]}` ({groups}).",
             f"use {_GROUPS[0]}={', '.join(valid)}",
         )
     elif chosen > groups:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_GROUPS[1], _GROUPS[0]),
             f"`{_GROUPS[1]}` ({chosen}) must not be above `{_GROUPS[0]}` ({groups}).",
             f"use {_GROUPS[1]}={groups} or less",
         )
     elif topk > chosen * (experts // groups):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_GROUPS[1], "moe_router_topk", _GROUPS[0], _EXPERTS),
             f"`{_GROUPS[1]}` ({chosen}) of `{_GROUPS[0]}` ({groups}) have {chosen * (experts // groups)} experts, "
             f"fewer than `moe_router_topk` ({topk}).",
@@ -275,8 +260,7 @@ def balancing_needs_a_coefficient(keys: MoEKeys) -> Iterator[Finding]:
         yield _no_effect(keys, _AUX, _BALANCING, f"with `{_BALANCING}` (none)", f"use {_BALANCING}=aux_loss")
     elif balancing == "aux_loss" and not (keys.moe_aux_loss_coeff or everywhere or keys.moe_router_enable_expert_bias):
         default_note = ", the default" if keys.moe_router_load_balancing_type is None else ""
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_AUX, _BALANCING, _EXPERTS),
             f"`{_BALANCING}` (aux_loss{default_note}) has no effect with `{_AUX}` (0): the load is not balanced.",
             f"use {_AUX}=0.01, or {_BALANCING}=none",
@@ -290,8 +274,7 @@ def capacity_is_valid(keys: MoEKeys) -> Iterator[Finding]:
         return
     given, factor = keys.moe_expert_capacity_factor, capacity_factor_of(keys)
     if given is not None and given < 0:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_FACTOR,),
             f"`{_FACTOR}` ({given:g}) is negative and treated as null, as in Megatron: no limit.",
             f"use {_FACTOR}=null",
@@ -299,8 +282,7 @@ def capacity_is_valid(keys: MoEKeys) -> Iterator[Finding]:
     if balancing == "sinkhorn":  # reported by `sinkhorn_balances_alone`
         return
     if given == 0:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_FACTOR,),
             f"`{_FACTOR}` (0) would drop every token.",
             f"use {_FACTOR}=1.0 for an even share per expert, or null for no limit",
@@ -312,15 +294,13 @@ def capacity_is_valid(keys: MoEKeys) -> Iterator[Finding]:
             continue
         padded = True
         if factor is None:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (name, _FACTOR),
                 f"`{name}` (True) needs a capacity: `{_FACTOR}` ({'null' if given is None else given}) sets no limit.",
                 f"use {_FACTOR}=1.25, or {name}=false",
             )
     if keys.moe_token_dropping and not keys.moe_pad_expert_input_to_capacity and factor is not None:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_DROPPING, _PAD),
             f"`{_DROPPING}` (True) is read as `{_PAD}` (True): drop beyond the capacity and pad up to it.",
             f"use {_PAD}=true",
@@ -344,8 +324,7 @@ def capacity_is_valid(keys: MoEKeys) -> Iterator[Finding]:
 def dispatcher_has_no_effect(keys: MoEKeys) -> Iterator[Finding]:
     """Dispatchers make no difference, as every rank holds all experts."""
     if keys.moe_token_dispatcher_type is not None:
-        yield Finding(
-            "info",
+        yield Finding.info(
             ("moe_token_dispatcher_type",),
             f"`moe_token_dispatcher_type` ({keys.moe_token_dispatcher_type}) has no effect with "
             "`expert_model_parallel_size` (1): each rank holds all experts, and no tokens are exchanged.",
@@ -366,8 +345,7 @@ def sequential_experts_are_slow(keys: MoEKeys) -> Iterator[Finding]:
                 "use moe_grouped_gemm=null",
             )
     elif keys.moe_grouped_gemm is False:
-        yield Finding(
-            "info",
+        yield Finding.info(
             ("moe_grouped_gemm",),
             "`moe_grouped_gemm` (False) loops over the experts, which is slower and gives the same results.",
             "use moe_grouped_gemm=null",

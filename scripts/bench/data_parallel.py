@@ -70,11 +70,12 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     """Train with one layout and return the figures of this rank."""
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.config.lr_schedule import build_schedule
+    from stoker.trainer.config.resolved_run import resolve_run
     from stoker.trainer.core import training_state
     from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
     from stoker.trainer.data.build_datasets import build_data
     from stoker.trainer.data.dataloader import PrefetchingDataLoader
-    from stoker.trainer.device.precision import plan_precision
+    from stoker.trainer.device.precision import torch_precision
     from stoker.trainer.lightning.lightning_module import LanguageModule
     from stoker.trainer.lightning.lightning_trainer import fit
 
@@ -86,11 +87,12 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     overrides = [f"trainer.devices={world}", f"model.global_batch_size={MICRO_BATCH * world}", *LAYOUTS[name][1]]
     root = load_run_config(None, None, ["experiment=llama_1b_bench", *overrides]).root
     device = torch.device("cuda", torch.cuda.current_device())
-    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
-    data = build_data(root)
-    data_parallel = training_state.data_parallel_from_config(root, precision, device, ranks)
-    model = training_state.build_model(root, data, precision, device, data_parallel)
-    optimizer = training_state.build_optimizer(root, model, precision, data_parallel)
+    run = resolve_run(root, world_size=world, capability=torch.cuda.get_device_capability(device))
+    precision = torch_precision(run.precision)
+    data = build_data(run.data)
+    data_parallel = training_state.build_data_parallel(run, device, ranks)
+    model = training_state.build_model(run, data.vocab_size, device, data_parallel=data_parallel)
+    optimizer = training_state.build_optimizer(run, model, data_parallel)
     batches = RankBatchSampler(BatchSchedule(root.model.global_batch_size), MICRO_BATCH, ranks.rank, world)
     feed = PrefetchingDataLoader(data.train, batches, device)
     schedule = build_schedule(root.model.optim, 100)

@@ -175,13 +175,16 @@ def planned(overrides: list[str], gpu: str | None = None, memory: int | None = N
     import torch
 
     from stoker.trainer.config.load import load_run_config
+    from stoker.trainer.config.resolved_run import resolve_run
     from stoker.trainer.plan.hardware import parse_gpu
     from stoker.trainer.plan.run_plan import gpu_target, local_target, make_plan
 
-    root = load_run_config(None, None, overrides).root
-    target = gpu_target(root, parse_gpu(gpu)) if gpu else local_target(root, torch.device("cuda", 0))
+    root, local = load_run_config(None, None, overrides).root, torch.device("cuda", 0)
+    card = parse_gpu(gpu) if gpu else None
+    run = resolve_run(root, capability=card.capability if card else torch.cuda.get_device_capability(local))
+    target = gpu_target(run, card) if card else local_target(run, local)
     target = replace(target, memory=memory or target.memory)
-    return make_plan(root, target, vocab_size=root.model.override_vocab_size)
+    return make_plan(run, target, vocab_size=run.model.override_vocab_size)
 
 
 def measure(sampled: SampledRun) -> Row:

@@ -9,6 +9,7 @@ from config_helpers import load
 
 from stoker.trainer.plan.run_plan import local_target, make_plan
 from stoker.trainer.train import run_training
+from tests.helpers.resolved import resolved_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -51,7 +52,8 @@ def test_the_peak_is_met(name: str, tmp_path: Path) -> None:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
-    plan = make_plan(config.root, local_target(config.root, device), vocab_size=32000)
+    run = resolved_on(config.root, device)
+    plan = make_plan(run, local_target(run, device), vocab_size=32000)
     run_training(config)
     measured = torch.cuda.max_memory_allocated(device) - before
     assert plan.allocated == pytest.approx(measured, rel=0.08), plan.memory.peak.where

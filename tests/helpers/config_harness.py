@@ -16,10 +16,8 @@ from stoker.models.gpt import GPT
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.training_state import build_model
-from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.train import TrainingResult, run_training
+from tests.helpers.resolved import build_data, build_model
 
 CPU = torch.device("cpu")
 MODEL, TRAINER, MANAGER, OPTIM = "model.", "trainer.", "exp_manager.", "model.optim."
@@ -73,8 +71,7 @@ class ConfigHarness:
 
     def model(self, changes: Changes) -> GPT:
         root = self.root(changes)
-        plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-        model = build_model(root, build_data(root), plan, CPU)
+        model = build_model(root, build_data(root))
         assert isinstance(model, GPT)
         return model
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,23 +31,23 @@ from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.lr_schedule import build_schedule
 from stoker.trainer.config.parameter_layout import plan_layout
+from stoker.trainer.config.resolved_run import DataSpec, resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import canonical_metric_name
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context
-from stoker.trainer.core.training_state import build_model, build_optimizer
+from stoker.trainer.core.training_state import build_optimizer
 from stoker.trainer.data import dataloader
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.tokenizers import sentencepiece_tokenizer
 from stoker.trainer.data.tokenizers.gpt2_files import gpt2_tokenizer_json
 from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import CharTokenizer
 from stoker.trainer.device.choose_device import choose_device
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.train import run_training
+from tests.helpers.resolved import build_data, build_model
 
 
 def shapes(harness: ConfigHarness, changes: Changes) -> Any:
@@ -62,8 +63,7 @@ def family_shapes(harness: ConfigHarness, changes: Changes) -> Any:
         length = model.pop("encoder_seq_length")
         model |= {"encoder": stack, "decoder": stack, "seq_length": length, "data": {"data_impl": "mock"}}
     root = RootBlock.model_validate(document)
-    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-    model = build_model(root, build_data(root), plan, CPU)
+    model = build_model(root, build_data(root))
     return {name: tuple(value.shape) for name, value in model.named_parameters()}
 
 
@@ -194,13 +194,8 @@ def attention_masks(harness: ConfigHarness, changes: Changes) -> Any:
 
 def optimizer_groups(harness: ConfigHarness, changes: Changes) -> Any:
     root = harness.root(changes)
-    groups = build_optimizer(root, harness.model(changes), plan_precision(root.trainer, True, CPU)).param_groups
+    groups = build_optimizer(resolve_run(root), harness.model(changes)).param_groups
     return [(group["names"], group["weight_decay"]) for group in groups]
-
-
-def plan(harness: ConfigHarness, changes: Changes) -> Any:
-    root = harness.root(changes)
-    return plan_precision(root.trainer, root.model.megatron_amp_O2, torch.device("cuda"))
 
 
 def first_batch(harness: ConfigHarness, changes: Changes, samples: int = 2) -> Any:
@@ -264,7 +259,7 @@ def trained(harness: ConfigHarness, changes: Changes) -> Any:
 def stepped(harness: ConfigHarness, changes: Changes) -> Any:
     """Weights after three steps of optimizer and schedule, without a run."""
     root, model = harness.root(changes), harness.model(changes)
-    optimizer = build_optimizer(root, model, plan_precision(root.trainer, root.model.megatron_amp_O2, CPU))
+    optimizer = build_optimizer(resolve_run(root), model)
     rate = build_schedule(root.model.optim, root.trainer.max_steps)
     tokens = torch.arange(8).repeat(2, 1)
     for step in range(3):
@@ -353,10 +348,10 @@ def algorithms(harness: ConfigHarness, changes: Changes) -> Any:
     seen: list[tuple[bool, bool]] = []
     original = run_context.build_data
 
-    def build(root: RootBlock) -> Any:
+    def build(spec: DataSpec) -> Any:
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         seen.append((torch.are_deterministic_algorithms_enabled(), warn_only))
-        return original(root)
+        return original(spec)
 
     harness.monkeypatch.setattr(run_context, "build_data", build)
     harness.run(changes)
@@ -418,7 +413,7 @@ def layout(harness: ConfigHarness, changes: Changes) -> Any:
 
 
 def gradient_reduce_dtype(harness: ConfigHarness, changes: Changes) -> Any:
-    return grad_reduce_dtype(harness.root(changes), torch.bfloat16)
+    return grad_reduce_dtype(harness.root(changes).model, torch.bfloat16)
 
 
 def norm_weight(harness: ConfigHarness, changes: Changes) -> Any:
@@ -436,12 +431,11 @@ def device(harness: ConfigHarness, changes: Changes) -> Any:
     """Device chosen on a machine with CUDA and MPS."""
     harness.monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     harness.monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    return choose_device(harness.root(changes)).type
+    return choose_device(harness.root(changes).trainer).type
 
 
 def arithmetic(harness: ConfigHarness, changes: Changes) -> Any:
-    chosen = plan(harness, changes)
-    return chosen.param_dtype, chosen.main_weights, chosen.autocast_dtype
+    return replace(resolve_run(harness.root(changes), capability=(9, 0)).precision, name="")
 
 
 def activation(harness: ConfigHarness, changes: Changes) -> Any:

@@ -3,7 +3,7 @@
 from config_helpers import load
 
 from stoker.trainer.plan.hardware import parse_gpu
-from stoker.trainer.plan.run_plan import gpu_target, make_plan
+from tests.helpers.resolved import gpu_target, make_plan
 
 LLAMA = "experiment=llama_1b_bench"
 ONE = ["model.micro_batch_size=1", "model.global_batch_size=1"]
@@ -17,4 +17,4 @@ OFFLOAD = ["model.cpu_offloading=True", "model.cpu_offloading_num_layers=12"]
 
 def planned(*overrides, card="h200", world=1):
     root = load(*overrides).root
-    return make_plan(root, gpu_target(root, parse_gpu(card), world))
+    return make_plan(root, gpu_target(root, parse_gpu(card)), world_size=world)

@@ -29,15 +29,16 @@ from stoker.kernels.attention.flash import ops
 from stoker.kernels.lora import lora_gated_mlp, lora_linear
 from stoker.kernels.moe import expert_mlps, grouped_matmul, permute
 from stoker.models.assemble import assemble
-from stoker.models.build import get_stacks
+from stoker.models.build import TORCH_DTYPES, get_stacks
 from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.peft.apply import apply_peft
 from stoker.models.recompute.apply_recompute import apply_recompute
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.plan.hardware import parse_gpu
-from stoker.trainer.plan.run_inputs import RunInputs, collect_inputs, target_precision
-from stoker.trainer.plan.run_plan import gpu_target
+from stoker.trainer.plan.run_inputs import RunInputs, collect_inputs
+from tests.helpers.resolved import gpu_target
 
 _BY_TRITON = (
     cross_entropy, rms_norm_residual, gated_activation, lora_gated_mlp, lora_linear, masked_softmax, unfused,
@@ -64,7 +65,7 @@ def plan_inputs(overrides: list[str], *, compiled: bool) -> RunInputs:
     root = load(*overrides, f"model.compile={compiled}").root
     target = gpu_target(root, parse_gpu("h100"))
     target = replace(target, software=replace(target.software, cudnn=None, torch=(2, 11)))
-    return collect_inputs(root, target, target_precision(root, target))
+    return collect_inputs(resolve_run(root, capability=target.capability), target)
 
 
 def model_of(facts: RunInputs) -> Any:
@@ -90,7 +91,7 @@ def model_of(facts: RunInputs) -> Any:
     if peft is not None:
         with torch.device("meta"):
             apply_peft(model, get_stacks(model), facts.family, peft)
-    model = model.to(facts.precision.param_dtype)
+    model = model.to(TORCH_DTYPES[facts.precision.weights])
     for part, stack in zip(stacks, get_stacks(model), strict=True):
         names = (
             ["training"] if not part.name else [f"{part.name} training", *(["cross training"] if part.cross else [])]
@@ -134,7 +135,8 @@ def saved_eager(facts: RunInputs, monkeypatch: Any) -> int:
     with simulate_cuda(monkeypatch), FakeTensorMode(allow_non_fake_inputs=True):
         lengths = (form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else []))
         tokens = [torch.zeros(batch, length, dtype=torch.int64) for length in lengths]
-        autocast = facts.precision.autocast_dtype
+        precision = facts.precision
+        autocast = precision.autocast and TORCH_DTYPES[precision.autocast]
         cast = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
         with cast, saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             model.hidden_states(*tokens)
@@ -158,7 +160,7 @@ def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int
 
     model, inputs = model_of(facts), facts.stacks[stack]
     module = get_stacks(model)[stack]
-    width, dtype = inputs.stack.hidden_size, facts.precision.param_dtype
+    width, dtype = inputs.stack.hidden_size, TORCH_DTYPES[facts.precision.weights]
     hidden = torch.zeros(inputs.batch, inputs.length, width, dtype=dtype, requires_grad=True)
     rotary = None if module.rotary is None else module.rotary(inputs.length)
     positions = module.score_positions
@@ -169,7 +171,8 @@ def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int
     layer, context = module.layers[-1], LayerContext("training", rotary, terms, memory=memory)
 
     def run(hidden: Tensor) -> Any:
-        autocast = facts.precision.autocast_dtype
+        precision = facts.precision
+        autocast = precision.autocast and TORCH_DTYPES[precision.autocast]
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
             return layer(hidden, context)
 

@@ -14,6 +14,7 @@ from attention_cases import attend
 from tiers import extra, full_only, looped
 from torch import Tensor
 
+from stoker.kernels.attention.backends.registry import detect_installed_software
 from stoker.kernels.attention.backends.sdpa import sdpa_math
 from stoker.kernels.attention.backends.triton import triton_attention
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
@@ -23,7 +24,7 @@ from stoker.kernels.attention.reference import reference_backend
 from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.bert import BERT
-from stoker.models.build import build_model, num_parameters, plan_model
+from stoker.models.build import build_model, call_context, num_parameters, plan_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import family_slice
@@ -260,11 +261,10 @@ def plan_of(keys: T5Keys, **form: Any) -> Any:
     shape = BatchSpec(seq_length=READ, decoder_seq_length=WRITTEN, **form)
     return plan_model(
         family_slice(keys, vocab_size=VOCAB, batch_spec=shape),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+        shape,
+        call_context(torch.device("cpu"), torch.float32, 2, AttentionFlags()),
         flags=AttentionFlags(),
-        micro_batch_size=2,
-        batch_spec=shape,
+        software=detect_installed_software("cpu"),
     )
 
 

@@ -27,14 +27,12 @@ from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.memory.offload_weights import WeightOffload, find_weight_offloads
 from stoker.models.recompute.analysis import recomputed_for_offload
-from stoker.trainer.config.batch_spec import batch_spec
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.core.run_summary import describe_offload, describe_offload_traffic
-from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import batch_spec, check_memory, uses_cuda_graph
 
 ON = {"num_layers": 6, "cpu_offloading": True}
 CUDA = torch.device("cuda", 0)
@@ -299,16 +297,14 @@ def test_what_a_run_says() -> None:
     root = config(model__cpu_offloading=True, trainer__accelerator="auto").root
     assert isinstance(root.model, GPTKeys)
     model: Any = model_of()
-    described = family_slice(root.model, vocab_size=50, batch_spec=BatchSpec(seq_length=16))
-    told = list(describe_offload(root, described, model, torch.device("cpu")))
+    run = resolve_run(root)
+    told = list(describe_offload(run, model, torch.device("cpu")))
     assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
-    enable_offloading(model, described, DeferredCopies)
-    (line,) = describe_offload(root, described, model, CUDA)
+    enable_offloading(model, run.family, DeferredCopies)
+    (line,) = describe_offload(run, model, CUDA)
     assert line.startswith("CPU offloading of the first 3 layers: activations and weights (")
     assert line.endswith("; recomputed instead of offloaded: core attention, mlp activation, norm")
-    keys = config().root.model
-    nothing = family_slice(keys, vocab_size=50, batch_spec=BatchSpec(seq_length=16))
-    assert list(describe_offload(config().root, nothing, model, CUDA)) == []
+    assert list(describe_offload(resolve_run(config().root), model, CUDA)) == []
 
 
 def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> int:
@@ -323,7 +319,7 @@ def least_need(monkeypatch: pytest.MonkeyPatch, root: Any, *, of_host: bool) -> 
         )
         monkeypatch.setattr(memory_check, "host_memory", lambda host=host: host)
         try:
-            check_memory(root, plan_precision(root.trainer, root.model.megatron_amp_O2, CUDA), CUDA)
+            check_memory(root, CUDA)
             high = middle
         except UserError:
             low = middle

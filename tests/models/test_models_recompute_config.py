@@ -25,14 +25,13 @@ from stoker.models.config.t5 import T5Keys
 from stoker.models.layers.recomputed_attention import RecomputedAttention
 from stoker.models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recompute_uses_rng
 from stoker.models.stack import Layer, Stack
-from stoker.trainer.core import run_summary, training_state
-from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
-from stoker.trainer.device.precision import PrecisionPlan
+from stoker.trainer.config.resolved_run import resolve_run
+from stoker.trainer.core import run_summary
 from stoker.trainer.plan.hardware import parse_gpu
-from stoker.trainer.plan.run_plan import gpu_target, make_plan
 from stoker.trainer.plan.search import effective_modules
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data, cuda_graph_unsupported_reason, gpu_target, make_plan, uses_cuda_graph
+from tests.helpers.resolved import build_model as build_model_of_run
 
 AT = "activations_checkpoint_"
 BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}
@@ -279,9 +278,9 @@ def test_a_run_tells_only_what_it_recomputes(
     root = tiny_config(
         tmp_path, model__num_layers=4, **{f"model__{name}": value for name, value in changes.items()}
     ).root
-    data, precision, cpu = build_data(root), PrecisionPlan("fp32", torch.float32), torch.device("cpu")
-    model = training_state.build_model(root, data, precision, cpu)
-    said = list(run_summary.summarize_run(root, model, data, precision, cpu))
+    data, cpu = build_data(root), torch.device("cpu")
+    model = build_model_of_run(root, data)
+    said = list(run_summary.summarize_run(resolve_run(root), model, data, cpu, cuda_graph=False))
     told = [line for line in said if line.startswith("recompute ")]
     assert told == ([f"recompute {expected.description}"] if expected else [])
     assert sum("has no effect" in line for line in said) == (backend != "unfused")
@@ -369,7 +368,7 @@ def test_what_fine_tuning_draws_again_cannot_be_recorded(
     model = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "peft": peft, **given}
     changes = {f"model__{name}": value for name, value in model.items()}
     root = tiny_config(tmp_path, trainer__accelerator="auto", **changes).root
-    reason = cuda_graph_unsupported_reason(root, torch.device("cuda"), 1)
+    reason = cuda_graph_unsupported_reason(root, torch.device("cuda"))
     assert (reason is not None and "RNG state" in reason) == draws
 
 

@@ -176,7 +176,7 @@ def test_settings_of_a_feature_share_one_error(monkeypatch: pytest.MonkeyPatch) 
         key_states, "find_row", lambda path, *_: to_come if path.startswith("model.future.") else find_row(path)
     )
     (problem,) = problems(*(f"+model.future.k{i}=1" for i in range(9))).values()
-    assert len(problem.related) == 6
+    assert len(problem.also) == 6
 
 
 def test_all_errors_come_at_once(tmp_path: Path) -> None:

@@ -29,11 +29,9 @@ from stoker.models.model_cost import count_parameters, training_flops_per_sample
 from stoker.models.moe.moe_layer import find_moe_layers
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.run_config import RunConfig
-from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import check_memory, uses_cuda_graph
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_moe_experts": 8}
@@ -574,13 +572,12 @@ def test_experts_keep_at_least_what_the_bound_says(changes: dict[str, Any]) -> N
 def test_memory_names_the_keys_of_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"model__num_moe_experts": 1000, "model__moe_ffn_hidden_size": 64, "model__override_vocab_size": 259}
     root = tiny_config(tmp_path, **changes).root
-    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
     state = count_parameters(root.model, 259) * 16
     assert state > 16 * 1000 * 64 * 32 * 2
     monkeypatch.setattr(memory_check, "host_memory", lambda: state - 1)
     with pytest.raises(UserError) as error:
-        check_memory(root, plan, CPU)
+        check_memory(root, CPU)
     assert "`num_moe_experts` (1000), `moe_ffn_hidden_size` (64)" in error.value.lines[1]
     monkeypatch.setattr(memory_check, "host_memory", lambda: state)
     with pytest.raises(UserError, match="activations of one micro batch"):
-        check_memory(root, plan, CPU)
+        check_memory(root, CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_helpers import load, problems
 
-from stoker.trainer.config.data_task import Task, task_from_config
+from stoker.trainer.config.data_task import Task, task_from_keys
 
 T5 = ("model=t5_tiny", "model.seq_length=512")
 BERT = ("model=bert_tiny",)
@@ -155,7 +155,7 @@ def test_places_that_stay_empty_are_told() -> None:
 
 
 def task(*overrides: str) -> Task:
-    return task_from_config(load(*overrides).root)
+    return task_from_keys(load(*overrides).root.model)
 
 
 def test_the_lengths_of_a_task() -> None:
@@ -181,6 +181,6 @@ def test_a_nemo_file_of_t5_draws_nemos_spans() -> None:
     data = [f"model.data.{key}" for key in f"dataset_type=t5 seq_length_dec=128 {keys} {more}".split()]
     config = load(*T5, *data, "model.tokenizer.num_sentinel_tokens=100")
     assert not [finding for finding in config.findings if finding.level == "warning"]
-    found = task_from_config(config.root)
+    found = task_from_keys(config.root.model)
     assert found.corruption is not None
     assert (found.decoder_length, found.corruption.mean_span_length, found.padded) == (128, 5.0, True)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.blend import BlendedSamples
 from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_ids
 from stoker.trainer.data.datasets.samples import (
@@ -29,6 +28,7 @@ from stoker.trainer.data.sources.text_sources import read_text
 from stoker.trainer.data.sources.text_tokens import token_stream
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data
 
 EOS = 1
 

@@ -14,10 +14,10 @@ from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.run_checks import check_splits
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.sources.hf_datasets import read_dataset
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data, data_spec
 
 ROWS = [{"input": f"question {n}", "output": f"answer {n}", "id": n} for n in range(40)]
 PATH = "model.data.path"
@@ -50,7 +50,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, found: Any) -> Stub:
 
 def inputs(found: Any, **options: str) -> dict[Any, list[str]]:
     shares = (0.5, 0.25, 0.25)
-    return dict(read_dataset(found, options, shares, lambda row, where: row["input"], lambda text: text).records)
+    return dict(read_dataset(found, options, shares, lambda row, where: row["input"], lambda text: text)[0])
 
 
 def test_splits_are_those_of_the_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_splits_string_that_divides_nothing_is_told(monkeypatch: pytest.MonkeyPa
         data = {"data_impl": "huggingface", "path": "org/name", "splits_string": shares}
         for family, length in (("gpt", "encoder_seq_length"), ("t5", "seq_length")):
             root = RootBlock.model_validate({"model": {"family": family, length: 64, "data": data}})
-            warnings = check_splits(root, build_data(root))
+            warnings = check_splits(data_spec(root), build_data(root))
             assert len(warnings) == told
             assert all("`model.data.splits_string` (1,1,0) has no effect: org/name has" in line for line in warnings)
 

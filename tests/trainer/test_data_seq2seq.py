@@ -16,20 +16,20 @@ from span_texts import restore
 from tiers import examples
 
 from stoker.trainer.cli import main
-from stoker.trainer.config.data_task import task_from_config
+from stoker.trainer.config.data_task import task_from_keys
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.data.build_datasets import Data, build_data
+from stoker.trainer.data.build_datasets import Data
 from stoker.trainer.data.datasets.blend import BlendedSamples
 from stoker.trainer.data.datasets.packing import MIN_LANE_PAIRS, OPEN_ROWS, pack_pairs
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX, philox_generator
 from stoker.trainer.data.datasets.seq2seq import Pair, PairShape, collate_packed, collate_padded
-from stoker.trainer.data.evaluation_data import evaluation_data
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tasks.sentinels import sentinel_ids
 from stoker.trainer.data.tokenizers.token_bytes import unicode_to_bytes
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, canonical_json
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data, evaluation_data
 
 EOS, PAD = 1, 0  # of ByteTokenizer
 
@@ -115,7 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_batches_are_whole_and_functions_of_the_position(case: str, source: str, texts: Path, tmp_path: Path) -> None:
     make = text_data if source == "text" else mapped_data
     configuration = root(**make(texts if source == "text" else tmp_path, **CASES[case]))
-    task = task_from_config(configuration)
+    task = task_from_keys(configuration.model)
     data, again = build_data(configuration), build_data(configuration)
     for samples, other in ((data.train, again.train), (data.validation, again.validation)):
         assert samples is not None
@@ -154,7 +154,7 @@ def test_the_text_is_all_there(case: str, texts: Path) -> None:
     else:
         whole = "".join(data.corpus.documents["validation"])
         assert all(piece in whole for piece in pieces)
-        window = task_from_config(root(**CASES[case])).window
+        window = task_from_keys(root(**CASES[case]).model).window
         assert len(whole) - window <= sum(map(len, pieces)) <= len(whole)
     again = data.validation.batch(data.validation.samples, 2)
     assert (again["labels"] == IGNORE_INDEX).all(), "past the end nothing counts"

@@ -11,7 +11,6 @@ import torch
 from tiers import full_only
 
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.datasets.seq2seq import PairShape
 from stoker.trainer.data.sources.docstrings import (
@@ -24,6 +23,7 @@ from stoker.trainer.data.sources.text_pairs import TextPair, TokenPairs, read_te
 from stoker.trainer.data.sources.text_sources import Corpus
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data
 
 SHARES = (0.6, 0.2, 0.2)
 

@@ -14,10 +14,11 @@ from tiers import looped
 
 from stoker.trainer.config import dataset_names
 from stoker.trainer.config.blend_spec import parse_prefixes
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.run_context import build_data_by_rank
 from stoker.trainer.data import build_datasets
-from stoker.trainer.data.build_datasets import Data, build_data
+from stoker.trainer.data.build_datasets import Data
 from stoker.trainer.data.datasets.blend import BlendedSamples
 from stoker.trainer.data.datasets.memory_mapped import MappedTraining
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX, EodMaskedSamples, MockSamples, Samples
@@ -27,6 +28,7 @@ from stoker.trainer.data.tokenizers.tokenizer_json import build_json_tokenizer, 
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.safetensors_io import MAX_JSON_BYTES
+from tests.helpers.resolved import build_data
 
 
 def root(
@@ -302,7 +304,8 @@ def test_the_first_process_of_a_machine_makes_the_index_for_the_others(tmp_path)
     made = {}
     for number in (0, 1):
         folder = tmp_path / str(number)
-        build_data_by_rank(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)), OfTwo(number, 2, number))
+        run = resolve_run(root(token_set(tmp_path, "set"), index_mapping_dir=str(folder)))
+        build_data_by_rank(run, OfTwo(number, 2, number))
         made[number] = folder.is_dir()
     assert made == {0: True, 1: False}
 

@@ -12,15 +12,13 @@ from config_helpers import load
 from tiny_run import tiny_config
 from torch import Tensor
 
-from stoker.trainer.config.parameter_layout import layout_from_config
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import training_state
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import batch_tensors
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.plan.hardware import parse_gpu
-from stoker.trainer.plan.run_plan import gpu_target, make_plan
+from tests.helpers.resolved import build_data, build_model, gpu_target, make_plan
 
 CPU = torch.device("cpu")
 
@@ -61,13 +59,13 @@ def test_gradients_are_summed_in_what_is_asked_for(
         model__hidden_dropout=0.0,
         model__attention_dropout=0.0,
     ).root
-    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
-    layout = layout_from_config(root, 2)
+    run = resolve_run(root, world_size=2)
+    layout = run.layout
     assert layout is not None
     data = build_data(root)
-    alone, model = (training_state.build_model(root, data, plan, CPU) for _ in range(2))
-    optimizer_of_run = training_state.build_optimizer(root, model, plan)
-    parallel = ReplicatedDataParallel(layout, CPU, grad_reduce_dtype(root, plan.param_dtype))
+    alone, model = (build_model(root, data) for _ in range(2))
+    optimizer_of_run = training_state.build_optimizer(run, model)
+    parallel = ReplicatedDataParallel(layout, CPU, grad_reduce_dtype(root.model, next(model.parameters()).dtype))
     parallel.attach(model, optimizer_of_run)
     fields = batch_tensors(data.train.batch(0, 2))
     for number in range(micro_batches):
@@ -104,7 +102,7 @@ def test_the_plan_counts_what_is_kept_and_copied() -> None:
         given = [f"trainer.precision={precision}", f"model.fsdp_grad_reduce_dtype={asked}", "trainer.devices=2"]
         batch = f"model.global_batch_size={8 * micro_batches}"
         root = load("experiment=llama_1b_bench", *given, batch).root
-        return make_plan(root, gpu_target(root, parse_gpu("h100"), 2)).memory
+        return make_plan(root, gpu_target(root, parse_gpu("h100")), world_size=2).memory
 
     layer = planned("bf16-true", "bf16", 1).layers[0].memory.num_parameters
     for precision, asked, micro_batches, sums, copy in (

@@ -18,12 +18,9 @@ from stoker.models.config.model import Family
 from stoker.models.config.stack import StackKeys
 from stoker.models.config.t5 import T5Slice
 from stoker.trainer.config import dotted_paths
-from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.training_state import build_model
-from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.device.precision import PrecisionPlan
+from tests.helpers.resolved import batch_spec, build_data, build_model
 
 CPU = torch.device("cpu")
 STACK: dict[str, Any] = {
@@ -160,14 +157,14 @@ def test_a_key_of_a_stack_reaches_its_stack_alone(stack: str, name: str) -> None
 
 
 def shapes(root: RootBlock) -> Any:
-    model = build_model(root, build_data(root), PrecisionPlan("fp32", torch.float32), CPU)
+    model = build_model(root, build_data(root))
     assert num_parameters(model) > 0
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def loss(root: RootBlock) -> Any:
     data = build_data(root)
-    model = build_model(root, data, PrecisionPlan("fp32", torch.float32), CPU)
+    model = build_model(root, data)
     torch.manual_seed(0)
     batch: Any = data.train.batch(0, 1)
     return model.batch_loss(batch, 1.0).item()

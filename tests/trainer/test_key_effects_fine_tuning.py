@@ -14,8 +14,8 @@ from tiers import looped
 
 from stoker.trainer.config import dotted_paths
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
+from tests.helpers.resolved import build_data
 
 DATA, SET = "model.data.", "model.data.train_ds."
 LONG = "a long question which does not fit "

@@ -17,14 +17,13 @@ from stoker.models.config.peft import peft_slice
 from stoker.models.gpt import GPT
 from stoker.models.peft.apply import trainable_parameters
 from stoker.trainer.config import dotted_paths
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.conversion.from_hf import build_meta_model
-from stoker.trainer.core.training_state import build_model
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.train import run_training
+from tests.helpers.resolved import build_data, build_model
 
 AT = "model.peft."
 CPU = torch.device("cpu")
@@ -45,7 +44,7 @@ def root_of(changes: Changes) -> RootBlock:
 
 def model_of(changes: Changes) -> LanguageModel:
     root = root_of({"model.num_layers": 2, "model.hidden_dropout": 0.0, "model.attention_dropout": 0.0, **changes})
-    return build_model(root, build_data(root), plan_precision(root.trainer, root.model.megatron_amp_O2, CPU), CPU)
+    return build_model(root, build_data(root))
 
 
 def trained(changes: Changes) -> dict[str, tuple[int, ...]]:
@@ -161,7 +160,9 @@ def test_null_and_none_train_the_whole_model() -> None:
     for scheme in (None, "none"):
         root = root_of({AT + "peft_scheme": scheme})
         assert peft_slice(root.model.peft) is None
-        assert all(parameter.requires_grad for parameter in build_meta_model(root, ByteTokenizer()).parameters())
+        assert all(
+            parameter.requires_grad for parameter in build_meta_model(resolve_run(root), ByteTokenizer()).parameters()
+        )
 
 
 # ---------------------------------------------------------------- rules

@@ -62,8 +62,7 @@ from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core import run_context, run_summary, training_loop
-from stoker.trainer.data.build_datasets import build_data
+from stoker.trainer.core import run_context, training_loop
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.distributed import process_group
@@ -76,6 +75,7 @@ from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.plan import run_inputs
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data
 
 pytestmark = pytest.mark.usefixtures("without_plots", "small_pystd")
 
@@ -303,7 +303,7 @@ def memory_is_recorded(harness: ConfigHarness) -> None:
     keys = {MEMORY + "enabled": True, MEMORY + "start_step": 2, MEMORY + "end_step": 3, MEMORY + "rank": 1}
     root = harness.root({**keys, MEMORY + "output_path": str(harness.folder)})
     for rank in (0, 1):
-        profiler.build_profilers(root, harness.folder, CPU, print, rank)
+        profiler.build_profilers(root.trainer, root.model.memory_profile, harness.folder, CPU, print, rank)
     assert [given[:3] for given in asked] == [(harness.folder, 2, 3)]
     with pytest.raises(UserError, match="memory_profile"):
         harness.run(keys)
@@ -355,8 +355,8 @@ def the_optimizer_lies_in_host_memory(harness: ConfigHarness) -> None:
 @story(MODEL + "enable_cuda_graph")
 def micro_batches_are_recorded(harness: ConfigHarness) -> None:
     made: list[Any] = []
-    for part in (run_context, training_loop, run_summary, run_inputs):
-        harness.monkeypatch.setattr(part, "uses_cuda_graph", lambda root, *_: root.model.enable_cuda_graph)
+    for part in (run_context, run_inputs):
+        harness.monkeypatch.setattr(part, "uses_cuda_graph", lambda run, *_: run.model.enable_cuda_graph)
     harness.monkeypatch.setattr(training_loop, "CapturedMicroBatches", lambda step, *_: made.append(step) or step)
     harness.run({MODEL + "enable_cuda_graph": True, TRAINER + "accelerator": "auto"})
     assert len(made) == 1

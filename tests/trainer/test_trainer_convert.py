@@ -30,12 +30,12 @@ from stoker.models.build import LanguageModel, build_model
 from stoker.models.t5 import T5
 from stoker.trainer.checkpoint.reader import find_checkpoint, open_checkpoint
 from stoker.trainer.cli.main import main
-from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.conversion.to_hf import convert_to_hf
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 from stoker.trainer.utils.safetensors_io import DamagedFileError
+from tests.helpers.resolved import batch_spec
 
 BYTES = ("--tokenizer", "byte-level")
 SCALED = ("llama3_rotary", "llama_yarn", "llama_linear")

@@ -1,6 +1,7 @@
 """Micro batches by recordings: the same losses and gradients, whatever is accumulated, on a GPU bit for bit."""
 
 import weakref
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -9,13 +10,14 @@ from tiny_run import final_hashes, tiny_config, tiny_document
 from torch import nn
 
 from stoker.trainer.cli.main import main
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import training_loop
-from stoker.trainer.device.cuda_graph_support import uses_cuda_graph
 from stoker.trainer.lightning.cuda_graph import WARM_UP_MICRO_BATCHES, CapturedGraph, CapturedMicroBatches, capture
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import uses_cuda_graph
 
 
 class Line:
@@ -140,12 +142,10 @@ def test_errors_that_are_each_others_cause_are_given_up_too():
 
 @pytest.mark.parametrize("wish", [None, True])
 def test_only_a_recording_that_is_asked_for_ends_the_run(tmp_path, monkeypatch, wish):
-    monkeypatch.setattr(training_loop, "uses_cuda_graph", lambda *_: True)
     monkeypatch.setattr(training_loop, "CapturedMicroBatches", lambda run, parameters, give_up: give_up)
     root = tiny_config(tmp_path, trainer__accelerator="auto", model__enable_cuda_graph=wish).root
-    model: Any = nn.Linear(1, 1)
-    model.attention_decisions = {}
-    recorder: Any = training_loop.build_graph_capture(root, model, torch.device("cuda"), 1, print)
+    run: Any = SimpleNamespace(resolved=resolve_run(root), uses_cuda_graph=True, logger=SimpleNamespace(log=print))
+    recorder: Any = training_loop._graph_capture(run, nn.Linear(1, 1))  # pyright: ignore[reportArgumentType]
     assert recorder(None) is (None if wish else print)
 
 

@@ -22,7 +22,6 @@ from stoker.trainer.cli import evaluate as evaluate_command
 from stoker.trainer.cli import generate as generate_command
 from stoker.trainer.config.load import config_from_document
 from stoker.trainer.conversion.load_model import load_model
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import EvaluationWindows
 from stoker.trainer.data.sources.indexed_tokens import IndexedWriter
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
@@ -32,6 +31,7 @@ from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.local_shard import local_shard
 from stoker.trainer.utils.safetensors_io import write_json
+from tests.helpers.resolved import build_data
 
 
 def _bigram_loss(table: Tensor):

@@ -20,11 +20,11 @@ from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.dispatch.attention_calls import CallKind
 from stoker.trainer.cli.explain import ARCHITECTURES
 from stoker.trainer.cli.main import main
-from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.device.determinism import attention_flags
 from stoker.trainer.train import run_training
+from tests.helpers.resolved import batch_spec
 
 KINDS: list[CallKind] = ["training", "evaluation", "generation"]
 
@@ -298,11 +298,11 @@ def test_the_profiler_saw_the_backend_that_explain_names(
 
 def check_one_kind(root: RootBlock, kind: CallKind, named: dict[str, str | None], words: tuple[str, ...]) -> None:
     """Build the model as a run does, run it, and compare what was seen with the names: attention -> backend."""
-    form = batch_spec(root)
+    form, flags = batch_spec(root), attention_flags(root.trainer.deterministic)
 
     def build() -> LanguageModel:
         return build_model(
-            root.model, vocab_size=200, device="cuda", dtype=torch.bfloat16, flags=attention_flags(root),
+            root.model, vocab_size=200, device="cuda", dtype=torch.bfloat16, flags=flags,
             micro_batch_size=2, kinds=[kind], batch_spec=form,
         )  # fmt: skip
 

@@ -19,15 +19,13 @@ from stoker.models.build import build_model
 from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.t5 import T5
 from stoker.trainer.cli import main
-from stoker.trainer.config.batch_spec import batch_spec
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.core import run_summary, training_loop
-from stoker.trainer.core import training_state as parts
-from stoker.trainer.data.build_datasets import build_data
-from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.optim.optimizer_factory import fused_projection_rows
 from stoker.trainer.train import run_training
+from tests.helpers.resolved import batch_spec, build_data
+from tests.helpers.resolved import build_model as build_model_of_run
 
 CPU = torch.device("cpu")
 STACK: dict[str, Any] = {
@@ -118,13 +116,13 @@ def test_tokens_are_those_of_encoder_and_decoder(tmp_path: Path, text: Path) -> 
     made = config(tmp_path, "t5 windows", text)
     form = batch_spec(made.root)
     data = build_data(made.root)
-    model = parts.build_model(made.root, data, PrecisionPlan("fp32", torch.float32), CPU)
-    rates = training_loop.build_throughput(made.root, model, CPU)
+    model = build_model_of_run(made.root, data)
+    rates = training_loop.build_throughput(made.resolved, model, CPU)
     assert form.decoder_seq_length > 0
     assert rates.tokens_per_sample == form.seq_length + form.decoder_seq_length
     whole = training_flops_per_sample(made.root.model, 384, form)
     assert rates.flops_per_token * rates.tokens_per_sample == pytest.approx(whole)
-    said = "\n".join(run_summary.summarize_run(made.root, model, data, PrecisionPlan("fp32", torch.float32), CPU))
+    said = "\n".join(run_summary.summarize_run(made.resolved, model, data, CPU, cuda_graph=False))
     assert "1 and 2 layers" in said
     assert f"{4 * rates.tokens_per_sample:,} tokens each" in said
     assert "cross training unfused" in said
@@ -161,7 +159,7 @@ def test_muon_knows_every_weight_that_holds_several_projections(tmp_path: Path, 
     made = config(tmp_path, "t5 mock", text)
     gated = {name: made.document["model"][name] | {"activation": "geglu"} for name in ("encoder", "decoder")}
     root = tiny_config(tmp_path, model=made.document["model"] | gated).root
-    model = parts.build_model(root, build_data(root), PrecisionPlan("fp32", torch.float32), CPU)
+    model = build_model_of_run(root, build_data(root))
     fused = fused_projection_rows(root.model)
     several = (".qkv.weight", ".kv.weight", ".up.weight")
     for name, parameter in model.named_parameters():

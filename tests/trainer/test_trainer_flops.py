@@ -15,6 +15,7 @@ from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.model_cost import training_flops_per_sample
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import training_loop
 from stoker.trainer.plan.hardware import bf16_peak_flops
 
@@ -93,7 +94,8 @@ def test_the_peak_is_that_of_all_processes(monkeypatch):
     model: Any = SimpleNamespace(output_weight=torch.zeros(64, 32))
     monkeypatch.setattr(training_loop, "device_name", lambda device: "NVIDIA H200")
     one, two = (
-        training_loop.build_throughput(config.root, model, torch.device("cpu"), processes) for processes in (1, 2)
+        training_loop.build_throughput(resolve_run(config.root, world_size=processes), model, torch.device("cpu"))
+        for processes in (1, 2)
     )
     assert one.peak_flops == 989e12
     assert two.peak_flops == 2 * 989e12

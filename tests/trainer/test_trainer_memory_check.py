@@ -12,18 +12,17 @@ from tiny_run import tiny_config
 from stoker.kernels.launch import INTERPRETED
 from stoker.models.model_cost import count_parameters
 from stoker.trainer.cli.thread_tuning import measure_step_time
-from stoker.trainer.config.parameter_layout import DataParallelLayout
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.conversion import load_model
 from stoker.trainer.core.run_context import free_previous_runs
 from stoker.trainer.data import build_datasets
 from stoker.trainer.device.choose_device import choose_device, device_from_option
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.train import run_training
 from stoker.trainer.utils import environment
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_IO, UserError
 from stoker.trainer.utils.host_memory import host_memory, is_out_of_memory
+from tests.helpers.resolved import build_data, check_memory, choose_attention
 
 CPU = torch.device("cpu")
 
@@ -59,40 +58,41 @@ def test_what_cannot_fit_is_refused_before_anything_is_built(tmp_path, changes):
 def test_the_bound_is_that_of_weights_gradients_and_optimizer(tmp_path, monkeypatch, precision, bytes_per_parameter):
     changes = {"model__num_layers": 50, "model__override_vocab_size": 259}
     root = tiny_config(tmp_path, trainer__precision=precision, **changes).root
-    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
     state = count_parameters(root.model, 259) * bytes_per_parameter
     monkeypatch.setattr(memory_check, "host_memory", lambda: state - 1)
     with pytest.raises(UserError, match="parameters with their gradients"):
-        check_memory(root, plan, CPU)
+        check_memory(root, CPU)
     monkeypatch.setattr(memory_check, "host_memory", lambda: state)
     with pytest.raises(UserError, match="activations of one micro batch"):
-        check_memory(root, plan, CPU)
+        check_memory(root, CPU)
     monkeypatch.setattr(memory_check, "host_memory", lambda: state * 2)
-    check_memory(root, plan, CPU)
+    check_memory(root, CPU)
     monkeypatch.setattr(memory_check, "host_memory", lambda: None)
-    check_memory(root, plan, CPU)
+    check_memory(root, CPU)
 
 
 @pytest.mark.parametrize(
     ("layout", "bytes_per_parameter"),
     [
-        (DataParallelLayout("data parallel", 4, 1, replicates_weights=True), 16 + 4),
-        (DataParallelLayout("distributed optimizer", 1, 4, replicates_weights=True), 4 + 12 / 4 + 4 / 4),
-        (DataParallelLayout("fsdp full", 1, 4), (16 + 4) / 4),
-        (DataParallelLayout("fsdp hybrid", 2, 2), (16 + 4) / 2),
+        ({}, 16 + 4),
+        ({"model__optim__name": "distributed_fused_adam"}, 4 + 12 / 4 + 4 / 4),
+        ({"model__fsdp": True}, (16 + 4) / 4),
+        (
+            {"model__fsdp": True, "model__fsdp_sharding_strategy": "hybrid", "model__fsdp_shard_size": 2},
+            (16 + 4) / 2,
+        ),
     ],
 )
 def test_each_process_needs_what_it_holds(tmp_path, monkeypatch, layout, bytes_per_parameter):
     changes = {"model__num_layers": 50, "model__override_vocab_size": 256, "exp_manager__ema": {"enable": True}}
-    root = tiny_config(tmp_path, trainer__precision="bf16", model__global_batch_size=8, **changes).root
-    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
+    root = tiny_config(tmp_path, trainer__precision="bf16", model__global_batch_size=8, **changes, **layout).root
     need = count_parameters(root.model, 256) * bytes_per_parameter
     monkeypatch.setattr(memory_check, "host_memory", lambda: 4 * int(need - 100))  # four processes share a host
     with pytest.raises(UserError, match=r"parameters with their gradients .* in each process"):
-        check_memory(root, plan, CPU, layout)
+        check_memory(root, CPU, world_size=4)
     monkeypatch.setattr(memory_check, "host_memory", lambda: 4 * int(need + 100))
     with pytest.raises(UserError, match="activations of one micro batch"):
-        check_memory(root, plan, CPU, layout)
+        check_memory(root, CPU, world_size=4)
 
 
 def test_the_memory_of_this_machine_is_known():
@@ -146,7 +146,7 @@ def test_segments_of_device_memory_grow_where_a_gpu_is_chosen(monkeypatch, choos
     for kind, expected in (("cpu", None), ("cuda", "expandable_segments:True")):
         for name in environment.ALLOCATOR_VARIABLES:
             monkeypatch.delenv(name, raising=False)
-        choose(load(f"trainer.accelerator={kind}").root if choose is choose_device else kind)
+        choose(load(f"trainer.accelerator={kind}").root.trainer if choose is choose_device else kind)
         assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
 
@@ -207,9 +207,9 @@ def test_a_checkpoint_that_asks_for_too_large_a_model_is_not_built(tmp_path, mon
 
 def test_quickstart_measures_no_model_that_cannot_fit(tmp_path):
     root = tiny_config(tmp_path, model__num_layers=10**9).root
-    data = build_datasets.build_data(tiny_config(tmp_path).root)
+    data = build_data(tiny_config(tmp_path).root)
     with pytest.raises(UserError, match="out of memory"):
-        measure_step_time(root, data, CPU, 0.0)
+        measure_step_time(resolve_run(root), data, CPU, 0.0)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
@@ -219,10 +219,6 @@ def test_a_mask_counts_where_the_backend_needs_one(tmp_path, monkeypatch):
         root = tiny_config(
             tmp_path, model__data__reset_attention_mask=True, model__attention_backend=backend, model__kv_channels=16
         ).root
-        plan = plan_precision(root.trainer, root.model.megatron_amp_O2, CPU)
         length, batch = gpt(root).encoder_seq_length, root.model.micro_batch_size
-        assert memory_check._mask_bytes(root, plan, CPU) == (batch * length * length * 4 if needs else 0)
-    contradiction = tiny_config(tmp_path, model__data__reset_attention_mask=True, model__attention_backend="te_fused")
-    assert (
-        memory_check._mask_bytes(contradiction.root, plan, CPU) == 0
-    )  # told by the check of attention, with its reasons
+        found = memory_check._mask_bytes(choose_attention(resolve_run(root), CPU))
+        assert found == (batch * length * length * 4 if needs else 0)

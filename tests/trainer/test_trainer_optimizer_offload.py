@@ -15,16 +15,15 @@ from tiers import extra, looped
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.model_cost import count_parameters
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.optim import base_optimizer, optimizer_factory, pinned_memory
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.sgd import SGD
 from stoker.trainer.optim.state_buckets import NUM_SLOTS, BucketPlan, StateShape, plan_buckets
 from stoker.trainer.plan import memory_check as memory
-from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import check_memory
 
 BUCKET = 16 * 1024
 """Bytes: 1,024 elements with main weights and two moments, of which the largest parameter here has 6,000."""
@@ -426,20 +425,19 @@ def test_the_state_counts_on_the_host_before_a_run(tmp_path, monkeypatch, precis
     big = {"model__num_layers": 60, "model__override_vocab_size": 256, "model__hidden_dropout": 0.0}
     keys = {"trainer__accelerator": "gpu", "trainer__precision": precision, "model__optim": optim}
     root = tiny_config(tmp_path, **big, **keys, model__cpu_offloading_optimizer=True).root
-    plan = plan_precision(root.trainer, root.model.megatron_amp_O2, cuda)
     count = count_parameters(root.model, 256)
     host = memory.min_state_elements(root.model, 256) * 2 if host_bytes is None else count * host_bytes
     room = {"card": count * device_bytes + 10**6, "host": host + 10**5}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(room["card"]))
     monkeypatch.setattr(memory, "host_memory", lambda: room["host"])
     monkeypatch.setattr(memory, "_mask_bytes", lambda *_: 0)
-    check_memory(root, plan, cuda)
+    check_memory(root, cuda)
     room["card"] = count * device_bytes - 1
     with pytest.raises(UserError, match="parameters with their gradients"):
-        check_memory(root, plan, cuda)
+        check_memory(root, cuda)
     room |= {"card": count * device_bytes + 10**6, "host": host - 1}
     with pytest.raises(UserError, match="state and main weights in host memory") as error:
-        check_memory(root, plan, cuda)
+        check_memory(root, cuda)
     assert "`cpu_offloading_optimizer` (True)" in error.value.lines[1]
     room["host"] = host + 10**5
     params = {"async_save": True}
@@ -447,12 +445,12 @@ def test_the_state_counts_on_the_host_before_a_run(tmp_path, monkeypatch, precis
         tmp_path, **big, **keys, model__cpu_offloading_optimizer=True, exp_manager__checkpoint_callback_params=params
     )
     with pytest.raises(UserError, match="state and main weights in host memory"):
-        check_memory(beside.root, plan, cuda)
+        check_memory(beside.root, cuda)
     room["card"] = count * (device_bytes + 4)
     off = tiny_config(tmp_path, **big, **keys).root
     if optim["name"] == "adamw":
         with pytest.raises(UserError, match="parameters with their gradients"):
-            check_memory(off, plan, cuda)
+            check_memory(off, cuda)
 
 
 def test_memory_that_cannot_be_pinned_is_told(monkeypatch):

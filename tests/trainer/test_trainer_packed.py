@@ -24,19 +24,19 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.trainer.cli import evaluate
 from stoker.trainer.cli.thread_tuning import measure_step_time
 from stoker.trainer.config.parameter_layout import plan_layout
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import run_checks
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.dataloader import PrefetchingDataLoader
 from stoker.trainer.data.datasets.document_ids import DocumentIdSamples, document_ids
 from stoker.trainer.data.datasets.samples import MockSamples
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.distributed.fsdp import ShardedDataParallel
 from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed
 from stoker.trainer.plan import memory_check
-from stoker.trainer.plan.memory_check import check_memory
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 from stoker.trainer.utils.local_shard import local_tensor
+from tests.helpers.resolved import build_data, check_memory
 
 CPU = torch.device("cpu")
 DATA = "model.data."
@@ -83,9 +83,9 @@ def test_a_run_trains_validates_and_is_evaluated_packed(
     planned: list[bool] = []
     plan = run_checks.plan_model
 
-    def spy(*model, **facts):
-        planned.append(facts["batch_spec"].packed)
-        return plan(*model, **facts)
+    def spy(model, form, *context, **facts):
+        planned.append(form.packed)
+        return plan(model, form, *context, **facts)
 
     monkeypatch.setattr(run_checks, "plan_model", spy)
     settings = {"trainer__log_every_n_steps": 1, "trainer__limit_val_batches": 1.0}
@@ -190,7 +190,6 @@ def test_layers_under_fsdp_are_one_graph(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stoker.trainer.data.build_datasets import build_data
 
     seen: list[tuple[int, ...]] = []
     real = PackedSequences.from_documents
@@ -198,7 +197,7 @@ def test_pace_is_measured_packed(tmp_path: Path, texts: Path, monkeypatch: pytes
         PackedSequences, "from_documents", lambda numbers, **how: seen.append(numbers.shape) or real(numbers, **how)
     )
     root = tiny_config(tmp_path, model__data=data_of(texts, **BOTH)).root
-    measure_step_time(root, build_data(root), CPU, 0.01)
+    measure_step_time(resolve_run(root), build_data(root), CPU, 0.01)
     assert set(seen) == {(2, 16)}
 
 
@@ -235,7 +234,7 @@ def test_the_bound_counts_the_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         root = tiny_config(tmp_path, trainer__precision=precision, model__data=data, **sizes).root
         monkeypatch.setattr(memory_check, "host_memory", lambda: available)
         try:
-            check_memory(root, plan_precision(root.trainer, root.model.megatron_amp_O2, CPU), CPU)
+            check_memory(root, CPU)
         except UserError as error:
             refusals.append(error.lines)
             return False

@@ -16,16 +16,14 @@ from stoker.models.build import build_model, get_stacks, num_parameters
 from stoker.models.config.peft import peft_slice
 from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.peft.apply import trainable_parameters
-from stoker.trainer.config.batch_spec import batch_spec
-from stoker.trainer.device.precision import plan_precision
 from stoker.trainer.plan import memory_check
 from stoker.trainer.plan.hardware import parse_gpu
-from stoker.trainer.plan.memory_check import check_memory
-from stoker.trainer.plan.run_plan import Plan, gpu_target, make_plan
+from stoker.trainer.plan.run_plan import Plan
 from stoker.trainer.plan.state_memory import update_working_bytes
 from stoker.trainer.plan.trainable_count import count_trainable
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import batch_spec, check_memory, gpu_target, make_plan
 
 CPU = torch.device("cpu")
 SCHEMES = ("lora", "adapter", "ptuning", "ia3", "selective")
@@ -38,7 +36,7 @@ MORE = {
 
 def plan_of(*overrides: str) -> Plan:
     root = load("experiment=llama_1b_bench", *overrides).root
-    return make_plan(root, gpu_target(root, parse_gpu("h100"), 1))
+    return make_plan(root, gpu_target(root, parse_gpu("h100")), world_size=1)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -140,14 +138,13 @@ def test_a_run_that_trains_its_last_layer_is_not_refused(tmp_path: Path, monkeyp
         tiny_config(tmp_path, **shape, model__global_batch_size=64, model__encoder_seq_length=64, **more).root
         for more in ({"model__peft__peft_scheme": "lora"}, lora)
     )
-    plan = plan_precision(last.trainer, True, CPU)
     counts, kept = count_trainable(every.model, 259, batch_spec(every)), 64 * 64 * gpt(last).hidden_size * 4
     monkeypatch.setattr(
         memory_check, "host_memory", lambda: counts.total * 4 + counts.trainable * 12 + 4 * kept + (1 << 20)
     )
-    check_memory(last, plan, CPU)
+    check_memory(last, CPU)
     with pytest.raises(UserError, match="activations of one micro batch"):
-        check_memory(every, plan, CPU)
+        check_memory(every, CPU)
 
 
 def test_prompts_are_read_by_all_layers() -> None:
@@ -182,10 +179,9 @@ def test_frozen_weights_save_a_third_of_the_work() -> None:
 def test_frozen_weights_fit_where_trained_ones_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"model__num_layers": 50, "model__override_vocab_size": 259}
     roots = [tiny_config(tmp_path, **shape, model__peft__peft_scheme=scheme).root for scheme in (None, "lora")]
-    plan = plan_precision(roots[0].trainer, True, CPU)
     counts = count_trainable(roots[1].model, 259, batch_spec(roots[1]))
     assert counts.trainable < counts.total / 2
     monkeypatch.setattr(memory_check, "host_memory", lambda: counts.total * 4 + counts.trainable * 12 + (1 << 19))
-    check_memory(roots[1], plan, CPU)
+    check_memory(roots[1], CPU)
     with pytest.raises(UserError, match="out of memory"):
-        check_memory(roots[0], plan, CPU)
+        check_memory(roots[0], CPU)

@@ -24,11 +24,11 @@ from stoker.trainer.plan.roofline import (
     attention_core_work,
     recompute_work,
 )
-from stoker.trainer.plan.run_plan import gpu_target, make_plan
 from stoker.trainer.plan.search import effective_modules, search, suggest_changes
 from stoker.trainer.plan.state_memory import offload_bucket_bytes
 from stoker.trainer.plan.timeline import layers_in_order
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
+from tests.helpers.resolved import gpu_target, make_plan
 
 # ---------------------------------------------------------------- memory
 
@@ -496,8 +496,8 @@ def test_combinations_are_searched():
     assert best.plan.fits
     ranks = ["model=llama_1b", "model.global_batch_size=64", "trainer.devices=4", "model.micro_batch_size=1"]
     root = load(*ranks).root
-    plan = make_plan(root, gpu_target(root, parse_gpu("h200"), 4))
-    _, least = search(root, gpu_target(root, parse_gpu("3GiB"), 4), plan)
+    plan = make_plan(root, gpu_target(root, parse_gpu("h200")), world_size=4)
+    _, least = search(root, gpu_target(root, parse_gpu("3GiB")), plan)
     assert {"fsdp", "cpu_offloading_optimizer"} <= set(least.values)
 
 

@@ -6,6 +6,7 @@ from deferred_copies import DeferredCopies
 from saved_activations import backward_peak_bytes, loss_peak_bytes, model_of, plan_inputs, saved_compiled, saved_eager
 from tiers import extra, full_only
 
+from stoker.models.build import TORCH_DTYPES
 from stoker.models.layers import recomputed_attention
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.trainer.plan import timeline
@@ -222,7 +223,7 @@ def test_the_loss_takes_what_its_operation_makes(micro_batch, precision, monkeyp
     facts = plan_inputs(
         [*overrides, "model.override_vocab_size=50304", f"model.encoder_seq_length={length}"], compiled=True
     )
-    dtype = facts.precision.param_dtype
+    dtype = TORCH_DTYPES[facts.precision.weights]
     tokens, hidden = facts.output_tokens, facts.stacks[0].stack.hidden_size
     beside = loss_memory(facts).forward - tokens * hidden * dtype.itemsize
     assert beside == pytest.approx(loss_peak_bytes(tokens, 50304, hidden, dtype, monkeypatch), rel=0.001)
@@ -236,7 +237,7 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
     wide = [f"model.hidden_size={hidden}", "model.num_attention_heads=48", f"model.override_vocab_size={vocab}"]
     sizes = ["model.micro_batch_size=1", "model.global_batch_size=1", f"model.encoder_seq_length={chunks * 2048}"]
     facts = plan_inputs(["model=llama_1b", "data=mock", *wide, *sizes, f"trainer.precision={precision}"], compiled=True)
-    dtype, tokens = facts.precision.param_dtype, facts.output_tokens
+    dtype, tokens = TORCH_DTYPES[facts.precision.weights], facts.output_tokens
     beside = loss_memory(facts).forward - tokens * hidden * dtype.itemsize
     assert beside == pytest.approx(loss_peak_bytes(tokens, vocab, hidden, dtype, monkeypatch), rel=0.001)
 

@@ -19,9 +19,9 @@ from stoker.models.config.gpt import GPTKeys
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.models.memory.offload_weights import WeightOffload
 from stoker.trainer.plan.hardware import parse_gpu
-from stoker.trainer.plan.run_plan import gpu_target, make_plan
 from stoker.trainer.plan.search import suggest_changes
 from stoker.trainer.plan.transfers import LayerChunk, stall_seconds
+from tests.helpers.resolved import gpu_target, make_plan
 
 
 def layers(count: int, offloaded: int, *, copy: float) -> list[LayerChunk]:

@@ -165,7 +165,8 @@ def root(tmp_path, **changes):
 
 
 def kinds(tmp_path, rank=0, **changes):
-    observers = profiling.build_profilers(root(tmp_path, **changes), tmp_path, CPU, print, rank)
+    keys = root(tmp_path, **changes)
+    observers = profiling.build_profilers(keys.trainer, keys.model.memory_profile, tmp_path, CPU, print, rank)
     return [type(observer).__name__ for observer in observers._profilers]
 
 
@@ -180,8 +181,8 @@ def test_the_keys_choose_and_one_rank_profiles(tmp_path):
 
 
 def test_memory_is_recorded_on_cuda_only(tmp_path):
-    keys = root(tmp_path, model__memory_profile={"enabled": True})
+    keys = root(tmp_path, model__memory_profile={"enabled": True}).model.memory_profile
     profiling.check_profiling(keys, torch.device("cuda"))
-    profiling.check_profiling(root(tmp_path), CPU)
+    profiling.check_profiling(root(tmp_path).model.memory_profile, CPU)
     with pytest.raises(UserError, match="needs a CUDA device, but this run is on cpu"):
         profiling.check_profiling(keys, CPU)

@@ -10,9 +10,9 @@ from tiers import looped
 from stoker.trainer.cli import quickstart, thread_tuning
 from stoker.trainer.cli.thread_tuning import StepTiming, median_step_time, tune_num_threads
 from stoker.trainer.config.load import load_run_config
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import EvaluationWindows
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data
 
 
 class _Clock:

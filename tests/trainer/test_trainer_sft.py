@@ -15,14 +15,13 @@ from torch import Tensor
 
 from stoker.trainer.cli import main
 from stoker.trainer.config.schema.root import RootBlock
-from stoker.trainer.core.training_state import build_model
-from stoker.trainer.data.build_datasets import Data, build_data
+from stoker.trainer.data.build_datasets import Data
 from stoker.trainer.data.datasets.samples import IGNORE_INDEX
 from stoker.trainer.data.datasets.sft_examples import Example, Examples, truncate_examples
 from stoker.trainer.data.datasets.sft_samples import ExampleSamples
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
-from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.utils.errors import UserError
+from tests.helpers.resolved import build_data, build_model
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -53,7 +52,7 @@ def root(folder: Path, data: dict[str, Any] | None = None, **model: Any) -> Root
 
 def loss_and_gradients(data: Data, root: RootBlock, rows: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Summed over an epoch, in batches of so many rows."""
-    model = build_model(root, data, PrecisionPlan("fp64", torch.float64), CPU)
+    model = build_model(root, data)
     total = torch.zeros((), dtype=torch.float64)
     for first in range(0, data.train.samples, rows):
         batch: Any = data.train.batch(first, min(rows, data.train.samples - first))

@@ -35,12 +35,12 @@ from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core.debug_runs import fast_dev_run, overfit_batches
 from stoker.trainer.data import dataloader
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
-from stoker.trainer.data.build_datasets import build_data
 from stoker.trainer.data.datasets.samples import MockSamples
 from stoker.trainer.data.subsets import RepeatedSubset, validation_subset
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_OK, UserError
+from tests.helpers.resolved import build_data, data_spec
 
 NAN = float("nan")
 FRESH = LoopState.model_validate({})
@@ -429,13 +429,13 @@ def test_more_batches_by_heart_than_there_are_is_one_line(tmp_path):
 @looped(("samples", "batches"), [(3, 1), (4, 1), (14, 3), (15, 3), (16, 4), (19, 4)])
 def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
     root = RootBlock.model_validate(tiny_document(Path("."), trainer__overfit_batches=1.0))
-    data = build_data(root)
+    data, keys = build_data(root), (root.trainer.overfit_batches, root.model.global_batch_size)
     few = replace(data, train=RepeatedSubset(data.train, samples))
     if samples < 4:
         with pytest.raises(UserError, match="have 3; use a smaller `model"):
-            overfit_batches(few, root)
+            overfit_batches(few, *keys)
     else:
-        assert overfit_batches(few, root).train.samples == 4 * batches
+        assert overfit_batches(few, *keys).train.samples == 4 * batches
 
 
 @looped(
@@ -452,7 +452,7 @@ def test_an_epoch_by_heart_is_all_its_whole_batches(samples, batches):
 def test_a_part_of_the_validation_samples_is_counted_in_samples(limit, drops, counts):
     keys = {"trainer__limit_val_batches": limit, "model__data": {"data_impl": "mock", "validation_drop_last": drops}}
     root = RootBlock.model_validate(tiny_document(Path("."), **keys))
-    found = {n: validation_subset(root, MockSamples(100, 8, seed=1, samples=n)).samples for n in counts}
+    found = {n: validation_subset(data_spec(root), MockSamples(100, 8, seed=1, samples=n)).samples for n in counts}
     assert found == counts
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...models.build import LanguageModel
 from ...models.moe.moe_layer import MoE, find_moe_layers
 from ...models.moe.router import STATISTIC_NAMES
-from ..config.schema.root import RootBlock
+from ..config.schema.root import AnyModelBlock
 from ..distributed.process_group import DistributedContext
 from ..lightning.expert_balance import stack_keys_of
 from ..loggers.expert_load_map import ExpertLoadHistory, coefficient_of_variation, has_matplotlib
@@ -187,7 +187,7 @@ def _label(name: str, layers: Collection[str]) -> str:
 
 
 def build_expert_load_metrics(
-    root: RootBlock,
+    keys: AnyModelBlock,
     model: LanguageModel,
     directory: Path,
     ranks: DistributedContext,
@@ -206,5 +206,5 @@ def build_expert_load_metrics(
         load_map = ExpertLoadHistory(directory / "expert_load.json", experts, resumed_at=resumed_at)
         if not has_matplotlib():
             report("expert_load.json will hold the expert load; to plot it, pip install 'stoker[plots]'")
-    per_layer = {name for name in layers if stack_keys_of(root.model, name).moe_per_layer_logging}
+    per_layer = {name for name in layers if stack_keys_of(keys, name).moe_per_layer_logging}
     return ExpertLoadMetrics(layers, ranks=ranks, per_layer=per_layer, load_map=load_map, state=state, report=report)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..config.schema.root import RootBlock
+from ..config.schema.trainer_and_data import MemoryProfileBlock, TrainerBlock
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 
@@ -26,31 +27,28 @@ _MAX_ALLOCATIONS = 1_000_000
 LogFunction = Callable[[str], None]
 
 
-class Profiler(Protocol):
-    """Interface of a profiler.
+class Profiler:
+    """Interface of a profiler, which does nothing.
 
     Attributes:
         overhead_seconds: total profiling overhead in seconds, such as writing a trace, to be excluded from step times.
     """
 
-    overhead_seconds: float
+    overhead_seconds = 0.0
 
     def on_step_start(self, step: int) -> None:
         """Called before step `number` of this process."""
-        ...
 
     def on_step_end(self, step: int) -> None:
         """Called after step `number` of this process has been launched; the device may still run it."""
-        ...
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context of work between two steps: `validation`, `checkpoint` and the like."""
-        ...
+        yield
 
     def close(self) -> None:
         """Called at the end of the run; writes the results."""
-        ...
 
 
 class ProfilerList:
@@ -103,13 +101,13 @@ class ProfilerList:
                 self._log(f"warning: cannot write the profile: {error}; the run continues without it")
 
 
-def check_profiling(root: RootBlock, device: torch.device) -> None:
+def check_profiling(keys: MemoryProfileBlock, device: torch.device) -> None:
     """Check the profiling keys, before anything is built.
 
     Raises:
         UserError: a memory snapshot on a device other than CUDA.
     """
-    if root.model.memory_profile.enabled and device.type != "cuda":
+    if keys.enabled and device.type != "cuda":
         raise UserError(
             f"`model.memory_profile.enabled` (True) needs a CUDA device, but this run is on {device.type}; "
             "use model.memory_profile.enabled=False"
@@ -117,7 +115,13 @@ def check_profiling(root: RootBlock, device: torch.device) -> None:
 
 
 def build_profilers(
-    root: RootBlock, directory: Path, device: torch.device, log: LogFunction, rank: int = 0, steps_before: int = 0
+    keys: TrainerBlock,
+    memory: MemoryProfileBlock,
+    directory: Path,
+    device: torch.device,
+    log: LogFunction,
+    rank: int = 0,
+    steps_before: int = 0,
 ) -> ProfilerList:
     """Build the enabled profilers of one process.
 
@@ -125,25 +129,28 @@ def build_profilers(
     `steps_before` are the completed steps of the run when this process starts, for file names.
     """
     profilers: list[Profiler] = []
-    profile, memory = directory / "profile", root.model.memory_profile
-    if root.trainer.profiler == "pytorch" and rank == 0:
-        first, last = root.trainer.profile_steps
+    profile = directory / "profile"
+    if keys.profiler == "pytorch" and rank == 0:
+        first, last = keys.profile_steps
         profilers.append(TraceProfiler(profile, first, last, device, log, steps_before))
-    elif root.trainer.profiler == "simple" and rank == 0:
+    elif keys.profiler == "simple" and rank == 0:
         profilers.append(PhaseTimer(profile, log))
     if memory.enabled and memory.rank == rank:
         key = "model.memory_profile.output_path"
         place = user_path(memory.output_path, key).absolute() if memory.output_path else profile
         profilers.append(
-            MemorySnapshotRecorder(place, memory.start_step, memory.end_step, device, log, rank, steps_before)
+            MemorySnapshotRecorder(place, memory.start_step, memory.end_step, device, log, steps_before, rank)
         )
     return ProfilerList(profilers, log)
 
 
-class _StepRange:
+@dataclass(eq=False)
+class _StepRange(Profiler):
     """Profiler of a range of steps: starts before the first and finishes after the last, or at the end of the run.
 
-    Args:
+    Phases between steps are part of the range.
+
+    Attributes:
         directory: output directory.
         first: first profiled step of this process.
         last: last profiled step of this process.
@@ -152,21 +159,18 @@ class _StepRange:
         steps_before: completed steps of the run when this process starts, for file names.
     """
 
-    def __init__(
-        self, directory: Path, first: int, last: int, device: torch.device, log: LogFunction, steps_before: int = 0
-    ) -> None:
-        self._directory = directory
-        self._first, self._last = first, last
-        self._device = device
-        self._log = log
-        self._steps_before = steps_before
-        self._current = 0
-        self._running = False
-        self.overhead_seconds = 0.0
+    directory: Path
+    first: int
+    last: int
+    device: torch.device
+    log: LogFunction
+    steps_before: int = 0
+    _current: int = field(default=0, init=False)
+    _running: bool = field(default=False, init=False)
 
     def on_step_start(self, step: int) -> None:
         """Start at the first step of the range."""
-        if step == self._first:
+        if step == self.first:
             self._running = True
             with self._measured_overhead():
                 self.start()
@@ -174,26 +178,21 @@ class _StepRange:
     def on_step_end(self, step: int) -> None:
         """Finish after the last step of the range."""
         self._current = step
-        if self._running and step >= self._last:
+        if self._running and step >= self.last:
             self.close()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Do nothing: phases between steps are part of the range."""
-        yield
 
     def close(self) -> None:
         """Finish if running."""
         if self._running:
             self._running = False
             with self._measured_overhead():
-                self.finish(f"steps-{self._steps_before + self._first}-{self._steps_before + self._current}")
+                self.finish(f"steps-{self.steps_before + self.first}-{self.steps_before + self._current}")
 
     @contextmanager
     def _measured_overhead(self) -> Iterator[None]:
         """Measure the overhead of the code within, after synchronizing the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         try:
             yield
@@ -220,7 +219,7 @@ class TraceProfiler(_StepRange):
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
@@ -228,14 +227,14 @@ class TraceProfiler(_StepRange):
     def finish(self, steps: str) -> None:
         """Stop tracing and write trace and table."""
         self._profile.stop()
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"trace-{steps}.json.gz"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"trace-{steps}.json.gz"
         self._profile.export_chrome_trace(str(path))
-        lines = operations_table(self._profile.key_averages(), on_device=self._device.type == "cuda")
-        (self._directory / f"operations-{steps}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = operations_table(self._profile.key_averages(), on_device=self.device.type == "cuda")
+        (self.directory / f"operations-{steps}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         self._profile = None
         for line in (f"trace {path}", *lines):
-            self._log(line)
+            self.log(line)
 
 
 def operations_table(operations: Sequence[Any], *, on_device: bool, top: int = _TOP_OPERATIONS) -> list[str]:
@@ -260,7 +259,7 @@ def operations_table(operations: Sequence[Any], *, on_device: bool, top: int = _
     return lines
 
 
-class PhaseTimer:
+class PhaseTimer(Profiler):
     """Host time per phase, from the first step to the end of the run.
 
     GPU work counts in the phase in which the host synchronizes, mostly the reports.
@@ -272,7 +271,6 @@ class PhaseTimer:
     """
 
     def __init__(self, directory: Path, log: LogFunction, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.overhead_seconds = 0.0
         self._directory = directory
         self._log = log
         self._clock = clock
@@ -325,35 +323,25 @@ class PhaseTimer:
         self._counts[name] = self._counts.get(name, 0) + 1
 
 
+@dataclass(eq=False)
 class MemorySnapshotRecorder(_StepRange):
     """CUDA memory snapshot of all allocations during some steps (NeMo's `model.memory_profile`).
 
     Writes `memory-rank-R-steps-F-L.pickle`, for https://pytorch.org/memory_viz; `rank` is that of this process.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        first: int,
-        last: int,
-        device: torch.device,
-        log: LogFunction,
-        rank: int = 0,
-        steps_before: int = 0,
-    ) -> None:
-        super().__init__(directory, first, last, device, log, steps_before)
-        self._rank = rank
+    rank: int = 0
 
     def start(self) -> None:
         """Start recording."""
-        torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS, device=self._device)
+        torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS, device=self.device)
 
     def finish(self, steps: str) -> None:
         """Write the snapshot and stop recording."""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            path = self._directory / f"memory-rank-{self._rank}-{steps}.pickle"
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path = self.directory / f"memory-rank-{self.rank}-{steps}.pickle"
             torch.cuda.memory._dump_snapshot(str(path))
         finally:
-            torch.cuda.memory._record_memory_history(enabled=None, device=self._device)
-        self._log(f"memory record {path}, for https://pytorch.org/memory_viz")
+            torch.cuda.memory._record_memory_history(enabled=None, device=self.device)
+        self.log(f"memory record {path}, for https://pytorch.org/memory_viz")

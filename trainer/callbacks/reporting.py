@@ -8,7 +8,7 @@ device is not idle; the logged values are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..lightning.lightning_module import LanguageModule
 from ..loggers.run_logger import RunLogger
@@ -56,10 +56,11 @@ class _Window:
     start: DeviceTimestamp
 
 
+@dataclass(eq=False)
 class StepReporter:
     """Report training steps, synchronously or deferred by one step.
 
-    Args:
+    Attributes:
         logger: the run's logger.
         monitor: monitors the metrics of every step.
         throughput: tokens and FLOPs of a sample.
@@ -68,23 +69,14 @@ class StepReporter:
         expert_load: None without experts.
     """
 
-    def __init__(
-        self,
-        logger: RunLogger,
-        monitor: LossMonitor,
-        throughput: ThroughputFactors,
-        consumed_samples: Callable[[int], int],
-        profilers: ProfilerList,
-        expert_load: ExpertLoadMetrics | None,
-    ) -> None:
-        self._logger = logger
-        self._monitor = monitor
-        self._throughput = throughput
-        self._consumed_samples = consumed_samples
-        self._profilers = profilers
-        self._expert_load = expert_load
-        self._window: _Window | None = None
-        self._pending: _PendingReport | None = None
+    logger: RunLogger
+    monitor: LossMonitor
+    throughput: ThroughputFactors
+    consumed_samples: Callable[[int], int]
+    profilers: ProfilerList
+    expert_load: ExpertLoadMetrics | None
+    _window: _Window | None = field(default=None, init=False)
+    _pending: _PendingReport | None = field(default=None, init=False)
 
     @property
     def has_started(self) -> bool:
@@ -99,7 +91,7 @@ class StepReporter:
         Raises:
             DivergedError: too many steps in a row were not finite.
         """
-        with self._profilers.phase("report"):
+        with self.profilers.phase("report"):
             metrics = self._finish(self._begin(module, restart=restart))
         # The first step of a process compiles and allocates, so the clock starts after it.
         self.restart_clock(module)
@@ -108,7 +100,7 @@ class StepReporter:
     def start(self, module: LanguageModule, *, restart: bool) -> None:
         """Begin the report of this step without a host sync; `finish` must be called before the next one."""
         assert self._pending is None
-        with self._profilers.phase("report begun"):
+        with self.profilers.phase("report begun"):
             self._pending = self._begin(module, restart=restart)
 
     def finish(self) -> None:
@@ -120,13 +112,13 @@ class StepReporter:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        with self._profilers.phase("report"):
+        with self.profilers.phase("report"):
             self._finish(pending)
         self._window = _Window(pending.step, pending.timestamp)
 
     def restart_clock(self, module: LanguageModule) -> None:
         """Restart the timed window, after work that is not part of a step."""
-        self._window = _Window(module.step, DeviceTimestamp(module.device, self._profilers.overhead_seconds))
+        self._window = _Window(module.step, DeviceTimestamp(module.device, self.profilers.overhead_seconds))
 
     def _begin(self, module: LanguageModule, *, restart: bool) -> _PendingReport:
         return _PendingReport(
@@ -135,34 +127,34 @@ class StepReporter:
             lr=module.lr,
             memory_gib=peak_memory_gib(module.device),
             values=module.read_metrics_async(),
-            experts=self._expert_load.collect(module.step, restart=restart) if self._expert_load is not None else dict,
-            timestamp=DeviceTimestamp(module.device, self._profilers.overhead_seconds),
+            experts=self.expert_load.collect(module.step, restart=restart) if self.expert_load is not None else dict,
+            timestamp=DeviceTimestamp(module.device, self.profilers.overhead_seconds),
         )
 
     def _finish(self, pending: _PendingReport) -> dict[str, float]:
         """Wait for the values of the steps since the last report and log them."""
         step, values = pending.step, pending.values()
-        for warning in self._monitor.update(step - len(values) + 1, values):
-            self._logger.log(f"warning: {warning}")
-        loss, grad_norm = self._monitor.mean_loss(restart=pending.restart), values[-1][1]
+        for warning in self.monitor.update(step - len(values) + 1, values):
+            self.logger.log(f"warning: {warning}")
+        loss, grad_norm = self.monitor.mean_loss(restart=pending.restart), values[-1][1]
         seconds, tokens_per_second = None, None
         if self._window is not None:
             elapsed = pending.timestamp.seconds_since(self._window.start)
             seconds = elapsed / (step - self._window.step)
-            samples = self._consumed_samples(step) - self._consumed_samples(self._window.step)
-            tokens_per_second = samples * self._throughput.tokens_per_sample / elapsed
-        peak = self._throughput.peak_flops
-        self._logger.log_step(
+            samples = self.consumed_samples(step) - self.consumed_samples(self._window.step)
+            tokens_per_second = samples * self.throughput.tokens_per_sample / elapsed
+        peak = self.throughput.peak_flops
+        self.logger.log_step(
             StepReport(
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,
                 lr=pending.lr,
-                consumed_samples=self._consumed_samples(step),
-                skipped_steps=self._monitor.skipped_steps,
+                consumed_samples=self.consumed_samples(step),
+                skipped_steps=self.monitor.skipped_steps,
                 step_seconds=seconds,
                 tokens_per_second=tokens_per_second,
-                mfu=tokens_per_second * self._throughput.flops_per_token / peak if tokens_per_second and peak else None,
+                mfu=tokens_per_second * self.throughput.flops_per_token / peak if tokens_per_second and peak else None,
                 memory_gib=pending.memory_gib,
                 experts=pending.experts(),
             )

@@ -20,7 +20,8 @@ import torch
 
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import checkpoint_paths
-from ..config.schema.root import RootBlock
+from ..config.schema.exp_manager import ExpManagerBlock
+from ..config.schema.trainer_and_data import TrainerBlock
 from ..evaluation.held_out_loss import EvaluationInterruptedError, EvaluationResult
 from ..lightning.lightning_imports import pl
 from ..lightning.lightning_module import LanguageModule
@@ -48,7 +49,8 @@ class TrainLoopCallback(pl.Callback):
     """Log, validate, save checkpoints and stop training after the steps at which each is due.
 
     Args:
-        root: the configuration.
+        keys: `trainer`.
+        manager: `exp_manager`.
         logger: the run's logger.
         stop_handler: signals and time limits of this process.
         throughput: tokens and FLOPs of a sample, for throughput and MFU.
@@ -71,7 +73,8 @@ class TrainLoopCallback(pl.Callback):
 
     def __init__(
         self,
-        root: RootBlock,
+        keys: TrainerBlock,
+        manager: ExpManagerBlock,
         logger: RunLogger,
         stop_handler: StopHandler,
         throughput: ThroughputFactors,
@@ -88,7 +91,6 @@ class TrainLoopCallback(pl.Callback):
         profilers: ProfilerList | None = None,
         expert_load: ExpertLoadMetrics | None = None,
     ) -> None:
-        keys, manager = root.trainer, root.exp_manager
         state = state or LoopState.model_validate({})
         self._keys = keys
         self._params = manager.checkpoint_callback_params

@@ -77,8 +77,8 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
         cleanup.callback(remove_directories, made, held)
         _check_paths(keys, made)
         try:
-            path = create_run_directory(config.root, made)
-            checkpoints = checkpoint_directory(config.root, path)
+            path = create_run_directory(keys, config.root.name, made)
+            checkpoints = checkpoint_directory(keys, path)
             locks.append(_lock(path, "trains", _directory_key(keys)))
             held.append(path)
             if dirpath and keys.create_checkpoint_callback:

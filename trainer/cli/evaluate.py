@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
     restored = load_model(path, args.device, args.base, ema=args.ema)
     held_out = _held_out(restored, args.split, args.data_path)
-    name, batch_size = held_out.name, args.batch_size or restored.config.root.model.micro_batch_size
+    name, batch_size = held_out.name, args.batch_size or restored.run.model.micro_batch_size
     result = evaluate(
         loss_function(restored.model, restored.precision, restored.device),
         held_out.samples,
@@ -93,11 +93,11 @@ def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path:
     from ..data.evaluation_data import EvaluationData, evaluation_data
 
     if path is not None:
-        found = evaluation_data(path, restored.config.root, restored.tokenizer)
+        found = evaluation_data(path, restored.run.data, restored.tokenizer)
         if found.skipped_files:
             print(f"note: --data-path {path}: {found.skipped_files}", file=sys.stderr)
         return found
-    data = build_data(restored.config.root, restored.tokenizer)
+    data = build_data(restored.run.data, restored.tokenizer)
     trained_on = restored.state.data_fingerprint
     if trained_on and data.fingerprint != trained_on:
         raise UserError(_other_data(restored, data.fingerprint, trained_on))
@@ -112,7 +112,7 @@ def _held_out(restored: LoadedModel, split: Literal["validation", "test"], path:
 
 def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:
     """Return the reason why a split is empty, and the remedy."""
-    keys = restored.config.root.model.data
+    keys = restored.run.data.keys
     why = f"`model.data.splits_string={keys.splits_string}` of the run assigns it no data"
     if isinstance(keys.data_prefix, dict):
         why = f"`model.data.data_prefix` of the run has no dataset for it (data_prefix.{split})"
@@ -122,7 +122,7 @@ def _why_empty(restored: LoadedModel, data: Data, split: str) -> str:
 
 
 def _other_data(restored: LoadedModel, found: str, trained_on: str) -> list[str]:
-    data = restored.config.root.model.data
+    data = restored.run.data.keys
     if data.data_impl in ("pystd", "pystd_docstring"):
         trained = restored.state.versions.get("python", "another version")
         why = f"it was trained on the standard library of Python {trained}, and this Python has other files"

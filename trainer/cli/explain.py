@@ -6,8 +6,9 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..config.resolved_run import ResolvedRun, resolve_run
 from ..device.attention_software import assumed_software, run_flags
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
 from ..utils.text import pluralize
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from ...kernels.attention.call_spec import AttentionCall, InstalledSoftware
     from ...kernels.attention.dispatch import BackendCandidate, BackendSelection
     from ...kernels.attention.flags import AttentionFlags
-    from ..config.schema.root import RootBlock
+    from ...models.config.families import FamilyKeys
+    from ..config.schema.trainer_and_data import TrainerBlock
 
 ARCHITECTURES: dict[str, tuple[int, int] | None] = {
     "sm75": (7, 5),
@@ -90,16 +92,17 @@ class Answer:
 def explain_attention(args: argparse.Namespace) -> int:
     """Print the dispatcher's table for each kind of attention call of the configured run."""
     root = load_config(args).root
-    flags = run_flags(root)
     if args.arch is None:
-        device, capability, software, where = _this_machine(root)
+        device, capability, software, where = _this_machine(root.trainer)
     else:
         capability = ARCHITECTURES[args.arch]
         device = "cpu" if capability is None else "cuda"
-        software = assumed_software(root, device)
+        software = assumed_software(root.model, device)
         where = f"for {args.arch}, assuming {_describe_software(software)}"
-    software = replace(software, deterministic_algorithms=bool(root.trainer.deterministic))
-    answers = _answers(root, flags, software, device, capability)
+    run = resolve_run(root, capability=capability)
+    flags = run_flags(run)
+    software = replace(software, deterministic_algorithms=bool(run.trainer.deterministic))
+    answers = _answers(run, flags, software, device, capability)
     if args.json:
         shown = {
             "where": where,
@@ -108,36 +111,33 @@ def explain_attention(args: argparse.Namespace) -> int:
         }
         print(json.dumps(shown, indent=2))
     else:
-        print(f"attention of {_layers(root)} {where}")
+        print(f"attention of {_layers(run.model)} {where}")
         for text in (*flags.notes(), *(_format_answer(answer) for answer in answers)):
             print(text)
     return EXIT_OK if all(answer.backend for answer in answers) else EXIT_BAD_INPUT
 
 
-def _layers(root: RootBlock) -> str:
+def _layers(keys: FamilyKeys) -> str:
     """Return a phrase with the number of layers of each stack."""
     from ...models.config.families import keys_by_stack
 
-    stacks = {name.rstrip("."): stack.num_layers for name, stack in keys_by_stack(root.model).items()}
+    stacks = {name.rstrip("."): stack.num_layers for name, stack in keys_by_stack(keys).items()}
     if len(stacks) == 1:
         return pluralize(next(iter(stacks.values())), "layer")
     return " and ".join(pluralize(layers, f"{name} layer") for name, layers in stacks.items())
 
 
-def _this_machine(root: RootBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
+def _this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
     """Return device type, compute capability, installed software and a description of it."""
-    import torch
-
     from ...kernels.attention.backends.registry import detect_installed_software
-    from ..device.choose_device import choose_device
+    from ..device.choose_device import choose_device, compute_capability
 
     try:
-        device = choose_device(root)
+        device = choose_device(keys)
     except UserError as error:
         raise UserError([*error.lines, "    --arch explains for a device that is not present"]) from None
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     software = detect_installed_software(device.type)
-    return device.type, capability, software, f"on this machine, with {_describe_software(software)}"
+    return device.type, compute_capability(device), software, f"on this machine, with {_describe_software(software)}"
 
 
 def _describe_software(software: InstalledSoftware) -> str:
@@ -161,25 +161,25 @@ def _describe_software(software: InstalledSoftware) -> str:
 
 
 def _answers(
-    root: RootBlock, flags: AttentionFlags, software: InstalledSoftware, device: str, capability: tuple[int, int] | None
+    run: ResolvedRun,
+    flags: AttentionFlags,
+    software: InstalledSoftware,
+    device: str,
+    capability: tuple[int, int] | None,
 ) -> list[Answer]:
     from ...kernels.attention.dispatch import NoBackendError
-    from ...models.build import DTYPE_NAMES
-    from ...models.config.families import family_slice
     from ...models.dispatch.attention_calls import CallContext, choose_backends
     from ...models.dispatch.attention_choices import plan_attentions
-    from ..config.batch_spec import batch_spec
 
-    form = batch_spec(root)
     facts: CallContext = {
         "device": device,
         "capability": capability,
-        "dtype": DTYPE_NAMES[_dtype(root, device, capability)],
-        "batch": root.model.micro_batch_size,
+        "dtype": run.precision.compute,
+        "batch": run.model.micro_batch_size,
         "deterministic": not flags.allow_nondeterministic,
     }
     answers: list[Answer] = []
-    for planned in plan_attentions(family_slice(root.model, vocab_size=1, batch_spec=form), form, facts):
+    for planned in plan_attentions(run.family, run.layer_batch_spec, facts):
         for kind, call in planned.calls.items():
             label, description = planned.label(kind), str(call)
             try:
@@ -198,20 +198,6 @@ def _generation_note(call: AttentionCall) -> str:
     """Return the note on incremental decoding, which uses no attention backend."""
     decoder = "the decode kernel" if call.device == "cuda" and call.dtype != "fp64" else "plain torch"
     return f"used for prefill only; each generated token goes through {decoder}, with a KV cache"
-
-
-def _dtype(root: RootBlock, device: str, capability: tuple[int, int] | None) -> Any:
-    """Return the compute dtype, without querying the device, which may be absent."""
-    import torch
-
-    from ..device.precision import plan_precision
-
-    trainer = root.trainer
-    if trainer.precision is None:
-        has_bf16 = device == "cuda" and (capability or (0, 0)) >= (8, 0)
-        trainer = trainer.model_copy(update={"precision": "bf16" if has_bf16 else "32"})
-    plan = plan_precision(trainer, root.model.megatron_amp_O2, torch.device(device))
-    return plan.autocast_dtype or plan.param_dtype
 
 
 def _format_answer(answer: Answer) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any
@@ -213,15 +214,9 @@ def _check_unique_directories(roots: Sequence[RootBlock]) -> None:
                 "in it: give the key one value"
             )
     for path in _PER_JOB_KEYS:
-        values = [value for root in roots if (value := _value(root, path)) is not None]
+        values = [value for root in roots if (value := attrgetter(path)(root)) is not None]
         if len(set(values)) < len(values):
             raise UserError(f"`{path}` ({values[0]}) would be shared by several jobs; leave it out of a sweep")
-
-
-def _value(block: Any, path: str) -> Any:
-    for name in path.split("."):
-        block = getattr(block, name)
-    return block
 
 
 def _print_findings(jobs: Sequence[Job], configs: Sequence[RunConfig], say: Callable[[str], None]) -> None:
@@ -253,7 +248,7 @@ def _create_directory(hydra_keys: _HydraKeys, roots: Sequence[RootBlock]) -> Pat
             )
         update["explicit_log_dir"] = hydra_keys.directory
     try:
-        return create_run_directory(root.model_copy(update={"exp_manager": manager.model_copy(update=update)}))
+        return create_run_directory(manager.model_copy(update=update), root.name)
     except OSError as error:
         where = error.filename or manager.explicit_log_dir or manager.exp_dir or "runs"
         raise unwritable_error(where, error, hydra_keys.directory_keys(manager)[0]) from error

@@ -13,8 +13,10 @@ from .common_arguments import add_config_arguments, add_finetune_argument, load_
 
 if TYPE_CHECKING:
     from ...models.config.key_block import Finding
+    from ..config.resolved_run import DataSpec, ResolvedRun
     from ..config.run_config import RunConfig
     from ..config.schema.root import RootBlock
+    from ..config.schema.trainer_and_data import TrainerBlock
     from ..plan.run_inputs import Target
     from ..plan.run_plan import Plan
     from ..plan.search import Change, CurrentOverrides
@@ -50,13 +52,13 @@ def run(args: argparse.Namespace) -> int:
     from ..plan.search import search, suggest_changes
 
     root, given = config.root, _given(config, args.overrides)
-    target = _target(root, args.device)
-    vocab_size, unknown = _vocabulary(root)
+    resolved, target = _target(root, args.device)
+    vocab_size, unknown = _vocabulary(resolved.data)
     try:
-        plan = make_plan(root, target, vocab_size=vocab_size)
+        plan = make_plan(resolved, target, vocab_size=vocab_size)
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
-    notes = [*_notes(root, args.device, target), *useless_recompute_notes(plan), *filter(None, [unknown])]
+    notes = [*_notes(root.trainer, args.device, target), *useless_recompute_notes(plan), *filter(None, [unknown])]
     if args.fit:
         if plan.time is None:
             notes.append(
@@ -83,11 +85,11 @@ def _given(config: RunConfig, overrides: Sequence[str]) -> CurrentOverrides:
     return CurrentOverrides(frozenset(key for key, origin in config.origins.items() if origin.kind != "default"), typed)
 
 
-def _notes(root: RootBlock, device: str | None, target: Target) -> Iterator[str]:
+def _notes(keys: TrainerBlock, device: str | None, target: Target) -> Iterator[str]:
     """Yield notes on what the plan assumes about devices."""
     import torch
 
-    accelerator, nodes = root.trainer.accelerator, root.trainer.num_nodes
+    accelerator, nodes = keys.accelerator, keys.num_nodes
     if target.gpu is None:
         return
     name = f"an {target.gpu.name}"
@@ -115,10 +117,12 @@ def _print_notes(findings: Sequence[Finding], notes: Sequence[str]) -> None:
         print("\n" + "\n".join(lines))
 
 
-def _target(root: RootBlock, device: str | None) -> Target:
-    """Return the GPU of `--device`, or this machine's, or the default one."""
+def _target(root: RootBlock, device: str | None) -> tuple[ResolvedRun, Target]:
+    """Return the run on the GPU of `--device`, or this machine's, or the default one, and that GPU."""
     import torch
 
+    from ..config.resolved_run import resolve_run
+    from ..device.choose_device import compute_capability
     from ..distributed.placement import num_local_devices
     from ..plan.hardware import DEFAULT_GPU, parse_gpu
     from ..plan.run_plan import gpu_target, local_target
@@ -126,23 +130,26 @@ def _target(root: RootBlock, device: str | None) -> Target:
     trainer = root.trainer
     processes = num_local_devices(trainer) * trainer.num_nodes
     if device is None and torch.cuda.is_available() and trainer.accelerator in ("auto", "gpu", "cuda"):
-        return local_target(root, torch.device("cuda", 0), processes)
+        local = torch.device("cuda", 0)
+        run = resolve_run(root, world_size=processes, capability=compute_capability(local))
+        return run, local_target(run, local)
     try:
         gpu = parse_gpu(DEFAULT_GPU if device is None else device)
     except ValueError as error:
         raise UserError(str(error)) from None
-    return gpu_target(root, gpu, processes)
+    run = resolve_run(root, world_size=processes, capability=gpu.capability)
+    return run, gpu_target(run, gpu)
 
 
-def _vocabulary(root: RootBlock) -> tuple[int | None, str]:
+def _vocabulary(spec: DataSpec) -> tuple[int | None, str]:
     """Return the vocabulary size and an empty note; None and a note if it is only known from the data."""
     from ..data.tokenizers.tokenizer import ByteTokenizer
     from ..data.tokenizers.vocabulary import configured_tokenizer
 
-    if root.model.override_vocab_size is not None:
-        return root.model.override_vocab_size, ""
+    if spec.vocab_size is not None:
+        return spec.vocab_size, ""
     with suppress(UserError):
-        tokenizer = configured_tokenizer(root) or ByteTokenizer()
+        tokenizer = configured_tokenizer(spec) or ByteTokenizer()
         return tokenizer.vocab_size, ""
     return None, (
         "the vocabulary size depends on the data, so embedding and head are left out; "

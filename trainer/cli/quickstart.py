@@ -64,21 +64,23 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from ..config.resolved_run import resolve_run
     from ..data.build_datasets import build_data
-    from ..device.choose_device import choose_device
+    from ..device.choose_device import choose_device, compute_capability
     from ..train import run_training
     from .thread_tuning import measure_step_time
 
     if torch.cuda.is_available() and config.origins["trainer.accelerator"].kind != "override":
         experiment = "quickstart_gpu"
         config = _load(experiment, overrides)
-    device = choose_device(config.root)
+    device = choose_device(config.root.trainer)
+    run = resolve_run(config.root, capability=compute_capability(device))
     _print_findings(config)
     print(
         f"stoker quickstart: train a small GPT for about {args.seconds:g} s on "
         f"{_describe_data(config)}, then compare it with two baselines. Nothing is downloaded."
     )
-    pace, model = measure_step_time(config.root, build_data(config.root), device, args.seconds * _MEASURING_FRACTION)
+    pace, model = measure_step_time(run, build_data(run.data), device, args.seconds * _MEASURING_FRACTION)
     print("attention backends for training, in order of preference:")
     print(model.attention_decisions["training"].table())
     del model
@@ -88,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     result = run_training(config)
     if result.exit_code != EXIT_OK:
         return result.exit_code
-    comparison = _compare(config.root, result, device)
+    comparison = _compare(result, device)
     _write(result, pace, comparison)
-    print(_report(config.root, result, comparison, _sample(config.root, result, device)))
+    print(_report(config.root, result, comparison, _sample(result, device)))
     return EXIT_OK
 
 
@@ -104,10 +106,10 @@ class Comparison:
     unigram: float
 
 
-def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> Comparison | None:
+def _compare(result: TrainingResult, device: torch.device) -> Comparison | None:
     """Evaluate model and baselines on the validation text; None without one (mock data)."""
     from ..data.datasets.samples import EvaluationWindows
-    from ..device.precision import plan_precision
+    from ..device.precision import torch_precision
     from ..evaluation.baselines import unigram_bits_per_byte, xz_bits_per_byte
     from ..evaluation.held_out_loss import evaluate, loss_function
 
@@ -115,13 +117,13 @@ def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> C
     samples = data.validation
     if data.corpus is None or not isinstance(samples, EvaluationWindows):
         return None
-    size = root.model.micro_batch_size
+    size = result.run.model.micro_batch_size
     batches = -(-samples.samples // size)
     if device.type == "cpu":
         batches = min(batches, -(-_HELD_OUT_BYTES // (samples.sequence_length * size)))
     result.model.eval()
     evaluation = evaluate(
-        loss_function(result.model, plan_precision(root.trainer, root.model.megatron_amp_O2, device), device),
+        loss_function(result.model, torch_precision(result.run.precision), device),
         samples,
         token_bytes=data.token_byte_counts,
         batch_size=size,
@@ -139,18 +141,17 @@ def _compare(root: RootBlock, result: TrainingResult, device: torch.device) -> C
     )
 
 
-def _sample(root: RootBlock, result: TrainingResult, device: torch.device) -> str:
-    from ..data.build_datasets import sequence_length
-    from ..device.precision import plan_precision
+def _sample(result: TrainingResult, device: torch.device) -> str:
+    from ..device.precision import torch_precision
     from ..generation.sampling import SamplingParams
     from ..generation.text_generator import Generator, StoppingCriteria
 
     tokenizer = result.data.tokenizer
-    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
-    generator = Generator(result.model.eval(), tokenizer, precision, device, sequence_length(root))
+    precision, length = torch_precision(result.run.precision), result.run.data.task.length
+    generator = Generator(result.model.eval(), tokenizer, precision, device, length)
     start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     prompt = [*start, *tokenizer.encode(_PROMPT).tolist()]
-    stream = generator.stream([prompt], StoppingCriteria(300), SamplingParams(temperature=0.7), [root.model.seed])
+    stream = generator.stream([prompt], StoppingCriteria(300), SamplingParams(temperature=0.7), [result.run.data.seed])
     return replace_control_characters(_PROMPT + "".join(text for _, text in stream))
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from ...models.build import LanguageModel
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
+from ..core.run_checks import choose_attention
 from ..core.training_state import build_model, build_optimizer
 from ..data.build_datasets import Data
 from ..data.dataloader import GlobalBatch
 from ..data.datasets.samples import batch_tensors
-from ..device.precision import plan_precision
+from ..device.precision import torch_precision
 from ..plan.memory_check import check_memory
 
 _WARM_UP_STEPS = 3
@@ -42,7 +43,7 @@ class StepTiming:
 
 
 def measure_step_time(
-    root: RootBlock, data: Data, device: torch.device, seconds: float
+    run: ResolvedRun, data: Data, device: torch.device, seconds: float
 ) -> tuple[StepTiming, LanguageModel]:
     """Train a throw-away model for about `seconds`, not counting compilation.
 
@@ -51,7 +52,7 @@ def measure_step_time(
     Returns:
         The measurement, and the model, trained for a few steps.
     """
-    model, step = _build_step(root, data, device)
+    model, step = _build_step(run, data, device)
     if device.type == "cpu":
         return tune_num_threads(step, seconds), model
     for _ in range(_WARM_UP_STEPS):
@@ -94,13 +95,12 @@ def median_step_time(step: Callable[[], None], seconds: float, min_steps: int = 
     return statistics.median(times)
 
 
-def _build_step(root: RootBlock, data: Data, device: torch.device) -> tuple[LanguageModel, Callable[[], None]]:
+def _build_step(run: ResolvedRun, data: Data, device: torch.device) -> tuple[LanguageModel, Callable[[], None]]:
     """Return a model, and a function that runs one synchronized optimizer step on it as training does."""
-    keys = root.model
-    precision = plan_precision(root.trainer, keys.megatron_amp_O2, device)
-    check_memory(root, precision, device)
-    model = build_model(root, data, precision, device)
-    optimizer = build_optimizer(root, model, precision)
+    keys, precision, model_plan = run.model, torch_precision(run.precision), choose_attention(run, device)
+    check_memory(run, device, model_plan)
+    model = build_model(run, data.vocab_size, device, model_plan)
+    optimizer = build_optimizer(run, model)
     model.train()
 
     def step() -> None:

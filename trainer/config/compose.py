@@ -327,8 +327,7 @@ def _check_launcher(file: YamlFile) -> None:
 
 def _hydra_note(file: YamlFile) -> Finding:
     where = f"{display_path(file.path)}:{file.lines.get('hydra', 1)}"
-    return Finding(
-        "info",
+    return Finding.info(
         ("hydra",),
         f"`hydra:` in {where} has no effect: stoker uses Hydra for composition only",
         "set configuration folders with --config-dir, the run directory with exp_manager.exp_dir",

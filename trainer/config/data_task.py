@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...models.config.batch_shape import BatchSpec
+from ...models.config.families import sequence_length_of
+from ...models.config.model import Family
 from .dataset_names import PAIR_SOURCES
-from .schema.root import AnyModelBlock, ModelBlock, RootBlock, T5ModelBlock
+from .schema.root import AnyModelBlock, ModelBlock
+from .schema.trainer_and_data import DataBlock
 from .span_lengths import Corruption, corrupted_lengths, noise_counts, window_length
 
 TaskName = Literal["gpt", "sft", "t5", "t5_prefix_lm", "seq2seq", "bert"]
+PAIR_TASKS: dict[Family, TaskName] = {"gpt": "sft", "t5": "seq2seq"}
+"""The task of each family that supports pairs of input and target."""
 DEFAULT_DECODER_LENGTH = 128
 """NeMo's default `seq_length_dec`, used for pairs."""
 DEFAULT_MEAN_SPAN, DEFAULT_MEAN_NGRAM = 3.0, 5.0
@@ -47,18 +53,17 @@ class Task:
 
 def task_name(model: AnyModelBlock) -> TaskName:
     """Return `model.data.dataset_type`, or the default task of the model family."""
-    pair_tasks: dict[str, TaskName] = {"gpt": "sft", "t5": "seq2seq"}
-    default = pair_tasks.get(model.family, model.family) if model.data.data_impl in PAIR_SOURCES else model.family
+    default = PAIR_TASKS.get(model.family, model.family) if model.data.data_impl in PAIR_SOURCES else model.family
     return model.data.dataset_type or default
 
 
-def task_from_config(root: RootBlock) -> Task:
-    """Return the task of a configuration.
+def task_from_keys(model: AnyModelBlock) -> Task:
+    """Return the task of a model's keys.
 
     Raises:
         ValueError: no text length gives the configured sequence lengths.
     """
-    model, data = root.model, root.model.data
+    data = model.data
     name, length = task_name(model), sequence_length(model)
     mock = data.data_impl == "mock"
     ngrams = data.geometric_dist is not None and not (mock and name == "t5")
@@ -91,8 +96,21 @@ def task_from_config(root: RootBlock) -> Task:
             return Task(name, length, 0, length, None, data.reset_attention_mask, padded=False)
 
 
+def batch_spec(task: Task, data: DataBlock) -> BatchSpec:
+    """Return the shape of the samples of a task.
+
+    Raises:
+        ValueError: the sequence lengths are invalid; configuration rules report that earlier.
+    """
+    return BatchSpec(
+        seq_length=task.length,
+        decoder_seq_length=task.decoder_length,
+        packed=task.packed,
+        reset_position_ids=task.packed if task.is_encoder_decoder or task.name == "sft" else data.reset_position_ids,
+        padded=task.padded,
+    )
+
+
 def sequence_length(model: AnyModelBlock) -> int:
     """Return the tokens in a sample: `model.data.seq_length`, or the model's own length."""
-    if model.data.seq_length is not None:
-        return model.data.seq_length
-    return model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
+    return model.data.seq_length or sequence_length_of(model)

@@ -23,6 +23,7 @@ from .rules.process_rules import PARALLEL_SIZE_KEYS
 from .rules.rule_context import RuleContext
 from .run_config import DEFAULT_ORIGIN, Origin, RunConfig
 from .schema.key_index import defaults_tree, find_key, format_value, schema_blocks, schema_keys
+from .schema.optim import PHASES
 from .schema.root import RootBlock, family_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) in
 _SCHED = "model.optim.sched"
 _STEPS_OR_RATIO = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
-    for part in ("warmup", "constant", "hold")
+    for part in PHASES
     for one, other in (("steps", "ratio"), ("ratio", "steps"))
 }
 """Key and its alternative form: `X_steps` and `X_ratio` set the same value."""
@@ -90,10 +91,7 @@ class Draft:
             del self.origins[path]
         dotted_paths.put(self.tree, edit.path, value)
         self.origins[edit.path] = origin
-        if (
-            edit.value is not None
-            and self.origins.get(_STEPS_OR_RATIO.get(edit.path, ""), DEFAULT_ORIGIN).kind == "file"
-        ):
+        if edit.value is not None and self.kind_of(_STEPS_OR_RATIO.get(edit.path, "")) == "file":
             self._replace_other_form(edit.path)
 
     def _matches_reset_value(self, edit: ValueOverride) -> bool:
@@ -122,7 +120,7 @@ class Draft:
         if value is None:
             return
         rule = f"it replaces `{other}={format_value(value)}` of {self.origins.get(other, DEFAULT_ORIGIN)}"
-        self.findings.append(Finding("info", (path,), rule))
+        self.findings.append(Finding.info((path,), rule))
         dotted_paths.remove(self.tree, other)
         del self.origins[other]
 
@@ -143,7 +141,7 @@ class Draft:
         acting: Tree = {}
         account: list[KeyReport] = []
         historical: list[str] = []
-        for verdict in states.verdicts():
+        for verdict in states.verdicts:
             if verdict.state is KeyState.ACTS:
                 dotted_paths.put(acting, verdict.path, verdict.value)
                 continue
@@ -216,14 +214,12 @@ class Draft:
             family, reason = inferred
             dotted_paths.put(self.tree, path, family)
             self.origins[path] = Origin("default", reason)
-            self.findings.append(Finding("info", (path,), f"`{family}`, since {reason}", f"{path}={family}"))
+            self.findings.append(Finding.info((path,), f"`{family}`, since {reason}", f"{path}={family}"))
         self._family = family_of(self.tree.get("model"))
 
     def _set_by_user(self, given: frozenset[str]) -> frozenset[str]:
         """Return the paths set by an override, a document or a user's file."""
-        return frozenset(
-            path for path in given if path not in self.packaged or self.origins.get(path, DEFAULT_ORIGIN).kind != "file"
-        )
+        return frozenset(path for path in given if path not in self.packaged or self.kind_of(path) != "file")
 
     def _resolve(self) -> None:
         """Fill `_resolved`; an unresolvable interpolation is a problem if its key could have an effect."""

@@ -41,16 +41,14 @@ def expand_stack_keys(tree: Tree, kind_of: Callable[[str], str], moved: dict[str
                 dotted_paths.put(tree, target, value)
                 moved[target] = path
                 continue
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (target,),
                 f"`{path}` ({format_value(value)}) is for {readers} and contradicts `{target}` "
                 f"({format_value(current)})",
                 f"~{path}, or set {' and '.join(targets)}",
             )
         shown = format_value(value)
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             tuple(targets),
             f"`{path}` belongs to a stack and is applied to "
             + ("both, the encoder and the decoder" if len(targets) > 1 else readers),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .schema.optim import OptimBlock
+from .schema.optim import PHASES, OptimBlock, SchedBlock
 
 Schedule = Callable[[int], float]
 """Map the number of completed optimizer steps (0 for the first step) to the learning rate of the next one."""
@@ -263,9 +263,7 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
         "lr": optim.lr,
         "min_lr": sched.min_lr,
         "max_steps": length,
-        "warmup_steps": resolve_steps(sched.warmup_steps, sched.warmup_ratio, length),
-        "constant_steps": resolve_steps(sched.constant_steps, sched.constant_ratio, length),
-        "hold_steps": resolve_steps(sched.hold_steps, sched.hold_ratio, length),
+        **{f"{phase}_steps": phase_steps(sched, phase, length) for phase in PHASES},
         "power": sched.power,
         "decay_rate": sched.decay_rate,
         "d_model": sched.d_model,
@@ -274,8 +272,10 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
-def resolve_steps(steps: int | None, ratio: float | None, length: int) -> int:
-    """Resolve a number of steps given as such, as a fraction of `length`, or not at all (0)."""
+def phase_steps(sched: SchedBlock, phase: str, length: int) -> int:
+    """Return the steps of one of `PHASES`, given as such, as a fraction of `length`, or not at all (0)."""
+    steps: int | None = getattr(sched, f"{phase}_steps")
+    ratio: float | None = getattr(sched, f"{phase}_ratio")
     if steps is not None:
         return steps
     return int(ratio * length) if ratio is not None else 0

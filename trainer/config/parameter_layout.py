@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .schema.root import RootBlock
+from .schema.root import AnyModelBlock
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
 """NeMo's names of AdamW with state sharded over the data-parallel ranks."""
@@ -76,13 +76,12 @@ def plan_layout(
     return DataParallelLayout("data parallel", world_size, 1, replicates_weights=True)
 
 
-def layout_from_config(root: RootBlock, world_size: int) -> DataParallelLayout | None:
+def layout_from_keys(keys: AnyModelBlock, world_size: int, ranks_per_node: int) -> DataParallelLayout | None:
     """Return the data-parallel layout of a run, or None for a single process."""
-    keys = root.model
     return plan_layout(
         world_size,
         optimizer=keys.optim.name,
         fsdp=keys.fsdp,
         strategy=keys.fsdp_sharding_strategy,
-        shard_size=keys.fsdp_shard_size or world_size // root.trainer.num_nodes,
+        shard_size=keys.fsdp_shard_size or ranks_per_node,
     )

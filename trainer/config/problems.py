@@ -45,7 +45,7 @@ class Problem:
         origin: origin of the value.
         rule: the violated rule, with the actual value.
         fix: the way out; empty if the rule implies it.
-        related: other keys the rule concerns, with values and origins.
+        also: other keys the rule concerns, with values and origins.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Problem:
     origin: str
     rule: str
     fix: str = ""
-    related: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Redact secrets."""
@@ -65,7 +65,7 @@ class Problem:
         """Return the lines for a terminal: origin and key, rule, other keys, fix."""
         shown = f"{self.key} = {self.value}" if self.value is not None else self.key
         text = [with_origin(shown, self.key, self.origin), f"    {self.rule}"]
-        text += [f"    with {other}" for other in self.related]
+        text += [f"    with {other}" for other in self.also]
         if self.fix:
             text.append(f"    fix: {self.fix}")
         return text

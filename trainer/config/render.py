@@ -86,17 +86,7 @@ def as_json(
             "digest": config.digest if config else None,
             "keys": keys,
             "findings": findings_document(findings),
-            "problems": [
-                {
-                    "key": p.key,
-                    "value": p.value,
-                    "origin": p.origin,
-                    "rule": p.rule,
-                    "fix": p.fix,
-                    "also": list(p.related),
-                }
-                for p in problems
-            ],
+            "problems": [asdict(problem) for problem in problems],
         },
         indent=2,
     )
@@ -199,14 +189,9 @@ def _docs_lines() -> Iterator[str]:
                 "both, with a warning. The table of `model.decoder` lists only keys that differ from `model.encoder`."
             )
         yield from _tables(_family_specific_keys(family), schema_blocks(family))
-    titles = {
-        KeyState.NOT_YET: "Not yet",
-        KeyState.REFUSED: "Refused",
-        KeyState.HISTORICAL: "Historical",
-    }
-    for state, title in titles.items():
+    for state in (KeyState.NOT_YET, KeyState.REFUSED, KeyState.HISTORICAL):
         yield ""
-        yield f"## {title}"
+        yield f"## {state.value.capitalize()}"
         yield ""
         accepted = "" if state is KeyState.HISTORICAL else " accepted value |"
         yield f"| key |{accepted} {'reason' if state is not KeyState.NOT_YET else 'description'} |"

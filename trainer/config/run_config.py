@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ...models.config.key_block import Finding
 from .problems import KeyReport
+from .resolved_run import ResolvedRun, resolve_run
 from .schema.root import RootBlock
 
 
@@ -53,6 +55,11 @@ class RunConfig:
     historical_keys: tuple[str, ...] = ()
     key_reports: tuple[KeyReport, ...] = ()
     files: tuple[Path, ...] = ()
+
+    @cached_property
+    def resolved(self) -> ResolvedRun:
+        """What follows from the keys, for one process without a GPU (`resolve_run` for others)."""
+        return resolve_run(self.root)
 
     @property
     def digest(self) -> str:

@@ -10,21 +10,20 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ..utils.environment import user_path
-from .schema.root import RootBlock
+from .schema.exp_manager import ExpManagerBlock
 
 
-def create_run_directory(root: RootBlock, created: list[Path] | None = None) -> Path:
-    """Choose and create the run directory; `created` receives the directories created, in order.
+def create_run_directory(keys: ExpManagerBlock, name: str, created: list[Path] | None = None) -> Path:
+    """Choose and create the directory of the run `name`; `created` receives the directories created, in order.
 
     Raises:
         OSError: it cannot be created.
         UserError: the path is invalid.
     """
-    keys = root.exp_manager
     created = [] if created is None else created
-    if (path := configured_run_directory(root)) is not None:
+    if (path := configured_run_directory(keys, name)) is not None:
         return create_directory(path, created)
-    parent = create_directory(_experiment_directory(root), created)
+    parent = create_directory(_experiment_directory(keys, name), created)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     number = 0 if keys.use_datetime_version else _next_version(parent)
     while True:
@@ -42,16 +41,15 @@ def create_run_directory(root: RootBlock, created: list[Path] | None = None) -> 
             return path
 
 
-def configured_run_directory(root: RootBlock) -> Path | None:
+def configured_run_directory(keys: ExpManagerBlock, name: str) -> Path | None:
     """Return the run directory if the keys determine it; None if it gets the next version number or a timestamp.
 
     Raises:
         UserError: the path is invalid.
     """
-    keys = root.exp_manager
     if keys.explicit_log_dir:
         return absolute_path(keys.explicit_log_dir, "explicit_log_dir")
-    parent = _experiment_directory(root)
+    parent = _experiment_directory(keys, name)
     if keys.resume_if_exists:
         return parent
     if keys.version is None:
@@ -59,9 +57,8 @@ def configured_run_directory(root: RootBlock) -> Path | None:
     return parent / (f"version_{keys.version}" if isinstance(keys.version, int) else keys.version)
 
 
-def _experiment_directory(root: RootBlock) -> Path:
-    keys = root.exp_manager
-    return absolute_path(keys.exp_dir or "runs", "exp_dir") / (keys.name or root.name)
+def _experiment_directory(keys: ExpManagerBlock, name: str) -> Path:
+    return absolute_path(keys.exp_dir or "runs", "exp_dir") / (keys.name or name)
 
 
 def create_directory(path: Path, created: list[Path]) -> Path:
@@ -88,13 +85,13 @@ def remove_directories(created: Sequence[Path], recursive: Collection[Path]) -> 
             path.rmdir()
 
 
-def checkpoint_directory(root: RootBlock, run_directory: Path) -> Path:
+def checkpoint_directory(keys: ExpManagerBlock, run_directory: Path) -> Path:
     """Return the checkpoint directory of a run.
 
     Raises:
         UserError: the path is invalid.
     """
-    dirpath = root.exp_manager.checkpoint_callback_params.dirpath
+    dirpath = keys.checkpoint_callback_params.dirpath
     return absolute_path(dirpath, "checkpoint_callback_params.dirpath") if dirpath else run_directory / "checkpoints"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,21 +35,16 @@ def validate_types(given: Tree, origin_of: Origins) -> tuple[RootBlock, list[Pro
     problems: list[Problem] = []
     wrong: set[str] = set()
     family = family_of(given.get("model"))
-    for path, value in list(dotted_paths.leaves(given)):
-        if _too_large(value):
+    invalid = [(path, value) for path, value in dotted_paths.leaves(given) if _too_large(value)]
+    while True:
+        for path, value in invalid:
             wrong.add(path)
             problems.append(_problem(path, value, origin_of, family))
             dotted_paths.remove(given, path)
-    while True:
         try:
             return RootBlock.model_validate(given), problems, wrong
         except ValidationError as error:
-            found = _errors_by_path(error, given)
-            for path, detail in found.items():
-                value = dotted_paths.get(given, path)
-                wrong.add(path)
-                problems.append(_problem(path, value, origin_of, family, detail))
-                dotted_paths.remove(given, path)
+            invalid = [(path, dotted_paths.get(given, path)) for path in _invalid_paths(error, given)]
 
 
 def _too_large(value: Any) -> bool:
@@ -57,9 +52,9 @@ def _too_large(value: Any) -> bool:
     return any(isinstance(item, int) and abs(item) > _LARGEST for item in items)
 
 
-def _errors_by_path(error: ValidationError, given: Tree) -> Mapping[str, str]:
-    """Return the error type by path; several errors of one key (members of a union) count as one."""
-    found: dict[str, str] = {}
+def _invalid_paths(error: ValidationError, given: Tree) -> Iterable[str]:
+    """Return the paths of invalid keys; several errors of one key (members of a union) count as one."""
+    found: dict[str, None] = {}
     family = family_of(given.get("model"))
     keys, blocks = schema_keys(family), schema_blocks(family)
     for item in error.errors(include_url=False, include_context=False, include_input=False):
@@ -76,30 +71,19 @@ def _errors_by_path(error: ValidationError, given: Tree) -> Mapping[str, str]:
             if longer not in keys and longer not in blocks and not in_open_block:
                 break
             path = longer
-        found.setdefault(path, item["type"])
+        found[path] = None
     return found
 
 
-def _problem(path: str, value: Any, origin_of: Origins, family: Family, detail: str = "") -> Problem:
+def _problem(path: str, value: Any, origin_of: Origins, family: Family) -> Problem:
     key = schema_keys(family).get(path)
-    if key is None and enclosing_open_block(path) is not None:
-        return Problem(path, format_value(value), origin_of(path), "must be text, a number, true or false")
-    if key is None:
-        meaning = schema_blocks(family).get(path, "")
-        return Problem(
-            path,
-            format_value(value),
-            origin_of(path),
-            f"must be a block of keys: {meaning}",
-            f"write its keys below `{path}:`",
-        )
-    return Problem(
-        path,
-        format_value(value),
-        origin_of(path),
-        f"must be {key.kind}{_kind_note(value, key)}",
-        _fix(key, value, detail),
-    )
+    if key is not None:
+        rule, fix = f"must be {key.kind}{_kind_note(value, key)}", _fix(key, value)
+    elif enclosing_open_block(path) is not None:
+        rule, fix = "must be text, a number, true or false", ""
+    else:
+        rule, fix = f"must be a block of keys: {schema_blocks(family).get(path, '')}", f"write its keys below `{path}:`"
+    return Problem(path, format_value(value), origin_of(path), rule, fix)
 
 
 def _kind_note(value: Any, key: SchemaKey) -> str:
@@ -127,7 +111,7 @@ def _kind_note(value: Any, key: SchemaKey) -> str:
             return ""
 
 
-def _fix(key: SchemaKey, value: Any, detail: str) -> str:
+def _fix(key: SchemaKey, value: Any) -> str:
     if foreign := translate_values(without_stack(key.path), value):
         part = "part of " if key.path.endswith(".target_modules") else ""
         mapped = [f"{name} is {part}{ours.replace(',', ' and ')}" for name, ours in foreign]
@@ -143,11 +127,8 @@ def _fix(key: SchemaKey, value: Any, detail: str) -> str:
     if isinstance(value, str) and "${" in value:
         return "environment variables are not resolved here; set the key"
     if value is None:
-        return (
-            f"leave it out, or write {key.path}={format_value(key.default)}"
-            if key.default is not None
-            else "leave it out"
-        )
+        default = "" if key.default is None else f", or write {key.path}={format_value(key.default)}"
+        return f"leave it out{default}"
     if key.path.endswith((".max_time", ".max_time_per_run", ".train_time_interval")):
         return "quote it: days, hours, minutes, seconds"
     if isinstance(value, float) and value.is_integer() and "integer" in key.kind and abs(value) <= _LARGEST:

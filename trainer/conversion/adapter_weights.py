@@ -12,7 +12,7 @@ from torch import nn
 from ...models.hf.config_fields import format_value
 from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trainable_tensors
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
@@ -28,7 +28,7 @@ _HF_PEFT_SCHEMES = ("lora", "ia3")
 
 
 def load_pretrained_adapter(
-    root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: PretrainedWeights | None
+    run: ResolvedRun, model: nn.Module, tokenizer: Tokenizer, base: PretrainedWeights | None
 ) -> Iterator[str]:
     """Load the adapter of `model.peft.restore_from_path`, if it is set.
 
@@ -42,14 +42,14 @@ def load_pretrained_adapter(
     Raises:
         UserError: there is no adapter, it does not fit the model, or was trained on other base weights.
     """
-    named = root.model.peft.restore_from_path
+    named = run.model.peft.restore_from_path
     if named is None:
         return
     path = user_path(named, RESTORE_KEY)
     if is_peft_folder(path):
         folder = read_peft_folder(path)
         yield from _check_base_name(folder, base)
-        _load_peft_folder(folder, root, model, tokenizer)
+        _load_peft_folder(folder, run, model, tokenizer)
         yield f"trained parameters from {path}"
         return
     checkpoint, complaints = find_checkpoint(path)
@@ -117,10 +117,10 @@ def _check_base_name(folder: PeftFolder, base: PretrainedWeights | None) -> Iter
         )
 
 
-def _load_peft_folder(folder: PeftFolder, root: RootBlock, model: nn.Module, tokenizer: Tokenizer) -> None:
+def _load_peft_folder(folder: PeftFolder, run: ResolvedRun, model: nn.Module, tokenizer: Tokenizer) -> None:
     trainable = trainable_tensors(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
-    found = convert_adapter_tensors(folder, root, tokenizer, shapes)
+    found = convert_adapter_tensors(folder, run, tokenizer, shapes)
     with torch.no_grad():
         for name, parameter in trainable.items():
             local_shard(parameter).copy_from_full(found[name])

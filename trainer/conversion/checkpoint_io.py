@@ -13,10 +13,9 @@ from ..checkpoint.reader import CONFIG, Checkpoint, RunState
 from ..checkpoint.run_environment import main_versions
 from ..checkpoint.sharded_safetensors import shard_file_name
 from ..checkpoint.writer import write_metadata
-from ..config.batch_spec import batch_spec
 from ..config.load import config_from_document
+from ..config.resolved_run import ResolvedRun
 from ..config.run_config import RunConfig
-from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..data.tokenizers.tokenizer_document import tokenizer_from_dict
 from ..utils.errors import UserError
@@ -55,17 +54,17 @@ def damage_as_user_error(checkpoint: Checkpoint) -> Iterator[None]:
         raise UserError(f"checkpoint {checkpoint.path} cannot be used: {error}") from None
 
 
-def initial_state(root: RootBlock) -> RunState:
+def initial_state(run: ResolvedRun) -> RunState:
     """Return the state of a converted checkpoint, at step 0."""
-    form = batch_spec(root)
+    form = run.batch_spec
     return RunState(
         step=0,
         consumed_samples=0,
-        seed=root.model.seed,
-        global_batch_size=root.model.global_batch_size,
-        micro_batch_size=root.model.micro_batch_size,
-        sequence_length=sequence_length_of(root.model),
-        decoder_length=form.decoder_seq_length if isinstance(root.model, T5Keys) else 0,
+        seed=run.model.seed,
+        global_batch_size=run.model.global_batch_size,
+        micro_batch_size=run.model.micro_batch_size,
+        sequence_length=sequence_length_of(run.model),
+        decoder_length=form.decoder_seq_length if isinstance(run.model, T5Keys) else 0,
         precision="as converted",
         optimizer={},
         data_fingerprint="",

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from ...models.config.peft import peft_slice
 from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import ADAPTER, WEIGHTS, Checkpoint, RunState, find_checkpoint, trainable_tensors
 from ..checkpoint.run_environment import main_versions
 from ..config import dotted_paths
 from ..config.load import config_from_document
+from ..config.resolved_run import ResolvedRun
 from ..config.run_config import RunConfig
-from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from .adapter_weights import find_recorded_base
@@ -25,12 +24,12 @@ from .checkpoint_io import (
     initial_state,
     write_converted_checkpoint,
 )
-from .from_hf import build_meta_model, open_source, run_config_of
+from .from_hf import build_meta_model, open_source
 from .from_peft import convert_adapter_tensors, peft_config_keys, read_peft_folder
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, find_pretrained, map_hf_model
-from .tensor_source import CastTensors, HostTensors
+from .tensor_source import cast_tensors, host_tensors
 from .to_hf import convert_to_hf
 from .to_peft import convert_to_peft
 
@@ -86,18 +85,18 @@ def convert_adapter(
         return convert_from_peft(source, target, base, dtype)
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.with_ema() if ema else checkpoint
-    root = checkpoint_config(checkpoint).root
+    run = checkpoint_config(checkpoint).resolved
     if not merge:
         if to == "stoker":
             raise UserError(f"--to stoker: {source} already has that format; --merge makes a whole model of it")
         weights = None if base is None else _base_of(checkpoint, base)
         return [
             *complaints,
-            *convert_to_peft(checkpoint, root, target, dtype=dtype, model_type=model_type, base=weights),
+            *convert_to_peft(checkpoint, run, target, dtype=dtype, model_type=model_type, base=weights),
         ]
     weights = _base_of(checkpoint, base)
     if to == "stoker":
-        return [*complaints, *_merge_to_stoker(checkpoint, root, weights, target, dtype)]
+        return [*complaints, *_merge_to_stoker(checkpoint, run, weights, target, dtype)]
     return convert_to_hf(
         checkpoint.path,
         target,
@@ -118,14 +117,14 @@ def _base_of(checkpoint: Checkpoint, named: Path | None) -> PretrainedWeights:
 
 
 def _merge_to_stoker(
-    checkpoint: Checkpoint, root: RootBlock, base: PretrainedWeights, target: Path, dtype: torch.dtype | None
+    checkpoint: Checkpoint, run: ResolvedRun, base: PretrainedWeights, target: Path, dtype: torch.dtype | None
 ) -> list[str]:
     tokenizer = checkpoint_tokenizer(checkpoint)
     document = checkpoint.config_document
     document["model"] = {**document["model"], "peft": {}, "restore_from_path": None}
     state, tokenizer_document = _fresh(checkpoint.state), checkpoint.tokenizer_document_with_chat
-    with damage_as_user_error(checkpoint), open_merged(checkpoint, root, tokenizer, base) as merged:
-        tensors = CastTensors(merged, dtype)
+    with damage_as_user_error(checkpoint), open_merged(checkpoint, run, tokenizer, base) as merged:
+        tensors = cast_tensors(merged, dtype)
         with atomic_folder(target) as folder:
             write_converted_checkpoint(folder, WEIGHTS, tensors, state, document, tokenizer_document)
     return [f"{target}: {checkpoint.path} merged into {base.path}"]
@@ -157,17 +156,17 @@ def convert_from_peft(source: Path, target: Path, base: Path | None, dtype: torc
         raise UserError(f"{source}: its base ({str(named)[:80]}) is not a local folder; give it with --base FOLDER")
     weights = find_pretrained(base or Path(str(named)), "--base")
     config, tokenizer = load_base_config(weights)
-    keys = peft_config_keys(folder, config.root, tokenizer)
+    keys = peft_config_keys(folder, config.resolved, tokenizer)
     document = dict(config.document)
     for name, value in keys.items():
         dotted_paths.put(document, f"model.peft.{name}", value)
     dotted_paths.put(document, "model.restore_from_path", str(weights.path.absolute()))
     whole = config_from_document(document, trusted=False, origin=str(source))
-    model = build_meta_model(whole.root, tokenizer, peft_slice(whole.root.model.peft))
+    model = build_meta_model(whole.resolved, tokenizer, whole.resolved.peft)
     shapes = {name: tuple(tensor.shape) for name, tensor in trainable_tensors(model).items()}
-    tensors = convert_adapter_tensors(folder, whole.root, tokenizer, shapes)
-    source_tensors = CastTensors(HostTensors(tensors), dtype)
-    state = initial_state(whole.root).model_copy(update={"base": weights.record()})
+    tensors = convert_adapter_tensors(folder, whole.resolved, tokenizer, shapes)
+    source_tensors = cast_tensors(host_tensors(tensors), dtype)
+    state = initial_state(whole.resolved).model_copy(update={"base": weights.record()})
     with atomic_folder(target) as place:
         write_converted_checkpoint(place, ADAPTER, source_tensors, state, whole.document, tokenizer.to_dict())
     numbers = sum(tensor.numel() for tensor in tensors.values())
@@ -179,16 +178,25 @@ def load_base_config(base: PretrainedWeights) -> tuple[RunConfig, Tokenizer]:
     if base.checkpoint is not None:
         return checkpoint_config(base.checkpoint), checkpoint_tokenizer(base.checkpoint)
     with open_source(base.path) as source:
-        return run_config_of(source, map_hf_model(source))
+        incoming = map_hf_model(source)
+        return incoming.config, incoming.tokenizer
 
 
-def adapter_config_keys(path: Path, base: PretrainedWeights) -> dict[str, Any]:
-    """Return the `model.peft` keys of an adapter, dotted, as needed to initialize from it."""
-    if is_peft_folder(path):
-        config, tokenizer = load_base_config(base)
-        return peft_config_keys(read_peft_folder(path), config.root, tokenizer)
-    checkpoint, _ = find_checkpoint(path, verify=False)
-    model = checkpoint.config_document.get("model")
-    peft = model.get("peft") if isinstance(model, dict) else None
-    found = dict(dotted_paths.leaves(peft)) if isinstance(peft, dict) else {}
-    return {name: value for name, value in found.items() if name != "restore_from_path"}
+def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
+    """Read the `model.peft` keys an adapter was trained with, by dotted path.
+
+    Args:
+        adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
+
+    Raises:
+        UserError: there is no adapter, or it belongs to another model.
+    """
+    base_weights = find_pretrained(base, verify=False)
+    if is_peft_folder(adapter):
+        config, tokenizer = load_base_config(base_weights)
+        found = peft_config_keys(read_peft_folder(adapter), config.resolved, tokenizer)
+    else:
+        model = find_checkpoint(adapter, verify=False)[0].config_document.get("model")
+        peft = model.get("peft") if isinstance(model, dict) else None
+        found = dict(dotted_paths.leaves(peft)) if isinstance(peft, dict) else {}
+    return {f"model.peft.{name}": value for name, value in found.items() if name != "restore_from_path"}

@@ -133,6 +133,8 @@ def fill_pretrained_keys(draft: Draft) -> None:
                 _fill(draft, path, value, pretrained.origin, pretrained.family)
     adapter = _resolved_text(draft, ADAPTER_KEY)
     if isinstance(adapter, str):
+        from .convert_adapters import adapter_keys
+
         adapter_path = environment.user_path(adapter, ADAPTER_KEY)
         base_path = environment.user_path(location, RESTORE_KEY)
         for path, value in adapter_keys(adapter_path, base_path).items():
@@ -242,32 +244,16 @@ def starting_point(path: Path) -> StartingPoint:
     return StartingPoint.from_keys(document["family"], document, document["tokenizer"], origin)
 
 
-def adapter_keys(adapter: Path, base: Path) -> dict[str, Any]:
-    """Read the `model.peft` keys an adapter was trained with, by dotted path.
-
-    Args:
-        adapter: a stoker adapter, or a folder in Hugging Face PEFT format.
-
-    Raises:
-        UserError: there is no adapter, or it belongs to another model.
-    """
-    from .convert_adapters import adapter_config_keys
-    from .pretrained import find_pretrained
-
-    found = adapter_config_keys(adapter, find_pretrained(base, verify=False))
-    return {f"model.peft.{name}": value for name, value in found.items()}
-
-
 def _checkpoint_model(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the `model` block of a checkpoint's configuration."""
     from .checkpoint_io import checkpoint_config
     from .pretrained import check_model_size
 
-    root = checkpoint_config(checkpoint).root
-    check_model_size(checkpoint, root, root.model.override_vocab_size or 1)
-    document = root.model.model_dump(mode="json")
+    run = checkpoint_config(checkpoint).resolved
+    check_model_size(checkpoint, run, run.model.override_vocab_size or 1)
+    document = run.model.model_dump(mode="json")
     if document.get("max_position_embeddings", 0) is None:
-        length = document["seq_length" if root.model.family == "t5" else "encoder_seq_length"]
+        length = document["seq_length" if run.model.family == "t5" else "encoder_seq_length"]
         document["max_position_embeddings"] = length if _has_position_table(document) else None
     return document
 

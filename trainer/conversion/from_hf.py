@@ -34,10 +34,9 @@ from ...models.hf.weight_layout import Geometry, Shape, num_elements
 from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG, read_object
 from ..checkpoint.reader import WEIGHTS, model_tensors
-from ..config.batch_spec import batch_spec
 from ..config.load import config_from_document
+from ..config.resolved_run import ResolvedRun
 from ..config.run_config import RunConfig
-from ..config.schema.root import RootBlock
 from ..data.tokenizers.tokenizer import Tokenizer, tokenizer_state
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
@@ -46,7 +45,7 @@ from ..utils.text import pluralize, truncate_lines
 from .checkpoint_io import initial_state, write_converted_checkpoint
 from .hf_folder import FolderTensors, join_names, open_folder_tensors
 from .output_folder import atomic_folder
-from .tensor_source import CastTensors, TensorSource
+from .tensor_source import ComputedTensors, TensorSource, cast_tensors
 from .tokenizer_copy import (
     TOKENIZER_FOLDER,
     TokenizerFolder,
@@ -66,11 +65,13 @@ class MappedModel:
 
     Attributes:
         keys: nested `model` configuration.
+        config: configuration of a run of the unmodified model.
         skipped: names of weights that stoker does not support and skips.
     """
 
     architecture: Architecture
     keys: dict[str, Any]
+    config: RunConfig
     tokenizer_folder: TokenizerFolder
     tokenizer: Tokenizer
     placed: Sequence[ParameterMapping]
@@ -101,7 +102,7 @@ def convert_to_stoker(
     """
     with open_source(source) as found:
         incoming = map_source(found, tokenizer, ignored)
-        tensors = MappedTensors(incoming, CastTensors(found.tensors, dtype))
+        tensors = mapped_tensors(incoming, cast_tensors(found.tensors, dtype))
         with atomic_folder(target) as folder:
             _write(folder, target.absolute(), source, incoming, tensors)
     numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
@@ -116,27 +117,23 @@ def convert_to_stoker(
     ]
 
 
-class MappedTensors:
-    """Parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
+def mapped_tensors(incoming: MappedModel, tensors: TensorSource) -> TensorSource:
+    """Return the parameters of a stoker model, computed one at a time from the tensors of a Hugging Face model.
 
-    Attributes:
-        specs: name to shape and dtype: the promoted dtype of the tensors a parameter is computed from.
+    Each has the promoted dtype of the tensors it is computed from.
     """
+    mappings = {entry.parameter: entry for entry in incoming.placed}
 
-    def __init__(self, incoming: MappedModel, tensors: TensorSource) -> None:
-        self._mappings = {entry.parameter: entry for entry in incoming.placed}
-        self._geometry = incoming.geometry
-        self._tensors = tensors
-        self.specs = {name: TensorSpec(self._dtype(entry), entry.shape) for name, entry in self._mappings.items()}
+    def dtype(entry: ParameterMapping) -> torch.dtype:
+        return reduce(torch.promote_types, (tensors.specs[name].dtype for name, _ in entry.hf_tensors))
 
-    def read(self, name: str) -> Tensor:
-        """Return a parameter in host memory."""
-        dtype = self.specs[name].dtype
-        parts = [self._tensors.read(theirs).to(dtype) for theirs, _ in self._mappings[name].hf_tensors]
-        return self._mappings[name].join(parts, self._geometry)
+    specs = {name: TensorSpec(dtype(entry), entry.shape) for name, entry in mappings.items()}
 
-    def _dtype(self, entry: ParameterMapping) -> torch.dtype:
-        return reduce(torch.promote_types, (self._tensors.specs[name].dtype for name, _ in entry.hf_tensors))
+    def read(name: str) -> Tensor:
+        parts = [tensors.read(theirs).to(specs[name].dtype) for theirs, _ in mappings[name].hf_tensors]
+        return mappings[name].join(parts, incoming.geometry)
+
+    return ComputedTensors(specs, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +220,18 @@ def map_source(source: HFSource, tokenizer: str | None, ignored: Collection[str]
     problems += [f"{source.config_name}: {problem}" for problem in _excessive_counts(keys, tensors)]
     if problems or found is None:
         raise UserError([f"{source.path} cannot be converted:", *(f"  {problem}" for problem in problems)])
-    root, made = _run_of(source, keys, found)
-    placed, geometry = _placed(architecture, root, made)
+    model_keys = {"family": architecture.family, **unflatten_keys(keys), "micro_batch_size": 1}
+    config = _run_config(model_keys, found.keys_for(found.folder or source.path), source.origin)
+    try:
+        made = tokenizer_for_vocabulary(config.resolved.data, keys["override_vocab_size"])
+    except UserError as error:
+        raise UserError(f"{source.path}: {error}") from None
+    placed, geometry = _placed(architecture, config.resolved, made)
     problems, left_out = _compare(architecture, placed, tensors)
     if problems:
         title = f"{source.path}: the weights do not fit {source.config_name}:"
         raise UserError([title, *(f"  {problem}" for problem in problems)])
-    return MappedModel(architecture, _model_keys(architecture, keys), found, made, placed, geometry, left_out)
+    return MappedModel(architecture, model_keys, config, found, made, placed, geometry, left_out)
 
 
 # ---------------------------------------------------------------- configuration
@@ -240,10 +242,6 @@ def _has_own_head(architecture: Architecture, tensors: FolderTensors) -> bool:
     if head not in tensors.specs:
         return False
     return embedding in tensors.specs and not tensors.are_equal(head, embedding)
-
-
-def _model_keys(architecture: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {"family": architecture.family, **unflatten_keys(keys), "micro_batch_size": 1}
 
 
 def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterator[str]:
@@ -258,58 +256,38 @@ def _excessive_counts(keys: Mapping[str, Any], tensors: FolderTensors) -> Iterat
         )
 
 
-def _run_of(source: HFSource, keys: Mapping[str, Any], found: TokenizerFolder) -> tuple[RootBlock, Tokenizer]:
-    """Return the configuration of the model, and its tokenizer.
-
-    Raises:
-        UserError: invalid configuration, or the tokenizer cannot be loaded or has more tokens than the model.
-    """
-    tokenizer_keys = found.keys_for(found.folder or source.path)
-    root = _run_config(_model_keys(source.architecture, keys), tokenizer_keys, source.origin).root
-    try:
-        return root, tokenizer_for_vocabulary(root, keys["override_vocab_size"])
-    except UserError as error:
-        raise UserError(f"{source.path}: {error}") from None
-
-
-def run_config_of(source: HFSource, incoming: MappedModel) -> tuple[RunConfig, Tokenizer]:
-    """Return a run configuration of the unmodified model, and its tokenizer."""
-    keys = incoming.tokenizer_folder.keys_for(incoming.tokenizer_folder.folder or source.path)
-    return _run_config(incoming.keys, keys, source.origin), incoming.tokenizer
-
-
 def _run_config(model_keys: Mapping[str, Any], tokenizer_keys: Mapping[str, Any], origin: str) -> RunConfig:
     document = {"name": CONVERTED, "model": {**model_keys, "tokenizer": tokenizer_keys}}
     return config_from_document(document, trusted=False, origin=origin)
 
 
 def _placed(
-    architecture: Architecture, root: RootBlock, tokenizer: Tokenizer
+    architecture: Architecture, run: ResolvedRun, tokenizer: Tokenizer
 ) -> tuple[list[ParameterMapping], Geometry]:
     """Return the mapping of each parameter to the source tensors, and the attention geometry."""
-    shapes, geometry = parameter_layout(root, tokenizer)
+    shapes, geometry = parameter_layout(run, tokenizer)
     placed, unmapped = architecture.weights.map_parameters(shapes, geometry)
     assert not unmapped, unmapped  # every parameter of the described model is in its weights
     return placed, geometry
 
 
-def parameter_layout(root: RootBlock, tokenizer: Tokenizer) -> tuple[dict[str, Shape], Geometry]:
+def parameter_layout(run: ResolvedRun, tokenizer: Tokenizer) -> tuple[dict[str, Shape], Geometry]:
     """Return names and shapes of the checkpoint tensors of a configuration, and its attention geometry."""
-    tensors = model_tensors(build_meta_model(root, tokenizer))
-    model = slice_from_keys(root.model, model_vocab_size(root, tokenizer), batch_spec(root))
+    tensors = model_tensors(build_meta_model(run, tokenizer))
+    model = slice_from_keys(run.model, model_vocab_size(run.data.vocab_size, tokenizer), run.batch_spec)
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, geometry_of(model)
 
 
-def build_meta_model(root: RootBlock, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
+def build_meta_model(run: ResolvedRun, tokenizer: Tokenizer, peft: PeftSlice | None = None) -> LanguageModel:
     """Build the model of a configuration on the meta device, with the parameters that `peft` adds."""
     return build_model(
-        root.model,
-        vocab_size=model_vocab_size(root, tokenizer),
+        run.model,
+        vocab_size=model_vocab_size(run.data.vocab_size, tokenizer),
         device="meta",
         dtype=torch.float32,
         flags=AttentionFlags(),
         micro_batch_size=1,
-        batch_spec=batch_spec(root),
+        batch_spec=run.batch_spec,
         peft=peft,
     )
 
@@ -358,7 +336,7 @@ def _compare(
 def _write(folder: Path, target: Path, source: Path, incoming: MappedModel, tensors: TensorSource) -> None:
     keys = incoming.tokenizer_folder.keys_for(target / TOKENIZER_FOLDER)
     config = _run_config(incoming.keys, keys, str(source / CONFIG))
-    state, tokenizer = initial_state(config.root), tokenizer_state(incoming.tokenizer)
+    state, tokenizer = initial_state(config.resolved), tokenizer_state(incoming.tokenizer)
     write_converted_checkpoint(folder, WEIGHTS, tensors, state, config.document, tokenizer)
     incoming.tokenizer_folder.copy(folder / TOKENIZER_FOLDER)
     for group, block in (("model", incoming.keys), ("tokenizer", keys)):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.config.peft import IA3Slice, LoRASlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice
 from ...models.hf.architectures import ARCHITECTURES
 from ...models.hf.config_fields import format_value
 from ...models.hf.weight_layout import Geometry
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, read_object, resolve_in_folder
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from ..utils.safetensors_io import DamagedFileError, open_safetensors
@@ -123,13 +123,13 @@ def read_peft_folder(path: Path) -> PeftFolder:
     return PeftFolder(path, config, modules)
 
 
-def peft_config_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> dict[str, Any]:
+def peft_config_keys(folder: PeftFolder, run: ResolvedRun, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the dotted `model.peft` keys that match an adapter.
 
     Raises:
         UserError: the adapter belongs to another model.
     """
-    targets, _ = _fitting(folder, root, tokenizer)
+    targets, _ = _fitting(folder, run, tokenizer)
     touched = [target for target in targets if any(module in folder.tensors for module in target.modules)]
     layers = sorted({_place(target)[0] + 1 for target in touched})
     all_layers = sorted({_place(target)[0] + 1 for target in targets if _place(target)[1] in _PROJECTIONS})
@@ -153,23 +153,23 @@ def peft_config_keys(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) 
 
 
 def convert_adapter_tensors(
-    folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer, shapes: Mapping[str, tuple[int, ...]]
+    folder: PeftFolder, run: ResolvedRun, tokenizer: Tokenizer, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Convert an adapter to the trainable parameters of a model.
 
     Args:
-        root: configuration of the model, including `model.peft`.
+        run: configuration of the model, including `model.peft`.
         shapes: names and shapes of the trainable parameters.
 
     Raises:
         UserError: the adapter does not match; lists the differences.
     """
-    peft = peft_slice(root.model.peft)
+    peft = run.peft
     if not isinstance(peft, LoRASlice if folder.kind == "LORA" else IA3Slice):
         raise UserError(
-            f"{folder.path} holds {folder.kind}, but `model.peft.peft_scheme` is {root.model.peft.peft_scheme}"
+            f"{folder.path} holds {folder.kind}, but `model.peft.peft_scheme` is {run.model.peft.peft_scheme}"
         )
-    targets, geometry = _fitting(folder, root, tokenizer)
+    targets, geometry = _fitting(folder, run, tokenizer)
     if isinstance(peft, LoRASlice):
         return _lora(folder, peft, targets, geometry, shapes)
     return _factors(folder, targets, geometry, shapes)
@@ -260,16 +260,16 @@ def _factors(
     return {name: found.get(name, torch.ones(shape)) for name, shape in wanted.items()}
 
 
-def _fitting(folder: PeftFolder, root: RootBlock, tokenizer: Tokenizer) -> tuple[list[LoRATarget], Geometry]:
+def _fitting(folder: PeftFolder, run: ResolvedRun, tokenizer: Tokenizer) -> tuple[list[LoRATarget], Geometry]:
     """Return the linear layers of the base under the names of the first architecture with all modules of an adapter.
 
     Raises:
         UserError: there is no such architecture.
     """
-    shapes, geometry = parameter_layout(root, tokenizer)
+    shapes, geometry = parameter_layout(run, tokenizer)
     unknown: list[str] | None = None
     for architecture in ARCHITECTURES:
-        if architecture.family != root.model.family:
+        if architecture.family != run.model.family:
             continue
         targets = list(lora_targets(architecture.weights.map_parameters(shapes, geometry)[0]))
         known = {module for target in targets if _place(target)[1] in _PROJECTIONS for module in target.modules}

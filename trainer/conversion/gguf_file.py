@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..data.tokenizers.gpt2_files import BYTE_LEVEL, byte_level_bpe
 from ..data.tokenizers.tokenizer_config import TOKENIZER_CONFIG_FILE
 from ..data.tokenizers.tokenizer_files import TOKENIZER_JSON
+from ..data.tokenizers.tokenizer_json import added_token
 from ..utils.errors import UserError
 from ..utils.safetensors_io import TensorSpec
 from .hf_folder import FolderTensors
@@ -49,10 +51,9 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
-    "gpt-2": _BYTES,
-    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
+    "gpt-2": BYTE_LEVEL,
+    "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]},
 }
 """Pre-tokenizer of each GGUF tokenizer kind, in tokenizer.json format."""
 _CONTROL, _USER_DEFINED = 3, 4
@@ -186,31 +187,10 @@ def _name(name: str) -> str:
 def _definition(tokens: list[str], merges: list[str], types: Any, split: Mapping[str, Any]) -> dict[str, Any]:
     """Build the tokenizer.json of a byte-level BPE tokenizer."""
     kinds = types if isinstance(types, list) and len(types) == len(tokens) else [1] * len(tokens)
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
-        {"id": number, "content": token, **flags, "special": kind == _CONTROL}
+        {**added_token(number, token), "special": kind == _CONTROL}
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind in (_CONTROL, _USER_DEFINED)
     ]
-    model = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "vocab": {token: number for number, token in enumerate(tokens)},
-        "merges": merges,
-    }
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": split,
-        "post_processor": None,
-        "decoder": _BYTES,
-        "model": model,
-    }
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return byte_level_bpe(vocabulary, merges, added, split)

@@ -20,32 +20,28 @@ from .torch_files import TorchFile
 _ROWS = 1024
 
 
+@dataclass(frozen=True, slots=True)
 class FolderTensors:
     """Tensors of a folder, by canonical name.
 
     Attributes:
         unsupported_dtypes: name to dtype of tensors with an unsupported dtype.
+        readers: name to a function that returns the tensor, or reads its slices.
     """
 
-    def __init__(
-        self,
-        facts: Mapping[str, TensorSpec],
-        unreadable: Mapping[str, str],
-        readers: Mapping[str, Callable[[], Any]],
-    ) -> None:
-        self.specs = facts
-        self.unsupported_dtypes = unreadable
-        self._readers = readers
+    specs: Mapping[str, TensorSpec]
+    unsupported_dtypes: Mapping[str, str]
+    readers: Mapping[str, Callable[[], Any]]
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to host memory; it may be memory-mapped."""
-        return self._readers[name]()[...]
+        return self.readers[name]()[...]
 
     def are_equal(self, one: str, other: str) -> bool:
         """Return True if two tensors are bitwise equal; compares a few rows at a time."""
         if self.specs[one] != self.specs[other]:
             return False
-        left, right = self._readers[one](), self._readers[other]()
+        left, right = self.readers[one](), self.readers[other]()
         shape = self.specs[one].shape
         rows = shape[0] if shape else 1
         for start in range(0, rows, _ROWS):

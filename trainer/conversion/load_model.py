@@ -15,15 +15,12 @@ from torch import nn
 from ...kernels.attention.flags import read_flags
 from ...models.build import LanguageModel, build_model
 from ...models.config.families import keys_by_stack
-from ...models.config.peft import peft_slice
 from ...models.config.t5 import T5Keys
 from ...models.model_cost import count_parameters
 from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
-from ..config.batch_spec import batch_spec
-from ..config.data_task import task_name
+from ..config.resolved_run import ResolvedRun
 from ..config.run_config import RunConfig
-from ..data.build_datasets import sequence_length
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..device.choose_device import device_from_option
 from ..device.precision import PrecisionPlan, plan_precision
@@ -31,7 +28,7 @@ from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
 from .checkpoint_io import checkpoint_config, checkpoint_tokenizer, initial_state
-from .from_hf import map_source, open_source, run_config_of
+from .from_hf import map_source, open_source
 from .pretrained import PretrainedWeights, check_model_size
 
 
@@ -54,9 +51,14 @@ class LoadedModel:
     precision: PrecisionPlan
 
     @property
+    def run(self) -> ResolvedRun:
+        """The configuration of its run, resolved."""
+        return self.config.resolved
+
+    @property
     def context_length(self) -> int:
         """Context length of the model in tokens."""
-        return sequence_length(self.config.root)
+        return self.run.data.task.length
 
     @property
     def prompt_prefix(self) -> list[int]:
@@ -65,7 +67,7 @@ class LoadedModel:
         A GPT trained here on concatenated documents has seen each document after the EOS token of the previous one, so
         it gets that token; for other models the tokenizer determines it (BOS).
         """
-        documents = self.state.consumed_samples > 0 and task_name(self.config.root.model) == "gpt"
+        documents = self.state.consumed_samples > 0 and self.run.data.task.name == "gpt"
         if documents and self.tokenizer.eos_id is not None:
             return [self.tokenizer.eos_id]
         return self.tokenizer.document_start_ids()
@@ -90,9 +92,9 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
     else:
         saved = _open_checkpoint(path, base, average=ema)
     config, tokenizer = saved.config, saved.tokenizer
-    keys = config.root.model
+    run, keys = config.resolved, config.resolved.model
     if device.type == "cuda":
-        precision = plan_precision(config.root.trainer, keys.megatron_amp_O2, device)
+        precision = plan_precision(run.trainer, keys.megatron_amp_O2, device)
     else:
         precision = PrecisionPlan("fp32", torch.float32)
         # Backend keys of a GPU run do not apply to this device; environment variables still do.
@@ -108,8 +110,10 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
         else:
             keys = keys.model_copy(update=defaults)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
-    form = batch_spec(config.root)
-    needed, available = count_parameters(keys, vocab_size, form) * precision.param_dtype.itemsize, host_memory()
+    needed, available = (
+        count_parameters(keys, vocab_size, run.batch_spec) * precision.param_dtype.itemsize,
+        host_memory(),
+    )
     if available is not None and needed > available:
         raise UserError(
             f"{saved.name} cannot run here: the weights of its configuration need {needed / 2**30:,.1f} GiB, but there "
@@ -123,10 +127,10 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
             dtype=precision.param_dtype,
             flags=read_flags(),
             micro_batch_size=1,
-            batch_spec=form,
+            batch_spec=run.batch_spec,
             compute_dtype=precision.autocast_dtype,
             kinds=("evaluation", "generation"),
-            peft=peft_slice(keys.peft),
+            peft=run.peft,
         )
     except ValueError as error:
         raise UserError([f"{saved.name} cannot run here:", *str(error).splitlines()]) from None
@@ -155,7 +159,7 @@ def _open_checkpoint(path: Path, base: Path | None, *, average: bool) -> _SavedM
     config, tokenizer = checkpoint_config(checkpoint), checkpoint_tokenizer(checkpoint)
     base_weights = find_base_of_adapter(checkpoint, base)
     if base_weights is not None or not checkpoint.is_adapter:
-        check_model_size(checkpoint, config.root, tokenizer.vocab_size, base_weights)
+        check_model_size(checkpoint, config.resolved, tokenizer.vocab_size, base_weights)
     load = partial(load_with_base, checkpoint, base=base_weights, cast=True)
     return _SavedModel(name, checkpoint.path, checkpoint.state, config, tokenizer, load)
 
@@ -168,9 +172,10 @@ def _open_hf_folder(path: Path, base: Path | None, *, average: bool) -> _SavedMo
         raise UserError(f"--base {base}: {path} holds a whole model; leave --base out")
     try:
         with open_source(path) as source:
-            config, tokenizer = run_config_of(source, map_source(source, None, ()))
+            incoming = map_source(source, None, ())
     except UserError as error:
         fix = f"`stoker convert {path} FOLDER` takes --tokenizer and --ignore-field, and writes a stoker checkpoint"
         raise UserError([*error.lines, fix]) from None
     load = PretrainedWeights(path, None).load
-    return _SavedModel(str(path), path, initial_state(config.root), config, tokenizer, load)
+    state = initial_state(incoming.config.resolved)
+    return _SavedModel(str(path), path, state, incoming.config, incoming.tokenizer, load)

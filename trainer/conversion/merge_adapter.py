@@ -8,68 +8,58 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...models.config.peft import IA3Slice, LoRASlice, SelectiveSlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice, SelectiveSlice
 from ...models.peft.added_parameters import PeftModule
 from ..checkpoint.reader import Checkpoint
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.errors import UserError
 from .from_hf import build_meta_model
 from .pretrained import PretrainedWeights, check_same_base
-from .tensor_source import TensorSource
-
-
-class MergedTensors:
-    """Parameters of the merged model, computed one at a time.
-
-    Args:
-        adapter: trained parameters by name.
-        modules: modules with added parameters, by name.
-    """
-
-    def __init__(self, base: TensorSource, adapter: Mapping[str, Tensor], modules: Mapping[str, PeftModule]) -> None:
-        self.specs = base.specs
-        self._base = base
-        self._adapter = adapter
-        self._modules = modules
-
-    def read(self, name: str) -> Tensor:
-        """Return a merged parameter in host memory, in the base dtype; merging is done in at least fp32."""
-        weight = self._base.read(name)
-        if name in self._adapter:  # a base parameter that was trained (selective)
-            return self._adapter[name].to(weight.dtype)
-        at, _, own = name.rpartition(".")
-        module = self._modules.get(at)
-        if module is None:
-            return weight
-        added = {
-            each: self._adapter[f"{at}.{each}"] for each in module.peft_parameters if f"{at}.{each}" in self._adapter
-        }
-        wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return module.merge(own, wide, added).to(weight.dtype)
+from .tensor_source import ComputedTensors, TensorSource
 
 
 @contextmanager
 def open_merged(
-    checkpoint: Checkpoint, root: RootBlock, tokenizer: Tokenizer, base: PretrainedWeights
-) -> Iterator[MergedTensors]:
-    """Open an adapter and its base for merging.
+    checkpoint: Checkpoint, run: ResolvedRun, tokenizer: Tokenizer, base: PretrainedWeights
+) -> Iterator[TensorSource]:
+    """Open the parameters of the merged model, computed one at a time; merging is done in at least fp32.
 
     Raises:
         UserError: the base differs, or the adapter cannot be merged.
     """
-    peft = peft_slice(root.model.peft)
+    peft = run.peft
     if not isinstance(peft, LoRASlice | IA3Slice | SelectiveSlice):
         raise UserError(
-            f"checkpoint {checkpoint.path}: `peft_scheme: {root.model.peft.peft_scheme}` adds modules that a merged "
+            f"checkpoint {checkpoint.path}: `peft_scheme: {run.model.peft.peft_scheme}` adds modules that a merged "
             "model cannot represent; lora, ia3 and selective can be merged"
         )
     if checkpoint.state.base is not None:
         check_same_base(base, checkpoint.state.base, checkpoint.path)
-    model = build_meta_model(root, tokenizer, peft)
+    model = build_meta_model(run, tokenizer, peft)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, PeftModule)}
     with checkpoint.open_weights() as held, base.open_tensors() as tensors:
-        yield MergedTensors(tensors, {name: held.read(name) for name in held.specs}, modules)
+        adapter = {name: held.read(name) for name in held.specs}
+        yield ComputedTensors(tensors.specs, lambda name: _merged(name, tensors.read(name), adapter, modules))
+
+
+def _merged(name: str, weight: Tensor, adapter: Mapping[str, Tensor], modules: Mapping[str, PeftModule]) -> Tensor:
+    """Return a merged parameter in the base dtype.
+
+    Args:
+        weight: the base parameter.
+        adapter: trained parameters by name.
+        modules: modules with added parameters, by name.
+    """
+    if name in adapter:  # a base parameter that was trained (selective)
+        return adapter[name].to(weight.dtype)
+    at, _, own = name.rpartition(".")
+    module = modules.get(at)
+    if module is None:
+        return weight
+    added = {each: adapter[f"{at}.{each}"] for each in module.peft_parameters if f"{at}.{each}" in adapter}
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return module.merge(own, wide, added).to(weight.dtype)
 
 
 def first_different_parameter(one: PretrainedWeights, other: PretrainedWeights) -> str | None:

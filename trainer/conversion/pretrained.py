@@ -6,7 +6,7 @@ A Hugging Face folder is loaded tensor by tensor into an existing model; nothing
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,12 @@ from ...models.model_cost import count_parameters
 from ..checkpoint.hf_files import is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
 from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
-from ..config.batch_spec import batch_spec
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 from ..utils.local_shard import local_shard
 from ..utils.text import truncate_lines
-from .from_hf import HFSource, MappedModel, MappedTensors, map_source, open_source
+from .from_hf import HFSource, MappedModel, map_source, mapped_tensors, open_source
 from .hf_folder import weight_paths
 from .tensor_source import TensorSource, describe_differences
 
@@ -67,8 +66,8 @@ class PretrainedWeights:
         if self.checkpoint is not None:
             self.checkpoint.load_weights(model, cast=True)
         else:
-            with open_source(self.path) as source:
-                _fill(self.path, MappedTensors(map_hf_model(source), source.tensors), model)
+            with self.open_tensors() as tensors:
+                _fill(self.path, tensors, model)
 
     @contextmanager
     def open_tensors(self) -> Iterator[TensorSource]:
@@ -83,7 +82,7 @@ class PretrainedWeights:
                 yield tensors
         else:
             with open_source(self.path) as source:
-                yield MappedTensors(map_hf_model(source), source.tensors)
+                yield mapped_tensors(map_hf_model(source), source.tensors)
 
 
 def find_pretrained(path: Path, key: str = RESTORE_KEY, *, verify: bool = True) -> PretrainedWeights:
@@ -129,10 +128,14 @@ def weights_digest(base: PretrainedWeights) -> str:
     """Return the SHA-256 of the names and hashes of the weight files; for a checkpoint those of its manifest."""
     if base.checkpoint is not None:
         records = read_manifest(base.path)
-        names = shard_files(WEIGHTS, records)
-        return _digest((name, records[name].sha256) for name in names)
-    files = ((path.name, _sha256(path)) for path in sorted(base.files))
-    return _digest(files)
+        hashes = [(name, records[name].sha256) for name in shard_files(WEIGHTS, records)]
+    else:
+        hashes: list[tuple[str, str]] = []
+        for path in sorted(base.files):
+            with path.open("rb") as file:
+                hashes.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+    listing = "".join(f"{name}:{sha256}\n" for name, sha256 in hashes)
+    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def check_same_base(base: PretrainedWeights, expected: BaseRecord, adapter: Path) -> None:
@@ -148,7 +151,7 @@ def check_same_base(base: PretrainedWeights, expected: BaseRecord, adapter: Path
 
 
 def check_model_size(
-    checkpoint: Checkpoint, root: RootBlock, vocab_size: int, base: PretrainedWeights | None = None
+    checkpoint: Checkpoint, run: ResolvedRun, vocab_size: int, base: PretrainedWeights | None = None
 ) -> None:
     """Check before allocating anything that the weight files can hold the parameters of the configuration.
 
@@ -159,8 +162,8 @@ def check_model_size(
         UserError: the model is too large for the files, or the base is not the one the adapter was trained on.
     """
     unpadded = {"make_vocab_size_divisible_by": 1}  # Hugging Face vocabularies are not padded
-    keys = root.model if base is None else root.model.model_copy(update=unpadded)
-    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, batch_spec(root))
+    keys = run.model if base is None else run.model.model_copy(update=unpadded)
+    parameters = count_parameters(keys, keys.override_vocab_size or vocab_size, run.batch_spec)
     files = checkpoint.weight_files if base is None else base.files
     total_bytes = sum(file.stat().st_size for file in files)
     if parameters * _MIN_ITEMSIZE > total_bytes:
@@ -198,7 +201,7 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
         return source.find_tokenizer(source.config.get("vocab_size")).keys_for(path.absolute())
 
 
-def _fill(path: Path, found: MappedTensors, model: nn.Module) -> None:
+def _fill(path: Path, found: TensorSource, model: nn.Module) -> None:
     wanted = base_tensors(model)
     problems = describe_differences(found.specs, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
     if problems:
@@ -212,13 +215,3 @@ def _fill(path: Path, found: MappedTensors, model: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in wanted.items():
             local_shard(tensor).copy_from_full(found.read(name))
-
-
-def _digest(files: Iterable[tuple[str, str]]) -> str:
-    listing = "".join(f"{name}:{sha256}\n" for name, sha256 in files)
-    return hashlib.sha256(listing.encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -24,33 +24,29 @@ class TensorSource(Protocol):
         """Name to dtype and shape."""
         ...
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, /) -> Tensor:
         """Read a tensor to host memory."""
         ...
 
 
-class HostTensors:
-    """Tensors in host memory, as a source."""
+@dataclass(frozen=True, slots=True)
+class ComputedTensors:
+    """A source of two parts: dtype and shape of each tensor, and the function that reads it."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        self._tensors = tensors
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor."""
-        return self._tensors[name]
+    specs: Mapping[str, TensorSpec]
+    read: Callable[[str], Tensor]
 
 
-class CastTensors:
-    """The tensors of another source, in one dtype; None keeps the dtype of each."""
+def host_tensors(tensors: Mapping[str, Tensor]) -> TensorSource:
+    """Return tensors in host memory as a source."""
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return ComputedTensors(specs, tensors.__getitem__)
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype | None) -> None:
-        self.specs = {name: replace(spec, dtype=dtype or spec.dtype) for name, spec in source.specs.items()}
-        self._source = source
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor to host memory; errors as in `cast_checked`."""
-        return cast_checked(self._source.read(name), self.specs[name].dtype, name)
+def cast_tensors(source: TensorSource, dtype: torch.dtype | None) -> TensorSource:
+    """Return the tensors of another source in one dtype; None keeps the dtype of each. Errors as in `cast_checked`."""
+    specs = {name: replace(spec, dtype=dtype or spec.dtype) for name, spec in source.specs.items()}
+    return ComputedTensors(specs, lambda name: cast_checked(source.read(name), specs[name].dtype, name))
 
 
 def describe_differences(found: Mapping[str, TensorSpec], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from ...models.hf.weight_layout import Geometry
 from ...models.hf.weight_map import ParameterMapping
 from ..checkpoint.hf_files import CONFIG
 from ..checkpoint.reader import Checkpoint, find_checkpoint
-from ..config.batch_spec import batch_spec
-from ..config.schema.root import MODEL_BLOCKS, RootBlock
+from ..config.resolved_run import DataSpec, ResolvedRun
+from ..config.schema.root import MODEL_BLOCKS
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..data.tokenizers.vocabulary import model_vocab_size
 from ..utils.errors import UserError
@@ -32,7 +32,7 @@ from .from_hf import parameter_layout
 from .merge_adapter import open_merged
 from .output_folder import atomic_folder
 from .pretrained import PretrainedWeights, check_model_size
-from .tensor_source import CastTensors, TensorSource, describe_differences
+from .tensor_source import TensorSource, cast_tensors, describe_differences
 from .tokenizer_copy import (
     given_tokenizer_files,
     original_tokenizer_files,
@@ -91,23 +91,23 @@ def convert_to_hf(
     """
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.with_ema() if ema else checkpoint
-    root = checkpoint_config(checkpoint).root
+    run = checkpoint_config(checkpoint).resolved
     ours = checkpoint_tokenizer(checkpoint)
-    check_model_size(checkpoint, root, model_vocab_size(root, ours), base)
-    outgoing = choose_architecture(root, ours, model_type)
-    opened = checkpoint.open_weights() if base is None else open_merged(checkpoint, root, ours, base)
+    check_model_size(checkpoint, run, model_vocab_size(run.data.vocab_size, ours), base)
+    outgoing = choose_architecture(run, ours, model_type)
+    opened = checkpoint.open_weights() if base is None else open_merged(checkpoint, run, ours, base)
     with damage_as_user_error(checkpoint), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
         with atomic_folder(target) as folder:
-            specs = _write_weights(folder, outgoing, CastTensors(tensors, dtype), shard_bytes)
-            _write_tokenizer(folder, root, ours, checkpoint, tokenizer)
+            specs = _write_weights(folder, outgoing, cast_tensors(tensors, dtype), shard_bytes)
+            _write_tokenizer(folder, run.data, ours, checkpoint, tokenizer)
             kinds = [spec.dtype for spec in specs.values()]
             _write_config(folder, outgoing, ours, max(set(kinds), key=kinds.count))
     numbers = sum(spec.num_bytes // spec.dtype.itemsize for spec in specs.values())
     return [*complaints, f"{target}: {outgoing.architecture.name} with {numbers:,} parameters, of {checkpoint.path}"]
 
 
-def choose_architecture(root: RootBlock, tokenizer: Tokenizer, model_type: str | None) -> HFModel:
+def choose_architecture(run: ResolvedRun, tokenizer: Tokenizer, model_type: str | None) -> HFModel:
     """Choose the Hugging Face architecture of a model.
 
     Args:
@@ -117,15 +117,15 @@ def choose_architecture(root: RootBlock, tokenizer: Tokenizer, model_type: str |
         UserError: none supports the model; lists the problems of the closest one.
     """
     tried: list[tuple[str, list[str]]] = []
-    shapes, geometry = parameter_layout(root, tokenizer)
+    shapes, geometry = parameter_layout(run, tokenizer)
     vocab_size = geometry.vocab_size
     for architecture in ARCHITECTURES:
-        if architecture.family != root.model.family or model_type not in (None, architecture.model_type):
+        if architecture.family != run.model.family or model_type not in (None, architecture.model_type):
             continue
         problems: list[str] = []
         try:
-            config = architecture.to_config(root.model, vocab_size=vocab_size)
-            problems = _changes(architecture, config, root, vocab_size)
+            config = architecture.to_config(run.model, vocab_size=vocab_size)
+            problems = _changes(architecture, config, run, vocab_size)
         except FieldError as error:
             config = {}
             problems = str(error).splitlines()
@@ -136,7 +136,7 @@ def choose_architecture(root: RootBlock, tokenizer: Tokenizer, model_type: str |
         tried.append((architecture.name, problems))
     if not tried:
         raise UserError(
-            f"--model-type {model_type} is none of {', '.join(MODEL_TYPES)}, or not of `family: {root.model.family}`"
+            f"--model-type {model_type} is none of {', '.join(MODEL_TYPES)}, or not of `family: {run.model.family}`"
         )
     closest, problems = min(tried, key=lambda entry: len(entry[1]))
     names = ", ".join(dict.fromkeys(name for name, _ in tried))
@@ -144,7 +144,7 @@ def choose_architecture(root: RootBlock, tokenizer: Tokenizer, model_type: str |
     raise UserError([f"no Hugging Face architecture supports this model ({names}); problems with {closest}:", *lines])
 
 
-def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBlock, vocab_size: int) -> list[str]:
+def _changes(architecture: Architecture, config: Mapping[str, Any], run: ResolvedRun, vocab_size: int) -> list[str]:
     """Return the differences between the model and the one that the written config.json describes."""
     tied = not config.get("tie_word_embeddings", True)
     keys, problems = architecture.to_keys(HFConfig(config, has_separate_head=tied))
@@ -154,9 +154,9 @@ def _changes(architecture: Architecture, config: Mapping[str, Any], root: RootBl
         back = MODEL_BLOCKS[architecture.family].model_validate({"family": architecture.family, **unflatten_keys(keys)})
     except ValidationError as error:
         return [f"`{'.'.join(map(str, first['loc']))}`: {first['msg']}" for first in error.errors()]
-    form = batch_spec(root)
+    form = run.batch_spec
     return slice_differences(
-        slice_from_keys(root.model, vocab_size, form), slice_from_keys(_with_length(back, root.model), vocab_size, form)
+        slice_from_keys(run.model, vocab_size, form), slice_from_keys(_with_length(back, run.model), vocab_size, form)
     )
 
 
@@ -181,26 +181,18 @@ def _check_weights(checkpoint: Checkpoint, outgoing: HFModel, tensors: TensorSou
         raise UserError([f"checkpoint {checkpoint.path} does not fit its configuration:", *lines])
 
 
-class _HFTensors:
-    """Hugging Face tensors computed from stoker parameters, with a cache of the last few parameters."""
+def _hf_tensors(outgoing: HFModel, tensors: TensorSource) -> Callable[[str], Tensor]:
+    """Return a function that computes a Hugging Face tensor from the stoker parameter that holds it."""
+    placed = {
+        theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.hf_tensors)
+    }
+    read_cached = lru_cache(_CACHED)(tensors.read)
 
-    def __init__(self, outgoing: HFModel, tensors: TensorSource) -> None:
-        self._placed = {
-            theirs: (entry, number) for entry in outgoing.placed for number, (theirs, _) in enumerate(entry.hf_tensors)
-        }
-        self._geometry = outgoing.geometry
-        self._tensors = tensors
-        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+    def read(name: str) -> Tensor:
+        entry, number = placed[name]
+        return entry.hf_tensor(number, read_cached(entry.parameter), outgoing.geometry)
 
-    def read(self, name: str) -> Tensor:
-        entry, number = self._placed[name]
-        whole = self._kept.pop(entry.parameter, None)
-        if whole is None:
-            whole = self._tensors.read(entry.parameter)
-        self._kept[entry.parameter] = whole
-        while len(self._kept) > _CACHED:
-            self._kept.popitem(last=False)
-        return entry.hf_tensor(number, whole, self._geometry)
+    return read
 
 
 def _write_weights(folder: Path, outgoing: HFModel, tensors: TensorSource, shard_bytes: int) -> dict[str, TensorSpec]:
@@ -218,11 +210,11 @@ def _write_weights(folder: Path, outgoing: HFModel, tensors: TensorSource, shard
             size = 0
         shards[-1][name] = spec
         size += spec.num_bytes
-    outputs = _HFTensors(outgoing, tensors)
+    read = _hf_tensors(outgoing, tensors)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors_stream(folder / name, shard, outputs.read, {"format": "pt"})
+        write_safetensors_stream(folder / name, shard, read, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(spec.num_bytes for spec in specs.values())
@@ -234,9 +226,9 @@ def _write_weights(folder: Path, outgoing: HFModel, tensors: TensorSource, shard
 # ---------------------------------------------------------------- tokenizer and config
 
 
-def _write_tokenizer(folder: Path, root: RootBlock, ours: Tokenizer, checkpoint: Checkpoint, named: str | None) -> None:
+def _write_tokenizer(folder: Path, spec: DataSpec, ours: Tokenizer, checkpoint: Checkpoint, named: str | None) -> None:
     document = checkpoint.tokenizer_document
-    found = given_tokenizer_files(named, root, document) if named else original_tokenizer_files(root, document)
+    found = given_tokenizer_files(named, spec, document) if named else original_tokenizer_files(spec, document)
     if found is not None and found.files:
         found.copy(folder)
         write_template(folder, ours)

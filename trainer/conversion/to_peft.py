@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.config.peft import IA3Slice, LoRASlice, PeftSlice, PromptSlice, peft_slice
+from ...models.config.peft import IA3Slice, LoRASlice, PeftSlice, PromptSlice
 from ...models.hf.weight_layout import Transposed
 from ...models.peft.ptuning import PromptEncoder, virtual_token_embeddings
 from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, read_object
 from ..checkpoint.reader import Checkpoint
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..utils.errors import UserError
 from ..utils.safetensors_io import write_json, write_safetensors_stream
 from .checkpoint_io import checkpoint_tokenizer, damage_as_user_error
 from .output_folder import atomic_folder
 from .peft_map import PEFT_PREFIX, lora_targets, to_peft_pairs, to_peft_vectors
 from .pretrained import PretrainedWeights, check_same_base
-from .tensor_source import CastTensors, HostTensors
+from .tensor_source import cast_tensors, host_tensors
 from .to_hf import HFModel, choose_architecture
 
 _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}
@@ -29,7 +29,7 @@ _TASKS = {"gpt": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM", "bert": None}
 
 def convert_to_peft(
     checkpoint: Checkpoint,
-    root: RootBlock,
+    run: ResolvedRun,
     target: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -49,12 +49,12 @@ def convert_to_peft(
     Raises:
         UserError: peft does not support the kind of adapter, no architecture supports the base, or the base differs.
     """
-    peft = peft_slice(root.model.peft)
+    peft = run.peft
     if not isinstance(peft, LoRASlice | IA3Slice | PromptSlice):
         raise UserError(
             f"checkpoint {checkpoint.path}: Hugging Face peft does not support `peft_scheme: "
-            f"{root.model.peft.peft_scheme}`"
-            + ("; merge it into its base: --merge" if root.model.peft.peft_scheme == "selective" else "")
+            f"{run.model.peft.peft_scheme}`"
+            + ("; merge it into its base: --merge" if run.model.peft.peft_scheme == "selective" else "")
         )
     wanted = checkpoint.state.base
     if base is not None and wanted is not None:
@@ -63,17 +63,17 @@ def convert_to_peft(
     if model_type is None and place is not None and (place / CONFIG).exists():
         named = (read_object(place, CONFIG) or {}).get("model_type")
         model_type = named if isinstance(named, str) else None
-    outgoing = choose_architecture(root, checkpoint_tokenizer(checkpoint), model_type)
+    outgoing = choose_architecture(run, checkpoint_tokenizer(checkpoint), model_type)
     with damage_as_user_error(checkpoint), checkpoint.open_weights() as held:
         ours = {name: held.read(name) for name in held.specs}
     tensors, config = _converted(ours, outgoing, peft)
     document = {
-        "task_type": _TASKS[root.model.family],
+        "task_type": _TASKS[run.model.family],
         "base_model_name_or_path": None if place is None else str(place),
         "inference_mode": True,
         **config,
     }
-    written = CastTensors(HostTensors(tensors), dtype)
+    written = cast_tensors(host_tensors(tensors), dtype)
     with atomic_folder(target) as folder:
         write_safetensors_stream(folder / ADAPTER_TENSORS, written.specs, written.read, {"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, document)

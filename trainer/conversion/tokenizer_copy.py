@@ -11,8 +11,7 @@ from typing import Any
 
 from ...models.config.model import Family
 from ..checkpoint.hf_files import read_object, resolve_in_folder
-from ..config.data_task import task_from_config
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import DataSpec
 from ..config.schema.trainer_and_data import TokenizerBlock
 from ..data.tasks.chat_files import CHAT_TEMPLATE_FILE, load_chat_template, special_tokens_map
 from ..data.tasks.sentinels import USUAL_MASK_TOKENS
@@ -131,31 +130,31 @@ def special_ids(settings: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, 
     return ids
 
 
-def build_tokenizer(root: RootBlock) -> Tokenizer:
+def build_tokenizer(spec: DataSpec) -> Tokenizer:
     """Return the tokenizer of a configuration, with the tokens its task adds; byte-level if none is configured.
 
     Raises:
         UserError: its files cannot be read.
     """
-    return tokenizer_for_task(root, task_from_config(root), configured_tokenizer(root) or ByteTokenizer())
+    return tokenizer_for_task(spec, configured_tokenizer(spec) or ByteTokenizer())
 
 
-def tokenizer_for_vocabulary(root: RootBlock, vocab_size: int) -> Tokenizer:
+def tokenizer_for_vocabulary(spec: DataSpec, vocab_size: int) -> Tokenizer:
     """Return `build_tokenizer` a configuration, checked against the model's vocabulary size.
 
     Raises:
         UserError: its files cannot be read, or it has more tokens than the model, alone or with those its task adds.
     """
-    alone = configured_tokenizer(root) or ByteTokenizer()
+    alone = configured_tokenizer(spec) or ByteTokenizer()
     if alone.vocab_size > vocab_size:
         raise UserError(
             f"the tokenizer has {alone.vocab_size:,} tokens, but `vocab_size` is {vocab_size:,}: it belongs to another "
             "model"
         )
-    tokenizer = build_tokenizer(root)
+    tokenizer = build_tokenizer(spec)
     if tokenizer.vocab_size <= vocab_size:
         return tokenizer
-    if root.model.family == "bert":
+    if spec.family == "bert":
         raise UserError(
             f"the tokenizer has no mask token: neither {' nor '.join(USUAL_MASK_TOKENS)}; set the one that it has with "
             f'"mask_token" in {TOKENIZER_CONFIG_FILE}, or give another tokenizer with --tokenizer FOLDER'
@@ -167,32 +166,31 @@ def tokenizer_for_vocabulary(root: RootBlock, vocab_size: int) -> Tokenizer:
     )
 
 
-def original_tokenizer_files(root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder | None:
+def original_tokenizer_files(spec: DataSpec, document: Mapping[str, Any]) -> TokenizerFolder | None:
     """Return the files a run's tokenizer was loaded from, if they still exist and still give the same tokenizer."""
-    keys = root.model.tokenizer
+    keys = spec.tokenizer
     named = (keys.type or keys.model) if keys.library == "huggingface" else keys.model or keys.vocab_file
     if keys.library in ("byte-level", "char") or not named:
         return None
     try:
         path = user_path(named, "model.tokenizer")
-        if not (path.is_dir() or path.is_file()) or build_tokenizer(root).to_dict() != document:
+        if not (path.is_dir() or path.is_file()) or build_tokenizer(spec).to_dict() != document:
             return None
-        return find_tokenizer(path if path.is_dir() else path.parent, root.model.family, None)
+        return find_tokenizer(path if path.is_dir() else path.parent, spec.family, None)
     except (UserError, OSError, ValueError):
         return None
 
 
-def given_tokenizer_files(name: str, root: RootBlock, document: Mapping[str, Any]) -> TokenizerFolder:
+def given_tokenizer_files(name: str, spec: DataSpec, document: Mapping[str, Any]) -> TokenizerFolder:
     """Return the files given by `--tokenizer` for a checkpoint; they must give the same tokenizer.
 
     Raises:
         UserError: there are no tokenizer files, or they give other tokens.
     """
-    found = tokenizer_from_option(name, root.model.family)
-    kept = {key: value for key, value in root.model.tokenizer.model_dump().items() if key not in _FILE_KEYS}
+    found = tokenizer_from_option(name, spec.family)
+    kept = {key: value for key, value in spec.tokenizer.model_dump().items() if key not in _FILE_KEYS}
     keys = TokenizerBlock.model_validate(kept | found.keys_for(found.folder or Path(name)))
-    there = root.model_copy(update={"model": root.model.model_copy(update={"tokenizer": keys})})
-    if build_tokenizer(there).to_dict() != document:
+    if build_tokenizer(replace(spec, tokenizer=keys)).to_dict() != document:
         raise UserError(f"--tokenizer {name} differs from the tokenizer of the checkpoint")
     return found
 

@@ -9,6 +9,7 @@ from torch import nn
 from ...models.config.families import keys_by_stack
 from ...models.config.stack import StackKeys
 from ..checkpoint.reader import Checkpoint
+from ..config.resolved_run import ResolvedRun
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock, RootBlock
 from ..config.schema.trainer_and_data import TokenizerBlock
 from ..data.tokenizers.tokenizer import Tokenizer, is_same_tokenizer
@@ -35,7 +36,7 @@ _FUNCTION_PRESERVING_KEYS = {
 
 
 def load_pretrained_weights(
-    root: RootBlock, model: nn.Module, tokenizer: Tokenizer, base: PretrainedWeights | None
+    run: ResolvedRun, model: nn.Module, tokenizer: Tokenizer, base: PretrainedWeights | None
 ) -> Iterator[str]:
     """Load the weights of `model.restore_from_path` and `model.peft.restore_from_path`, converting dtypes.
 
@@ -51,12 +52,12 @@ def load_pretrained_weights(
     if base is not None:
         yield from base.warnings
         trained = _trained_model_keys(base)
-        if trained is not None and trained.family != root.model.family:
+        if trained is not None and trained.family != run.model.family:
             raise UserError(
                 f"`{RESTORE_KEY}`: {base.path} holds a model of `family: {trained.family}`, but `model.family` is "
-                f"{root.model.family}; use a checkpoint of that family"
+                f"{run.model.family}; use a checkpoint of that family"
             )
-        if not _has_same_tokenizer(base, root.model.tokenizer, tokenizer):
+        if not _has_same_tokenizer(base, run.model.tokenizer, tokenizer):
             raise UserError(
                 f"`{RESTORE_KEY}`: {base.path} was trained with a different tokenizer, so token ids do not "
                 "match; use its "
@@ -66,10 +67,10 @@ def load_pretrained_weights(
         if trained is None:
             yield f"{base.path}: its configuration cannot be read here; only the shapes of its weights were compared"
         else:
-            yield from function_mismatch_warnings(root.model, trained)
+            yield from function_mismatch_warnings(run.model, trained)
         steps = f", trained for {pluralize(base.checkpoint.state.step, 'step')}" if base.checkpoint is not None else ""
         yield f"weights from {base.path}{steps}"
-    yield from load_pretrained_adapter(root, model, tokenizer, base)
+    yield from load_pretrained_adapter(run, model, tokenizer, base)
 
 
 def _has_same_tokenizer(base: PretrainedWeights, keys: TokenizerBlock, tokenizer: Tokenizer) -> bool:

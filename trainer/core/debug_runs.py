@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config.run_config import RunConfig
-from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data
 from ..data.subsets import RepeatedSubset
 from ..loggers.logger_backends import BACKENDS
@@ -57,15 +56,17 @@ def fast_dev_run(config: RunConfig) -> RunConfig:
     return replace(config, root=root.model_copy(update=update))
 
 
-def overfit_batches(data: Data, root: RootBlock) -> Data:
+def overfit_batches(data: Data, limit: int | float, size: int) -> Data:
     """Apply `trainer.overfit_batches`: train, validate and test on the first global batches only.
 
-    Returns `data` unchanged if the key is not set.
+    Args:
+        data: the whole data.
+        limit: `trainer.overfit_batches`: number of global batches, or fraction of an epoch; 0 returns `data` unchanged.
+        size: samples of a global batch.
 
     Raises:
         UserError: the training set has fewer samples than requested.
     """
-    limit, size = root.trainer.overfit_batches, root.model.global_batch_size
     if not limit:
         return data
     whole = data.train.samples // size

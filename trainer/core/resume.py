@@ -19,8 +19,7 @@ from ..checkpoint.run_directory import RunDirectory
 from ..checkpoint.run_environment import main_versions
 from ..checkpoint.writer import remove_temporaries
 from ..config import dotted_paths
-from ..config.batch_spec import batch_spec
-from ..config.data_task import task_name
+from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.root import RootBlock
 from ..conversion.adapter_weights import load_with_base
@@ -28,7 +27,6 @@ from ..conversion.finetune_defaults import SHAPES
 from ..conversion.pretrained import PretrainedWeights
 from ..conversion.warm_start import TRAINING_ONLY_KEYS, function_mismatch_warnings, load_checkpoint_config
 from ..data.build_datasets import Data
-from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import recorded_settings
 from ..utils.environment import user_path
 from ..utils.errors import EXIT_IO, UserError
@@ -93,32 +91,27 @@ def find_resume_checkpoint(keys: ExpManagerBlock, directory: RunDirectory) -> tu
     return None, lines
 
 
-def initial_run_state(
-    root: RootBlock, data: Data, precision: PrecisionPlan, base: BaseRecord | None = None
-) -> RunState:
-    """Return the state of this run at step 0, as recorded in its checkpoints; `base` is None for full training."""
-    form = batch_spec(root)
+def initial_run_state(run: ResolvedRun, data: Data, base: BaseRecord | None = None) -> RunState:
+    """Return the state of a run at step 0, as recorded in its checkpoints; `base` is None for full training."""
+    model, form = run.model, run.batch_spec
     return RunState(
         step=0,
         consumed_samples=0,
-        seed=root.model.seed,
-        global_batch_size=root.model.global_batch_size,
-        micro_batch_size=root.model.micro_batch_size,
+        seed=model.seed,
+        global_batch_size=model.global_batch_size,
+        micro_batch_size=model.micro_batch_size,
         sequence_length=form.seq_length,
         decoder_length=form.decoder_seq_length,
-        precision=precision.name,
+        precision=run.precision.name,
         optimizer={
-            **recorded_settings(root.model.optim, root.trainer.max_steps),
-            "gradient_clip_val": root.trainer.gradient_clip_val or 0.0,
+            **recorded_settings(model.optim, run.trainer.max_steps),
+            "gradient_clip_val": run.trainer.gradient_clip_val or 0.0,
         },
         data_fingerprint=data.fingerprint,
         data_keys={
-            **root.model.data.model_dump(exclude=_EXCLUDED_DATA_KEYS),
-            **{
-                f"train_ds.{name}": value
-                for name, value in root.model.data.train_ds.model_dump(exclude=_FILE_KEYS).items()
-            },
-            "dataset_type": task_name(root.model),
+            **model.data.model_dump(exclude=_EXCLUDED_DATA_KEYS),
+            **{f"train_ds.{name}": value for name, value in model.data.train_ds.model_dump(exclude=_FILE_KEYS).items()},
+            "dataset_type": run.data.task.name,
         },
         base=base,
         versions=main_versions(),

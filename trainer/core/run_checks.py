@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from ...kernels.attention.dispatch import BackendSelection
-from ...models.build import plan_model
-from ...models.config.families import family_slice
-from ...models.config.peft import peft_slice
-from ..config.batch_spec import batch_spec
-from ..config.schema.root import RootBlock
+from ...kernels.attention.backends.registry import detect_installed_software
+from ...models.build import TORCH_DTYPES, ModelPlan, call_context, plan_model
+from ..config.resolved_run import DataSpec, ResolvedRun
+from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.trainer_and_data import DataBlock
 from ..data.build_datasets import Data
 from ..data.subsets import validation_subset
 from ..device.determinism import attention_flags
-from ..device.precision import PrecisionPlan
 from ..utils.errors import UserError
 
 
-def check_attention(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> Mapping[str, BackendSelection]:
-    """Check that the model can run on this device, before anything is built or written.
-
-    Returns:
-        The attention backend decision for each attention and kind of call.
+def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
+    """Choose the attention backends of a run and decide on compilation, before anything is built or written.
 
     Raises:
-        UserError: no attention backend is available, or `model.compile` is not supported.
+        UserError: no attention backend is available, `model.compile` is not supported, or an NVTE_* variable is
+            neither 0 nor 1.
     """
-    keys = root.model
     try:
-        form = batch_spec(root)
-        plan = plan_model(
-            family_slice(keys, vocab_size=1, batch_spec=form),
-            device=device,
-            dtype=precision.autocast_dtype or precision.param_dtype,
-            flags=attention_flags(root),
-            micro_batch_size=keys.micro_batch_size,
-            batch_spec=form,
-            peft=peft_slice(keys.peft),
+        flags = attention_flags(run.trainer.deterministic)
+        return plan_model(
+            run.family,
+            run.batch_spec,
+            call_context(device, TORCH_DTYPES[run.precision.compute], run.model.micro_batch_size, flags),
+            flags=flags,
+            software=detect_installed_software(device.type),
+            peft=run.peft,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
-    return plan.decisions
 
 
-def check_metrics(root: RootBlock, data: Data) -> list[str]:
+def check_metrics(manager: ExpManagerBlock, data: Data) -> list[str]:
     """Check that the monitored metrics can be measured on the data.
 
     Returns:
@@ -57,7 +47,7 @@ def check_metrics(root: RootBlock, data: Data) -> list[str]:
     """
     if data.token_byte_counts.any():
         return []
-    manager, at = root.exp_manager, "exp_manager"
+    at = "exp_manager"
     params, stopping = manager.checkpoint_callback_params, manager.early_stopping_callback_params
     why = "is never measured: the byte lengths of this tokenizer's tokens do not add up to that of the text"
     warnings: list[str] = []
@@ -71,7 +61,7 @@ def check_metrics(root: RootBlock, data: Data) -> list[str]:
     return warnings
 
 
-def check_splits(root: RootBlock, data: Data) -> list[str]:
+def check_splits(spec: DataSpec, data: Data) -> list[str]:
     """Check the validation split.
 
     Returns:
@@ -80,9 +70,9 @@ def check_splits(root: RootBlock, data: Data) -> list[str]:
     Raises:
         UserError: no validation samples would be left.
     """
-    if root.trainer.limit_val_batches and data.validation is not None:
-        validation_subset(root, data.validation)
-    keys = root.model.data
+    if spec.limit_val_batches and data.validation is not None:
+        validation_subset(spec, data.validation)
+    keys = spec.keys
     if not data.has_predefined_splits or keys.splits_string == DataBlock.model_fields["splits_string"].default:
         return []
     if keys.train_ds.file_names is not None:

@@ -11,35 +11,36 @@ from pathlib import Path
 
 import torch
 
+from ...models.build import ModelPlan
 from ...models.memory.host_copies import HostMemoryError
 from ..callbacks.preemption import StopHandler
 from ..callbacks.profiler import check_profiling
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.run_directory import RunDirectory, open_run_directory
-from ..config.parameter_layout import layout_from_config
+from ..config.resolved_run import ResolvedRun, resolve_run
 from ..config.run_config import RunConfig
 from ..config.schema.root import RootBlock
 from ..data.build_datasets import Data, build_data
-from ..device.choose_device import choose_device
+from ..device.choose_device import choose_device, compute_capability
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
-from ..device.precision import PrecisionPlan, plan_precision
+from ..device.precision import PrecisionPlan, torch_precision
 from ..distributed.process_group import DistributedContext
 from ..loggers.logger_backends import check_loggers
 from ..loggers.progress_bar import ProgressDisplay
 from ..loggers.run_logger import RunLogger
 from ..plan.memory_check import check_memory
 from ..plan.report import out_of_memory_lines, summary_lines
-from ..plan.run_plan import Plan, plan_run
+from ..plan.run_plan import Plan, local_target, make_plan
 from ..utils.environment import set_variables
 from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_host_memory, is_out_of_memory
 from .debug_runs import fast_dev_run, overfit_batches
 from .resume import find_resume_checkpoint
-from .run_checks import check_attention, check_metrics, check_splits
+from .run_checks import check_metrics, check_splits, choose_attention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunContext:
     """A run on one rank, before its model is built.
 
@@ -47,30 +48,31 @@ class RunContext:
         config: the configuration, the same on every rank.
         ranks: the ranks of the run.
         device: device of this rank.
+        resolved: what follows from the configuration.
         precision: dtypes of weights and arithmetic.
+        model_plan: attention backends and compilation.
+        uses_cuda_graph: micro batches run as CUDA graphs.
         stop: signals and time limits of this process.
         data: the datasets and the tokenizer.
         directory: the run directory.
         resumed: the checkpoint to resume from; None for a new run.
         logger: metrics and log lines; disabled on all ranks but the first.
-        plan: predicted memory and time; None if the run cannot be planned.
+        plan: predicted memory and time.
     """
 
     config: RunConfig
     ranks: DistributedContext
     device: torch.device
+    resolved: ResolvedRun
     precision: PrecisionPlan
+    model_plan: ModelPlan
+    uses_cuda_graph: bool
     stop: StopHandler
     data: Data
     directory: RunDirectory
     resumed: Checkpoint | None
     logger: RunLogger
-    plan: Plan | None
-
-    @property
-    def root(self) -> RootBlock:
-        """The keys of the configuration."""
-        return self.config.root
+    plan: Plan
 
     @property
     def first_step(self) -> int:
@@ -91,29 +93,44 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
     set_variables(root.env_vars)  # for callers from Python; the CLI has set them before torch was imported
     if len(set(ranks.all_gather_text(config.digest))) > 1:
         raise UserError("the ranks have different configurations; start them with the same files and overrides")
-    device = choose_device(root, ranks.local_rank)
-    precision = plan_precision(root.trainer, root.model.megatron_amp_O2, device)
-    check_loggers(root.exp_manager)
-    check_profiling(root, device)
+    device = choose_device(root.trainer, ranks.local_rank)
+    resolved = resolve_run(root, world_size=ranks.world_size, capability=compute_capability(device))
+    check_loggers(resolved.exp_manager)
+    check_profiling(resolved.model.memory_profile, device)
     free_previous_runs(device)
     with ExitStack() as stack:
-        stack.enter_context(deterministic_algorithms(root.trainer.deterministic))
+        stack.enter_context(deterministic_algorithms(resolved.trainer.deterministic))
         stack.enter_context(report_out_of_memory(root, device))
-        check_memory(root, precision, device, layout_from_config(root, ranks.world_size))
-        uses_cuda_graph(root, device, ranks.world_size, check_attention(root, precision, device))
-        stop = stack.enter_context(StopHandler(root.trainer.max_time, root.exp_manager.max_time_per_run))
-        data = build_data_by_rank(root, ranks)  # before the run directory: unreadable data leaves none behind
-        warnings = check_metrics(root, data) + check_splits(root, data)
+        model_plan = choose_attention(resolved, device)
+        check_memory(resolved, device, model_plan)
+        graphs = uses_cuda_graph(resolved, device, model_plan.decisions)
+        stop = stack.enter_context(StopHandler(resolved.trainer.max_time, resolved.exp_manager.max_time_per_run))
+        data = build_data_by_rank(resolved, ranks)  # before the run directory: unreadable data leaves none behind
+        warnings = check_metrics(resolved.exp_manager, data) + check_splits(resolved.data, data)
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         logger = stack.enter_context(_open_logger(config, ranks, directory, resumed))
         for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
             logger.log(line)
-        plan = plan_run(root, device, world_size=ranks.world_size, vocab_size=data.vocab_size)
-        for line in summary_lines(plan) if plan is not None else ():
+        plan = make_plan(resolved, local_target(resolved, device), vocab_size=data.vocab_size, model_plan=model_plan)
+        for line in summary_lines(plan):
             logger.log(line)
         stack.enter_context(_errors_in_log(logger))
         stack.enter_context(report_out_of_memory(root, device, plan))
-        yield RunContext(config, ranks, device, precision, stop, data, directory, resumed, logger, plan)
+        yield RunContext(
+            config=config,
+            ranks=ranks,
+            device=device,
+            resolved=resolved,
+            precision=torch_precision(resolved.precision),
+            model_plan=model_plan,
+            uses_cuda_graph=graphs,
+            stop=stop,
+            data=data,
+            directory=directory,
+            resumed=resumed,
+            logger=logger,
+            plan=plan,
+        )
 
 
 def free_previous_runs(device: torch.device) -> None:
@@ -145,13 +162,13 @@ def report_out_of_memory(root: RootBlock, device: torch.device, plan: Plan | Non
         raise UserError([where + (f": {message}" if message else ""), *fixes]) from error
 
 
-def build_data_by_rank(root: RootBlock, ranks: DistributedContext) -> Data:
+def build_data_by_rank(run: ResolvedRun, ranks: DistributedContext) -> Data:
     """Build the data on local rank 0 first, then on the other ranks of the node, which reuse its index files."""
     data = None
     for is_our_turn in (ranks.local_rank == 0, ranks.local_rank != 0):
         with ranks.raise_on_all_ranks():
             if is_our_turn:
-                data = overfit_batches(build_data(root), root)
+                data = overfit_batches(build_data(run.data), run.trainer.overfit_batches, run.model.global_batch_size)
                 if ranks.world_size > 1 and ranks.local_rank == 0:
                     data.train.batch(0, 1)  # builds the index of the first epoch, if it is cached in files
     assert data is not None

@@ -7,37 +7,25 @@ from collections.abc import Iterator
 import torch
 
 from ...models.build import LanguageModel, get_stacks, num_parameters
-from ...models.config.families import FamilySlice, family_slice, keys_by_stack
+from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
-from ...models.config.peft import peft_slice
 from ...models.model_cost import count_parameters
 from ...models.peft.apply import trainable_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
-from ..config.batch_spec import batch_spec
-from ..config.parameter_layout import DataParallelLayout
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
 from ..data.build_datasets import Data
-from ..device.cuda_graph_support import uses_cuda_graph
-from ..device.precision import PrecisionPlan
 from ..lightning.cuda_graph import WARM_UP_MICRO_BATCHES
 from ..optim.base_optimizer import Optimizer
 from ..utils.text import pluralize
 
 
 def summarize_run(
-    root: RootBlock,
-    model: LanguageModel,
-    data: Data,
-    precision: PrecisionPlan,
-    device: torch.device,
-    layout: DataParallelLayout | None = None,
+    run: ResolvedRun, model: LanguageModel, data: Data, device: torch.device, *, cuda_graph: bool
 ) -> Iterator[str]:
     """Yield the log lines at the start of a run: device, data, model, attention, recomputation, offloading, steps."""
-    keys, form = root.model, batch_spec(root)
-    ranks = layout.replicas * layout.shards if layout else 1
-    micro_batches = keys.global_batch_size // keys.micro_batch_size // ranks
-    yield f"device {device_name(device)}, {precision.name}"
+    keys, form, layout, ranks = run.model, run.batch_spec, run.layout, run.world_size
+    yield f"device {device_name(device)}, {run.precision.name}"
     if layout is not None:
         yield f"{pluralize(ranks, 'process', 'processes')}, {layout.name}: {layout.description}"
     yield f"data {data.description}"
@@ -53,7 +41,7 @@ def summarize_run(
     if keys.peft.is_on:
         share = 100 * trained / parameters
         yield f"{keys.peft.peft_scheme}: {trained:,} parameters are trained ({share:.2g} % of all), the others frozen"
-    described = family_slice(keys, vocab_size=data.vocab_size, batch_spec=form)
+    described, peft = run.family, run.peft
     for at, stack in zip(stacks, described.stacks, strict=True):
         if (moe := stack.moe) is not None:
             yield (
@@ -61,7 +49,6 @@ def summarize_run(
                 f"{sum(moe.layers)} of {pluralize(stack.num_layers, 'layer')}; balancing {moe.balancing}"
                 f"{f' times {moe.aux_loss:g}' if moe.balancing == 'aux_loss' else ''}"
             )
-    peft = peft_slice(keys.peft)
     attention = ", ".join(
         f"{kind} {decision.backend}{' (packed)' * decision.call.packed}"
         for kind, decision in model.attention_decisions.items()
@@ -74,31 +61,30 @@ def summarize_run(
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
     for note in ineffective_recompute_messages(described, model.attention_decisions, peft, compiled=model.compiled):
         yield f"warning: {note}"
-    yield from describe_offload(root, described, model, device)
-    if uses_cuda_graph(root, device, ranks, model.attention_decisions):
+    yield from describe_offload(run, model, device)
+    if cuda_graph:
         yield f"micro batches run as a CUDA graph after {WARM_UP_MICRO_BATCHES} warm-up micro batches"
     yield (
-        f"{pluralize(root.trainer.max_steps, 'step')} of {pluralize(keys.global_batch_size, 'sample')} in "
-        f"{pluralize(micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
+        f"{pluralize(run.trainer.max_steps, 'step')} of {pluralize(keys.global_batch_size, 'sample')} in "
+        f"{pluralize(run.micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
         f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each"
     )
-    if root.trainer.enable_model_summary:
+    if run.trainer.enable_model_summary:
         for name, part in model.named_children():
             yield f"  {name:<24} {type(part).__name__:<20} {num_parameters(part):>15,}"
 
 
-def describe_offload(root: RootBlock, family: FamilySlice, model: LanguageModel, device: torch.device) -> Iterator[str]:
+def describe_offload(run: ResolvedRun, model: LanguageModel, device: torch.device) -> Iterator[str]:
     """Yield a line for each stack with `cpu_offloading`."""
-    peft = peft_slice(root.model.peft)
-    recomputed = recomputed_for_offload(family, model.attention_decisions, peft, compiled=model.compiled)
-    rows = zip(keys_by_stack(root.model), family.stacks, get_stacks(model), recomputed, strict=True)
+    recomputed = recomputed_for_offload(run.family, model.attention_decisions, run.peft, compiled=model.compiled)
+    rows = zip(keys_by_stack(run.model), run.family.stacks, get_stacks(model), recomputed, strict=True)
     for at, part, stack, modules in rows:
         offload = part.offload
         if offload is None:
             continue
         of_stack = f" of the {at[:-1]}" if at else ""
         if stack.activation_offload is None and stack.weight_offload is None:
-            if root.trainer.accelerator == "auto":  # else a configuration rule has warned already
+            if run.trainer.accelerator == "auto":  # else a configuration rule has warned already
                 yield f"warning: `model.{at}cpu_offloading` (True) has no effect on {device.type}"
             continue
         tensors: list[str] = []
@@ -125,16 +111,16 @@ def describe_offload_traffic(model: LanguageModel) -> Iterator[str]:
         )
 
 
-def describe_optimizer_offload(root: RootBlock, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+def describe_optimizer_offload(run: ResolvedRun, optimizer: Optimizer, device: torch.device) -> Iterator[str]:
     """Yield lines about `model.cpu_offloading_optimizer` and `exp_manager.ema.cpu_offload`, if they are set."""
-    ema = root.exp_manager.ema
+    ema = run.exp_manager.ema
     if ema.enable and ema.cpu_offload and device.type != "cuda":
         yield f"warning: `exp_manager.ema.cpu_offload` (True) has no effect on {device.type}"
-    if not root.model.cpu_offloading_optimizer:
+    if not run.model.cpu_offloading_optimizer:
         return
     host = optimizer.host_state
     if host is None:
-        if root.trainer.accelerator == "auto":  # else a configuration rule has warned already
+        if run.trainer.accelerator == "auto":  # else a configuration rule has warned already
             yield f"warning: `model.cpu_offloading_optimizer` (True) has no effect on {device.type}"
         return
     held, moved, slots = (

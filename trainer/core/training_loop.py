@@ -19,15 +19,13 @@ from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.writer import CheckpointContent, apply_retention
-from ..config.batch_spec import batch_spec
 from ..config.lr_schedule import build_schedule
+from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import canonical_metric_name
-from ..config.schema.root import RootBlock
 from ..data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
 from ..data.dataloader import PrefetchingDataLoader
 from ..data.subsets import validation_subset
 from ..data.tokenizers.tokenizer import tokenizer_state
-from ..device.cuda_graph_support import uses_cuda_graph
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
 from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
 from ..lightning.expert_balance import build_expert_balancer
@@ -57,26 +55,29 @@ class TrainingLoop:
 
 def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
     """Build the training loop of a run from its step on."""
-    root, ranks, start, log = run.root, run.ranks, state.start, run.logger.log
+    resolved, keys, ranks, start, log = run.resolved, run.resolved.model, run.ranks, state.start, run.logger.log
     schedule = BatchSchedule(
-        root.model.global_batch_size,
+        keys.global_batch_size,
         first_step=start.step,
         consumed=start.consumed_samples,
-        ramp_up=parse_ramp_up(root.model.rampup_batch_size, root.model.global_batch_size),
+        ramp_up=parse_ramp_up(keys.rampup_batch_size, keys.global_batch_size),
     )
     module = _build_module(run, state, schedule)
     saver = CheckpointSaver(
         run.directory.checkpoints,
         ranks,
         _retention(run),
-        async_save=root.exp_manager.checkpoint_callback_params.async_save,
+        async_save=resolved.exp_manager.checkpoint_callback_params.async_save,
     )
-    profilers = build_profilers(root, run.directory.path, run.device, log, ranks.rank, start.step)
+    profilers = build_profilers(
+        resolved.trainer, keys.memory_profile, run.directory.path, run.device, log, ranks.rank, start.step
+    )
     callback = TrainLoopCallback(
-        root,
+        resolved.trainer,
+        resolved.exp_manager,
         run.logger,
         run.stop,
-        build_throughput(root, state.model, run.device, ranks.world_size),
+        build_throughput(resolved, state.model, run.device),
         validate=_build_validation(run, state),
         save=_build_save(run, state, module, schedule, saver),
         checkpoint_directory=run.directory.checkpoints,
@@ -88,7 +89,7 @@ def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
         ema=state.ema,
         profilers=profilers,
         expert_load=build_expert_load_metrics(
-            root,
+            keys,
             state.model,
             run.directory.path,
             ranks,
@@ -102,64 +103,59 @@ def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
 
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
     """Build the Lightning module with its dataloader."""
-    root, keys, ranks = run.root, run.root.model, run.ranks
+    keys, ranks = run.resolved.model, run.ranks
     batches = RankBatchSampler(schedule, keys.micro_batch_size, ranks.rank, ranks.world_size)
     return LanguageModule(
         state.model,
         state.optimizer,
-        build_schedule(keys.optim, root.trainer.max_steps),
+        build_schedule(keys.optim, run.resolved.trainer.max_steps),
         PrefetchingDataLoader(run.data.train, batches, run.device, keys.data.num_workers),
         run.precision,
         seed=keys.seed,
         step=state.start.step,
         ranks=ranks,
         data_parallel=state.data_parallel,
-        graph_capture=build_graph_capture(root, state.model, run.device, ranks.world_size, run.logger.log),
+        graph_capture=_graph_capture(run, state.model),
         expert_balancer=build_expert_balancer(
-            root, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, ranks
+            keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, ranks
         ),
     )
 
 
-def build_throughput(
-    root: RootBlock, model: LanguageModel, device: torch.device, world_size: int = 1
-) -> ThroughputFactors:
+def build_throughput(run: ResolvedRun, model: LanguageModel, device: torch.device) -> ThroughputFactors:
     """Return the token and FLOP counts from which throughput and MFU of all processes are computed."""
-    form = batch_spec(root)
+    form = run.batch_spec
     tokens = form.seq_length + form.decoder_seq_length
     peak = bf16_peak_flops(device_name(device))
     return ThroughputFactors(
         tokens_per_sample=tokens,
         flops_per_token=training_flops_per_sample(
-            root.model, model.output_weight.shape[0], form, frozen=root.model.peft.is_on
+            run.model, model.output_weight.shape[0], form, frozen=run.model.peft.is_on
         )
         / tokens,
-        peak_flops=None if peak is None else peak * world_size,
+        peak_flops=None if peak is None else peak * run.world_size,
     )
 
 
-def build_graph_capture(
-    root: RootBlock, model: LanguageModel, device: torch.device, world_size: int, log: Callable[[str], None]
-) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
+def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroBatch], RunMicroBatch] | None:
     """Return a wrapper that captures micro batches as CUDA graphs, or None for eager; see `model.enable_cuda_graph`.
 
-    With `enable_cuda_graph: null`, a capture that runs out of memory is logged with `log` and falls back to eager.
+    With `enable_cuda_graph: null`, a capture that runs out of memory is logged and falls back to eager.
     """
-    if not uses_cuda_graph(root, device, world_size, model.attention_decisions):
+    if not run.uses_cuda_graph:
         return None
-    on_failure = None if root.model.enable_cuda_graph else log
-    return lambda run: CapturedMicroBatches(run, model.parameters(), on_failure)
+    on_failure = None if run.resolved.model.enable_cuda_graph else run.logger.log
+    return lambda micro_batch: CapturedMicroBatches(micro_batch, model.parameters(), on_failure)
 
 
 def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction | None:
     """Return a function that validates on `trainer.limit_val_batches` of the samples, or None if that is 0."""
-    root, model = run.root, state.model
-    limit = root.trainer.limit_val_batches
+    spec, model = run.resolved.data, state.model
+    limit, size = spec.limit_val_batches, run.resolved.model.micro_batch_size
     if not limit or run.data.validation is None:
         return None
-    samples = validation_subset(root, run.data.validation)
-    size = root.model.micro_batch_size
-    per_global_batch = root.model.global_batch_size // size
+    samples = validation_subset(spec, run.data.validation)
+    per_global_batch = spec.global_batch_size // size
     default_batches = limit if isinstance(limit, int) else None
 
     def validate(global_batches: int | None, should_stop: Callable[[], bool] | None) -> EvaluationResult:
@@ -188,7 +184,7 @@ def _build_save(
     run: RunContext, state: TrainingState, module: LanguageModule, schedule: BatchSchedule, saver: CheckpointSaver
 ) -> SaveFunction | None:
     """Return a function that saves a checkpoint of a step, or None if no checkpoint would be kept."""
-    keys = run.root.exp_manager
+    keys = run.resolved.exp_manager
     params = keys.checkpoint_callback_params
     if not keys.create_checkpoint_callback or (params.save_top_k == 0 and not params.save_last):
         return None
@@ -219,7 +215,7 @@ def _build_save(
 
 def _retention(run: RunContext) -> Callable[[], None]:
     """Return a function that applies checkpoint retention; a run that is being stopped keeps its newest checkpoint."""
-    params = run.root.exp_manager.checkpoint_callback_params
+    params = run.resolved.exp_manager.checkpoint_callback_params
 
     def clean() -> None:
         apply_retention(

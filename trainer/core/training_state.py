@@ -6,19 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ...models.build import LanguageModel
+from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
-from ...models.config.peft import peft_slice
 from ...models.peft.apply import trainable_parameters
 from ..checkpoint.reader import BaseRecord, Checkpoint, RunState
-from ..config.batch_spec import batch_spec
-from ..config.parameter_layout import layout_from_config
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
+from ..config.schema.exp_manager import EmaBlock
 from ..conversion.pretrained import PretrainedWeights, find_configured_pretrained
 from ..conversion.warm_start import load_pretrained_weights
-from ..data.build_datasets import Data
 from ..device.determinism import attention_flags
-from ..device.precision import PrecisionPlan
 from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
 from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
@@ -57,18 +53,18 @@ def build_training_state(run: RunContext) -> TrainingState:
     Raises:
         UserError: the model does not fit in memory, or the checkpoint or the pretrained weights do not fit the model.
     """
-    root, resumed = run.root, run.resumed
-    base = find_configured_pretrained(root.model.restore_from_path)
-    start = initial_run_state(root, run.data, run.precision, _base_record(run, base))
-    data_parallel = data_parallel_from_config(root, run.precision, run.device, run.ranks)
-    model = build_model(root, run.data, run.precision, run.device, data_parallel)
+    resolved, resumed = run.resolved, run.resumed
+    base = find_configured_pretrained(resolved.model.restore_from_path)
+    start = initial_run_state(resolved, run.data, _base_record(run, base))
+    data_parallel = build_data_parallel(resolved, run.device, run.ranks)
+    model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel)
     if resumed is None:
-        for line in load_pretrained_weights(root, model, run.data.tokenizer, base):
+        for line in load_pretrained_weights(resolved, model, run.data.tokenizer, base):
             run.logger.log(line)
-    optimizer = build_optimizer(root, model, run.precision, data_parallel)
+    optimizer = build_optimizer(resolved, model, data_parallel)
     if resumed is not None:
         start = _resume(run, resumed, start, model, optimizer, base)
-    ema = build_ema(root, model, optimizer, data_parallel)
+    ema = build_ema(resolved.exp_manager.ema, model, optimizer, data_parallel)
     if ema is not None and resumed is not None:
         if resumed.has_ema:
             resumed.load_ema(ema.local_shards())
@@ -86,8 +82,8 @@ def _resume(
     base: PretrainedWeights | None,
 ) -> RunState:
     """Load weights and optimizer state of a checkpoint; return `start` at its step."""
-    changes = check_resume_compatibility(resumed, start, run.data.tokenizer.to_dict(), run.root)
-    load_resumed_weights(resumed, model, base, run.root)
+    changes = check_resume_compatibility(resumed, start, run.data.tokenizer.to_dict(), run.config.root)
+    load_resumed_weights(resumed, model, base, run.config.root)
     for warning in changes:  # logged only after the weights fit
         run.logger.log(f"warning: {warning}")
     resumed.load_optimizer(optimizer)
@@ -99,73 +95,76 @@ def _resume(
 
 def _base_record(run: RunContext, base: PretrainedWeights | None) -> BaseRecord | None:
     """Return the record of the base weights for adapter checkpoints, hashed by rank 0; None without PEFT."""
-    if base is None or not run.root.model.peft.is_on:
+    if base is None or not run.resolved.model.peft.is_on:
         return None
     text = base.record().model_dump_json() if run.ranks.is_rank_zero else ""
     return BaseRecord.model_validate_json(run.ranks.broadcast_text(text))
 
 
-def data_parallel_from_config(
-    root: RootBlock, precision: PrecisionPlan, device: torch.device, ranks: DistributedContext
-) -> DataParallel | None:
-    """Return the data-parallel strategy (DDP and ZeRO-1, or FSDP2 and HSDP), or None for one process."""
-    layout = layout_from_config(root, ranks.world_size)
+def build_data_parallel(run: ResolvedRun, device: torch.device, ranks: DistributedContext) -> DataParallel | None:
+    """Build the data-parallel strategy (DDP and ZeRO-1, or FSDP2 and HSDP), or None for one process."""
+    layout = run.layout
     if layout is None:
         return None
-    reduce_dtype = grad_reduce_dtype(root, precision.param_dtype)
+    reduce_dtype = grad_reduce_dtype(run.model, TORCH_DTYPES[run.precision.weights])
     if layout.replicates_weights:
         return ReplicatedDataParallel(layout, device, reduce_dtype)
     return ShardedDataParallel(layout, device, reduce_dtype, ranks.timeout)
 
 
 def build_model(
-    root: RootBlock,
-    data: Data,
-    precision: PrecisionPlan,
+    run: ResolvedRun,
+    vocab_size: int,
     device: torch.device,
+    model_plan: ModelPlan | None = None,
     data_parallel: DataParallel | None = None,
 ) -> LanguageModel:
     """Build the model with its initial weights.
+
+    Args:
+        run: the run.
+        vocab_size: vocabulary size of the tokenizer.
+        device: device of the model.
+        model_plan: its attention backends, if they have been chosen before.
+        data_parallel: shards the parameters over processes; None for one process.
 
     Raises:
         UserError: no attention backend is available, or `model.compile` is not supported.
     """
     try:
         return build_from_keys(
-            root.model,
-            vocab_size=data.vocab_size,
+            run.model,
+            vocab_size=vocab_size,
             device=device,
-            dtype=precision.param_dtype,
-            flags=attention_flags(root),
-            micro_batch_size=root.model.micro_batch_size,
-            batch_spec=batch_spec(root),
-            compute_dtype=precision.autocast_dtype or precision.param_dtype,
+            dtype=TORCH_DTYPES[run.precision.weights],
+            flags=attention_flags(run.trainer.deterministic),
+            micro_batch_size=run.model.micro_batch_size,
+            batch_spec=run.batch_spec,
+            compute_dtype=TORCH_DTYPES[run.precision.compute],
             sharding=data_parallel,
-            peft=peft_slice(root.model.peft),
+            peft=run.peft,
+            plan=model_plan,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
 
 
-def build_optimizer(
-    root: RootBlock, model: LanguageModel, precision: PrecisionPlan, data_parallel: DataParallel | None = None
-) -> Optimizer:
+def build_optimizer(run: ResolvedRun, model: LanguageModel, data_parallel: DataParallel | None = None) -> Optimizer:
     """Build the optimizer of `model.optim` for all parameters of the model."""
     return optimizer_factory.build_optimizer(
-        root.model,
+        run.model,
         model.named_parameters(),
-        main_weights=precision.main_weights,
-        clip_norm=root.trainer.gradient_clip_val,
-        host=optimizer_factory.host_copy_engine(root.model, model.output_weight.device),
+        main_weights=run.precision.main_weights,
+        clip_norm=run.trainer.gradient_clip_val,
+        host=optimizer_factory.host_copy_engine(run.model, model.output_weight.device),
         **({} if data_parallel is None else data_parallel.optimizer_arguments),
     )
 
 
 def build_ema(
-    root: RootBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
+    keys: EmaBlock, model: LanguageModel, optimizer: Optimizer, data_parallel: DataParallel | None = None
 ) -> EMA | None:
     """Build the EMA of `exp_manager.ema`, initialized from the current weights; None if disabled."""
-    keys = root.exp_manager.ema
     if not keys.enable:
         return None
     main_weights = {

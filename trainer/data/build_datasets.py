@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config.data_task import Task, task_from_config
-from ..config.data_task import sequence_length as length_of
+from ..config.data_task import Task
 from ..config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES, SPLITS, Split, dataset_plugins
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import DataSpec
+from ..config.schema.trainer_and_data import DataBlock
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .datasets.document_chunks import InMemoryDocuments
@@ -85,7 +85,7 @@ class Data:
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
 
-def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
+def build_data(spec: DataSpec, tokenizer: Tokenizer | None = None) -> Data:
     """Read and tokenize the data, and build the samples of all splits.
 
     The kind of batch depends on the task (`model.data.dataset_type`). With `reset_position_ids` or
@@ -98,27 +98,25 @@ def build_data(root: RootBlock, tokenizer: Tokenizer | None = None) -> Data:
         UserError: the text cannot be read or tokenized, a split is shorter than the sequence length, the vocabulary is
             smaller than the tokenizer's, or the tokenizer lacks a token that the task needs.
     """
-    task = task_from_config(root)
-    model = root.model
-    if model.data.data_impl in PAIR_SOURCES:
-        tokenizer = with_chat_template(root, tokenizer or configured_tokenizer(root) or ByteTokenizer())
-        return _fine_tuning_data(root, task, tokenizer) if task.name == "sft" else _pair_data(root, task, tokenizer)
-    data = _stream_data(root, task, tokenizer)
-    with_chat_template(root, data.tokenizer)
+    if spec.keys.data_impl in PAIR_SOURCES:
+        tokenizer = with_chat_template(spec, tokenizer or configured_tokenizer(spec) or ByteTokenizer())
+        return _fine_tuning_data(spec, tokenizer) if spec.task.name == "sft" else _pair_data(spec, tokenizer)
+    data = _stream_data(spec, tokenizer)
+    with_chat_template(spec, data.tokenizer)
     return data
 
 
-def _prepare_tokenizer(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
+def _prepare_tokenizer(spec: DataSpec, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with the tokens that the task needs; a vocabulary too small is refused before any text is
     tokenized.
     """
-    extended = tokenizer_for_task(root, task, tokenizer)
-    model_vocab_size(root, extended)
+    extended = tokenizer_for_task(spec, tokenizer)
+    model_vocab_size(spec.vocab_size, extended)
     return extended
 
 
 def _assemble(
-    root: RootBlock,
+    spec: DataSpec,
     tokenizer: Tokenizer,
     samples: Mapping[Split, AnySamples | None],
     fingerprint: str,
@@ -128,7 +126,7 @@ def _assemble(
     """Build `Data`; `contents` are its fields `corpus`, `pairs`, `examples` and `has_predefined_splits`."""
     train = samples["train"]
     assert train is not None
-    vocab_size = model_vocab_size(root, tokenizer)
+    vocab_size = model_vocab_size(spec.vocab_size, tokenizer)
     return Data(
         tokenizer=tokenizer,
         vocab_size=vocab_size,
@@ -142,34 +140,34 @@ def _assemble(
     )
 
 
-def _stream_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
-    model = root.model
-    if model.data.data_impl == "mock":
-        return _mock_data(root, task, tokenizer or ByteTokenizer())
-    if model.data.data_impl == "mmap":
-        return _tokenized_data(root, task, tokenizer)
-    if model.data.data_impl not in BUILT_IN_DATASETS:
-        return _plugin_data(root, task, tokenizer or configured_tokenizer(root) or ByteTokenizer())
-    return _text_data(root, task, tokenizer)
+def _stream_data(spec: DataSpec, tokenizer: Tokenizer | None) -> Data:
+    source = spec.keys.data_impl
+    if source == "mock":
+        return _mock_data(spec, tokenizer or ByteTokenizer())
+    if source == "mmap":
+        return _tokenized_data(spec, tokenizer)
+    if source not in BUILT_IN_DATASETS:
+        return _plugin_data(spec, tokenizer or configured_tokenizer(spec) or ByteTokenizer())
+    return _text_data(spec, tokenizer)
 
 
-def _text_data(root: RootBlock, task: Task, tokenizer: Tokenizer | None) -> Data:
+def _text_data(spec: DataSpec, tokenizer: Tokenizer | None) -> Data:
     """Build data from text files; `tokenizer` is restored from a checkpoint."""
-    corpus = read_corpus(root)
-    tokenizer = _prepare_tokenizer(root, task, tokenizer or tokenizer_for_corpus(root, corpus))
-    samples, tokens = _text_samples(root, SampleFactory(root, task, tokenizer), corpus, tokenizer)
-    if samples["validation"] is None and root.trainer.limit_val_batches:
+    corpus = read_corpus(spec.keys)
+    tokenizer = _prepare_tokenizer(spec, tokenizer or tokenizer_for_corpus(spec, corpus))
+    samples, tokens = _text_samples(spec, SampleFactory(spec, tokenizer), corpus, tokenizer)
+    if samples["validation"] is None and spec.limit_val_batches:
         raise UserError(
             f"the validation split of {corpus.name} is empty: {corpus.files} file(s), "
-            f"`model.data.splits_string={root.model.data.splits_string}`; give it more files or a larger share, or set "
+            f"`model.data.splits_string={spec.keys.splits_string}`; give it more files or a larger share, or set "
             "`trainer.limit_val_batches=0`"
         )
-    description = _describe(corpus, tokens, tokenizer, task)
-    return _assemble(root, tokenizer, samples, corpus.fingerprint, description, corpus=corpus)
+    description = _describe(corpus, tokens, tokenizer, spec.task)
+    return _assemble(spec, tokenizer, samples, corpus.fingerprint, description, corpus=corpus)
 
 
 def _text_samples(
-    root: RootBlock, make: SampleFactory, corpus: Corpus, tokenizer: Tokenizer
+    spec: DataSpec, make: SampleFactory, corpus: Corpus, tokenizer: Tokenizer
 ) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
     """Return the samples and the number of tokens of each split.
 
@@ -190,30 +188,17 @@ def _text_samples(
     tokens: dict[Split, int] = {split: len(stream) for split, stream in streams.items()}
     length = make.task.window
     if tokens["train"] < length + 1:
-        raise UserError(_too_short(root, make.task, corpus, tokens["train"]))
-    samples["train"] = make.from_windows(TrainingWindows(streams["train"], length, root.model.seed), training=True)
+        raise UserError(_too_short(spec, corpus, tokens["train"]))
+    samples["train"] = make.from_windows(TrainingWindows(streams["train"], length, spec.seed), training=True)
     for split in SPLITS[1:]:
         windows = evaluation_windows(streams[split], length, tokenizer)
         samples[split] = windows and make.from_windows(windows, training=False)
     return samples, tokens
 
 
-def sequence_length(root: RootBlock) -> int:
-    """Return `model.data.seq_length`, or the model's own; the encoder's length for encoder-decoder models."""
-    return length_of(root.model)
-
-
-def _length_key(root: RootBlock) -> str:
-    """Return the key that sets the sequence length."""
-    if root.model.data.seq_length is not None:
-        return "model.data.seq_length"
-    return "model.seq_length" if root.model.family == "t5" else "model.encoder_seq_length"
-
-
-def _too_short(root: RootBlock, task: Task, corpus: Corpus, tokens: int) -> str:
+def _too_short(spec: DataSpec, corpus: Corpus, tokens: int) -> str:
     """Return the error message for a training split shorter than one window."""
-    data = root.model.data
-    key = _length_key(root)
+    task, data, key = spec.task, spec.keys, spec.length_key
     text = f"{tokens:,} tokens of the training split of {corpus.name} (`model.data.splits_string={data.splits_string}`)"
     if task.window > task.length:
         return f"`{key}` ({task.length}) needs {task.window + 1:,} tokens of text, but there are {text}; use more text"
@@ -221,25 +206,25 @@ def _too_short(root: RootBlock, task: Task, corpus: Corpus, tokens: int) -> str:
     return f"`{key}` ({task.length}) must be below the {text}; {fix}"
 
 
-def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer | None) -> Data:
+def _tokenized_data(spec: DataSpec, checkpoint_tokenizer: Tokenizer | None) -> Data:
     """Build data from memory-mapped token ids; `checkpoint_tokenizer` is restored from a checkpoint."""
-    splits = open_splits(root)
-    named_by = f"`model.tokenizer` ({root.model.tokenizer.library})"
+    splits = open_splits(spec.keys)
+    named_by = f"`model.tokenizer` ({spec.tokenizer.library})"
     if checkpoint_tokenizer:
         named_by = "the tokenizer of the checkpoint"
 
     def extended(tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer_for_task(root, task, tokenizer)
+        return tokenizer_for_task(spec, tokenizer)
 
-    tokenizer = choose_tokenizer(splits, checkpoint_tokenizer or configured_tokenizer(root), named_by, extended)
+    tokenizer = choose_tokenizer(splits, checkpoint_tokenizer or configured_tokenizer(spec), named_by, extended)
     tokenizer = tokenizer or extended(ByteTokenizer())
-    make = SampleFactory(root, task, tokenizer)
-    samples, tokens = split_samples(root, splits, tokenizer, make)
-    prefix = root.model.data.data_prefix
-    if samples["validation"] is None and root.trainer.limit_val_batches:
+    make = SampleFactory(spec, tokenizer)
+    samples, tokens = split_samples(spec, splits, tokenizer, make)
+    prefix = spec.keys.data_prefix
+    if samples["validation"] is None and spec.limit_val_batches:
         raise UserError(
             f"`model.data.data_prefix`: the validation split is empty (`model.data.splits_string="
-            f"{root.model.data.splits_string}` cuts between documents); give it a larger share or a set of its own "
+            f"{spec.keys.splits_string}` cuts between documents); give it a larger share or a set of its own "
             "(data_prefix.validation), or set `trainer.limit_val_batches=0`"
         )
     documents = sum(found.reader.documents for found in splits.datasets.values())
@@ -248,34 +233,33 @@ def _tokenized_data(root: RootBlock, task: Task, checkpoint_tokenizer: Tokenizer
         f"{prefix if isinstance(prefix, str) else pluralize(len(splits.datasets), 'set')}: "
         f"{pluralize(documents, 'document')}; "
         + ", ".join(f"{split} {pluralize(tokens[split], 'token')}" for split in SPLITS)
-        + f"; {_vocabulary(tokenizer, assumed)}; {_sequence_lengths(task)}; fingerprint {splits.fingerprint[:12]}"
+        + f"; {_vocabulary(tokenizer, assumed)}; {_sequence_lengths(spec.task)}; fingerprint {splits.fingerprint[:12]}"
     )
-    return _assemble(root, tokenizer, samples, splits.fingerprint, description)
+    return _assemble(spec, tokenizer, samples, splits.fingerprint, description)
 
 
-def _plugin_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+def _plugin_data(spec: DataSpec, tokenizer: Tokenizer) -> Data:
     """Build data from a dataset plugin."""
-    tokenizer = _prepare_tokenizer(root, task, tokenizer)
-    keys = root.model.data.model_dump(mode="json")
-    name = root.model.data.data_impl
-    make = SampleFactory(root, task, tokenizer)
-    windows = {split: plugin_samples(keys, split, task.window, tokenizer, root.model.seed) for split in SPLITS}
+    tokenizer = _prepare_tokenizer(spec, tokenizer)
+    keys = spec.keys.model_dump(mode="json")
+    name = spec.keys.data_impl
+    make = SampleFactory(spec, tokenizer)
+    windows = {split: plugin_samples(keys, split, spec.task.window, tokenizer, spec.seed) for split in SPLITS}
     samples: Any = {
         split: found and make.from_windows(found, training=split == "train") for split, found in windows.items()
     }
-    if samples["validation"] is None and root.trainer.limit_val_batches:
+    if samples["validation"] is None and spec.limit_val_batches:
         raise UserError(f"`model.data.data_impl` ({name}) has no validation split; set `trainer.limit_val_batches=0`")
     source = dataset_plugins()[name]
     version = source.dist.version if source.dist else ""
     identity = json.dumps([source.value, version, keys["path"], keys["dataset_kwargs"]], sort_keys=True)
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()
-    description = f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(task)}"
-    return _assemble(root, tokenizer, samples, fingerprint, description)
+    description = f"{name}: {source.value} {version}; vocabulary {tokenizer.vocab_size}; {_sequence_lengths(spec.task)}"
+    return _assemble(spec, tokenizer, samples, fingerprint, description)
 
 
-def read_pairs(root: RootBlock) -> TextPairs:
+def read_pairs(data: DataBlock) -> TextPairs:
     """Read the text pairs of `model.data`, by split."""
-    data = root.model.data
     if data.data_impl == "pystd_docstring":
         return read_docstrings(parse_proportions(data.splits_string))
     source = read_source(data, pair_parser(data.context_key, data.label_key), lambda pair: pair.input)
@@ -283,34 +267,34 @@ def read_pairs(root: RootBlock) -> TextPairs:
     return TextPairs(source.name, pairs, pairs_fingerprint(pairs), source.has_predefined_splits)
 
 
-def _pair_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+def _pair_data(spec: DataSpec, tokenizer: Tokenizer) -> Data:
     """Build data from text pairs for an encoder-decoder model."""
-    texts = read_pairs(root)
-    tokenizer = _prepare_tokenizer(root, task, tokenizer)
-    make = SampleFactory(root, task, tokenizer)
+    texts = read_pairs(spec.keys)
+    tokenizer = _prepare_tokenizer(spec, tokenizer)
+    make = SampleFactory(spec, tokenizer)
     token_pairs = {split: TokenPairs(texts.pairs[split], tokenizer, make.shape) for split in SPLITS}
     samples: Any = {split: make.from_pairs(pairs, training=split == "train") for split, pairs in token_pairs.items()}
-    _check_splits(root, texts.name, samples, texts.inputs)
+    _check_splits(spec, texts.name, samples, texts.inputs)
     truncated = [sum(pairs.num_truncated[side] for pairs in token_pairs.values()) for side in range(2)]
     description = (
         f"{texts.name}: "
         + ", ".join(f"{split} {pluralize(len(pairs), 'pair')}" for split, pairs in texts.pairs.items())
-        + f"; {_vocabulary(tokenizer)}; {_sequence_lengths(task)}; truncated: inputs {truncated[0]:,}, targets "
+        + f"; {_vocabulary(tokenizer)}; {_sequence_lengths(spec.task)}; truncated: inputs {truncated[0]:,}, targets "
         f"{truncated[1]:,}; fingerprint {texts.fingerprint[:12]}"
     )
     predefined = texts.has_predefined_splits
     return _assemble(
-        root, tokenizer, samples, texts.fingerprint, description, pairs=texts, has_predefined_splits=predefined
+        spec, tokenizer, samples, texts.fingerprint, description, pairs=texts, has_predefined_splits=predefined
     )
 
 
-def _needed_splits(root: RootBlock) -> tuple[Split, ...]:
+def _needed_splits(spec: DataSpec) -> tuple[Split, ...]:
     """Return the splits that must not be empty."""
-    return ("train", "validation") if root.trainer.limit_val_batches else ("train",)
+    return ("train", "validation") if spec.limit_val_batches else ("train",)
 
 
 def _check_splits(
-    root: RootBlock, name: str, samples: Mapping[Split, AnySamples | None], inputs: Callable[[], list[str]]
+    spec: DataSpec, name: str, samples: Mapping[Split, AnySamples | None], inputs: Callable[[], list[str]]
 ) -> None:
     """Check that the splits needed for training, and validation if enabled, are not empty.
 
@@ -322,8 +306,8 @@ def _check_splits(
     Raises:
         UserError: a needed split is empty.
     """
-    data = root.model.data
-    for split in _needed_splits(root):
+    data = spec.keys
+    for split in _needed_splits(spec):
         if samples[split] is not None:
             continue
         without = ", or set `trainer.limit_val_batches=0`" if split == "validation" else ""
@@ -340,13 +324,14 @@ def _check_splits(
         )
 
 
-def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
+def _fine_tuning_data(spec: DataSpec, tokenizer: Tokenizer) -> Data:
     """Build supervised fine-tuning data (prompts with answers, or conversations) for a GPT."""
-    tokenizer = _prepare_tokenizer(root, task, tokenizer)
-    sft = build_sft_data(root, task, tokenizer)
-    for split in _needed_splits(root):
-        sft.check(split, task.length, _length_key(root))
-    _check_splits(root, sft.records.name, sft.samples, sft.records.inputs)
+    tokenizer = _prepare_tokenizer(spec, tokenizer)
+    task = spec.task
+    sft = build_sft_data(spec, tokenizer)
+    for split in _needed_splits(spec):
+        sft.check(split, task.length, spec.length_key)
+    _check_splits(spec, sft.records.name, sft.samples, sft.records.inputs)
     fingerprint = sft.records.fingerprint()
     description = (
         f"{sft.records.name}: {sft.describe()}; {_vocabulary(tokenizer)}; {'packed ' * task.packed}"
@@ -354,18 +339,20 @@ def _fine_tuning_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data
     )
     predefined = sft.records.has_predefined_splits
     return _assemble(
-        root, tokenizer, sft.samples, fingerprint, description, examples=sft.examples, has_predefined_splits=predefined
+        spec, tokenizer, sft.samples, fingerprint, description, examples=sft.examples, has_predefined_splits=predefined
     )
 
 
-def _mock_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Data:
-    tokenizer = _prepare_tokenizer(root, task, tokenizer)
-    vocab_size = model_vocab_size(root, tokenizer)
-    make = SampleFactory(root, task, tokenizer)
+def _mock_data(spec: DataSpec, tokenizer: Tokenizer) -> Data:
+    tokenizer = _prepare_tokenizer(spec, tokenizer)
+    vocab_size = model_vocab_size(spec.vocab_size, tokenizer)
+    make = SampleFactory(spec, tokenizer)
     counts = (MOCK_TRAINING_SAMPLES, MOCK_EVALUATION_SAMPLES, MOCK_EVALUATION_SAMPLES)
     samples: Any = {split: make.mock(vocab_size, counts[part], part) for part, split in enumerate(SPLITS)}
-    description = f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(task)}; there is nothing to learn"
-    return _assemble(root, tokenizer, samples, f"mock-{vocab_size}", description)
+    description = (
+        f"mock: random tokens out of {vocab_size:,}, {_sequence_lengths(spec.task)}; there is nothing to learn"
+    )
+    return _assemble(spec, tokenizer, samples, f"mock-{vocab_size}", description)
 
 
 def _sequence_lengths(task: Task) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
@@ -96,54 +98,34 @@ class GlobalBatch:
         """Copy the batch to pinned memory; DataLoader calls this too."""
         return self._with(tensor.pin_memory() for tensor in self.tensors)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields as NumPy arrays, which a dataloader worker sends through a pipe.
 
-class _GlobalBatches(Dataset[GlobalBatch]):
+        Tensors would be sent through shared memory, which is scarce in containers, and a socket in the temporary
+        directory, whose path may exceed the length limit of sockets; then the batch is lost and the run hangs.
+        """
+        return _batch_from_arrays, (self.indices, {name: field.numpy() for name, field in self.fields.items()})
+
+
+def _batch_from_arrays(indices: tuple[int, ...], arrays: dict[str, np.ndarray]) -> GlobalBatch:
+    return GlobalBatch.from_fields(indices, {name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+class _GlobalBatches(Dataset[GlobalBatch | UserError]):
     """Maps the micro batches of a step to their samples."""
 
     def __init__(self, samples: AnySamples) -> None:
         self.samples = samples
 
-    def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch:
+    def read(self, part: MicroBatchIndices) -> GlobalBatch:
         size = part.micro_batch_size
         batches = [self.samples.batch(part.first_sample + number * size, size) for number in part.indices]
         return GlobalBatch.from_fields(part.indices, batch_tensors(concatenate_batches(batches)))
 
-
-@dataclass(frozen=True, slots=True)
-class _NumpyBatch:
-    """A batch sent from a dataloader worker, as NumPy arrays pickled through a pipe.
-
-    Tensors would be sent through shared memory, which is scarce in containers, and a socket in the temporary directory,
-    whose path may exceed the length limit of sockets; then the batch is lost and the run hangs.
-    """
-
-    numbers: tuple[int, ...]
-    arrays: dict[str, np.ndarray]
-
-    def to_tensors(self) -> GlobalBatch:
-        """Convert the arrays to a batch of tensors."""
-        return GlobalBatch.from_fields(
-            self.numbers, {name: torch.from_numpy(array) for name, array in self.arrays.items()}
-        )
-
-    def pin_memory(self) -> GlobalBatch:
-        """Copy the batch to pinned memory; called by the DataLoader's pin-memory thread."""
-        return self.to_tensors().pin_memory()
-
-
-class _WorkerBatches(Dataset[_NumpyBatch | UserError]):
-    """`_GlobalBatches` for dataloader workers: returns a `UserError` as a value.
-
-    DataLoader would re-raise it with the worker's traceback as its message.
-    """
-
-    def __init__(self, batches: _GlobalBatches) -> None:
-        self._batches = batches
-
-    def __getitem__(self, part: MicroBatchIndices) -> _NumpyBatch | UserError:
+    def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch | UserError:
+        """In a dataloader worker: return a `UserError`; DataLoader would raise it with a traceback as its message."""
         try:
-            batch = self._batches[part]
-            return _NumpyBatch(batch.indices, {name: field.numpy() for name, field in batch.fields.items()})
+            return self.read(part)
         except UserError as error:
             return error
 
@@ -163,7 +145,7 @@ class PrefetchingDataLoader:
         self._parts = batch_sampler
         self._device = device
         self._num_workers = num_workers
-        self._thread: _Producer | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         host = self._from_workers() if self._num_workers else self._from_thread()
@@ -172,20 +154,29 @@ class PrefetchingDataLoader:
     def close(self) -> None:
         """Stop the prefetch thread."""
         if self._thread is not None:
-            self._thread.stop()
+            self._thread.shutdown(cancel_futures=True)
             self._thread = None
 
     def _from_thread(self) -> Iterator[GlobalBatch]:
         self.close()
-        self._thread = _Producer(self._batches, self._parts, pin=self._device.type == "cuda")
-        return iter(self._thread)
+        self._thread = thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        parts = iter(self._parts)
+        ahead = deque(thread.submit(self._read, part) for part in islice(parts, PREFETCH_FACTOR))
+        for part in parts:
+            batch = ahead.popleft().result()
+            ahead.append(thread.submit(self._read, part))
+            yield batch
+
+    def _read(self, part: MicroBatchIndices) -> GlobalBatch:
+        batch = self._batches.read(part)
+        return batch.pin_memory() if self._device.type == "cuda" else batch
 
     def _from_workers(self) -> Iterator[GlobalBatch]:
         with warnings.catch_warnings():
             # The number of workers is the user's choice.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
-                _WorkerBatches(self._batches),
+                self._batches,
                 batch_size=None,
                 sampler=self._parts,
                 num_workers=self._num_workers,
@@ -217,10 +208,10 @@ class PrefetchingDataLoader:
             yield batch
 
 
-def _unwrap(item: GlobalBatch | _NumpyBatch | UserError) -> GlobalBatch:
+def _unwrap(item: GlobalBatch | UserError) -> GlobalBatch:
     if isinstance(item, UserError):
         raise item
-    return item.to_tensors() if isinstance(item, _NumpyBatch) else item
+    return item
 
 
 _BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else (signal.SIGINT,)
@@ -261,45 +252,3 @@ def _exit_on_sigterm_from(parent: int) -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
         pass
     os._exit(0)
-
-
-class _Producer:
-    """Prefetch thread; an exception in it is re-raised in the consumer."""
-
-    def __init__(self, batches: _GlobalBatches, parts: RankBatchSampler, *, pin: bool) -> None:
-        self._batches = batches
-        self._parts = parts
-        self._pin = pin
-        self._queue: queue.Queue[GlobalBatch | BaseException] = queue.Queue(PREFETCH_FACTOR)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        while not self._stopped.is_set():
-            item = self._queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            for part in self._parts:
-                batch = self._batches[part]
-                if not self._put(batch.pin_memory() if self._pin else batch):
-                    return
-        except BaseException as error:
-            self._put(error)
-
-    def _put(self, item: GlobalBatch | BaseException) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False

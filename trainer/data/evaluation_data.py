@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config.data_task import task_from_config
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import DataSpec
 from ..utils.errors import UserError
 from .datasets.document_chunks import InMemoryDocuments
 from .datasets.samples import AnySamples
@@ -47,7 +46,7 @@ class EvaluationData(NamedTuple):
     skipped_files: str = ""
 
 
-def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> EvaluationData:
+def evaluation_data(path: Path, spec: DataSpec, tokenizer: Tokenizer) -> EvaluationData:
     """Return the data at `path`, made into samples in the same way as the run's own data.
 
     It is a text file or folder; for a model trained on pairs, prompts or conversations a JSONL file or folder. If such
@@ -56,18 +55,17 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> Evalua
     Raises:
         UserError: the data cannot be read or tokenized, or have nothing to predict.
     """
-    task = task_from_config(root)
-    make = SampleFactory(root, task, tokenizer)
+    task, make = spec.task, SampleFactory(spec, tokenizer)
     samples: AnySamples | None
     pairs, examples, skipped_files = None, None, ""
     if task.name == "seq2seq":
-        keys = root.model.data
+        keys = spec.keys
         texts = read_text_pairs(path, _ALL, keys.context_key, keys.label_key, named_by="--data-path")
         pairs = texts.pairs["validation"]
         samples = make.from_pairs(TokenPairs(pairs, tokenizer, make.shape), training=False)
         problem = f"--data-path: {path} holds no pair to evaluate on"
     elif task.name == "sft":
-        sft = build_sft_evaluation_data(path, root, task, tokenizer)
+        sft = build_sft_evaluation_data(path, spec, tokenizer)
         samples, examples = sft.samples["validation"], sft.split_examples("validation")
         problem = f"--data-path: {path} holds nothing to evaluate on"
     else:
@@ -82,5 +80,5 @@ def evaluation_data(path: Path, root: RootBlock, tokenizer: Tokenizer) -> Evalua
         problem = f"{path} holds a single token: there is nothing to predict; use a longer text"
     if samples is None:
         raise UserError(problem)
-    token_bytes = padded_byte_counts(tokenizer, model_vocab_size(root, tokenizer))
+    token_bytes = padded_byte_counts(tokenizer, model_vocab_size(spec.vocab_size, tokenizer))
     return EvaluationData(str(path), samples, token_bytes, pairs, examples, skipped_files)

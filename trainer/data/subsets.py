@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import DataSpec
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .datasets.samples import AnySamples, concatenate_batches
 
 
-def validation_subset(root: RootBlock, samples: AnySamples) -> AnySamples:
+def validation_subset(spec: DataSpec, samples: AnySamples) -> AnySamples:
     """Return the validation samples after a fractional `limit_val_batches` and `validation_drop_last`.
 
     An integer `limit_val_batches` is applied later, as a number of batches of these.
@@ -18,11 +18,11 @@ def validation_subset(root: RootBlock, samples: AnySamples) -> AnySamples:
     Raises:
         UserError: no complete batch is left with `validation_drop_last`.
     """
-    limit, size = root.trainer.limit_val_batches, root.model.global_batch_size
+    limit, size = spec.limit_val_batches, spec.global_batch_size
     count = samples.samples
     if isinstance(limit, float):
         count = max(1, int(limit * count + 0.5))
-    if root.model.data.validation_drop_last:
+    if spec.keys.validation_drop_last:
         if count < size:
             part = f" (`trainer.limit_val_batches` {limit:g} of {samples.samples:,})" if count < samples.samples else ""
             raise UserError(

@@ -6,31 +6,31 @@ from dataclasses import replace
 
 from ...kernels.attention.call_spec import InstalledSoftware
 from ...kernels.attention.flags import AttentionFlags
-from ..config.schema.root import RootBlock
+from ...models.config.families import FamilyKeys, keys_by_stack
+from ..config.resolved_run import ResolvedRun
 from ..utils import environment
 from ..utils.errors import UserError
 
 
-def run_flags(root: RootBlock) -> AttentionFlags:
+def run_flags(run: ResolvedRun) -> AttentionFlags:
     """Return the NVTE_* flags as the run sees them: the environment updated with `env_vars`."""
     from ..device.determinism import attention_flags
 
-    own = {name: environment.format_variable(value) for name, value in root.env_vars.items()}
+    own = {name: environment.format_variable(value) for name, value in run.env_vars.items()}
     try:
-        return attention_flags(root, {**environment.snapshot(), **own})
+        return attention_flags(run.trainer.deterministic, {**environment.snapshot(), **own})
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def assumed_software(root: RootBlock, device: str) -> InstalledSoftware:
+def assumed_software(keys: FamilyKeys, device: str) -> InstalledSoftware:
     """Return the software of this machine, as assumed on another device.
 
     A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
     """
     from ...kernels.attention.backends.registry import detect_installed_software
-    from ...models.config.families import keys_by_stack
 
-    local, stacks = detect_installed_software(), keys_by_stack(root.model).values()
+    local, stacks = detect_installed_software(), keys_by_stack(keys).values()
     if device == "cpu":
         return local
     needs_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from ..config.schema.root import RootBlock
+from ..config.schema.trainer_and_data import TrainerBlock
 from ..utils.environment import enable_expandable_segments
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 
 
-def choose_device(root: RootBlock, local_rank: int = 0) -> torch.device:
+def choose_device(keys: TrainerBlock, local_rank: int = 0) -> torch.device:
     """Return the device of `trainer.accelerator`; `auto` is a CUDA GPU if there is one, else the CPU.
 
     Args:
-        root: the configuration.
+        keys: `trainer`.
         local_rank: rank of this process on its node, the index of its GPU.
 
     Raises:
         UserError: there is no such device.
     """
-    name = root.trainer.accelerator
+    name = keys.accelerator
     device = _find_device(
         "cuda" if name == "gpu" else name, f"`trainer.accelerator` ({name})", "trainer.accelerator=cpu or auto"
     )
@@ -29,10 +29,14 @@ def choose_device(root: RootBlock, local_rank: int = 0) -> torch.device:
     gpus = torch.cuda.device_count()
     if local_rank and local_rank >= gpus:
         raise UserError(
-            f"`trainer.devices` ({root.trainer.devices}): this machine has {pluralize(gpus, 'GPU')}; "
-            f"use trainer.devices={gpus}"
+            f"`trainer.devices` ({keys.devices}): this machine has {pluralize(gpus, 'GPU')}; use trainer.devices={gpus}"
         )
     return torch.device("cuda", local_rank)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the CUDA compute capability of a device; None for other devices."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def device_from_option(name: str) -> torch.device:

@@ -10,32 +10,31 @@ import torch
 
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.launch import HAS_TRITON
-from ...models.config.families import family_slice, keys_by_stack
+from ...models.config.families import keys_by_stack
 from ...models.config.memory import offload_slice
 from ...models.config.moe import moe_slice
-from ...models.config.peft import peft_slice
 from ...models.recompute.analysis import effective_recompute, recompute_uses_rng
-from ..config.batch_spec import batch_spec
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
+from ..config.schema.root import AnyModelBlock
 from ..utils.errors import UserError
 
 
 def uses_cuda_graph(
-    root: RootBlock, device: torch.device, world_size: int, decisions: Mapping[str, BackendSelection] | None = None
+    run: ResolvedRun, device: torch.device, decisions: Mapping[str, BackendSelection] | None = None
 ) -> bool:
     """Return True if micro batches are captured: `model.enable_cuda_graph`, where null means if supported.
 
     Raises:
         UserError: `enable_cuda_graph` is True, but capture is not supported.
     """
-    enabled, reason = root.model.enable_cuda_graph, cuda_graph_unsupported_reason(root, device, world_size, decisions)
+    enabled, reason = run.model.enable_cuda_graph, cuda_graph_unsupported_reason(run, device, decisions)
     if enabled and reason:
         raise UserError(f"`model.enable_cuda_graph` (True) {reason}; use model.enable_cuda_graph=False")
     return enabled is not False and reason is None
 
 
 def cuda_graph_unsupported_reason(
-    root: RootBlock, device: torch.device, world_size: int, decisions: Mapping[str, BackendSelection] | None = None
+    run: ResolvedRun, device: torch.device, decisions: Mapping[str, BackendSelection] | None = None
 ) -> str | None:
     """Return the reason why micro batches cannot be captured, whether enabled or not; None if they can.
 
@@ -44,20 +43,20 @@ def cuda_graph_unsupported_reason(
     """
     if device.type != "cuda":
         return f"needs a CUDA device, but this run is on {device.type}"
-    if world_size > 1:
-        return f"does not support communication, but this run has {world_size} processes"
-    if any(offload_slice(keys) for keys in keys_by_stack(root.model).values()):
+    if run.world_size > 1:
+        return f"does not support communication, but this run has {run.world_size} processes"
+    if any(offload_slice(keys) for keys in keys_by_stack(run.model).values()):
         return "keeps its memory pool for the graph, but `cpu_offloading` (True) must free memory in between"
-    return _expert_reason(root) or _recompute_reason(root, decisions or {})
+    return _expert_reason(run) or _recompute_reason(run, decisions or {})
 
 
-def _expert_reason(root: RootBlock) -> str | None:
+def _expert_reason(run: ResolvedRun) -> str | None:
     """Return the reason why a micro batch with experts cannot be captured; None if it can, or has none."""
-    for keys in keys_by_stack(root.model).values():
+    for keys in keys_by_stack(run.model).values():
         moe = moe_slice(keys)
         if moe is None:
             continue
-        looped = not HAS_TRITON or str(root.trainer.precision).startswith("64")
+        looped = not HAS_TRITON or run.precision.weights == "fp64"
         if moe.reads_counts or (looped and not moe.pad_to_capacity):
             return (
                 "does not support host synchronization, which experts need that run one by one: with "
@@ -66,19 +65,18 @@ def _expert_reason(root: RootBlock) -> str | None:
     return None
 
 
-def _recompute_reason(root: RootBlock, decisions: Mapping[str, BackendSelection]) -> str | None:
+def _recompute_reason(run: ResolvedRun, decisions: Mapping[str, BackendSelection]) -> str | None:
     """Return the reason why a micro batch with recomputation cannot be captured; None if it can, or has none."""
-    family = family_slice(root.model, vocab_size=root.model.override_vocab_size or 1, batch_spec=batch_spec(root))
-    for stack, recompute in zip(family.stacks, effective_recompute(family, decisions), strict=True):
-        if recompute_uses_rng(replace(stack, recompute=recompute), peft_slice(root.model.peft)):
-            keys = [f"`{name}` ({value})" for name, value in _recompute_keys(root)]
+    for stack, recompute in zip(run.family.stacks, effective_recompute(run.family, decisions), strict=True):
+        if recompute_uses_rng(replace(stack, recompute=recompute), run.peft):
+            keys = [f"`{name}` ({value})" for name, value in _recompute_keys(run.model)]
             return f"does not capture RNG state, which {' and '.join(keys)} must restore to recompute noise or dropout"
     return None
 
 
-def _recompute_keys(root: RootBlock) -> Iterator[tuple[str, Any]]:
+def _recompute_keys(model: AnyModelBlock) -> Iterator[tuple[str, Any]]:
     """Yield the keys that enable recomputation, of every stack, with their values."""
-    for at, keys in keys_by_stack(root.model).items():
+    for at, keys in keys_by_stack(model).items():
         for name in ("activations_checkpoint_granularity", "activations_checkpoint_modules", "moe_layer_recompute"):
             if value := getattr(keys, name):
                 yield f"{at}{name}", ", ".join(value) if isinstance(value, list) else value

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 
 from ...kernels.attention.flags import AttentionFlags, read_flags
-from ..config.schema.root import RootBlock
 from ..utils.environment import set_cublas_workspace
 
 
@@ -34,7 +33,9 @@ def deterministic_algorithms(mode: bool | Literal["warn"]) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def attention_flags(root: RootBlock, variables: Mapping[str, str] | None = None) -> AttentionFlags:
+def attention_flags(
+    deterministic: bool | Literal["warn"], variables: Mapping[str, str] | None = None
+) -> AttentionFlags:
     """Return the NVTE_* flags, with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 for `trainer.deterministic: true` or `warn`.
 
     Torch reports deterministic algorithms as enabled in both cases, and TransformerEngine follows that. `variables` is
@@ -44,4 +45,4 @@ def attention_flags(root: RootBlock, variables: Mapping[str, str] | None = None)
         ValueError: a variable is neither 0 nor 1.
     """
     flags = read_flags(variables)
-    return replace(flags, allow_nondeterministic=False) if root.trainer.deterministic else flags
+    return replace(flags, allow_nondeterministic=False) if deterministic else flags

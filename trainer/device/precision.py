@@ -1,4 +1,4 @@
-"""Dtypes of weights and arithmetic from `trainer.precision` and `model.megatron_amp_O2`."""
+"""The dtypes of a run (`config/run_precision.py`) as torch dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...models.build import TORCH_DTYPES
+from ..config.run_precision import RunPrecision, resolve_precision
 from ..config.schema.trainer_and_data import TrainerBlock
+from .choose_device import compute_capability
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +29,22 @@ class PrecisionPlan:
     main_weights: bool = False
     autocast_dtype: torch.dtype | None = None
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of arithmetic."""
+        return self.autocast_dtype or self.param_dtype
+
     def autocast_context(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the autocast context of the forward pass."""
         return torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
 
 
+def torch_precision(precision: RunPrecision) -> PrecisionPlan:
+    """Return the dtypes of a run as torch dtypes."""
+    autocast = None if precision.autocast is None else TORCH_DTYPES[precision.autocast]
+    return PrecisionPlan(precision.name, TORCH_DTYPES[precision.weights], precision.main_weights, autocast)
+
+
 def plan_precision(trainer: TrainerBlock, megatron_amp_O2: bool, device: torch.device) -> PrecisionPlan:  # noqa: N803
-    """Resolve the precision keys; null is bf16 on a CUDA device with bf16 tensor cores (sm_80+), fp32 elsewhere."""
-    precision = trainer.precision
-    if precision is None:
-        has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        precision = "bf16" if has_bf16 else "32"
-    match str(precision):
-        case "bf16" if megatron_amp_O2:
-            return PrecisionPlan("bf16 weights, fp32 main weights", torch.bfloat16, main_weights=True)
-        case "bf16" | "bf16-mixed":
-            return PrecisionPlan("fp32 weights, bf16 autocast", torch.float32, autocast_dtype=torch.bfloat16)
-        case "bf16-true":
-            return PrecisionPlan("bf16 weights and optimizer state", torch.bfloat16)
-        case "64" | "64-true":
-            return PrecisionPlan("fp64", torch.float64)
-        case _:
-            return PrecisionPlan("fp32", torch.float32)
+    """Resolve the precision keys for a device of this machine."""
+    return torch_precision(resolve_precision(trainer.precision, megatron_amp_O2, compute_capability(device)))

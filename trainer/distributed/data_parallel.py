@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...models.build import LanguageModel, get_stacks
 from ..config.parameter_layout import DataParallelLayout
-from ..config.schema.root import RootBlock
+from ..config.schema.root import AnyModelBlock
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, local_shard
 
@@ -93,11 +93,11 @@ class DataParallel:
         return whole[:rows]
 
 
-def grad_reduce_dtype(root: RootBlock, weights: torch.dtype) -> torch.dtype | None:
+def grad_reduce_dtype(keys: AnyModelBlock, weights: torch.dtype) -> torch.dtype | None:
     """Return the gradient reduction dtype for bf16 weights; None (no cast) for other weights."""
     if weights != torch.bfloat16:
         return None
-    return torch.bfloat16 if root.model.fsdp_grad_reduce_dtype == "bf16" else torch.float32
+    return torch.bfloat16 if keys.fsdp_grad_reduce_dtype == "bf16" else torch.float32
 
 
 def communication_buckets(model: LanguageModel) -> list[list[nn.Parameter]]:

@@ -52,7 +52,8 @@ def run_with_restarts(
 
 def _checkpoint_names(config: RunConfig) -> list[str]:
     """Return the names of the complete checkpoints."""
-    place = configured_run_directory(config.root)
+    keys = config.root.exp_manager
+    place = configured_run_directory(keys, config.root.name)
     assert place is not None  # set, because the run can resume
-    folder = checkpoint_directory(config.root, place)
+    folder = checkpoint_directory(keys, place)
     return sorted(path.name for path in folder.glob("step-*") if ".tmp-" not in path.name)

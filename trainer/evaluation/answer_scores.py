@@ -9,7 +9,6 @@ from typing import TypeVar
 import numpy as np
 
 from ...models.t5 import T5
-from ..config.data_task import task_from_config
 from ..conversion.load_model import LoadedModel
 from ..data.datasets.samples import philox_generator
 from ..data.datasets.seq2seq import PairShape
@@ -65,15 +64,12 @@ def score_examples(
     """
     chosen = _sample(examples, limit)
     prompts = [example.tokens[: example.prompt_length].tolist() for example in chosen]
-    data = restored.config.root.model.data
+    data = restored.run.data.keys
     stop = [end] if data.chat and (end := end_of_turn(restored.tokenizer)) else []
     longest = max(len(example.tokens) - example.prompt_length for example in examples)
     outputs = generate_batch(restored, prompts, max_new_tokens=longest, stop=stop, batch_size=batch_size)
-    targets = [example.answer_text for example in chosen]
-    baseline = None
-    if data.data_impl == "pystd_docstring":
-        baseline = score_predictions(targets, [docstring_from_name(example.prompt_text) for example in chosen])
-    return AnswerScores(score_predictions(targets, [output.text for output in outputs]), baseline)
+    sources, targets = [example.prompt_text for example in chosen], [example.answer_text for example in chosen]
+    return _scores(restored, sources, targets, [output.text for output in outputs])
 
 
 def _sample(items: Sequence[ItemT], limit: int | None) -> list[ItemT]:
@@ -93,15 +89,19 @@ def score_pairs(
         limit: number of pairs, a fixed random sample; None uses all.
     """
     assert isinstance(restored.model, T5)
-    root = restored.config.root
-    task = task_from_config(root)
+    task = restored.run.data.task
     chosen = _sample(pairs, limit)
     shape = PairShape(task.length, task.decoder_length, restored.tokenizer.pad_id)
     inputs, targets = [pair.input for pair in chosen], [pair.target for pair in chosen]
-    baseline = None
-    if root.model.data.data_impl == "pystd_docstring":
-        baseline = score_predictions(targets, [docstring_from_name(text) for text in inputs])
-    return AnswerScores(score_predictions(targets, generate_answers(restored, inputs, shape, batch_size)), baseline)
+    return _scores(restored, inputs, targets, generate_answers(restored, inputs, shape, batch_size))
+
+
+def _scores(
+    restored: LoadedModel, inputs: Sequence[str], targets: Sequence[str], predictions: Sequence[str]
+) -> AnswerScores:
+    is_docstring = restored.run.data.keys.data_impl == "pystd_docstring"
+    baseline = score_predictions(targets, list(map(docstring_from_name, inputs))) if is_docstring else None
+    return AnswerScores(score_predictions(targets, predictions), baseline)
 
 
 def generate_answers(restored: LoadedModel, inputs: Sequence[str], shape: PairShape, batch_size: int) -> list[str]:

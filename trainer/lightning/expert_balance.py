@@ -15,7 +15,7 @@ from ...models.build import LanguageModel
 from ...models.config.families import keys_by_stack
 from ...models.config.stack import StackKeys
 from ...models.moe.moe_layer import MoE, find_moe_layers
-from ..config.schema.root import AnyModelBlock, RootBlock
+from ..config.schema.root import AnyModelBlock
 from ..distributed.process_group import DistributedContext
 
 
@@ -78,14 +78,14 @@ class ExpertBalancer:
 
 
 def build_expert_balancer(
-    root: RootBlock, model: LanguageModel, micro_batches: Callable[[int], int], ranks: DistributedContext
+    keys: AnyModelBlock, model: LanguageModel, micro_batches: Callable[[int], int], ranks: DistributedContext
 ) -> ExpertBalancer | None:
     """Build the `ExpertBalancer` of a model, or None without MoE layers."""
     layers = find_moe_layers(model)
     if not layers:
         return None
     rates = {
-        name: stack_keys_of(root.model, name).moe_router_bias_update_rate
+        name: stack_keys_of(keys, name).moe_router_bias_update_rate
         for name, layer in layers.items()
         if layer.updates_expert_bias
     }

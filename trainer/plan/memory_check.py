@@ -13,8 +13,8 @@ from operator import attrgetter
 import torch
 
 from ...kernels.moe.routing import expert_capacity
-from ...models.build import plan_model
-from ...models.config.families import FamilySlice, family_slice, keys_by_stack
+from ...models.build import ModelPlan
+from ...models.config.families import FamilySlice, keys_by_stack
 from ...models.config.moe import has_experts
 from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Keys
@@ -23,16 +23,12 @@ from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from ...models.model_cost import stacks_with_cross_attention
 from ...models.moe.moe_layer import expert_rows
 from ...models.stack import layer_weights
-from ..config.batch_spec import batch_spec
-from ..config.parameter_layout import DataParallelLayout
-from ..config.schema.root import AnyModelBlock, RootBlock
+from ..config.resolved_run import ResolvedRun
+from ..config.schema.root import AnyModelBlock
 from ..data.dataloader import PREFETCH_FACTOR
-from ..device.determinism import attention_flags
-from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
-from .state_memory import main_weight_bytes
 from .trainable_count import count_trainable
 
 _GIB = 2**30
@@ -40,26 +36,23 @@ _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_in
 _EXPERT_ROWS = ("moe_router_topk", "moe_expert_capacity_factor", "ffn_hidden_size", "moe_ffn_hidden_size")
 
 
-def check_memory(
-    root: RootBlock, precision: PrecisionPlan, device: torch.device, layout: DataParallelLayout | None = None
-) -> None:
+def check_memory(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) -> None:
     """Reject a run that needs more memory than its device or its host has; one that passes may still not fit.
 
     Args:
-        root: the configuration.
-        precision: dtypes of the run.
+        run: the run.
         device: device of this process.
-        layout: data-parallel layout; None for one process.
+        model_plan: its attention backends.
 
     Raises:
         UserError: the run cannot fit; the message names the keys that determine the size.
     """
-    keys, ranks = root.model, layout.replicas * layout.shards if layout else 1
+    keys, ranks = run.model, run.world_size
     host = host_memory()
     if host is not None:
-        host //= max(1, ranks // root.trainer.num_nodes)
+        host //= max(1, ranks // run.trainer.num_nodes)
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host
-    bound = _lower_bound(root, precision, device, layout, ranks)
+    bound = _lower_bound(run, device, model_plan)
     for on_host, needed, what, names in _demands(bound, keys, " in each process" if ranks > 1 else ""):
         limit = host if on_host else available
         if limit is not None and needed > limit:
@@ -99,15 +92,12 @@ class _LowerBound:
     batches: int
 
 
-def _lower_bound(
-    root: RootBlock, precision: PrecisionPlan, device: torch.device, layout: DataParallelLayout | None, ranks: int
-) -> _LowerBound:
-    keys, form, manager = root.model, batch_spec(root), root.exp_manager
+def _lower_bound(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) -> _LowerBound:
+    keys, form, manager, model, layout = run.model, run.batch_spec, run.exp_manager, run.family, run.layout
     vocab_size, shards = keys.override_vocab_size or 1, layout.shards if layout else 1
     counts = count_trainable(keys, vocab_size, form)
-    model = family_slice(keys, vocab_size=vocab_size, batch_spec=form)
     lengths = (form.seq_length, form.decoder_seq_length)[: len(model.stacks)]
-    itemsize, main = precision.param_dtype.itemsize, main_weight_bytes(precision)
+    itemsize, main = run.precision.weights_itemsize, run.precision.main_weight_bytes
     state_size = min_state_elements(keys, vocab_size, *((counts.trainable,) if keys.peft.is_on else ()))
     optimizer = (counts.trainable * main + state_size * (main or itemsize)) // shards
     optimizer_on_host = optimizer if offloads_optimizer_state(keys, device) else 0
@@ -120,7 +110,7 @@ def _lower_bound(
     weights //= 1 if layout is None or layout.replicates_weights else shards
     tables = sum(rotary_table_bytes(stack.rotary) for stack in model.stacks)
     # layers before the first that is trained need no backward pass and save nothing
-    compute_itemsize = (precision.autocast_dtype or precision.param_dtype).itemsize
+    compute_itemsize = run.precision.compute_itemsize
     saved = on_device = 0
     for stack, length, first in zip(model.stacks, lengths, counts.first_backward_layers, strict=True):
         tokens = keys.micro_batch_size * length
@@ -135,11 +125,11 @@ def _lower_bound(
         state=weights + (0 if optimizer_on_host else optimizer) + ema - ema_on_host + tables,
         activations=on_device,
         offloaded_weights=counts.total * itemsize if offloads_weights else 0,
-        mask=_mask_bytes(root, precision, device),
+        mask=_mask_bytes(model_plan),
         optimizer_on_host=optimizer_on_host,
         ema_on_host=ema_on_host,
         offloaded=saved - on_device + _weights_on_host(model, device, itemsize),
-        batches=keys.global_batch_size // ranks * sample_bytes * PREFETCH_FACTOR,
+        batches=keys.global_batch_size // run.world_size * sample_bytes * PREFETCH_FACTOR,
     )
 
 
@@ -223,23 +213,8 @@ def _saved_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
     return sum(moe.layers[first:]) * rows * moe.ffn_hidden_size * (2 if stack.mlp.gated else 1)
 
 
-def _mask_bytes(root: RootBlock, precision: PrecisionPlan, device: torch.device) -> int:
+def _mask_bytes(plan: ModelPlan) -> int:
     """Return the bytes of the attention masks of packed documents; 0 if the attention backends need none."""
-    form = batch_spec(root)
-    if not form.packed:
-        return 0
-    try:
-        plan = plan_model(
-            family_slice(root.model, vocab_size=1, batch_spec=form),
-            device=device,
-            dtype=precision.autocast_dtype or precision.param_dtype,
-            flags=attention_flags(root),
-            micro_batch_size=root.model.micro_batch_size,
-            batch_spec=form,
-        )
-    except ValueError:  # no backend is available; the attention check reports that with its reasons
-        return 0
-    masks = (
+    return sum(
         max(plan.decisions[planned.label(kind)].mask_bytes for kind in planned.calls) for planned in plan.attentions
     )
-    return sum(masks)

@@ -19,7 +19,7 @@ from ...models.model_cost import training_flops_per_sample
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
-from .state_memory import main_weight_bytes, num_state_elements
+from .state_memory import num_state_elements
 from .timeline import LayerInStack, MemoryPlan
 from .transfers import offload_stall_seconds, offloaded_bytes
 
@@ -214,7 +214,7 @@ def _messages(run: RunInputs) -> float:
 def _update_bytes(run: RunInputs) -> float:
     """Bytes of GPU memory that the optimizer's update reads and writes per step."""
     trained, gradient = run.counts.trainable, run.widths.weights
-    main = main_weight_bytes(run.precision) or gradient
+    main = run.precision.main_weight_bytes or gradient
     state = num_state_elements(run) / trained
     per_parameter = main * 2 + state * main * 2 + gradient * 2 + gradient
     accumulation = (2 * 4 + gradient) * run.micro_batches if run.micro_batches > 1 else 0
@@ -243,7 +243,7 @@ def _ema_seconds(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> float:
     The time a host needs to update an EMA in its memory is not known, and counts as zero.
     """
     size = run.counts.trainable / run.shards * run.ema_itemsize
-    source_on_host = memory.persistent.on_host > 0 and main_weight_bytes(run.precision) > 0
+    source_on_host = memory.persistent.on_host > 0 and run.precision.main_weight_bytes > 0
     copy = size / gpu.host_link if run.ema_on_host != source_on_host else 0.0
     update = 0.0 if run.ema_on_host else 3 * size / gpu.pointwise_bandwidth
     return (copy + update) / run.ema_every_n_steps

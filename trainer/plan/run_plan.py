@@ -7,16 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...kernels.attention.backends.registry import detect_installed_software
+from ...kernels.attention.call_spec import InstalledSoftware
+from ...models.build import ModelPlan
 from ...models.config.memory import RecomputeModule, RecomputeSlice
 from ...models.memory.host_copies import SLAB_BYTES
 from ...models.model_cost import count_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
-from ..config.schema.root import RootBlock
+from ..config.resolved_run import ResolvedRun
+from ..device.attention_software import assumed_software, run_flags
+from ..device.choose_device import compute_capability
 from ..device.determinism import attention_flags
+from ..utils.host_memory import host_memory
 from .hardware import EFFICIENCY, GPUSpec, match_gpu
 from .roofline import StepTime, step_time
-from .run_inputs import RunInputs, Target, collect_inputs, target_precision
+from .run_inputs import RunInputs, Target, collect_inputs
 from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import MemoryPlan, memory_plan
 from .transfers import offloaded_bytes
@@ -87,31 +92,25 @@ class Plan:
         return self.time.seconds if self.time else float("inf")
 
 
-def make_plan(root: RootBlock, target: Target, *, vocab_size: int | None = None) -> Plan:
-    """Estimate memory and step time of a run; `vocab_size` of the tokenizer is None if not known.
+def make_plan(
+    run: ResolvedRun, target: Target, *, vocab_size: int | None = None, model_plan: ModelPlan | None = None
+) -> Plan:
+    """Estimate memory and step time of a run; arguments as in `collect_inputs`.
 
     Raises:
         ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
         UserError: CUDA graphs are required but not supported for this run.
     """
-    run = collect_inputs(root, target, target_precision(root, target), vocab_size=vocab_size)
-    memory, model = memory_plan(run), (run.model_config, run.vocab_size, run.batch_spec)
+    inputs = collect_inputs(run, target, vocab_size=vocab_size, model_plan=model_plan)
+    memory, model = memory_plan(inputs), (run.model, inputs.vocab_size, run.batch_spec)
     inactive = count_parameters(*model) - count_parameters(*model, active=True)  # experts
     return Plan(
-        inputs=run,
-        num_parameters=run.counts.total,
-        num_active_parameters=run.counts.total - inactive,
+        inputs=inputs,
+        num_parameters=inputs.counts.total,
+        num_active_parameters=inputs.counts.total - inactive,
         memory=memory,
-        time=step_time(run, memory),
+        time=step_time(inputs, memory),
     )
-
-
-def plan_run(root: RootBlock, device: torch.device, *, world_size: int, vocab_size: int | None) -> Plan | None:
-    """Plan a run on this machine; None if its attention or compilation is not supported, reported elsewhere."""
-    try:
-        return make_plan(root, local_target(root, device, world_size), vocab_size=vocab_size)
-    except ValueError:
-        return None
 
 
 def useless_recompute_notes(plan: Plan) -> list[str]:
@@ -132,43 +131,36 @@ def offload_recompute(run: RunInputs) -> tuple[frozenset[RecomputeModule], ...]:
     return recomputed_for_offload(run.family, run.decisions, run.peft, compiled=run.compiled)
 
 
-def local_target(root: RootBlock, device: torch.device, world_size: int = 1) -> Target:
+def local_target(run: ResolvedRun, device: torch.device) -> Target:
     """Return the target for a device of this machine."""
-    from ..utils.host_memory import host_memory
-
     host = host_memory()
     gpu: GPUSpec | None = None
-    capability, memory = None, None
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+    capability, memory = compute_capability(device), None
+    if capability is not None:
         memory = torch.cuda.get_device_properties(device).total_memory
         gpu = match_gpu(device_name(device), memory, capability)
-    software = replace(
-        detect_installed_software(device.type), deterministic_algorithms=bool(root.trainer.deterministic)
-    )
     return Target(
         device=device.type,
         capability=capability,
         gpu=gpu,
         memory=memory,
-        software=software,
-        flags=attention_flags(root),
-        world_size=world_size,
-        host_memory=None if host is None else host // max(1, world_size // root.trainer.num_nodes),
+        software=_with_determinism(run, detect_installed_software(device.type)),
+        flags=attention_flags(run.trainer.deterministic),
+        host_memory=None if host is None else host // max(1, run.world_size // run.trainer.num_nodes),
     )
 
 
-def gpu_target(root: RootBlock, gpu: GPUSpec, world_size: int = 1) -> Target:
+def gpu_target(run: ResolvedRun, gpu: GPUSpec) -> Target:
     """Return the target for a GPU that need not be installed, with this machine's software as if it were."""
-    from ..device.attention_software import assumed_software, run_flags
-
-    software = assumed_software(root, "cuda")
     return Target(
         device="cuda",
         capability=gpu.capability,
         gpu=gpu,
         memory=gpu.memory,
-        software=replace(software, deterministic_algorithms=bool(root.trainer.deterministic)),
-        flags=run_flags(root),
-        world_size=world_size,
+        software=_with_determinism(run, assumed_software(run.model, "cuda")),
+        flags=run_flags(run),
     )
+
+
+def _with_determinism(run: ResolvedRun, software: InstalledSoftware) -> InstalledSoftware:
+    return replace(software, deterministic_algorithms=bool(run.trainer.deterministic))

@@ -18,6 +18,7 @@ from ...kernels.attention.dispatch import NoBackendError
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import RecomputeModule
 from ...models.recompute.analysis import activation_recompute_saves_nothing
+from ..config.resolved_run import resolve_run
 from ..config.rules.all_rules import run_rules
 from ..config.rules.rule_context import RuleContext
 from ..config.schema.root import RootBlock
@@ -169,7 +170,9 @@ class _PlannedRun:
         if errors and errors - _errors(self.root):
             return None
         try:
-            return Change(differing, make_plan(root, self.target, vocab_size=self.plan.inputs.vocab_size))
+            inputs = self.plan.inputs
+            run = resolve_run(root, world_size=inputs.ranks, capability=self.target.capability)
+            return Change(differing, make_plan(run, self.target, vocab_size=inputs.vocab_size))
         except (NoBackendError, UserError):  # attention and CUDA graphs may not support another micro batch size
             return None
 
@@ -312,7 +315,7 @@ def _offload(number: int, *, weights: bool) -> dict[str, Any]:
 def _others(run: _PlannedRun) -> list[dict[str, Any]]:
     """Return other changes: FSDP if there are several ranks, optimizer offloading toggled."""
     model = run.root.model
-    fsdp: list[dict[str, Any]] = [{"fsdp": True}] if run.target.world_size > 1 and not model.fsdp else []
+    fsdp: list[dict[str, Any]] = [{"fsdp": True}] if run.plan.inputs.ranks > 1 and not model.fsdp else []
     return [*fsdp, {"cpu_offloading_optimizer": not model.cpu_offloading_optimizer}]
 
 

@@ -12,7 +12,6 @@ from ...models.config.t5 import T5Slice
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.stack import layer_weights
 from ..config.schema.optim import optimizer_kind, optimizer_settings
-from ..device.precision import PrecisionPlan
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets
 from .run_inputs import RunInputs
@@ -66,16 +65,11 @@ def num_state_elements(run: RunInputs) -> int:
     return min_state_elements(run.model_config, run.vocab_size, run.counts.trainable if run.is_frozen else None)
 
 
-def main_weight_bytes(precision: PrecisionPlan) -> int:
-    """Bytes of the fp32 main copy of one weight; 0 without a copy."""
-    return 4 if precision.main_weights and precision.param_dtype.itemsize < 4 else 0
-
-
 def persistent_state(run: RunInputs) -> PersistentState:
     """Return the persistent memory of a rank of a run on CUDA."""
     keys, widths = run.model_config, run.widths
     parameters = run.counts.trainable
-    shards, main = run.shards, main_weight_bytes(run.precision)
+    shards, main = run.shards, run.precision.main_weight_bytes
     weight_shards = 1 if run.layout is None or run.layout.replicates_weights else shards
     state = num_state_elements(run) * (main or widths.weights) // shards
     on_host = offloads_optimizer_state(keys, torch.device(run.target.device))
@@ -159,7 +153,7 @@ def update_working_bytes(run: RunInputs) -> int:
 def offload_bucket_bytes(run: RunInputs) -> int:
     """Bytes of the device buckets through which optimizer state on the host is streamed."""
     kind, settings = optimizer_kind(run.model_config.optim.name), optimizer_settings(run.model_config.optim)
-    main = main_weight_bytes(run.precision)
+    main = run.precision.main_weight_bytes
     states: list[tuple[int, int, bool]] = []
     for weight in _weights(run):
         moments = _count_moments(kind, settings, is_hidden=weight.is_hidden)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def fsync_directory(path: Path) -> None:
@@ -20,13 +23,24 @@ def atomic_write(path: Path, data: bytes) -> None:
 
     Not safe for concurrent writers: the temporary file has a fixed name next to `path`.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path, writer: str = "") -> Iterator[IO[bytes]]:
+    """Context that opens a temporary file, which replaces `path` on success and is removed on an exception.
+
+    Args:
+        writer: unique name of this writer, if several processes may write the file at once.
+    """
+    temporary = path.with_name(f".{path.name}{writer and '.'}{writer}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
+        with temporary.open("xb" if writer else "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise

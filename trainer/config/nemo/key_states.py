@@ -102,7 +102,11 @@ class Verdict:
 
 
 class KeyStates:
-    """States of all keys in a tree of resolved values; `is_typed` tells which were set on the command line."""
+    """States of all keys in a tree of resolved values; `is_typed` tells which were set on the command line.
+
+    Attributes:
+        verdicts: the verdict on each key, in the order given.
+    """
 
     def __init__(
         self, tree: Tree, origin_of: Callable[[str], str], is_typed: Callable[[str], bool] = lambda _: False
@@ -114,16 +118,12 @@ class KeyStates:
         self._keys = schema_keys(self._family)
         self._blocks = schema_blocks(self._family)
         self._suggestions = 0
-        self._verdicts = [self._verdict(path, value) for path, value in self._given_leaves(tree)]
-
-    def verdicts(self) -> Iterator[Verdict]:
-        """Yield the verdict on each key, in the order given."""
-        yield from self._verdicts
+        self.verdicts = [self._verdict(path, value) for path, value in self._given_leaves(tree)]
 
     def problems(self) -> Iterator[Problem]:
         """Yield the errors; unsupported keys with the same reason are one problem."""
         grouped: dict[tuple[str, str, str], list[Verdict]] = {}
-        for verdict in self._verdicts:
+        for verdict in self.verdicts:
             if verdict.error:
                 key = (verdict.error, verdict.fix, "" if verdict.state is KeyState.NOT_YET else verdict.path)
                 grouped.setdefault(key, []).append(verdict)
@@ -141,11 +141,11 @@ class KeyStates:
 
     def findings(self) -> Iterator[Finding]:
         """Yield notes on accepted keys without effect: historical keys, and settings of disabled features."""
-        history = [verdict.path for verdict in self._verdicts if verdict.state is KeyState.HISTORICAL]
+        history = [verdict.path for verdict in self.verdicts if verdict.state is KeyState.HISTORICAL]
         typed = [path for path in history if self._is_typed(path)]
         files = [path for path in history if path not in typed]
         inert = [
-            v.path for v in self._verdicts if v.state is KeyState.NOT_YET and not v.error and v.note and self._is_set(v)
+            v.path for v in self.verdicts if v.state is KeyState.NOT_YET and not v.error and v.note and self._is_set(v)
         ]
         for paths, what, listed in (
             # All that were typed are listed: the user expects them to have an effect.
@@ -154,7 +154,7 @@ class KeyStates:
             (inert, "without effect because the feature is off", _listed(inert)),
         ):
             if paths:
-                yield Finding("info", tuple(paths), f"{pluralize(len(paths), 'key')} {what}: {listed}")
+                yield Finding.info(tuple(paths), f"{pluralize(len(paths), 'key')} {what}: {listed}")
 
     def _verdict(self, path: str, value: Any) -> Verdict:
         if _CODE_KEYS.intersection(path.split(".")) or _names_code(value):
@@ -169,11 +169,8 @@ class KeyStates:
         if self._is_accepted(row, value):
             return Verdict(path, value, row.state, self._why_accepted(row))
         if row.state is KeyState.NOT_YET:
-            off = (
-                "leave it out"
-                if not row.accepts
-                else f"{row.pattern.removesuffix('.*')}={format_value(row.accepts[0])}"
-            )
+            key = row.pattern.removesuffix(".*")
+            off = f"{key}={format_value(row.accepts[0])}" if row.accepts else "leave it out"
             return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
         return Verdict(path, value, row.state, row.note, f"refused: {row.note}", self._fix(row, path, value))
 
@@ -194,12 +191,8 @@ class KeyStates:
         return f"no effect while {row.switch} is off"
 
     def _acting_verdict(self, path: str, value: Any) -> Verdict:
-        try:
-            unsupported = (
-                unsupported_values().get(without_stack(path), {}).get(value) if not isinstance(value, bool) else None
-            )
-        except TypeError:  # not hashable
-            unsupported = None
+        known = unsupported_values().get(without_stack(path), {})
+        unsupported = None if isinstance(value, bool | list | dict) else known.get(value)
         if unsupported is None:
             return Verdict(path, value, KeyState.ACTS)
         key = self._keys[path]
@@ -220,14 +213,8 @@ class KeyStates:
     def _unknown_verdict(self, path: str, value: Any) -> Verdict:
         above = dotted_paths.parent_of(path)
         if above in self._keys:
-            return Verdict(
-                path,
-                value,
-                None,
-                "",
-                f"there is no such key: `{above}` is a value, not a block",
-                f"{above}=VALUE",
-            )
+            error = f"there is no such key: `{above}` is a value, not a block"
+            return Verdict(path, value, None, error=error, fix=f"{above}=VALUE")
         near = suggest_keys(path, self._family) if self._suggestions < _MAX_SUGGESTIONS else ()
         self._suggestions += 1
         group, _, rest = path.partition(".")
@@ -257,8 +244,7 @@ class KeyStates:
 
     def _is_set(self, verdict: Verdict) -> bool:
         row = find_row(verdict.path, self._family)
-        value = verdict.value
-        return value is not None and value != MISSING and bool(row and row.switch)
+        return verdict.value not in (None, MISSING) and bool(row and row.switch)
 
 
 def _families_with(path: str) -> list[Family]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from .. import dotted_paths
-from ..dotted_paths import Tree
+from ..dotted_paths import MISSING, Tree
 from ..schema.key_index import STACKS, format_value, schema_keys, without_stack
 from ..schema.root import family_of
 from .key_table import unsupported_values
@@ -58,20 +58,17 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             matches = [choice for choice in known if choice.lower() == value.lower()]
             if matches:
                 dotted_paths.put(tree, path, matches[0])
-                yield Finding("warning", (path,), f"`{value}` is read as `{matches[0]}`", f"{path}={matches[0]}")
+                yield Finding.warning((path,), f"`{value}` is read as `{matches[0]}`", f"{path}={matches[0]}")
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _NULL_IS_DEFAULT):
         if dotted_paths.get(tree, path, 0) is None:
             default = keys[path].default
             dotted_paths.remove(tree, path)
-            yield Finding("info", (path,), f"null is read as the default, {default}", f"{path}={default}")
+            yield Finding.info((path,), f"null is read as the default, {default}", f"{path}={default}")
 
 
 def has_nemo_file_names(tree: Tree) -> bool:
     """Return True if `train_ds.file_names` is set without `data_impl`, as in NeMo's fine-tuning files."""
-    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (
-        None,
-        dotted_paths.MISSING,
-    )
+    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (None, MISSING)
 
 
 def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
@@ -79,8 +76,8 @@ def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     if has_nemo_file_names(tree):
         dotted_paths.put(tree, _SOURCE, "jsonl")
         moved[_SOURCE] = _FILES
-        yield Finding(
-            "info", (_SOURCE, _FILES), "`train_ds.file_names` are read with `data_impl: jsonl`", f"{_SOURCE}=jsonl"
+        yield Finding.info(
+            (_SOURCE, _FILES), "`train_ds.file_names` are read with `data_impl: jsonl`", f"{_SOURCE}=jsonl"
         )
 
 
@@ -88,7 +85,7 @@ def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     """Rename keys of NeMo's loggers and optimizers; a contradicting one is left, and refused later."""
     for theirs, ours in _RENAMED_KEYS.items():
         value = dotted_paths.get(tree, theirs)
-        if value is None or value == dotted_paths.MISSING:
+        if value in (None, MISSING):
             continue
         if theirs == _GRAD_SYNC_DTYPE:
             value = _DTYPES.get(str(value).removeprefix("torch."))
@@ -97,7 +94,7 @@ def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         dotted_paths.remove(tree, theirs)
         dotted_paths.put(tree, ours, value)
         moved[ours] = theirs
-        yield Finding("info", (ours,), f"`{theirs}` is read as `{ours}`", f"{ours}={format_value(value)}")
+        yield Finding.info((ours,), f"`{theirs}` is read as `{ours}`", f"{ours}={format_value(value)}")
 
 
 def _gated_linear_unit(tree: Tree, stack: str) -> Iterator[Finding]:
@@ -107,14 +104,13 @@ def _gated_linear_unit(tree: Tree, stack: str) -> Iterator[Finding]:
         return
     name = dotted_paths.get(tree, activation) or "gelu"
     if name in _GATED:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (path, activation),
             f"refused: a gated `{name}` is `activation: {_GATED[name]}` here",
             f"~{path} {activation}={_GATED[name]}",
         )
     elif name in _GATED.values() or str(name).startswith("fast-"):
-        yield Finding("info", (activation,), f"`{path}` is redundant with `{name}`, which is gated")
+        yield Finding.info((activation,), f"`{path}` is redundant with `{name}`, which is gated")
     else:
         return
     dotted_paths.remove(tree, path)
@@ -128,8 +124,7 @@ def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator
         return
     given = dotted_paths.get(tree, right)
     if given is not None and given != value:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (wrong, right),
             f"`{value}` is a value of `moe_token_dispatcher_type`, which is `{given}`",
             f"{right}={value}, and {wrong}=false",
@@ -139,8 +134,7 @@ def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator
     dotted_paths.remove(tree, wrong)
     dotted_paths.put(tree, right, value)
     moved[right] = moved.get(wrong, wrong)
-    yield Finding(
-        "warning",
+    yield Finding.warning(
         (right,),
         f"`moe_token_dropping: {value}` is a typo of NeMo's documentation and is read as `moe_token_dispatcher_type`",
         f"{right}={value}",
@@ -152,4 +146,4 @@ def _drop_policy(tree: Tree, stack: str) -> Iterator[Finding]:
     path = f"{stack}.moe_token_drop_policy"
     if dotted_paths.get(tree, path) == "prob":
         dotted_paths.put(tree, path, "probs")
-        yield Finding("warning", (path,), "`prob` is read as `probs`", f"{path}=probs")
+        yield Finding.warning((path,), "`prob` is read as `probs`", f"{path}=probs")

@@ -18,8 +18,7 @@ def names_stay_below_exp_dir(context: RuleContext) -> Iterator[Finding]:
         ("exp_manager.version", root.exp_manager.version),
     ):
         if isinstance(value, str) and (value.startswith("/") or ".." in value.split("/") or "\0" in value):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (path,),
                 f"`{path}` must be a name below `exp_manager.exp_dir`, without `..`",
                 "use a plain name, or exp_manager.explicit_log_dir=DIRECTORY",
@@ -65,8 +64,7 @@ def checkpoint_params_need_callback(context: RuleContext) -> Iterator[Finding]:
     if manager.resume_if_exists and f"{prefix}dirpath" in given:
         given.remove(f"{prefix}dirpath")  # still read, to find the checkpoint to resume from
     if given:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (given[0], "exp_manager.create_checkpoint_callback"),
             "the keys of `checkpoint_callback_params` have no effect with `create_checkpoint_callback: false`",
         )
@@ -80,8 +78,7 @@ def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
         return
     prefix = "exp_manager.checkpoint_callback_params"
     if params.save_top_k == 0:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (f"{prefix}.save_top_k", f"{prefix}.save_last"),
             "no checkpoint is written, not even on SIGTERM: `save_top_k` (0) and `save_last` (False) keep none",
             f"{prefix}.save_last=true, or exp_manager.create_checkpoint_callback=false",
@@ -91,12 +88,10 @@ def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
         and params.every_n_train_steps > steps
         and params.train_time_interval is None
     ):
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (f"{prefix}.every_n_train_steps", f"{prefix}.save_last", "trainer.max_steps"),
             f"no checkpoint is due in {pluralize(steps, 'step')}: `every_n_train_steps` is "
-            f"{params.every_n_train_steps} "
-            "and `save_last` False",
+            f"{params.every_n_train_steps} and `save_last` False",
             f"{prefix}.save_last=true, or {prefix}.every_n_train_steps={steps}",
         )
 
@@ -134,8 +129,7 @@ def checkpoint_interval_fits_run(context: RuleContext) -> Iterator[Finding]:
         return
     key = "trainer.val_check_interval"
     if trainer.val_check_interval > trainer.max_steps and key in context.given:
-        yield Finding(
-            "info",
+        yield Finding.info(
             ("exp_manager.checkpoint_callback_params.every_n_train_steps", key),
             f"checkpoints are saved every `val_check_interval` ({trainer.val_check_interval}) steps: only the end of "
             "the run is saved",

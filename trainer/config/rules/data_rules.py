@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....models.config.families import sequence_length_of
 from ....models.config.key_block import Finding
 from ..blend_spec import is_per_split, parse_prefixes
 from ..data_task import task_name
@@ -28,8 +29,7 @@ def data_impl_is_known(context: RuleContext) -> Iterator[Finding]:
     installed = sorted(dataset_plugins())
     if name not in installed:
         near = closest(name, [*BUILT_IN_DATASETS, *installed])
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_IMPL,),
             f"`data_impl` must be one of {', '.join(BUILT_IN_DATASETS)}, or the name of an installed dataset "
             f"({', '.join(installed[:10]) or 'there is none'})",
@@ -43,8 +43,7 @@ def path_matches_data_impl(context: RuleContext) -> Iterator[Finding]:
     if data.data_impl == "jsonl" and data.train_ds.file_names is not None:
         return
     if data.data_impl in _IMPLS_WITH_PATH and not data.path:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.data.path", "model.data.data_impl"),
             f"`data_impl: {data.data_impl}` needs a file or folder to read"
             f"{', or a name on the hub' * (data.data_impl == 'huggingface')}",
@@ -53,8 +52,7 @@ def path_matches_data_impl(context: RuleContext) -> Iterator[Finding]:
             + (", or data=docstring" if data.data_impl == "jsonl" and not data.chat else ""),
         )
     elif data.data_impl in BUILT_IN_DATASETS and data.data_impl not in _IMPLS_WITH_PATH and data.path is not None:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.data.path", "model.data.data_impl"),
             f"`path` is read with `data_impl: {'`, `'.join(_IMPLS_WITH_PATH)}` only, but it is `{data.data_impl}`",
             "data=text, or ~model.data.path",
@@ -65,15 +63,13 @@ def data_prefix_matches_data_impl(context: RuleContext) -> Iterator[Finding]:
     """`data_prefix` is required with `data_impl: mmap`, and not supported with others."""
     data = context.root.model.data
     if data.data_impl == "mmap" and not data.data_prefix:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_PREFIX, _IMPL),
             "`data_impl: mmap` needs the path of a .bin/.idx pair, without suffix",
             f"{_PREFIX}=PATH, or data=pystd to train on the Python standard library",
         )
     elif data.data_prefix and data.data_impl in BUILT_IN_DATASETS and data.data_impl != "mmap":
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_PREFIX, _IMPL),
             f"`data_prefix` is read with `data_impl: mmap` only, but it is `{data.data_impl}`",
             f"{_IMPL}=mmap, or ~{_PREFIX}",
@@ -87,13 +83,12 @@ def _prefix_findings(data: DataBlock) -> Iterator[Finding]:
     try:
         blends = parse_prefixes(data.data_prefix)
     except ValueError as error:
-        yield Finding("error", (_PREFIX,), f"`data_prefix` ({format_value(data.data_prefix)}) {error}")
+        yield Finding.error((_PREFIX,), f"`data_prefix` ({format_value(data.data_prefix)}) {error}")
         return
     if is_per_split(data.data_prefix):
         weighted = [split for split, blend in blends.items() if split != "train" and blend.has_weights]
         if weighted:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (f"{_PREFIX}.{weighted[0]}",),
                 f"the weights of `{weighted[0]}` have no effect: that split uses every token of its datasets once",
                 "leave them out",
@@ -118,12 +113,9 @@ def splits_are_not_empty(context: RuleContext) -> Iterator[Finding]:
         yield from unused(context, key, "model.data.data_impl", why_unused)
         return
     if shares[0] == 0:
-        yield Finding(
-            "error", ("model.data.splits_string",), "the first share, for training, must not be 0", "900,50,50"
-        )
+        yield Finding.error(("model.data.splits_string",), "the first share, for training, must not be 0", "900,50,50")
     elif trainer.limit_val_batches and (len(shares) < 2 or shares[1] == 0):
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.data.splits_string", "trainer.limit_val_batches"),
             "the second share, for validation, must not be 0 while validation is on",
             "model.data.splits_string='900,100,0', or trainer.limit_val_batches=0",
@@ -134,11 +126,9 @@ def seq_length_matches_model(context: RuleContext) -> Iterator[Finding]:
     """`data.seq_length` must equal `encoder_seq_length` (T5: `seq_length`, of the encoder)."""
     model = context.root.model
     length = model.data.seq_length
-    key = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
-    model_length = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
+    key, model_length = "seq_length" if model.family == "t5" else "encoder_seq_length", sequence_length_of(model)
     if length is not None and length != model_length:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.data.seq_length", f"model.{key}"),
             f"`data.seq_length` ({length}) must equal `{key}` ({model_length}), the model's sequence length",
             f"model.{key}={length}, or ~model.data.seq_length",
@@ -152,8 +142,7 @@ def data_prefix_has_validation(context: RuleContext) -> Iterator[Finding]:
     if data.data_impl != "mmap" or not isinstance(data.data_prefix, dict) or set(data.data_prefix) - set(SPLITS):
         return
     if not data.data_prefix.get("validation") and trainer.limit_val_batches:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_PREFIX, "trainer.limit_val_batches"),
             "`data_prefix` has no `validation` while validation is on",
             f"{_PREFIX}.validation=PATH, or trainer.limit_val_batches=0",
@@ -178,8 +167,7 @@ def unused_data_settings(context: RuleContext) -> Iterator[Finding]:
         yield no_effect(f"{_AT}.eod_mask_loss", _IMPL, "with `data_impl: mock`: random tokens have no documents")
     for name in ("reset_position_ids", "reset_attention_mask"):
         if model.family != "t5" and getattr(data, name) and data.data_impl == "mock":
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (f"{_AT}.{name}", f"{_AT}.data_impl"),
                 f"`{name}` with `data_impl: mock` splits documents at random end tokens: useful for timing only",
                 f"~{_AT}.{name}",
@@ -193,8 +181,7 @@ def document_ends_need_eod_token(context: RuleContext) -> Iterator[Finding]:
     mock = data.data_impl == "mock"
     for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
         if getattr(data, name) and model.tokenizer.library == "char" and not mock:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{_AT}.{name}", "model.tokenizer.library"),
                 f"`{name}` needs an end-of-document token, which `char` does not have",
                 f"tokenizer=byte, or {_AT}.{name}=false",
@@ -210,16 +197,14 @@ def reset_position_ids_has_effect(context: RuleContext) -> Iterator[Finding]:
     keys = (f"{_AT}.reset_position_ids", "model.position_embedding_type")
     if kind not in ("learned_absolute", "rope", "xpos"):
         why = {"none": "has no positions", "learned_parameters": "depends on the position in the sample"}
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             keys,
             f"`reset_position_ids` has no effect with `position_embedding_type: {kind}`, which "
             f"{why.get(kind, 'depends on relative distances only')}",
             f"~{keys[0]}",
         )
     elif kind != "learned_absolute" and model.data.reset_attention_mask:
-        yield Finding(
-            "info",
+        yield Finding.info(
             (*keys, f"{_AT}.reset_attention_mask"),
             f"`reset_position_ids` changes nothing but rounding with `position_embedding_type: {kind}`, which depends "
             "on relative distances only: with `reset_attention_mask` all of them are within a document",

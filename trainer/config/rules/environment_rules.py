@@ -20,12 +20,10 @@ def variable_names_are_valid(context: RuleContext) -> Iterator[Finding]:
     """Names and values must be valid environment variables."""
     for name, value in context.root.env_vars.items():
         if not name or "=" in name or "\0" in name or "\0" in format_variable(value):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"env_vars.{name}",),
                 f"`env_vars` ({format_value(name)}) must not be empty, and neither name nor value may hold a "
-                "null byte, "
-                "nor the name a `=`",
+                "null byte, nor the name a `=`",
                 "write env_vars.NAME=VALUE",
             )
 
@@ -37,8 +35,7 @@ def env_vars_match_environment(context: RuleContext) -> Iterator[Finding]:
         exported = context.environment.get(name)
         if exported is not None and exported != text:
             text, exported = redact_value(name, text), redact_value(name, exported)
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"env_vars.{name}",),
                 f"`env_vars.{name}` ({text}) contradicts the environment, which has {name}={exported}",
                 f"unset {name}, or ~env_vars.{name}",
@@ -52,7 +49,7 @@ def nvte_flags_are_known(context: RuleContext) -> Iterator[Finding]:
         if name.upper().startswith("NVTE") and name not in KNOWN_FLAGS:
             near = closest(name, KNOWN_FLAGS)
             where = f"env_vars.{name}" if name in context.root.env_vars else name
-            yield Finding("warning", (where,), f"`{name}` is not a TransformerEngine flag known to stoker", near or "")
+            yield Finding.warning((where,), f"`{name}` is not a TransformerEngine flag known to stoker", near or "")
 
 
 def config_holds_no_secrets(context: RuleContext) -> Iterator[Finding]:

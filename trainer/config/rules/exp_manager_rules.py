@@ -33,8 +33,7 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
         inert = [path for path in inert if is_changed(context, path)]
         if inert and not is_on:
             names = ", ".join(f"`{path.removeprefix(f'{block}.')}`" for path in inert[:6])
-            yield Finding(
-                "info",
+            yield Finding.info(
                 (*inert, switch),
                 f"{pluralize(len(inert), 'key')} without effect because `{switch}` is False: {names}",
                 f"{switch}=true",
@@ -45,8 +44,7 @@ def wandb_has_a_project(context: RuleContext) -> Iterator[Finding]:
     """`create_wandb_logger` needs a project."""
     manager = context.root.exp_manager
     if manager.create_wandb_logger and manager.wandb_logger_kwargs.project is None:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.wandb_logger_kwargs.project", f"{_AT}.create_wandb_logger"),
             "`create_wandb_logger` needs a `project`",
             f"{_AT}.wandb_logger_kwargs.project=NAME",
@@ -60,8 +58,7 @@ def mlflow_settings_act(context: RuleContext) -> Iterator[Finding]:
     if not manager.create_mlflow_logger:
         return
     if keys.tracking_uri is not None and holds_secret(keys.tracking_uri):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{at}.tracking_uri",),
             "`tracking_uri` must not hold a user or a password",
             "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
@@ -90,8 +87,7 @@ def monitored_metrics_are_measured(context: RuleContext) -> Iterator[Finding]:
                 f"{_STOPPING}.monitor=loss, or {_AT}.create_early_stopping_callback=false",
             )
         elif root.trainer.val_check_interval > root.trainer.max_steps:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (f"{_AT}.create_early_stopping_callback", "trainer.val_check_interval", "trainer.max_steps"),
                 f"early stopping is checked every `val_check_interval` ({root.trainer.val_check_interval}) steps, "
                 f"never in {root.trainer.max_steps}",
@@ -102,9 +98,7 @@ def monitored_metrics_are_measured(context: RuleContext) -> Iterator[Finding]:
     why = _never_measured(context, params.monitor)
     if why is not None and path in context.set_by_user and manager.create_checkpoint_callback and params.save_top_k > 0:
         key, reason = why
-        yield Finding(
-            "warning", (path, key), f"`monitor` ({params.monitor}) is never measured: {reason}", f"{path}=loss"
-        )
+        yield Finding.warning((path, key), f"`monitor` ({params.monitor}) is never measured: {reason}", f"{path}=loss")
 
 
 def checkpoint_ranking_is_used(context: RuleContext) -> Iterator[Finding]:
@@ -116,8 +110,7 @@ def checkpoint_ranking_is_used(context: RuleContext) -> Iterator[Finding]:
     for name in ("monitor", "mode"):
         path = f"{_CALLBACK}.{name}"
         if is_changed(context, path):
-            yield Finding(
-                "info",
+            yield Finding.info(
                 (path, f"{_CALLBACK}.save_top_k"),
                 f"`{name}` ({getattr(params, name)}) ranks no checkpoints and acts only in the table of a sweep: "
                 f"`save_top_k` ({params.save_top_k}) {effect}",
@@ -150,8 +143,7 @@ def ema_is_used(context: RuleContext) -> Iterator[Finding]:
             f"{_AT}.ema.enable", f"{_AT}.create_checkpoint_callback", "without validation of it and without checkpoints"
         )
     if manager.ema.every_n_steps > root.trainer.max_steps:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (f"{_AT}.ema.every_n_steps", "trainer.max_steps"),
             f"the EMA is never updated: `every_n_steps` ({manager.ema.every_n_steps}) is larger than `max_steps` "
             f"({root.trainer.max_steps})",
@@ -180,7 +172,7 @@ def durations_are_positive(context: RuleContext) -> Iterator[Finding]:
     ):
         if duration is not None and not parse_duration(duration):
             rule = f"`{path.rpartition('.')[2]}` ({duration}) must be at least one second"
-            yield Finding("error", (path,), rule, fix)
+            yield Finding.error((path,), rule, fix)
 
 
 def copied_files_have_distinct_names(context: RuleContext) -> Iterator[Finding]:
@@ -188,8 +180,7 @@ def copied_files_have_distinct_names(context: RuleContext) -> Iterator[Finding]:
     names = Counter(path.rstrip("/").rpartition("/")[2] for path in context.root.exp_manager.files_to_copy)
     duplicates = [name for name, count in names.items() if count > 1]
     if duplicates:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.files_to_copy",),
             f"`files_to_copy` has {names[duplicates[0]]} files named {duplicates[0]}; all go into one directory",
             "rename one of them",
@@ -201,18 +192,11 @@ def fast_dev_run_disables_features(context: RuleContext) -> Iterator[Finding]:
     manager = context.root.exp_manager
     if not int(context.root.trainer.fast_dev_run):
         return
-    enabled = {
-        "resume_if_exists": manager.resume_if_exists,
-        "resume_from_checkpoint": manager.resume_from_checkpoint is not None,
-        "create_early_stopping_callback": manager.create_early_stopping_callback,
-        "create_wandb_logger": manager.create_wandb_logger,
-        "create_mlflow_logger": manager.create_mlflow_logger,
-        "create_csv_logger": manager.create_csv_logger,
-    }
-    ignored = [name for name, is_enabled in enabled.items() if is_enabled]
+    loggers = ("create_wandb_logger", "create_mlflow_logger", "create_csv_logger")
+    features = ("resume_if_exists", "resume_from_checkpoint", "create_early_stopping_callback", *loggers)
+    ignored = [name for name in features if getattr(manager, name)]
     if ignored:
-        yield Finding(
-            "info",
+        yield Finding.info(
             ("trainer.fast_dev_run", *(f"{_AT}.{name}" for name in ignored)),
             f"`fast_dev_run` starts from scratch, without checkpoints and loggers; ignored: {', '.join(ignored)}",
         )
@@ -232,8 +216,7 @@ def profiled_steps_are_reached(context: RuleContext) -> Iterator[Finding]:
             f"{_MEMORY}.start_step", f"{_MEMORY}.end_step", memory.start_step, memory.end_step, limit, steps
         )
         if isinstance(trainer.devices, int) and memory.rank >= trainer.devices * trainer.num_nodes:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{_MEMORY}.rank", "trainer.devices"),
                 f"`rank` ({memory.rank}) must be below the number of processes ({trainer.devices * trainer.num_nodes})",
                 f"{_MEMORY}.rank=0",
@@ -243,11 +226,8 @@ def profiled_steps_are_reached(context: RuleContext) -> Iterator[Finding]:
 def _step_range_findings(start: str, end: str, first: int, last: int, limit: str, steps: int) -> Iterator[Finding]:
     keys = (start,) if start == end else (start, end)
     if first > last:
-        yield Finding("error", keys, f"the first step ({first}) must not come after the last ({last})")
+        yield Finding.error(keys, f"the first step ({first}) must not come after the last ({last})")
     elif first > steps:
-        yield Finding(
-            "error",
-            (*keys, limit),
-            f"step {first} is never reached: `{limit.rpartition('.')[2]}` is {steps}",
-            f"{limit}={last}",
+        yield Finding.error(
+            (*keys, limit), f"step {first} is never reached: `{limit.rpartition('.')[2]}` is {steps}", f"{limit}={last}"
         )

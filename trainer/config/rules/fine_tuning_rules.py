@@ -29,41 +29,32 @@ def each_split_has_files(context: RuleContext) -> Iterator[Finding]:
     held_out = [name for name in ("validation_ds", "test_ds") if getattr(data, name).file_names is not None]
     if files is None:
         for name in held_out:
-            yield Finding(
-                "error",
-                (f"{_AT}.{name}.file_names", _FILES),
-                "held-out files need training files",
-                f"{_FILES}=[FILE]",
+            yield Finding.error(
+                (f"{_AT}.{name}.file_names", _FILES), "held-out files need training files", f"{_FILES}=[FILE]"
             )
         if data.train_ds.concat_sampling_probabilities is not None:
             yield no_effect(f"{_SET}.concat_sampling_probabilities", _FILES, "without `file_names`")
         return
     if data.data_impl != "jsonl":
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_FILES, f"{_AT}.data_impl"),
             f"`file_names` are read with `data_impl: jsonl` only, but it is `{data.data_impl}`",
             f"{_AT}.data_impl=jsonl, or ~{_FILES}",
         )
         return
     if data.path is not None:
-        yield Finding(
-            "error",
-            (_FILES, f"{_AT}.path"),
-            "`path` and `file_names` both set the data; only one may be given",
-            f"~{_FILES}",
+        yield Finding.error(
+            (_FILES, f"{_AT}.path"), "`path` and `file_names` both set the data; only one may be given", f"~{_FILES}"
         )
     if data.validation_ds.file_names is None and context.root.trainer.limit_val_batches:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.validation_ds.file_names", "trainer.limit_val_batches"),
             "validation is on, but `validation_ds.file_names` is not set",
             f"{_AT}.validation_ds.file_names=[FILE], or trainer.limit_val_batches=0",
         )
     weights, paths = data.train_ds.concat_sampling_probabilities, [files] if isinstance(files, str) else files
     if weights is not None and len(weights) != len(paths):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SET}.concat_sampling_probabilities", _FILES),
             f"`concat_sampling_probabilities` ({format_value(weights)}) must have one number per file, {len(paths)}",
             f"~{_SET}.concat_sampling_probabilities",
@@ -84,15 +75,13 @@ def chat_needs_gpt(context: RuleContext) -> Iterator[Finding]:
     if not data.chat:
         return
     if model.family != "gpt":
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_CHAT, "model.family"),
             f"`chat` (True) is not supported with `family: {model.family}`",
             f"{_CHAT}=false, with pairs of input and target",
         )
     elif data.data_impl not in _JSON_IMPLS:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_CHAT, f"{_AT}.data_impl"),
             f"`chat` (True) needs `data_impl: jsonl` or `huggingface`, but it is `{data.data_impl}`",
             f"data=chat, or {_CHAT}=false",
@@ -108,14 +97,13 @@ def prompt_template_is_valid(context: RuleContext) -> Iterator[Finding]:
     try:
         template = prompt_template_from_config(data)
     except ValueError as error:
-        yield Finding("error", keys, f"`prompt_template` {error}", _template_with_answer_last(data))
+        yield Finding.error(keys, f"`prompt_template` {error}", _template_with_answer_last(data))
         return
     field = data.train_ds.truncation_field
     names = [] if field is None else [name.strip() for name in field.split(",")]
     unknown = [name for name in names if name not in template.fields[:-1]]
     if unknown:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SET}.truncation_field", keys[0]),
             f"`truncation_field` ({', '.join(unknown)}) must name template fields before the answer: "
             f"{', '.join(template.fields[:-1]) or 'there are none'}",
@@ -124,8 +112,7 @@ def prompt_template_is_valid(context: RuleContext) -> Iterator[Finding]:
     if data.data_impl == "pystd_docstring":
         missing = [name for name in template.fields if name not in (data.context_key, data.label_key)]
         if missing:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (keys[0], f"{_AT}.data_impl"),
                 f"`prompt_template` names {', '.join(missing)}, but docstring data have only `{data.context_key}` and "
                 f"`{data.label_key}`",
@@ -157,8 +144,7 @@ def sft_needs_eos_token(context: RuleContext) -> Iterator[Finding]:
     """Supervised fine-tuning needs a tokenizer with an eos token; `char` has none and is built from plain text."""
     model = context.root.model
     if task_name(model) == "sft" and model.tokenizer.library == "char" and model.data.data_impl != "mock":
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.tokenizer.library", f"{_AT}.dataset_type"),
             "`char` has no eos token to end an answer, and is built from plain text",
             "tokenizer=byte, or the model's tokenizer",

@@ -9,7 +9,7 @@ from ....models.config.key_block import Finding
 from ....models.config.moe import moe_slice
 from ....models.config.positions import BOUNDED_POSITION_TYPES, window_masks_nothing
 from ....models.config.stack import StackKeys
-from ..data_task import task_from_config
+from ..data_task import task_from_keys
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS
 from ..schema.key_index import format_value
 from ..schema.optim import optimizer_kind, optimizer_settings
@@ -27,8 +27,7 @@ def query_key_scaling_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
     """`apply_query_key_layer_scaling` has no effect: fp16 is not supported, and NeMo disables it otherwise."""
     for at, stack in _stacks(context):
         if stack.apply_query_key_layer_scaling:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (f"{at}apply_query_key_layer_scaling", "trainer.precision"),
                 "it acts with fp16 only and is disabled in every other precision, as in NeMo; it does not change the "
                 "mathematical result",
@@ -40,8 +39,7 @@ def main_weights_need_bf16(context: RuleContext) -> Iterator[Finding]:
     """`megatron_amp_O2` acts only with `precision: bf16`."""
     trainer, model = context.root.trainer, context.root.model
     if defaults_to_fp32(context) and "model.megatron_amp_O2" in context.set_by_user:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("model.megatron_amp_O2", "trainer.precision", "trainer.accelerator"),
             f"no effect with `precision` (null), which is 32 with `accelerator` ({trainer.accelerator}): main weights "
             "and autocast are for bf16",
@@ -52,8 +50,7 @@ def main_weights_need_bf16(context: RuleContext) -> Iterator[Finding]:
     # False is what fp32 and bf16-mixed do anyway; bf16-true has neither main weights nor autocast.
     is_ignored = model.megatron_amp_O2 or trainer.precision == "bf16-true"
     if is_ignored and "model.megatron_amp_O2" in context.given:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("model.megatron_amp_O2", "trainer.precision"),
             f"no effect with `precision` ({format_value(trainer.precision)}): main weights and autocast are for bf16",
             "trainer.precision=bf16, or ~model.megatron_amp_O2",
@@ -96,8 +93,7 @@ def cuda_graph_needs_grouped_gemm(context: RuleContext) -> Iterator[Finding]:
     for at, stack in _stacks(context):
         moe = moe_slice(stack)
         if model.enable_cuda_graph and moe is not None and moe.reads_counts:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{at}moe_grouped_gemm", "model.enable_cuda_graph"),
                 "`moe_grouped_gemm` (False) is not supported with `enable_cuda_graph` (True): experts that run one "
                 "after the other wait for their token counts, which cannot be captured",
@@ -121,8 +117,7 @@ def optimizer_offloading_saves_memory(context: RuleContext) -> Iterator[Finding]
     has_main_weights = trainer.precision in (None, "bf16") and model.megatron_amp_O2
     if missing is not None and not chosen[missing] and not has_main_weights:
         state = "no state" if kind == "sgd" else "only a few vectors of state"
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (key, f"model.optim.{missing}", "model.optim.name"),
             f"`cpu_offloading_optimizer` saves no memory: without `{missing}` and main weights {kind} has {state}",
             f"~{key}",
@@ -138,8 +133,7 @@ def layernorm1p_is_zero_centered(context: RuleContext) -> Iterator[Finding]:
             and not stack.layernorm_zero_centered_gamma
             and path in context.set_by_user
         ):
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (path, f"{at}normalization"),
                 "`layernorm_zero_centered_gamma` (False) has no effect with `layernorm1p`, whose weight is "
                 "zero-centred",
@@ -153,11 +147,9 @@ def optimizer_aliases_are_adamw(context: RuleContext) -> Iterator[Finding]:
     name = model.optim.name
     if name in DISTRIBUTED_OPTIMIZERS:
         what = "`fsdp` shards its state" if model.fsdp else "its state is sharded over the processes"
-        yield Finding("info", ("model.optim.name",), f"`{name}` is AdamW here; {what}", "adamw")
+        yield Finding.info(("model.optim.name",), f"`{name}` is AdamW here; {what}", "adamw")
     elif name != optimizer_kind(name):
-        yield Finding(
-            "info", ("model.optim.name",), f"`{name}` is AdamW here, fused if the device supports it", "adamw"
-        )
+        yield Finding.info(("model.optim.name",), f"`{name}` is AdamW here, fused if the device supports it", "adamw")
 
 
 def cross_attention_bias_excludes_packing(context: RuleContext) -> Iterator[Finding]:
@@ -166,8 +158,7 @@ def cross_attention_bias_excludes_packing(context: RuleContext) -> Iterator[Find
     if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type != "relative":
         return
     if not model.decoder.relative_position_bias_self_attention_only and model.data.packed_sequence:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.decoder.relative_position_bias_self_attention_only", "model.data.packed_sequence"),
             "`relative_position_bias_self_attention_only` (False) is not supported with `packed_sequence`: input and "
             "target of packed pairs have different offsets, which one bias cannot represent",
@@ -181,13 +172,12 @@ def decoder_window_has_effect(context: RuleContext) -> Iterator[Finding]:
     if not isinstance(model, T5ModelBlock) or model.decoder.position_embedding_type not in BOUNDED_POSITION_TYPES:
         return
     try:
-        target_length = task_from_config(context.root).decoder_length
+        target_length = task_from_keys(context.root.model).decoder_length
     except ValueError:  # invalid lengths are reported by another rule
         return
     longest = max(target_length, model.max_position_embeddings or 0)
     if window_masks_nothing(model.decoder, causal=True, longest=longest):
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("model.decoder.window_size", "model.data.seq_length_dec", "model.max_position_embeddings"),
             f"`decoder.window_size` ({model.decoder.window_size}) has no effect: decoder sequences have at most "
             f"{longest} tokens (`data.seq_length_dec`, `max_position_embeddings`)",

@@ -43,8 +43,7 @@ def recompute_with_offloading(context: RuleContext) -> Iterator[Finding]:
         recomputed = next(name for name in names if getattr(keys, name))
         inputs = "the input of each chunk" if chunk > 1 else "the input of each recomputed layer"
         what = f"{inputs} is offloaded" if whole else "the remaining saved activations are offloaded"
-        yield Finding(
-            "info",
+        yield Finding.info(
             (f"{path}cpu_offloading", f"{path}{recomputed}"),
             f"`cpu_offloading` (True) is combined with `{recomputed}`, which Megatron does not allow: {what}",
         )
@@ -56,8 +55,7 @@ def offloaded_weights_are_not_sharded(context: RuleContext) -> Iterator[Finding]
         return
     for at, offload in _offload_slices(context):
         if offload.weights:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{at}cpu_offloading_weights", "model.fsdp"),
                 "`cpu_offloading_weights` (True) is not supported with `fsdp` (True), which shards the weights",
                 f"{at}cpu_offloading_weights=false, or model.fsdp=false",
@@ -69,8 +67,7 @@ def cuda_graph_excludes_offloading(context: RuleContext) -> Iterator[Finding]:
     if not context.root.model.enable_cuda_graph:
         return
     for at, _ in _offload_slices(context):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{at}cpu_offloading", "model.enable_cuda_graph"),
             "`cpu_offloading` (True) is not supported with `enable_cuda_graph` (True): a CUDA graph keeps a private "
             "memory pool",

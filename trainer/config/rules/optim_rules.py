@@ -7,13 +7,12 @@ from dataclasses import fields
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
-from ..lr_schedule import SCHEDULES, resolve_steps
-from ..schema.optim import RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
+from ..lr_schedule import SCHEDULES, phase_steps
+from ..schema.optim import PHASES, RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
 from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.optim"
 _SCHED = "model.optim.sched"
-_PHASES = ("warmup", "constant", "hold")
 _COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "sched"})
 
 
@@ -44,7 +43,7 @@ def eps_fits_optimizer(context: RuleContext) -> Iterator[Finding]:
         rule, default = f"`{name}` takes one value of `eps`; two are for adafactor", "1e-8"
     else:
         return
-    yield Finding("error", (f"{_AT}.eps", f"{_AT}.name"), rule, f"{_AT}.eps={default}")
+    yield Finding.error((f"{_AT}.eps", f"{_AT}.name"), rule, f"{_AT}.eps={default}")
 
 
 def nesterov_needs_momentum(context: RuleContext) -> Iterator[Finding]:
@@ -54,8 +53,7 @@ def nesterov_needs_momentum(context: RuleContext) -> Iterator[Finding]:
         return
     settings = optimizer_settings(optim)
     if optim.nesterov and not settings["momentum"]:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.nesterov", f"{_AT}.momentum"),
             f"`nesterov` needs a `momentum` larger than 0, but it is {settings['momentum']:g}",
             f"{_AT}.momentum=0.9, or ~{_AT}.nesterov",
@@ -66,8 +64,7 @@ def warmup_init_needs_relative_step(context: RuleContext) -> Iterator[Finding]:
     """`warmup_init` acts only with `relative_step`."""
     optim = context.root.model.optim
     if optim.name == "adafactor" and optim.warmup_init and not optim.relative_step:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.warmup_init", f"{_AT}.relative_step"),
             "`warmup_init` warms up `relative_step`, which is False",
             f"{_SCHED}.warmup_steps=STEPS to warm up the schedule, or {_AT}.relative_step=true",
@@ -97,11 +94,10 @@ def relative_step_replaces_schedule(context: RuleContext) -> Iterator[Finding]:
 def steps_or_ratio(context: RuleContext) -> Iterator[Finding]:
     """Only one of `X_steps` and `X_ratio` may be given."""
     sched = context.root.model.optim.sched
-    for name in _PHASES:
+    for name in PHASES:
         steps, ratio = getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio")
         if steps is not None and ratio is not None:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{_SCHED}.{name}_ratio", f"{_SCHED}.{name}_steps"),
                 f"`{name}_steps` ({steps}) and `{name}_ratio` ({ratio:g}) set the same value; only one may be given",
                 f"~{_SCHED}.{name}_ratio",
@@ -146,28 +142,23 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
     if _uses_relative_step(context):
         return
     if name == "NoamAnnealing" and sched.d_model is None:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SCHED}.d_model", f"{_SCHED}.name"),
             "`NoamAnnealing` divides by the square root of `d_model`, which is not set",
             f"{_SCHED}.d_model='${{model.hidden_size}}'",
         )
-    if name == "NoamHoldAnnealing" and not resolve_steps(sched.warmup_steps, sched.warmup_ratio, length):
-        yield Finding(
-            "error",
+    if name == "NoamHoldAnnealing" and not phase_steps(sched, "warmup", length):
+        yield Finding.error(
             (f"{_SCHED}.warmup_steps", f"{_SCHED}.name"),
             "`NoamHoldAnnealing` needs warm-up steps, which scale its decay",
             f"{_SCHED}.warmup_steps={max(1, length // 10)}",
         )
-    if name == "T5InverseSquareRootAnnealing":
-        constant = resolve_steps(sched.constant_steps, sched.constant_ratio, length)
-        if not constant:
-            yield Finding(
-                "error",
-                (f"{_SCHED}.constant_steps", f"{_SCHED}.name"),
-                "`T5InverseSquareRootAnnealing` starts at 1 / sqrt(`constant_steps`), which must be set",
-                f"{_SCHED}.constant_steps=10000, as in T5's pre-training",
-            )
+    if name == "T5InverseSquareRootAnnealing" and not phase_steps(sched, "constant", length):
+        yield Finding.error(
+            (f"{_SCHED}.constant_steps", f"{_SCHED}.name"),
+            "`T5InverseSquareRootAnnealing` starts at 1 / sqrt(`constant_steps`), which must be set",
+            f"{_SCHED}.constant_steps=10000, as in T5's pre-training",
+        )
 
 
 def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
@@ -177,20 +168,18 @@ def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
     if _uses_relative_step(context) or "max_steps" not in acting or "warmup_steps" not in acting:
         return
     phases = {"warmup": "warm-up", "hold": "hold", "constant": "constant phase"}
-    steps_of_phase: dict[str, int] = {}
-    for name in phases:
-        if f"{name}_steps" in acting and not (name == "hold" and sched.name == "WarmupHoldPolicy"):
-            steps_of_phase[name] = resolve_steps(
-                getattr(sched, f"{name}_steps"), getattr(sched, f"{name}_ratio"), total
-            )
+    steps_of_phase = {
+        name: phase_steps(sched, name, total)
+        for name in phases
+        if f"{name}_steps" in acting and not (name == "hold" and sched.name == "WarmupHoldPolicy")
+    }
     taken = sum(steps_of_phase.values())
     if taken and taken >= total:
         first = next(name for name, steps in steps_of_phase.items() if steps)
         by_ratio = getattr(sched, f"{first}_steps") is None
         length = f"{_SCHED}.max_steps" if sched.max_steps else "trainer.max_steps"
         listed = " and ".join(f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items())
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SCHED}.{first}_{'ratio' if by_ratio else 'steps'}", length),
             f"{listed} must leave steps for the decay, but the schedule has {total}",
             f"use fewer, or {length}={taken + max(1, total)}",
@@ -201,8 +190,7 @@ def min_lr_is_below_lr(context: RuleContext) -> Iterator[Finding]:
     """`min_lr` must not exceed `lr`."""
     optim = context.root.model.optim
     if optim.sched.min_lr > optim.lr and "lr" in _schedule_fields(optim.sched) and not _uses_relative_step(context):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_SCHED}.min_lr", f"{_AT}.lr"),
             f"`min_lr` ({optim.sched.min_lr:g}) must not be larger than `lr` ({optim.lr:g})",
             f"{_SCHED}.min_lr={optim.lr / 10:g}",

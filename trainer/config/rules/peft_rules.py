@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ....models.config.families import keys_by_stack
+from ....models.config.families import keys_by_stack, sequence_length_of
 from ....models.config.key_block import Finding
 from ....models.config.moe import moe_slice
 from ....models.config.peft import SelectiveSlice, peft_slice
@@ -30,8 +30,7 @@ def unused_scheme_settings(context: RuleContext) -> Iterator[Finding]:
     for name, block in _BLOCKS.items():
         given = sorted(path for path in context.set_by_user if path.startswith(f"{_AT}.{block}."))
         if given and scheme != name:
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 (given[0], _SCHEME),
                 f"`{block}` has no effect with `peft_scheme` ({scheme or 'null'})",
                 f"{_SCHEME}={name}" if scheme in (None, "none") else f"~{_AT}.{block}",
@@ -42,8 +41,7 @@ def restored_adapter_needs_scheme(context: RuleContext) -> Iterator[Finding]:
     """`peft.restore_from_path` needs the scheme of the adapter."""
     peft = context.root.model.peft
     if peft.restore_from_path is not None and not peft.is_on:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.restore_from_path", _SCHEME),
             "`peft.restore_from_path` needs the `peft_scheme` the adapter was trained with",
             f"{_SCHEME}=lora, or stoker finetune, which reads the scheme from the adapter",
@@ -54,8 +52,7 @@ def frozen_weights_are_pretrained(context: RuleContext) -> Iterator[Finding]:
     """Frozen weights should be pretrained, except with mock data (for benchmarks)."""
     model = context.root.model
     if model.peft.is_on and model.restore_from_path is None and model.data.data_impl != "mock":
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (_SCHEME, "model.restore_from_path"),
             f"`peft_scheme` ({model.peft.peft_scheme}) freezes random weights without `model.restore_from_path`",
             "model.restore_from_path=FOLDER",
@@ -83,7 +80,7 @@ def layer_selection_is_valid(context: RuleContext) -> Iterator[Finding]:
     if beyond:
         path = f"{_AT}.{block}.layer_selection"
         rule = f"`layer_selection` ({beyond[0]}) must not be above the number of layers ({most})"
-        yield Finding("error", (path,), rule, f"{path}={sorted(set(chosen or ()) - set(beyond)) or [most]}")
+        yield Finding.error((path,), rule, f"{path}={sorted(set(chosen or ()) - set(beyond)) or [most]}")
 
 
 def ia3_excludes_experts(context: RuleContext) -> Iterator[Finding]:
@@ -96,7 +93,7 @@ def ia3_excludes_experts(context: RuleContext) -> Iterator[Finding]:
         if experts is not None and (experts > 1 or not isinstance(model, T5ModelBlock)):
             key = f"model.{at}num_moe_experts"
             rule = f"`peft_scheme` (ia3) is not supported with experts (`{at}num_moe_experts` is {experts})"
-            yield Finding("error", (_SCHEME, key), rule, f"{_SCHEME}=lora")
+            yield Finding.error((_SCHEME, key), rule, f"{_SCHEME}=lora")
 
 
 def expert_bias_needs_trained_router(context: RuleContext) -> Iterator[Finding]:
@@ -128,7 +125,7 @@ def selective_needs_parameter_names(context: RuleContext) -> Iterator[Finding]:
     path = f"{_AT}.selective_tuning.tunable_base_param_names"
     if peft.peft_scheme == "selective" and peft.selective_tuning.tunable_base_param_names is None:
         rule = "`peft_scheme: selective` needs the names of the parameters to train"
-        yield Finding("error", (path, _SCHEME), rule, f"{path}=[attention.qkv]")
+        yield Finding.error((path, _SCHEME), rule, f"{path}=[attention.qkv]")
 
 
 def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
@@ -140,14 +137,14 @@ def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
     packed = "model.data.packed_sequence"
     if task_name(model) == "sft" and packed in context.given - context.set_by_user and not data.packed_sequence:
         rule = "`packed_sequence` is false: virtual tokens precede one sample, so each sequence holds one sample"
-        yield Finding("info", (packed, _SCHEME), f"{rule} and padding")
+        yield Finding.info((packed, _SCHEME), f"{rule} and padding")
     for name in ("reset_attention_mask", "reset_position_ids", "packed_sequence"):
         if getattr(data, name):
             rule = f"`peft_scheme` (ptuning) needs one sample per sequence, but `{name}` (True) packs several"
-            yield Finding("error", (f"model.data.{name}", _SCHEME), rule, f"model.data.{name}=false")
+            yield Finding.error((f"model.data.{name}", _SCHEME), rule, f"model.data.{name}=false")
     if model.family == "bert":
-        yield Finding(
-            "error", (_SCHEME, "model.family"), "`peft_scheme` (ptuning) supports gpt and t5 only", f"{_SCHEME}=lora"
+        yield Finding.error(
+            (_SCHEME, "model.family"), "`peft_scheme` (ptuning) supports gpt and t5 only", f"{_SCHEME}=lora"
         )
         return
     stack = next(iter(keys_by_stack(model).values()))
@@ -155,12 +152,11 @@ def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
         "learned_"
     ):
         return
-    length = model.seq_length if isinstance(model, T5ModelBlock) else model.encoder_seq_length
+    length = sequence_length_of(model)
     positions = max(model.max_position_embeddings or 0, length)
     if length + number > positions:
         key = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.p_tuning.virtual_tokens", f"{_AT}.peft_scheme", f"model.{key}", "model.max_position_embeddings"),
             f"`virtual_tokens` ({number}) and `{key}` ({length}) must fit into the model's {positions} positions",
             f"model.{key}={max(1, positions - number)}",

@@ -19,8 +19,7 @@ def mps_uses_one_process(context: RuleContext) -> Iterator[Finding]:
     """MPS supports one process: a machine has one GPU and no collective communication."""
     trainer = context.root.trainer
     if trainer.accelerator == "mps" and num_processes(context) > 1:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("trainer.devices", "trainer.accelerator"),
             f"`accelerator` (mps) supports one process, not {num_processes(context)}",
             "trainer.devices=1 trainer.num_nodes=1",
@@ -33,13 +32,13 @@ def cuda_graph_uses_one_gpu(context: RuleContext) -> Iterator[Finding]:
     key = "model.enable_cuda_graph"
     if model.enable_cuda_graph and trainer.accelerator in ("cpu", "mps"):
         message = f"`enable_cuda_graph` (True) needs a CUDA device, not `{trainer.accelerator}`"
-        yield Finding("error", (key, "trainer.accelerator"), message, f"{key}=False")
+        yield Finding.error((key, "trainer.accelerator"), message, f"{key}=False")
     elif model.enable_cuda_graph and num_processes(context) > 1:
         message = (
             f"`enable_cuda_graph` (True) supports one process, not {num_processes(context)}: "
             "communication is not captured"
         )
-        yield Finding("error", (key, "trainer.devices"), message, f"{key}=False")
+        yield Finding.error((key, "trainer.devices"), message, f"{key}=False")
 
 
 def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
@@ -61,8 +60,7 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
             f"with `fsdp_sharding_strategy` {model.fsdp_sharding_strategy}",
         )
     elif model.fsdp_shard_size is not None and several and world % model.fsdp_shard_size:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.fsdp_shard_size", "trainer.devices"),
             f"`fsdp_shard_size` ({model.fsdp_shard_size}) must divide the {world} processes",
             f"model.fsdp_shard_size={max(d for d in divisors(world) if d <= model.fsdp_shard_size)}",
@@ -71,8 +69,7 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
         size = model.fsdp_shard_size
         if trainer.num_nodes == 1 and size in (None, world):
             half = next((divisor for divisor in reversed(divisors(world)) if 1 < divisor < world), None)
-            yield Finding(
-                "warning",
+            yield Finding.warning(
                 ("model.fsdp_sharding_strategy", "model.fsdp_shard_size", "trainer.num_nodes"),
                 "`fsdp_sharding_strategy: hybrid` equals `full` on one node with one sharding group",
                 f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
@@ -96,23 +93,20 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     unit = model.micro_batch_size * num_processes(context)
     path = "model.rampup_batch_size"
     if start > model.global_batch_size:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (path, "model.global_batch_size"),
             f"`rampup_batch_size` starts at {start}, above `global_batch_size` ({model.global_batch_size})",
             f"model.global_batch_size={start}",
         )
     elif (model.global_batch_size - start) % increment:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (path, "model.global_batch_size"),
             f"`global_batch_size` ({model.global_batch_size}) is not reached from {start} in steps of {increment}",
             f"model.global_batch_size={start + (model.global_batch_size - start) // increment * increment + increment}",
         )
     for what, value in (("start", start), ("increment", increment)):
         if value % unit:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (path, "model.micro_batch_size"),
                 f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
                 f"processes ({unit})",
@@ -132,8 +126,7 @@ def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:
         per_device = global_batch // devices if global_batch % devices == 0 else global_batch
         best = max(size for size in divisors(per_device) if size <= micro_batch)
         other = f", or model.micro_batch_size={best}" if global_batch % devices == 0 else ""
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.global_batch_size", "model.micro_batch_size", *(["trainer.devices"] if times_devices else [])),
             f"`global_batch_size` ({global_batch}) must be a multiple of `micro_batch_size` ({micro_batch})"
             f"{times_devices}",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-from pydantic import BaseModel
+from operator import attrgetter
 
 from ....models.config.key_block import Finding
+from ..schema.key_index import schema_keys
 from ..schema.root import RootBlock
 
 
@@ -34,12 +34,8 @@ class RuleContext:
 
 def is_changed(context: RuleContext, path: str) -> bool:
     """Return True if the user set a key to another value than its default, or any key of an open block."""
-    block: object = context.root
-    *parents, name = path.split(".")
-    for parent in parents:
-        block = getattr(block, parent, None)
-    fields = type(block).model_fields if isinstance(block, BaseModel) else {}
-    if name in fields and getattr(block, name) == fields[name].default:
+    key = schema_keys(context.root.model.family).get(path)
+    if key is not None and attrgetter(path)(context.root) == key.default:
         return False
     return path in context.set_by_user or any(known.startswith(f"{path}.") for known in context.set_by_user)
 
@@ -58,7 +54,7 @@ def defaults_to_fp32(context: RuleContext) -> bool:
 
 def no_effect(path: str, other: str, when: str) -> Finding:
     """Return a warning that a key has no effect because of another; `when` begins with `with` or `without`."""
-    return Finding("warning", (path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")
+    return Finding.warning((path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")
 
 
 def unused(context: RuleContext, path: str, other: str, when: str) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ..data_task import Task, task_from_config, task_name
+from ..data_task import PAIR_TASKS, Task, task_from_keys, task_name
 from ..dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
 from ..span_lengths import clipped_geometric_mean, noise_counts
 from .rule_context import RuleContext, no_effect, unused
@@ -15,7 +15,6 @@ _AT = "model.data"
 _TYPE = f"{_AT}.dataset_type"
 _SENTINELS = "model.tokenizer.num_sentinel_tokens"
 _TASKS_OF_FAMILY = {"gpt": ("gpt", "sft"), "t5": ("t5", "t5_prefix_lm", "seq2seq"), "bert": ("bert",)}
-_PAIR_TASKS = {"gpt": "sft", "t5": "seq2seq"}
 _PRESETS = {"gpt": "gpt_125m", "t5": "t5_small", "bert": "bert_base"}
 _BYTE_SENTINELS = 125
 _NGRAM_KEYS = ("max_ngram_size", "whole_word_masking", "favor_longer_ngrams")
@@ -29,8 +28,7 @@ def family_supports_task(context: RuleContext) -> Iterator[Finding]:
     if task_name(model) not in possible:
         families = [family for family, tasks in _TASKS_OF_FAMILY.items() if task_name(model) in tasks]
         others = [f"model.family={family} (a preset: model={_PRESETS[family]})" for family in families]
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_TYPE, "model.family"),
             f"`family: {model.family}` supports {', '.join(possible)}, not `{task_name(model)}`",
             " or ".join(others),
@@ -41,23 +39,21 @@ def pair_data_matches_task(context: RuleContext) -> Iterator[Finding]:
     """`seq2seq` and `sft` need pairs (or mock data); other tasks do not support pairs."""
     model = context.root.model
     source, name = model.data.data_impl, task_name(model)
-    is_pair_task = name in _PAIR_TASKS.values()
+    is_pair_task = name in PAIR_TASKS.values()
     if is_pair_task == (source in PAIR_SOURCES) or (is_pair_task and source == "mock"):
         return
     if is_pair_task:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_TYPE, f"{_AT}.data_impl"),
             f"`dataset_type: {name}` needs pairs, which `data_impl: {source}` does not have",
             f"{_AT}.data_impl=jsonl with {_AT}.path=FILE, or ~{_TYPE}",
         )
     else:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.data_impl", _TYPE),
             f"`data_impl: {source}` holds pairs, which `dataset_type: {name}` does not support",
-            f"{_TYPE}={_PAIR_TASKS[model.family]}, or another data_impl"
-            if model.family in _PAIR_TASKS
+            f"{_TYPE}={PAIR_TASKS[model.family]}, or another data_impl"
+            if model.family in PAIR_TASKS
             else f"another data_impl, or a model that supports pairs (model={_PRESETS['t5']})",
         )
 
@@ -70,12 +66,11 @@ def sequence_lengths_fit(context: RuleContext) -> Iterator[Finding]:
         return
     keys = (f"{_AT}.seq_length_dec", f"{_AT}.masked_lm_prob", f"{_AT}.mean_ngram_size")
     try:
-        task = task_from_config(context.root)
+        task = task_from_keys(context.root.model)
     except ValueError as error:
         needed = str(error).rpartition("at least ")[2]
         if "`decoder_length`" in str(error):
-            yield Finding(
-                "error",
+            yield Finding.error(
                 keys,
                 f"`seq_length_dec` ({data.seq_length_dec}) must be at least {needed}: the masked tokens of a full "
                 "encoder sequence, their sentinels and eos",
@@ -83,15 +78,14 @@ def sequence_lengths_fit(context: RuleContext) -> Iterator[Finding]:
             )
         else:
             reason = str(error).replace("`encoder_length`", "the encoder's length")
-            yield Finding(
-                "error", keys[1:], f"span corruption: {reason}", "use a longer sequence, or a smaller masked_lm_prob"
+            yield Finding.error(
+                keys[1:], f"span corruption: {reason}", "use a longer sequence, or a smaller masked_lm_prob"
             )
         return
     if task.name == "t5" and data.geometric_dist is None and data.seq_length_dec is not None:
         exact_length = _exact_decoder_length(context)
         if task.decoder_length > exact_length:
-            yield Finding(
-                "info",
+            yield Finding.info(
                 keys,
                 f"`seq_length_dec` ({task.decoder_length}) adds {task.decoder_length - exact_length} padding tokens to "
                 f"every sample: span corruption needs {exact_length}",
@@ -101,16 +95,15 @@ def sequence_lengths_fit(context: RuleContext) -> Iterator[Finding]:
     if task.name == "t5" and task.corruption is not None and task.window > 1:
         shortest = noise_counts(task.window, task.corruption)[0] + 2  # plus a sentinel and eos
     if task.is_encoder_decoder and task.decoder_length < shortest:
-        yield Finding(
-            "error",
+        yield Finding.error(
             keys[:2],
             f"`seq_length_dec` ({task.decoder_length}) must be at least {shortest}: the masked tokens "
             f"(`masked_lm_prob` {data.masked_lm_prob:g} of {task.window:,} tokens), a sentinel and eos",
             f"{keys[0]}={shortest}, or ~{keys[0]}",
         )
     if task.name not in ("gpt", "sft") and task.length < 4:
-        yield Finding(
-            "error", (_TYPE,), f"`dataset_type: {task.name}` needs samples of at least 4 tokens, not {task.length}", ""
+        yield Finding.error(
+            (_TYPE,), f"`dataset_type: {task.name}` needs samples of at least 4 tokens, not {task.length}", ""
         )
 
 
@@ -138,7 +131,7 @@ def _exact_decoder_length(context: RuleContext) -> int:
     """Return the number of decoder tokens that T5's span corruption needs."""
     data = context.root.model.data.model_copy(update={"seq_length_dec": None})
     model = context.root.model.model_copy(update={"data": data})
-    return task_from_config(context.root.model_copy(update={"model": model})).decoder_length
+    return task_from_keys(model).decoder_length
 
 
 def sentinels_suffice(context: RuleContext) -> Iterator[Finding]:
@@ -152,8 +145,7 @@ def sentinels_suffice(context: RuleContext) -> Iterator[Finding]:
             yield no_effect(_SENTINELS, "model.family", "with `family: gpt`, which has no sentinels")
         return
     if library == "char":
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("model.tokenizer.library", "model.family"),
             f"`char` has no eos token, which `family: {model.family}` needs",
             "tokenizer=byte",
@@ -167,8 +159,7 @@ def sentinels_suffice(context: RuleContext) -> Iterator[Finding]:
     available = _BYTE_SENTINELS if count is None else count
     needed = 1 if model.data.geometric_dist is not None else noise_counts(task.window, task.corruption)[1]
     if available < needed:
-        yield Finding(
-            "error",
+        yield Finding.error(
             (_SENTINELS, f"{_AT}.mean_ngram_size"),
             f"{available} sentinels are too few: {task.window:,} tokens of text have {needed} masked spans",
             f"{_SENTINELS}={needed}, or longer spans ({_AT}.mean_ngram_size)",
@@ -180,8 +171,7 @@ def mask_token_needs_bert(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     if model.tokenizer.special_tokens.mask_token is not None and model.family != "bert":
         path = "model.tokenizer.special_tokens.mask_token"
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             (path, "model.family"),
             f"`mask_token` is unused with `family: {model.family}`: it only adds a token to the vocabulary",
             f"~{path}",
@@ -190,7 +180,7 @@ def mask_token_needs_bert(context: RuleContext) -> Iterator[Finding]:
 
 def _task(context: RuleContext) -> Task | None:
     try:
-        return task_from_config(context.root)
+        return task_from_keys(context.root.model)
     except ValueError:
         return None
 
@@ -244,8 +234,7 @@ def document_boundaries_are_available(context: RuleContext) -> Iterator[Finding]
     data = context.root.model.data
     is_built_in = data.data_impl in BUILT_IN_DATASETS
     if data.respect_document_boundaries and not is_built_in and task_name(context.root.model) == "t5":
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{_AT}.respect_document_boundaries", f"{_AT}.data_impl"),
             f"`data_impl: {data.data_impl}` yields windows of tokens without document boundaries",
             f"~{_AT}.respect_document_boundaries",

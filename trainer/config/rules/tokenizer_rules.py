@@ -13,8 +13,7 @@ def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     library = model.tokenizer.library
     if library != "byte-level" and model.data.data_impl == "mock":
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("model.tokenizer.library", "model.data.data_impl"),
             f"`{library}` has no effect with `data_impl: mock`: random tokens have no text",
             "tokenizer=byte",
@@ -39,22 +38,19 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
     needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
     for name in needed:
         if getattr(keys, name) is None:
-            yield Finding(
-                "error",
+            yield Finding.error(
                 (f"{at}.{name}", f"{at}.library"),
                 f"`library: {library}` needs `{name}`; stoker does not download tokenizers",
                 f"{at}.{name}=FILE",
             )
     if library == "huggingface" and (keys.type is None) == (keys.model is None):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{at}.type", f"{at}.library", f"{at}.model"),
             "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
             f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
         )
     if library == "megatron" and keys.type not in (None, "GPT2BPETokenizer"):
-        yield Finding(
-            "error",
+        yield Finding.error(
             (f"{at}.type", f"{at}.library"),
             f"`library: megatron` supports one `type`, GPT2BPETokenizer, not {keys.type}",
             f"{at}.type=GPT2BPETokenizer, or {at}.library=huggingface with the path of a tokenizer.json",

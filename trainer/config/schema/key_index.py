@@ -49,13 +49,17 @@ class SchemaKey:
 @cache
 def schema_keys(family: Family = "gpt") -> Mapping[str, SchemaKey]:
     """Return every leaf of a family's schema by path, in schema order."""
-    return MappingProxyType({key.path: key for key in _walk(RootBlock, "", _defaults(family))})
+    fields = _fields(_defaults(family))
+    keys = {path: _key(path, field, default) for path, field, default in fields if not isinstance(default, BaseModel)}
+    return MappingProxyType(keys)
 
 
 @cache
 def schema_blocks(family: Family = "gpt") -> Mapping[str, str]:
     """Return the description of every block of a family's schema by path, without the root."""
-    return MappingProxyType(dict(_blocks(RootBlock, "", _defaults(family))))
+    fields = _fields(_defaults(family))
+    blocks = {path: _one_line(field.description) for path, field, block in fields if isinstance(block, BaseModel)}
+    return MappingProxyType(blocks)
 
 
 def find_key(path: str) -> SchemaKey | None:
@@ -93,23 +97,13 @@ def _defaults(family: Family) -> RootBlock:
     return RootBlock(model=MODEL_BLOCKS[family].model_validate({}))
 
 
-def _walk(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[SchemaKey]:
-    for name, field in block.model_fields.items():
-        path = join(parent, name)
-        default = getattr(defaults, name)
+def _fields(block: BaseModel, parent: str = "") -> Iterator[tuple[str, FieldInfo, Any]]:
+    """Yield path, field and default of every key and block below a block of defaults."""
+    for name, field in type(block).model_fields.items():
+        path, default = join(parent, name), getattr(block, name)
+        yield path, field, default
         if isinstance(default, BaseModel):
-            yield from _walk(type(default), path, default)
-        else:
-            yield _key(path, field, default)
-
-
-def _blocks(block: type[BaseModel], parent: str, defaults: BaseModel) -> Iterator[tuple[str, str]]:
-    for name, field in block.model_fields.items():
-        default = getattr(defaults, name)
-        if isinstance(default, BaseModel):
-            path = join(parent, name)
-            yield path, _one_line(field.description)
-            yield from _blocks(type(default), path, default)
+            yield from _fields(default, path)
 
 
 def _key(path: str, field: FieldInfo, default: Any) -> SchemaKey:

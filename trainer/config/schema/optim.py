@@ -16,6 +16,8 @@ from .trainer_and_data import block_default
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+PHASES = ("warmup", "constant", "hold")
+"""Phases of a schedule, each with keys `X_steps` and `X_ratio`."""
 
 
 class SchedBlock(ConfigBlock):

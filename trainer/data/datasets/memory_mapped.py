@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def check_ids(ids: NDArray[Any], vocab_size: int, reader: IndexedReader, begin: 
         )
 
 
+@dataclass(eq=False)
 class MappedTraining:
     """Endless samples of a range of documents, by position.
 
@@ -74,7 +76,7 @@ class MappedTraining:
     (except the very first). A window belongs to the epoch in which it begins; the windows of an epoch are in random
     order. Position p belongs to epoch p * S // tokens.
 
-    Args:
+    Attributes:
         source: the documents; at least one token.
         sequence_length: S, tokens in a sample.
         seed: of the permutations.
@@ -84,28 +86,21 @@ class MappedTraining:
         cache_key: identifies the tokens, such as their hash.
     """
 
-    def __init__(
-        self,
-        source: DocumentRange,
-        sequence_length: int,
-        seed: int,
-        *,
-        rng_stream: int = 0,
-        shuffle_documents: bool = True,
-        cache: IndexCache | None = None,
-        cache_key: str = "",
-    ) -> None:
-        if source.tokens < 1:
+    source: DocumentRange
+    sequence_length: int
+    seed: int
+    _: KW_ONLY
+    rng_stream: int = 0
+    shuffle_documents: bool = True
+    cache: IndexCache | None = None
+    cache_key: str = ""
+
+    def __post_init__(self) -> None:
+        if self.source.tokens < 1:
             raise ValueError("`source` (0 tokens) must hold at least one token")
-        self.source = source
-        self.sequence_length = sequence_length
-        self.samples = -(-source.tokens // sequence_length)
-        self._seed = seed
-        self._part = rng_stream
-        self._shuffles = shuffle_documents
-        self._cache = cache or IndexCache(None)
-        self._cache_key = cache_key
+        self.samples = -(-self.source.tokens // self.sequence_length)
         self._epochs: dict[int, Arrays] = {}
+        self._cache = self.cache or IndexCache(None)
 
     def batch(self, first: int, count: int) -> Batch:
         """Return the training samples at positions `first` to `first + count - 1`, counted from 0."""
@@ -143,12 +138,12 @@ class MappedTraining:
             windows = self._first_window(epoch + 1) - self._first_window(epoch)
             key = {
                 "format": 2,
-                "data": self._cache_key,
+                "data": self.cache_key,
                 "documents": [self.source.first, self.source.documents],
                 "sequence_length": self.sequence_length,
-                "seed": self._seed,
-                "part": self._part,
-                "shuffle_documents": self._shuffles,
+                "seed": self.seed,
+                "part": self.rng_stream,
+                "shuffle_documents": self.shuffle_documents,
                 "epoch": epoch,
             }
             layout = {
@@ -165,8 +160,8 @@ class MappedTraining:
     def _make_epoch(self, epoch: int, windows: int) -> Iterator[tuple[str, NDArray[Any]]]:
         """Yield the rows of the index arrays of an epoch, in chunks."""
         documents = self.source.documents
-        if self._shuffles:
-            orders = shuffled_indices(lambda: philox_generator(self._seed, epoch, 2 * self._part), documents)
+        if self.shuffle_documents:
+            orders = shuffled_indices(lambda: philox_generator(self.seed, epoch, 2 * self.rng_stream), documents)
         else:
             orders = sequential_indices(documents)
         rank, begin, window = 0, epoch * self.source.tokens, self._first_window(epoch)
@@ -180,7 +175,7 @@ class MappedTraining:
             ranks = np.searchsorted(ends, offsets, side="right")
             yield "starts", np.stack([rank + ranks, offsets - (ends - lengths)[ranks]], axis=1)
             rank, begin, window = rank + len(order), end, last
-        for visit in shuffled_indices(lambda: philox_generator(self._seed, epoch, 2 * self._part + 1), windows):
+        for visit in shuffled_indices(lambda: philox_generator(self.seed, epoch, 2 * self.rng_stream + 1), windows):
             yield "visit", visit
 
     def __getstate__(self) -> dict[str, Any]:

@@ -120,22 +120,15 @@ def _tensors(**arrays: NDArray[Any]) -> TensorBatch:
 # ---------------------------------------------------------------- pairs from windows of text
 
 
-class WindowTokens(NamedTuple):
-    """Token ids of some windows.
+def window_tokens(windows: Samples, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens of windows: their labels, since every token but the first is a label exactly once per epoch.
 
-    Attributes:
-        tokens: int64 [B, N]; `IGNORE_INDEX` after the end of a short window.
-        lengths: tokens of each, int64 [B]; 0 past the end of a split.
+    Returns:
+        Token ids, int64 [B, N], `IGNORE_INDEX` after the end of a short window; and the number of tokens of each
+        window, int64 [B], 0 past the end of a split.
     """
-
-    tokens: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-
-def window_tokens(windows: Samples, first: int, count: int) -> WindowTokens:
-    """Return the tokens of windows: their labels, since every token but the first is a label exactly once per epoch."""
     tokens = windows.batch(first, count).labels.numpy()
-    return WindowTokens(tokens, (tokens != IGNORE_INDEX).sum(axis=1))
+    return tokens, (tokens != IGNORE_INDEX).sum(axis=1)
 
 
 class SplitWindows:

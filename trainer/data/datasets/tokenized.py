@@ -18,7 +18,8 @@ import numpy as np
 
 from ...config.blend_spec import Blend, is_per_split, parse_prefixes
 from ...config.dataset_names import SPLITS, Split
-from ...config.schema.root import RootBlock
+from ...config.resolved_run import DataSpec
+from ...config.schema.trainer_and_data import DataBlock
 from ...config.suggest import closest
 from ...utils.environment import user_path
 from ...utils.errors import UserError
@@ -90,13 +91,12 @@ class TokenizedSplits:
         return known[0][1] if known else None
 
 
-def open_splits(root: RootBlock) -> TokenizedSplits:
+def open_splits(data: DataBlock) -> TokenizedSplits:
     """Open and check every dataset of `model.data.data_prefix`.
 
     Raises:
         UserError: a dataset is missing, damaged or empty.
     """
-    data = root.model.data
     if not data.data_prefix:
         raise UserError(f"`model.data.data_impl=mmap` needs `{_KEY}`: the path of a .bin/.idx pair, without its suffix")
     try:
@@ -149,7 +149,7 @@ def choose_tokenizer(
 
 
 def split_samples(
-    root: RootBlock, splits: TokenizedSplits, tokenizer: Tokenizer, make: SampleFactory
+    spec: DataSpec, splits: TokenizedSplits, tokenizer: Tokenizer, make: SampleFactory
 ) -> tuple[dict[Split, AnySamples | None], dict[Split, int]]:
     """Return the samples and the number of tokens of each split.
 
@@ -161,7 +161,7 @@ def split_samples(
     """
     for found in splits.datasets.values():
         _check_sampled_ids(found.reader, tokenizer.vocab_size)
-    data = root.model.data
+    data = spec.keys
     per_split = is_per_split(data.data_prefix)
     ranges: dict[Split, list[DocumentRange]] = {}
     for number, split in enumerate(SPLITS):
@@ -194,7 +194,7 @@ def split_samples(
             MappedTraining(
                 source,
                 length,
-                root.model.seed,
+                spec.seed,
                 rng_stream=number,
                 shuffle_documents=data.shuffle_documents,
                 cache=_cache(data.index_mapping_dir, found.reader, source, length),

@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -131,94 +132,89 @@ def preprocess(job: Job, on_progress: Callable[[Progress], None], log: Callable[
     return PreprocessResult(summary, _reject_lines(tally, sources), resumed_parts=resumed)
 
 
+@dataclass(eq=False)
 class _Work:
     """Distribute the parts to workers and record their results in the journal."""
 
-    def __init__(
-        self,
-        job: Job,
-        sources: Sequence[InputSource],
-        units: Sequence[WorkUnit],
-        chunk: int,
-        tokenizer: Tokenizer,
-        journal: Journal,
-        on_progress: Callable[[Progress], None],
-    ) -> None:
-        self._job = job
-        self._sources = sources
-        self._units = units
-        self._chunk = chunk
-        self._tokenizer = tokenizer
-        self._journal = journal
-        self._on_progress = on_progress
-        self._total = max(1, sum(source.size for source in sources))
-        self._weight = self._resumed_weight = 0
-        self._session = DocumentCounts()
+    job: Job
+    sources: Sequence[InputSource]
+    units: Sequence[WorkUnit]
+    chunk: int
+    tokenizer: Tokenizer
+    journal: Journal
+    on_progress: Callable[[Progress], None]
+    weight: int = 0
+    resumed_weight: int = 0
+    session: DocumentCounts = field(default_factory=DocumentCounts)
+
+    @cached_property
+    def total(self) -> int:
+        return max(1, sum(source.size for source in self.sources))
 
     def run(self) -> DocumentCounts:
         """Process the unfinished parts; return the counts of all parts."""
-        for number, unit in enumerate(self._units):
-            self._weight += sum(span.weight for span in unit.spans) if (number, 0) in self._journal.parts else 0
-            self._weight += self._sources[unit.stream].size if self._stream_is_done(number) else 0
-        self._resumed_weight = self._weight
+        for number, unit in enumerate(self.units):
+            self.weight += sum(span.weight for span in unit.spans) if (number, 0) in self.journal.parts else 0
+            self.weight += self.sources[unit.stream].size if self._stream_is_done(number) else 0
+        self.resumed_weight = self.weight
         settings = {
-            "tokenizer": self._tokenizer.to_dict(),
-            "eod_id": self._tokenizer.eos_id if self._job.append_eod else None,
-            "stop": self._job.stop_on_error,
-            "reading": asdict(self._job.reading),
-            "paths": [source.path for source in self._sources],
-            "kinds": [source.kind for source in self._sources],
+            "tokenizer": self.tokenizer.to_dict(),
+            "eod_id": self.tokenizer.eos_id if self.job.append_eod else None,
+            "stop": self.job.stop_on_error,
+            "reading": asdict(self.job.reading),
+            "paths": [source.path for source in self.sources],
+            "kinds": [source.kind for source in self.sources],
         }
-        with WorkerPool(self._job.workers, settings) as pool:
+        with WorkerPool(self.job.workers, settings) as pool:
             pool.run(self._tasks(), self._on_answer, self._report)
         tally = DocumentCounts()
-        for key in sorted(self._journal.parts):
-            tally.add(self._journal.parts[key])
-        if self._job.stop_on_error and tally.skipped:  # from parts of an earlier run without `--on-error stop`
-            raise UserError(_reject_lines(tally, self._sources))
+        for key in sorted(self.journal.parts):
+            tally.add(self.journal.parts[key])
+        if self.job.stop_on_error and tally.skipped:  # from parts of an earlier run without `--on-error stop`
+            raise UserError(_reject_lines(tally, self.sources))
         return tally
 
     def _stream_is_done(self, number: int) -> bool:
-        count = self._journal.chunks.get(number)
-        return count is not None and all((number, part) in self._journal.parts for part in range(count))
+        count = self.journal.chunks.get(number)
+        return count is not None and all((number, part) in self.journal.parts for part in range(count))
 
     def _tasks(self) -> Iterator[Task]:
-        for number, unit in enumerate(self._units):
+        for number, unit in enumerate(self.units):
             if unit.stream >= 0:
                 if not self._stream_is_done(number):
                     yield from self._chunks(number, unit.stream)
-            elif (number, 0) not in self._journal.parts:
+            elif (number, 0) not in self.journal.parts:
                 spans = [(span.source, span.start, span.end) for span in unit.spans]
                 yield self._task((number, 0), {"spans": spans}, None, sum(span.weight for span in unit.spans))
 
     def _chunks(self, number: int, source: int) -> Iterator[Task]:
         before = count = 0
-        for count, chunk in enumerate(read_stream_chunks(self._sources[source], self._job.reading, self._chunk), 1):
+        for count, chunk in enumerate(read_stream_chunks(self.sources[source], self.job.reading, self.chunk), 1):
             key = (number, count - 1)
             weight, before = chunk.consumed - before, chunk.consumed
             if chunk.damaged:
-                if self._job.stop_on_error:
-                    raise UserError(f"{self._sources[source].path}:{chunk.first_line}: {DAMAGED}")
-                self._journal.add_damage(key, source, chunk.first_line)
-            elif key in self._journal.parts:
-                self._weight += weight
-                self._resumed_weight += weight
+                if self.job.stop_on_error:
+                    raise UserError(f"{self.sources[source].path}:{chunk.first_line}: {DAMAGED}")
+                self.journal.add_damage(key, source, chunk.first_line)
+            elif key in self.journal.parts:
+                self.weight += weight
+                self.resumed_weight += weight
             else:
                 yield self._task(key, {"source": source, "first_line": chunk.first_line}, chunk.data, weight)
-        self._journal.add_end(number, count)
+        self.journal.add_end(number, count)
 
     def _task(self, key: tuple[int, int], message: dict[str, Any], data: bytes | None, weight: int) -> Task:
-        return Task(key, {**message, "prefix": str(self._journal.part_prefix(key))}, data, weight)
+        return Task(key, {**message, "prefix": str(self.journal.part_prefix(key))}, data, weight)
 
     def _on_answer(self, task: Task, answer: Mapping[str, Any]) -> None:
         match answer:
             case {"done": tally}:
-                self._journal.add_part(task.key, tally)
-                self._session.add(tally)
-                self._weight += task.weight
+                self.journal.add_part(task.key, tally)
+                self.session.add(tally)
+                self.weight += task.weight
             case {"stopped": [source, kind, place, is_offset, note]}:
                 raise UserError(
-                    f"{_place(self._sources[source], place, is_offset)}: {kind}{f'; {note}' if note else ''}"
+                    f"{_place(self.sources[source], place, is_offset)}: {kind}{f'; {note}' if note else ''}"
                 )
             case {"error": lines, "exit_code": code}:
                 raise UserError(lines, code)
@@ -226,8 +222,8 @@ class _Work:
                 raise RuntimeError(f"a worker process failed:\n{answer.get('bug')}")
 
     def _report(self) -> None:
-        fractions = (min(1.0, weight / self._total) for weight in (self._weight, self._resumed_weight))
-        self._on_progress(Progress(self._session.documents, self._session.bytes, *fractions))
+        fractions = (min(1.0, weight / self.total) for weight in (self.weight, self.resumed_weight))
+        self.on_progress(Progress(self.session.documents, self.session.bytes, *fractions))
 
 
 def _identity(job: Job, sources: Sequence[InputSource]) -> dict[str, Any]:

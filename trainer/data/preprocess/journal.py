@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,29 +46,22 @@ class Journal:
         self.folder = parts_folder(prefix)
         self.parts: dict[PartKey, dict[str, Any]] = {}
         self.chunks: dict[int, int] = {}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.folder / _LOCK).open("wb")
-        except OSError as error:
-            raise UserError(f"cannot write {self.folder}: {error.strerror}", EXIT_IO) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise UserError(f"{self.folder} is in use by another stoker preprocess") from None
-        try:
-            valid_bytes = self._read(json.loads(json.dumps(identity)), start_over)
-            self._remove_unfinished()
-            self._file: IO[bytes] = (self.folder / _JOURNAL).open("ab")
-            self._file.truncate(valid_bytes)
-            if valid_bytes == 0:
-                self._write({"command": identity})
-        except OSError as error:
-            self._lock.close()
-            raise UserError(f"cannot write {self.folder}: {error.strerror}", EXIT_IO) from None
-        except UserError:
-            self._lock.close()
-            raise
+        with ExitStack() as opened:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = opened.enter_context((self.folder / _LOCK).open("wb"))
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                valid_bytes = self._read(json.loads(json.dumps(identity)), start_over)
+                self._remove_unfinished()
+                self._file: IO[bytes] = opened.enter_context((self.folder / _JOURNAL).open("ab"))
+                self._file.truncate(valid_bytes)
+                if valid_bytes == 0:
+                    self._write({"command": identity})
+            except BlockingIOError:
+                raise UserError(f"{self.folder} is in use by another stoker preprocess") from None
+            except OSError as error:
+                raise UserError(f"cannot write {self.folder}: {error.strerror}", EXIT_IO) from None
+            self._opened = opened.pop_all()
 
     def part_prefix(self, key: PartKey) -> Path:
         """Return the output prefix of a part."""
@@ -99,8 +93,7 @@ class Journal:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
-        self._lock.close()
+        self._opened.close()
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(entry).encode() + b"\n")

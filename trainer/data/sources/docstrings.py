@@ -11,7 +11,6 @@ import platform
 import textwrap
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ...config.dataset_names import SPLITS, Split
 from .text_pairs import TextPair, TextPairs, pairs_fingerprint
@@ -19,13 +18,6 @@ from .text_sources import Corpus, Proportions, read_pystd
 
 MAX_TARGET_CHARACTERS = 120
 """Maximum length in characters; functions with a longer first paragraph are skipped."""
-
-
-class DocumentedFunction(NamedTuple):
-    """A function with a docstring."""
-
-    name: str
-    pair: TextPair
 
 
 def read_docstrings(proportions: Proportions) -> TextPairs:
@@ -56,8 +48,8 @@ def docstring_pairs(corpus: Corpus) -> TextPairs:
     return TextPairs(f"pystd_docstring (Python {platform.python_version()})", pairs, pairs_fingerprint(pairs))
 
 
-def documented_functions(module: str) -> Iterator[DocumentedFunction]:
-    """Yield the functions and methods of a module, in order, that have a docstring and at least one more statement."""
+def documented_functions(module: str) -> Iterator[tuple[str, TextPair]]:
+    """Yield name and pair of each function and method with a docstring and at least one more statement, in order."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated syntax in the sources
@@ -70,7 +62,7 @@ def documented_functions(module: str) -> Iterator[DocumentedFunction]:
         target = _first_paragraph(ast.get_docstring(node) or "")
         source = _without_docstring(node, lines)
         if target and source and len(target) <= MAX_TARGET_CHARACTERS:
-            yield DocumentedFunction(node.name, TextPair(source, target))
+            yield node.name, TextPair(source, target)
 
 
 def _first_paragraph(docstring: str) -> str:

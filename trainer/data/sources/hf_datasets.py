@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Any
 
 from ...config.dataset_names import SPLITS, Split
 from ...utils.errors import UserError
@@ -22,25 +22,13 @@ _SAVED_FILES = ("dataset_dict.json", "dataset_info.json")
 """Files that `save_to_disk` writes for several splits, and for one."""
 
 
-class DatasetRecords(NamedTuple, Generic[RecordT]):
-    """Records of a dataset.
-
-    Attributes:
-        records: by split.
-        has_predefined_splits: the dataset comes with its own splits; otherwise the proportions define them.
-    """
-
-    records: dict[Split, list[RecordT]]
-    has_predefined_splits: bool
-
-
 def read_dataset(
     path: str,
     options: Mapping[str, Any],
     proportions: Proportions,
     read: RecordParser[RecordT],
     input_of: Callable[[RecordT], str],
-) -> DatasetRecords[RecordT]:
+) -> tuple[dict[Split, list[RecordT]], bool]:
     """Read a dataset, by split.
 
     Its splits `train`, `validation` and `test` are used; if there is only `train`, each row is assigned to a split by
@@ -51,6 +39,9 @@ def read_dataset(
         options: `model.data.dataset_kwargs`: `name` and `revision` of the dataset, and `train`, `validation` and `test`
             for splits of other names.
         input_of: returns the text that is hashed.
+
+    Returns:
+        The records by split; and True if the dataset comes with its own splits, not those of the proportions.
 
     Raises:
         UserError: it cannot be read, or a row is invalid.
@@ -79,7 +70,7 @@ def read_dataset(
             except UserError as error:
                 raise UserError(f"`{_KEY}`: {error}") from None
             records[split if predefined else splitter.split_of(input_of(record))].append(record)
-    return DatasetRecords(records, predefined)
+    return records, predefined
 
 
 def _splits(path: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,19 +6,20 @@ the same entry at once: they write the same bytes to temporary files, and the la
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...utils.durable_files import atomic_file
 from ...utils.errors import EXIT_IO, UserError
 
 ArrayChunks = Iterator[tuple[str, NDArray[Any]]]
@@ -89,16 +90,22 @@ class IndexCache:
 
     def _write(self, folder: Path, name: str, layout: Layout, pieces: ArrayChunks) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            files = {
-                part: stack.enter_context(_AtomicFile(folder / f"{name}-{part}.npy", _npy_header(dtype, shape)))
-                for part, (dtype, shape) in layout.items()
-            }
+        writer = f"{os.getpid()}-{secrets.token_hex(4)}"
+        hashes = {part: hashlib.sha256() for part in layout}
+        with ExitStack() as stack:
+            files = {part: stack.enter_context(atomic_file(folder / f"{name}-{part}.npy", writer)) for part in layout}
+
+            def write(part: str, data: bytes) -> None:
+                files[part].write(data)
+                hashes[part].update(data)
+
+            for part, (dtype, shape) in layout.items():
+                write(part, _npy_header(dtype, shape))
             for part, rows in pieces:
-                files[part].write(np.ascontiguousarray(rows, layout[part][0]).tobytes())
-        record = {part: file.digest for part, file in files.items()}
-        with _AtomicFile(folder / f"{name}.json", json.dumps(record).encode()):
-            pass
+                write(part, np.ascontiguousarray(rows, layout[part][0]).tobytes())
+        record = {part: found.hexdigest() for part, found in hashes.items()}
+        with atomic_file(folder / f"{name}.json", writer) as file:
+            file.write(json.dumps(record).encode())
 
 
 def _in_memory(layout: Layout, pieces: ArrayChunks) -> Arrays:
@@ -115,37 +122,3 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, described)
     return header.getvalue()
-
-
-class _AtomicFile:
-    """A temporary file that replaces `path` when the block succeeds, and is removed when it fails."""
-
-    def __init__(self, path: Path, head: bytes) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-        self._hash = hashlib.sha256()
-        self._file = self._temporary.open("xb")
-        self.write(head)
-
-    def write(self, data: bytes) -> None:
-        self._hash.update(data)
-        self._file.write(data)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all that was written, in hexadecimal."""
-        return self._hash.hexdigest()
-
-    def __enter__(self) -> _AtomicFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._temporary.replace(self._path)
-        finally:
-            with contextlib.suppress(OSError):  # on a full disk the last flush fails too
-                self._file.close()
-            self._temporary.unlink(missing_ok=True)

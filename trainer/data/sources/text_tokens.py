@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config.dataset_names import Split
-from ...config.schema.root import RootBlock
+from ...config.schema.trainer_and_data import DataBlock
 from ...utils.environment import user_path
 from ...utils.errors import UserError
 from ..datasets.samples import EvaluationWindows
@@ -16,9 +16,8 @@ from ..tokenizers.tokenizer import TokenIds, Tokenizer
 from .text_sources import Corpus, parse_proportions, read_pystd, read_text
 
 
-def read_corpus(root: RootBlock) -> Corpus:
+def read_corpus(data: DataBlock) -> Corpus:
     """Read the text of `model.data`, split."""
-    data = root.model.data
     proportions = parse_proportions(data.splits_string)
     if data.data_impl == "pystd":
         return read_pystd(proportions)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ..datasets.seq2seq import Pair
 
 
-class PrefixSplitter:
+class PrefixSplitter(NamedTuple):
     """Split texts at a random position, uniform over those that fit and leave neither side empty."""
 
-    def __init__(self, encoder_length: int, decoder_length: int) -> None:
-        self._encoder_length = encoder_length
-        self._decoder_length = decoder_length
+    encoder_length: int
+    decoder_length: int
 
     def pair(self, text: NDArray[np.int64], rng: np.random.Philox) -> Pair | None:
         """Split a text, int64 [N]; None for a single token.
@@ -22,7 +23,7 @@ class PrefixSplitter:
         """
         if len(text) < 2:
             return None
-        first = max(1, len(text) - self._decoder_length)
-        last = min(len(text) - 1, self._encoder_length)
+        first = max(1, len(text) - self.decoder_length)
+        last = min(len(text) - 1, self.encoder_length)
         split = first + int(rng.random_raw()) % (last - first + 1)
         return Pair(text[:split], text[split:])

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config.data_task import Task
 from ...config.dataset_names import SPLITS, Split
 from ...config.prompt_template import prompt_template_from_config
-from ...config.schema.root import ModelBlock, RootBlock
+from ...config.resolved_run import DataSpec
+from ...config.schema.trainer_and_data import DataBlock
 from ...utils.errors import UserError
 from ...utils.text import pluralize
 from ..datasets.blend import BlendedSamples
@@ -123,33 +123,33 @@ class SFTData:
         return ", ".join(parts) + (note if truncated or skipped else "")
 
 
-def build_sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
+def build_sft_data(spec: DataSpec, tokenizer: Tokenizer) -> SFTData:
     """Build the fine-tuning samples of a configuration.
 
     Raises:
         UserError: files cannot be read or tokenized, or a needed split is empty.
     """
-    return _sft_data(root, task, tokenizer, read_records(root, tokenizer))
+    return _sft_data(spec, tokenizer, read_records(spec.keys, tokenizer))
 
 
-def build_sft_evaluation_data(path: Path, root: RootBlock, task: Task, tokenizer: Tokenizer) -> SFTData:
+def build_sft_evaluation_data(path: Path, spec: DataSpec, tokenizer: Tokenizer) -> SFTData:
     """Build validation samples of a file or folder; of a folder with a `train.jsonl`, of its `validation.jsonl`.
 
     Raises:
         UserError: it cannot be read.
     """
-    read, input_of = _reader(root, tokenizer)
+    read, input_of = _reader(spec.keys, tokenizer)
     found = read_splits(path, (0.0, 1.0, 0.0), read, input_of, "--data-path")["validation"]
     sets: dict[Split, list[list[Any]]] = {"train": [], "validation": [found], "test": []}
-    return _sft_data(root, task, tokenizer, Records(str(path), sets, has_predefined_splits=True, input_of=input_of))
+    return _sft_data(spec, tokenizer, Records(str(path), sets, has_predefined_splits=True, input_of=input_of))
 
 
-def _sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Records) -> SFTData:
+def _sft_data(spec: DataSpec, tokenizer: Tokenizer, records: Records) -> SFTData:
     examples: dict[Split, list[Examples]] = {
-        split: [_examples(root, task, tokenizer, one) for one in sets] for split, sets in records.sets.items()
+        split: [_examples(spec, tokenizer, one) for one in sets] for split, sets in records.sets.items()
     }
     samples: dict[Split, DictSamples | None] = {
-        split: _samples(root, task, tokenizer, sets, records.weights, training=split == "train")
+        split: _samples(spec, tokenizer, sets, records.weights, training=split == "train")
         for split, sets in examples.items()
     }
     return SFTData(samples, examples, records)
@@ -158,7 +158,7 @@ def _sft_data(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Record
 # ---------------------------------------------------------------- records
 
 
-def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
+def read_records(data: DataBlock, tokenizer: Tokenizer) -> Records:
     """Read the prompts with answers, or conversations, of `model.data`.
 
     Args:
@@ -167,8 +167,7 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
     Raises:
         UserError: a file cannot be read, or an object is invalid.
     """
-    data = root.model.data
-    read, input_of = _reader(root, tokenizer)
+    read, input_of = _reader(data, tokenizer)
     if data.data_impl == "pystd_docstring":
         texts = read_docstrings(parse_proportions(data.splits_string))
         names = data.context_key, data.label_key
@@ -183,32 +182,30 @@ def read_records(root: RootBlock, tokenizer: Tokenizer) -> Records:
     return Records(source.name, source.sets, source.has_predefined_splits, input_of, weights)
 
 
-def _reader(root: RootBlock, tokenizer: Tokenizer) -> tuple[RecordParser[Any], Callable[[Any], str]]:
+def _reader(data: DataBlock, tokenizer: Tokenizer) -> tuple[RecordParser[Any], Callable[[Any], str]]:
     """Return the parser of an object, and the function that returns its input."""
-    if root.model.data.chat:
+    if data.chat:
         source = get_chat_template(tokenizer).source
         return lambda found, location: parse_chat(found, location, source), conversation_start
-    template = prompt_template_from_config(root.model.data)
+    template = prompt_template_from_config(data)
     names = sorted(set(template.fields[:-1])) or list(template.fields)
 
     def input_of(record: dict[str, str]) -> str:
         """Return the texts before the answer, regardless of their order in the template."""
         return record[names[0]] if len(names) == 1 else json.dumps([record[name] for name in names])
 
-    named_by = f"{_TRAIN}.prompt_template" if root.model.data.train_ds.prompt_template else ""
+    named_by = f"{_TRAIN}.prompt_template" if data.train_ds.prompt_template else ""
     return lambda found, location: read_record(found, location, template.fields, named_by), input_of
 
 
 # ---------------------------------------------------------------- examples and samples
 
 
-def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequence[Any]) -> Examples:
-    model, keys = root.model, root.model.data.train_ds
-    assert isinstance(model, ModelBlock)
-    answer_only = model.answer_only_loss is not False
-    if model.data.chat:
-        return truncate_examples(encode_chats(records, tokenizer, answer_only=answer_only), task.length)
-    template = prompt_template_from_config(root.model.data)
+def _examples(spec: DataSpec, tokenizer: Tokenizer, records: Sequence[Any]) -> Examples:
+    keys, length, answer_only = spec.keys.train_ds, spec.task.length, spec.answer_only_loss
+    if spec.keys.chat:
+        return truncate_examples(encode_chats(records, tokenizer, answer_only=answer_only), length)
+    template = prompt_template_from_config(spec.keys)
     shortened = template.fields[:-1]
     if keys.truncation_field is not None:
         shortened = tuple(name.strip() for name in keys.truncation_field.split(","))
@@ -218,11 +215,11 @@ def _examples(root: RootBlock, task: Task, tokenizer: Tokenizer, records: Sequen
         prefix_ids=_start(tokenizer, keys.add_bos),
         suffix_ids=_end(tokenizer) if keys.add_eos else [],
         answer_only=answer_only,
-        length=task.length,
+        length=length,
         truncation_fields=shortened,
         truncation_side=keys.truncation_method,
     )
-    return truncate_examples(tokens.examples(records), task.length)
+    return truncate_examples(tokens.examples(records), length)
 
 
 def _start(tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
@@ -247,15 +244,14 @@ def _end(tokenizer: Tokenizer) -> list[int]:
 
 
 def _samples(
-    root: RootBlock,
-    task: Task,
+    spec: DataSpec,
     tokenizer: Tokenizer,
     sets: Sequence[Examples],
     weights: Sequence[float] | None,
     *,
     training: bool,
 ) -> DictSamples | None:
-    seed = root.model.seed if training else None
+    task, seed = spec.task, spec.seed if training else None
 
     def rows(examples: Examples, part: int = 0) -> ExampleSamples:
         return ExampleSamples(

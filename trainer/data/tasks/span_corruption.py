@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +34,11 @@ class NgramSpanConfig(NamedTuple):
     word_edges: tuple[Mask, Mask] | None
 
 
+@dataclass(frozen=True, eq=False)
 class SpanCorruptor:
     """Corrupt texts of any length into pairs.
 
-    Args:
+    Attributes:
         corruption: noise density and mean span length.
         ngrams: parameters of NeMo's spans; None draws T5's.
         sentinels: ids of <extra_id_0>, <extra_id_1>, ...
@@ -47,25 +49,19 @@ class SpanCorruptor:
         UserError: there are too few sentinels for a text of maximum length.
     """
 
-    def __init__(
-        self,
-        corruption: Corruption,
-        ngrams: NgramSpanConfig | None,
-        sentinels: NDArray[np.int64],
-        eos_id: int,
-        max_length: int,
-        decoder_length: int,
-    ) -> None:
-        self.corruption = corruption
-        self.ngrams = ngrams
-        self.sentinels = sentinels
-        self.eos_id = eos_id
-        self.decoder_length = decoder_length
-        needed = noise_counts(max_length, corruption)[1] if ngrams is None else 1
-        if len(sentinels) < needed:
+    corruption: Corruption
+    ngrams: NgramSpanConfig | None
+    sentinels: NDArray[np.int64]
+    eos_id: int
+    max_length: int
+    decoder_length: int
+
+    def __post_init__(self) -> None:
+        needed = noise_counts(self.max_length, self.corruption)[1] if self.ngrams is None else 1
+        if len(self.sentinels) < needed:
             raise UserError(
-                f"span corruption of {max_length:,} tokens has {needed} spans, and the tokenizer {len(sentinels)} "
-                f"sentinels; set `model.tokenizer.num_sentinel_tokens={needed}`, or longer spans "
+                f"span corruption of {self.max_length:,} tokens has {needed} spans, and the tokenizer "
+                f"{len(self.sentinels)} sentinels; set `model.tokenizer.num_sentinel_tokens={needed}`, or longer spans "
                 "(`model.data.mean_ngram_size`)"
             )
 

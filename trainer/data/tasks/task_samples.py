@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...config.data_task import Task
-from ...config.schema.root import RootBlock
+from ...config.resolved_run import DataSpec
+from ...config.schema.trainer_and_data import TokenizerBlock
 from ...utils.errors import UserError
 from ..datasets.document_chunks import CorruptedChunks, Documents
 from ..datasets.document_ids import DocumentIdSamples
@@ -23,16 +23,16 @@ _EVALUATION_SEED = 0
 """Evaluation uses the same random draws in all runs, so that they can be compared."""
 
 
-def tokenizer_for_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer_for_task(spec: DataSpec, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer with the sentinels that the task needs.
 
     Raises:
         UserError: it has no EOS token, which the task needs.
     """
-    count = root.model.tokenizer.num_sentinel_tokens
+    task, count = spec.task, spec.tokenizer.num_sentinel_tokens
     if task.name in ("gpt", "sft"):
         return tokenizer
-    has_mask_token = task.name == "bert" and find_mask_token_id(tokenizer, _mask_name(root)) is not None
+    has_mask_token = task.name == "bert" and find_mask_token_id(tokenizer, _mask_name(spec.tokenizer)) is not None
     extended = tokenizer if has_mask_token and count is None else with_sentinels(tokenizer, count)
     if extended.eos_id is None:
         raise UserError(
@@ -42,9 +42,8 @@ def tokenizer_for_task(root: RootBlock, task: Task, tokenizer: Tokenizer) -> Tok
     return extended
 
 
-def _mask_name(root: RootBlock) -> str | None:
+def _mask_name(keys: TokenizerBlock) -> str | None:
     """Return the configured mask token; the byte-level tokenizer ignores it, since it has its own special tokens."""
-    keys = root.model.tokenizer
     return None if keys.library == "byte-level" else keys.special_tokens.mask_token
 
 
@@ -55,11 +54,11 @@ class SampleFactory:
         tokenizer: output of `tokenizer_for_task`.
     """
 
-    def __init__(self, root: RootBlock, task: Task, tokenizer: Tokenizer) -> None:
-        self.task = task
-        self._keys = root.model.data
-        self._mask_token = _mask_name(root)
-        self._seed = root.model.seed
+    def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
+        self.task = task = spec.task
+        self._keys = spec.keys
+        self._mask_token = _mask_name(spec.tokenizer)
+        self._seed = spec.seed
         self._tokenizer = tokenizer
         self.shape = PairShape(task.length, task.decoder_length, tokenizer.pad_id)
 
@@ -77,7 +76,11 @@ class SampleFactory:
         seed = self._seed if training else _EVALUATION_SEED
         match self.task.name:
             case "gpt":
-                return self._with_document_ids(self._mask_after_eod(windows))
+                if self._keys.eod_mask_loss:
+                    windows = EodMaskedSamples(windows, self._eos("eod_mask_loss"))
+                # The model needs document indices to keep documents apart.
+                resets = [key for key in ("reset_position_ids", "reset_attention_mask") if getattr(self._keys, key)]
+                return DocumentIdSamples(windows, self._eos(resets[0])) if resets else windows
             case "sft" if self._keys.data_impl == "mock":
                 return windows
             case "t5":
@@ -167,23 +170,6 @@ class SampleFactory:
         replacements = with_text if len(with_text) else np.arange(tokenizer.vocab_size)
         special = [mask_token_id, tokenizer.eos_id, tokenizer.pad_id, *sentinel_ids(tokenizer)]
         return MaskTokens(mask_token_id, tokenizer.eos_id, tokenizer.pad_id, np.setdiff1d(replacements, special))
-
-    def _mask_after_eod(self, samples: Samples) -> Samples:
-        """Mask the labels after EOS if `model.data.eod_mask_loss` is set.
-
-        Raises:
-            UserError: it is set, and the tokenizer has no EOS token.
-        """
-        return EodMaskedSamples(samples, self._eos("eod_mask_loss")) if self._keys.eod_mask_loss else samples
-
-    def _with_document_ids(self, samples: Samples) -> Samples:
-        """Add document indices if the model needs them to keep documents apart.
-
-        Raises:
-            UserError: it does, and the tokenizer has no EOS token.
-        """
-        names = [name for name in ("reset_position_ids", "reset_attention_mask") if getattr(self._keys, name)]
-        return DocumentIdSamples(samples, self._eos(names[0])) if names else samples
 
     def _eos(self, key: str) -> int:
         if self._tokenizer.eos_id is None:

@@ -7,10 +7,14 @@ expression has split the text into words.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .tokenizer_json import added_token, json_text
 
 EOS_TOKEN = "<|endoftext|>"
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+"""GPT-2's pre-tokenizer, and its decoder, in tokenizer.json format."""
 
 
 def gpt2_tokenizer_json(vocab: str, merges: str) -> str:
@@ -41,6 +45,21 @@ def gpt2_tokenizer_json(vocab: str, merges: str) -> str:
         if not {*pair, "".join(pair)} <= vocabulary.keys():
             raise ValueError(f"line {number} of the merges ({line[:60]!r}) has tokens that the vocabulary lacks")
         pairs.append(pair)
+    # The end-of-text token is the only EOS of such a vocabulary, so it is added if missing; GPT-2's id is the last.
+    eos_id = vocabulary.get(EOS_TOKEN, max(vocabulary.values(), default=-1) + 1)
+    return json_text(
+        byte_level_bpe(vocabulary, pairs, [added_token(eos_id, EOS_TOKEN)], BYTE_LEVEL, ignore_merges=False)
+    )
+
+
+def byte_level_bpe(
+    vocabulary: Mapping[str, int],
+    merges: Sequence[Any],
+    added_tokens: Sequence[Mapping[str, Any]],
+    pre_tokenizer: Mapping[str, Any],
+    **model_options: bool,
+) -> dict[str, Any]:
+    """Return the parsed `tokenizer.json` of a byte-level BPE tokenizer, in the order of keys of the library."""
     model = {
         "type": "BPE",
         "dropout": None,
@@ -49,23 +68,18 @@ def gpt2_tokenizer_json(vocab: str, merges: str) -> str:
         "end_of_word_suffix": None,
         "fuse_unk": False,
         "byte_fallback": False,
-        "ignore_merges": False,
+        **model_options,
         "vocab": vocabulary,
-        "merges": pairs,
+        "merges": merges,
     }
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    # The end-of-text token is the only EOS of such a vocabulary, so it is added if missing; GPT-2's id is the last.
-    eos_id = vocabulary.get(EOS_TOKEN, max(vocabulary.values(), default=-1) + 1)
-    return json_text(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [added_token(eos_id, EOS_TOKEN)],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": model,
-        }
-    )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added_tokens,
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": BYTE_LEVEL,
+        "model": model,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config.schema.root import RootBlock
+from ...config.resolved_run import DataSpec
 from ...utils.errors import UserError
 from ..sources.text_sources import Corpus
 from ..tasks.chat_files import chat_template_from_config
@@ -13,40 +13,40 @@ from ..tasks.sentinels import sentinel_ids
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 
 
-def tokenizer_for_corpus(root: RootBlock, corpus: Corpus) -> Tokenizer:
+def tokenizer_for_corpus(spec: DataSpec, corpus: Corpus) -> Tokenizer:
     """Return the tokenizer of `model.tokenizer`; a char tokenizer covers the characters of all splits."""
-    if root.model.tokenizer.library == "char":
+    if spec.tokenizer.library == "char":
         return CharTokenizer.from_texts([text for texts in corpus.documents.values() for text in texts])
-    return configured_tokenizer(root) or ByteTokenizer()
+    return configured_tokenizer(spec) or ByteTokenizer()
 
 
-def configured_tokenizer(root: RootBlock) -> Tokenizer | None:
+def configured_tokenizer(spec: DataSpec) -> Tokenizer | None:
     """Return the tokenizer of `model.tokenizer`; None for the default, which does not describe existing token ids.
 
     Raises:
         UserError: it is built from the training text, and there is none.
     """
-    match root.model.tokenizer.library:
+    match spec.tokenizer.library:
         case "byte-level":
             return None
         case "char":
             raise UserError(
                 f"`model.tokenizer.library` (char) is built from text, but `model.data.data_impl="
-                f"{root.model.data.data_impl}` has none; use the tokenizer that made the data"
+                f"{spec.keys.data_impl}` has none; use the tokenizer that made the data"
             )
         case _:
             from .tokenizer_files import tokenizer_from_config
 
-            return tokenizer_from_config(root.model.tokenizer)
+            return tokenizer_from_config(spec.tokenizer)
 
 
-def with_chat_template(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
+def with_chat_template(spec: DataSpec, tokenizer: Tokenizer) -> Tokenizer:
     """Set the tokenizer's chat template to `model.tokenizer.chat_template`, if that is given.
 
     Raises:
         UserError: the template cannot be read, and the tokenizer (of a checkpoint) has none either.
     """
-    template = root.model.tokenizer.chat_template
+    template = spec.tokenizer.chat_template
     if template is not None:
         try:
             tokenizer.chat_template = chat_template_from_config(template, tokenizer)
@@ -56,13 +56,12 @@ def with_chat_template(root: RootBlock, tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def model_vocab_size(root: RootBlock, tokenizer: Tokenizer) -> int:
+def model_vocab_size(override: int | None, tokenizer: Tokenizer) -> int:
     """Return the vocabulary size of the model: that of its tokenizer, or `model.override_vocab_size`.
 
     Raises:
         UserError: `model.override_vocab_size` is too small.
     """
-    override = root.model.override_vocab_size
     if override is not None and override < tokenizer.vocab_size:
         raise UserError(
             f"`model.override_vocab_size` ({override}) must not be below the {tokenizer.vocab_size} tokens of the "

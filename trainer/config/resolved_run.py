@@ -1,0 +1,141 @@
+"""What follows from the configuration of a run before its data are known, derived once and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...models.config.batch_shape import BatchSpec
+from ...models.config.families import FamilySlice, family_slice
+from ...models.config.model import Family
+from ...models.config.peft import PeftSlice, PromptSlice, peft_slice
+from .data_task import Task, batch_spec, task_from_keys
+from .parameter_layout import DataParallelLayout, layout_from_keys
+from .run_precision import RunPrecision, resolve_precision
+from .schema.exp_manager import ExpManagerBlock
+from .schema.root import AnyModelBlock, ModelBlock, RootBlock
+from .schema.trainer_and_data import DataBlock, TokenizerBlock, TrainerBlock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """What the tokenizer and the samples of a run are built from.
+
+    Attributes:
+        keys: `model.data`.
+        tokenizer: `model.tokenizer`.
+        task: the training task and its sequence lengths.
+        family: the model family.
+        vocab_size: `model.override_vocab_size`.
+        seed: `model.seed`.
+        answer_only_loss: the loss of fine-tuning is computed on answers only.
+        global_batch_size: samples per optimizer step.
+        limit_val_batches: `trainer.limit_val_batches`; 0 without validation.
+    """
+
+    keys: DataBlock
+    tokenizer: TokenizerBlock
+    task: Task
+    family: Family
+    vocab_size: int | None
+    seed: int
+    answer_only_loss: bool
+    global_batch_size: int
+    limit_val_batches: int | float
+
+    @property
+    def length_key(self) -> str:
+        """The key that sets the sequence length."""
+        if self.keys.seq_length is not None:
+            return "model.data.seq_length"
+        return "model.seq_length" if self.family == "t5" else "model.encoder_seq_length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRun:
+    """A run as its configuration describes it.
+
+    Attributes:
+        env_vars: `env_vars`.
+        trainer: `trainer`.
+        exp_manager: `exp_manager`.
+        model: `model`.
+        data: what its tokenizer and samples are built from.
+        batch_spec: shape of a sample.
+        family: slices of the model and its stacks, with recomputation and offloading of every layer; for a vocabulary
+            of one token if `override_vocab_size` is not set (`with_vocabulary`).
+        peft: parameter-efficient fine-tuning; None without.
+        precision: dtypes of weights and arithmetic.
+        world_size: number of processes.
+        layout: data-parallel layout; None for one process.
+    """
+
+    env_vars: Mapping[str, str | int | float | bool]
+    trainer: TrainerBlock
+    exp_manager: ExpManagerBlock
+    model: AnyModelBlock
+    data: DataSpec
+    batch_spec: BatchSpec
+    family: FamilySlice
+    peft: PeftSlice | None
+    precision: RunPrecision
+    world_size: int
+    layout: DataParallelLayout | None
+
+    @property
+    def layer_batch_spec(self) -> BatchSpec:
+        """Shape of a sample as layers see it: prompt tuning lengthens the sequences."""
+        virtual = self.peft.virtual_tokens if isinstance(self.peft, PromptSlice) else 0
+        return replace(self.batch_spec, seq_length=self.batch_spec.seq_length + virtual)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches per rank and optimizer step."""
+        return self.model.global_batch_size // self.model.micro_batch_size // self.world_size
+
+    def with_vocabulary(self, vocab_size: int) -> FamilySlice:
+        """Return the slices of the model for the vocabulary of a tokenizer.
+
+        Raises:
+            ValueError: `override_vocab_size` is smaller.
+        """
+        return family_slice(self.model, vocab_size=vocab_size, batch_spec=self.batch_spec)
+
+
+def resolve_run(root: RootBlock, *, world_size: int = 1, capability: tuple[int, int] | None = None) -> ResolvedRun:
+    """Resolve the configuration of a run.
+
+    Args:
+        world_size: number of processes.
+        capability: CUDA compute capability of the device; None for other devices.
+
+    Raises:
+        ValueError: the sequence lengths are invalid; configuration rules report that earlier.
+    """
+    keys = root.model
+    task = task_from_keys(keys)
+    spec = batch_spec(task, keys.data)
+    data = DataSpec(
+        keys=keys.data,
+        tokenizer=keys.tokenizer,
+        task=task,
+        family=keys.family,
+        vocab_size=keys.override_vocab_size,
+        seed=keys.seed,
+        answer_only_loss=isinstance(keys, ModelBlock) and keys.answer_only_loss is not False,
+        global_batch_size=keys.global_batch_size,
+        limit_val_batches=root.trainer.limit_val_batches,
+    )
+    return ResolvedRun(
+        env_vars=root.env_vars,
+        trainer=root.trainer,
+        exp_manager=root.exp_manager,
+        model=keys,
+        data=data,
+        batch_spec=spec,
+        family=family_slice(keys, vocab_size=keys.override_vocab_size or 1, batch_spec=spec),
+        peft=peft_slice(keys.peft),
+        precision=resolve_precision(root.trainer.precision, keys.megatron_amp_O2, capability),
+        world_size=world_size,
+        layout=layout_from_keys(keys, world_size, world_size // root.trainer.num_nodes),
+    )
