@@ -218,9 +218,15 @@ def test_exit_codes(
         "exp_manager.mlflow_logger_kwargs.tracking_uri=http://me:hush@host",
         "no.such.secret='hush hush'",
         "my.password=(hush",
+        "env_vars.authToken=hush",
+        "env_vars.GITHUB_PAT=[hush]",
+        "+env_vars={DB_PASS: hush, B: 1}",
+        "env_vars.URL='https://host/x?token=hush'",
+        "env_vars.HOME_PASSPHRASE=hush",
     ],
 )
-def test_a_refused_secret_is_not_shown(override: str, capsys: Captured) -> None:
+def test_a_refused_secret_is_not_shown(override: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME_PASSPHRASE", "hush, another")
     for form in ([], ["--json"]):
         assert main.main(["config", "exp_manager.create_mlflow_logger=true", override, *form]) == 2
         out, err = capsys.readouterr()

@@ -390,7 +390,7 @@ def _read_run_id(directory: Path, package: str) -> str | None:
         if path.stat().st_size > _MAX_RUN_IDS_BYTES:
             return None
         run_id = json.loads(path.read_text(encoding="utf-8"))[package]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return run_id if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id) else None
 

@@ -186,7 +186,7 @@ def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
                 repeated = validates_again and document["step"] == step and "val_loss" in document
                 if line.endswith("\n") and document["step"] <= step and not repeated:
                     kept.append(line)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
     atomic_write(path, "".join(kept).encode())
 

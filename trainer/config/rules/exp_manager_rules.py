@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...loggers.logger_backends import BACKENDS
-from ...utils.redaction import has_user_info
+from ...utils.redaction import holds_secret
 from ...utils.text import parse_duration, pluralize
 from ..schema.exp_manager import TRAINING_METRICS, Metric
 from .rule_context import RuleContext, is_changed, no_effect
@@ -60,7 +60,7 @@ def mlflow_settings_act(context: RuleContext) -> Iterator[Finding]:
     keys, at = manager.mlflow_logger_kwargs, f"{_AT}.mlflow_logger_kwargs"
     if not manager.create_mlflow_logger:
         return
-    if keys.tracking_uri is not None and has_user_info(keys.tracking_uri):
+    if keys.tracking_uri is not None and holds_secret(keys.tracking_uri):
         yield Finding.error(
             (f"{at}.tracking_uri",),
             "`tracking_uri` must not hold a user or a password",

@@ -151,7 +151,7 @@ def _entries(path: Path) -> tuple[list[dict[str, Any]], int]:
             while (line := file.readline(_MAX_LINE)).endswith(b"\n"):
                 try:
                     entry = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     break
                 if not isinstance(entry, dict):
                     break
