@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,9 @@ def test_an_announced_end_is_no_second_signal(number, monkeypatch):
     """SLURM sends SIGUSR1, then SIGTERM: the run must still be saving, and end at the SIGTERM after that."""
     killed = []
     monkeypatch.setattr("stoker.trainer.callbacks.preemption.os.kill", lambda pid, number: killed.append(number))
-    with StopHandler() as stop:
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup, which ignores SIGHUP
+    with ExitStack() as restored, StopHandler() as stop:
+        restored.callback(signal.signal, number, before)
         signal.raise_signal(number)
         signal.raise_signal(number)
         assert (stop.reason, stop.exit_code) == (number.name, EXIT_TERMINATED)
