@@ -110,7 +110,6 @@ class Comparison:
 def _compare(result: TrainingResult, device: torch.device) -> Comparison | None:
     """Evaluate model and baselines on the validation text; None without one (mock data)."""
     from ..data.datasets.samples import EvaluationWindows
-    from ..device.precision import torch_precision
     from ..evaluation.baselines import unigram_bits_per_byte, xz_bits_per_byte
     from ..evaluation.held_out_loss import evaluate, loss_function
 
@@ -124,7 +123,7 @@ def _compare(result: TrainingResult, device: torch.device) -> Comparison | None:
         batches = min(batches, -(-_HELD_OUT_BYTES // (samples.sequence_length * size)))
     result.model.eval()
     evaluation = evaluate(
-        loss_function(result.model, torch_precision(result.run.precision), device),
+        loss_function(result.model, result.run.precision, device),
         samples,
         token_bytes=data.token_byte_counts,
         batch_size=size,
@@ -143,12 +142,11 @@ def _compare(result: TrainingResult, device: torch.device) -> Comparison | None:
 
 
 def _sample(result: TrainingResult, device: torch.device) -> str:
-    from ..device.precision import torch_precision
     from ..generation.sampling import SamplingParams
     from ..generation.text_generator import Generator, StoppingCriteria
 
     tokenizer = result.data.tokenizer
-    precision, length = torch_precision(result.run.precision), result.run.data.task.length
+    precision, length = result.run.precision, result.run.data.task.length
     generator = Generator(result.model.eval(), tokenizer, precision, device, length)
     start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     prompt = [*start, *tokenizer.encode(_PROMPT).tolist()]

@@ -111,7 +111,7 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         state.optimizer,
         build_schedule(keys.optim, run.resolved.trainer.max_steps),
         PrefetchingDataLoader(run.data.train, batches, run.device, keys.data.num_workers, _report_on_every_rank(run)),
-        run.precision,
+        run.resolved.precision,
         seed=keys.seed,
         step=state.start.step,
         ranks=ranks,
@@ -171,7 +171,7 @@ def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction
         batches = default_batches if global_batches is None else global_batches
         try:
             return evaluate(
-                loss_function(model, run.precision, run.device),
+                loss_function(model, run.resolved.precision, run.device),
                 samples,
                 token_bytes=run.data.token_byte_counts,
                 batch_size=size,
