@@ -193,9 +193,11 @@ def measure(sampled: SampledRun) -> Row:
 
     from stoker.trainer.config.load import load_run_config
     from stoker.trainer.train import run_training
+    from stoker.trainer.utils.environment import enable_expandable_segments
 
     with tempfile.TemporaryDirectory() as directory:
         config = load_run_config(None, None, [*sampled.overrides, f"exp_manager.explicit_log_dir={directory}/r"])
+        enable_expandable_segments()  # as a run does, which starts before CUDA is initialized
         plan = planned(sampled.overrides)
         run_training(config)
         rows = [json.loads(line) for line in (Path(directory) / "r" / "metrics.jsonl").read_text().splitlines()]
