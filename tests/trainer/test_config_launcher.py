@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 from config_helpers import gpt, load, problems, write
+from tiers import cases
 
 from stoker.trainer.config.load import config_from_document
+from stoker.trainer.config.problems import ConfigError
+from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils.errors import UserError
 
 STAGE = """\
@@ -182,6 +185,40 @@ def test_missing_value_is_told_once(tmp_path: Path) -> None:
     assert set(found) == {"model.hidden_size", "model.tokenizer.vocab_file", "model.data.data_prefix"}
     assert "also for model.kv_channels" in found["model.hidden_size"].rule
     assert found["model.data.data_prefix"].fix == "model.data.data_prefix=VALUE"
+
+
+def problem_keys(*overrides: str) -> list[str]:
+    try:
+        load(*overrides)
+    except ConfigError as error:
+        return [problem.key for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize("preset", ["gpt_tiny", "t5_tiny", "bert_tiny"])
+def test_missing_value_of_any_key_is_told_alone_or_needless(preset: str) -> None:
+    family = preset.partition("_")[0]
+    keys = [path for path, key in schema_keys(family).items() if not key.is_open and path != "model.family"]
+    told = {path: problem_keys(f"model={preset}", "data=mock", f"{path}='???'") for path in cases(keys, fast=15)}
+    assert all(found in ([path], []) for path, found in told.items()), told
+    needless = [path for path, found in told.items() if not found]
+    assert 0 < len(needless) < len(keys) / 2
+    assert not {"model.hidden_size", "trainer.max_steps", "model.restore_from_path"}.intersection(needless)
+
+
+def test_missing_files_are_no_reason_for_random_tokens(tmp_path: Path) -> None:
+    """Without `data_impl` a file that leaves the data to the user needs them; its default would be `mock`."""
+    sets = "train_ds: {file_names: ???, concat_sampling_probabilities: ???}\n    validation_ds: {file_names: ???}\n"
+    write(tmp_path, "files", f"model:\n  data:\n    {sets}".replace("???", "'???'"))
+    write(tmp_path, "prefix", "model: {data: {data_prefix: '???'}}\n")
+    of_train = ("file_names", "concat_sampling_probabilities")
+    assert set(problems(name="files", directory=tmp_path)) == {
+        *(f"model.data.train_ds.{name}" for name in of_train),
+        "model.data.validation_ds.file_names",
+    }
+    assert set(problems(name="prefix", directory=tmp_path)) == {"model.data.data_prefix"}
+    for name in ("files", "prefix"):
+        assert load("model.data.data_impl=mock", name=name, directory=tmp_path).root.model.data.data_impl == "mock"
 
 
 def test_stage_named_like_a_block_of_the_model(tmp_path: Path) -> None:

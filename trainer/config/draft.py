@@ -14,7 +14,7 @@ from ..utils.redaction import redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
 from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
-from .missing_values import missing_value_problems, unread_keys
+from .missing_values import fill_missing, missing_value_problems
 from .nemo import launcher_files, nemo_spellings
 from .nemo.key_states import KeyStates, Verdict, is_known_key, suggest_keys
 from .nemo.key_table import KeyState, find_row
@@ -287,11 +287,14 @@ class Draft:
                 yield KeyReport(path, shown, KeyState.HISTORICAL, self.origin_text(path), f"used as ${{{path}}}")
 
     def _report_missing(self, acting: Tree) -> set[str]:
-        """Remove keys without a value from `acting`; report those that a run needs, and return their paths."""
+        """Remove keys without a value from `acting`; report those that a run needs, and return their paths.
+
+        These get any value, so that no rule reports their absence too.
+        """
         missing = [path for path, value in dotted_paths.leaves(acting) if value == MISSING]
         for path in missing:
             dotted_paths.remove(acting, path)
-        unread = unread_keys(acting, missing, self._family, lambda keys: all_rules.run_rules(self._typed(keys)[0]))
+        unread = fill_missing(acting, missing, self._family, lambda keys: all_rules.run_rules(self._typed(keys)[0]))
         if unread:
             rule = f"no value, and no effect here: {', '.join(sorted(unread))}"
             self.findings.append(Finding.info(tuple(sorted(unread)), rule))

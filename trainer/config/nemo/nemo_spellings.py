@@ -69,7 +69,7 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
 
 def has_nemo_file_names(tree: Tree) -> bool:
     """Return True if `train_ds.file_names` is set without `data_impl`, as in NeMo's fine-tuning files."""
-    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (None, MISSING)
+    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) is not None
 
 
 def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
