@@ -18,7 +18,7 @@ def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
         yield Finding.warning(
             ("model.tokenizer.library", "model.data.data_impl", *files),
             f"`{library}` has no effect with `data_impl: mock`: random tokens have no text",
-            " ".join(["tokenizer=byte", *(f"~{path}" for path in files)]),
+            " ".join(["model.tokenizer.library=byte-level", *(f"~{path}" for path in files)]),
         )
 
 
