@@ -227,12 +227,14 @@ def test_stage_named_like_a_block_of_the_model(tmp_path: Path) -> None:
         tmp_path,
         "a",
         "run: {name: x}\nmodel:\n  seed: 5\n  restore_from_path: ${peft.run.name}\n"
+        "  save_nemo_on_validation_end: false\n  model_parallel_size: ${multiply:1,${.tensor_model_parallel_size}}\n"
         "  peft: {peft_scheme: lora, lora_tuning: {adapter_dim: '${peft.model.seed}', variant: canonical}}\n"
         "  data: {train_ds: {add_eos: false}, test_ds: {add_eos: '${data.train_ds.add_eos}'}}\n"
         "exp_manager: {name: 'a-${model.peft.peft_scheme}', wandb_logger_kwargs: {group: 'g'}}\n",
     )
     config = load(name="a", directory=tmp_path)
     assert (config.root.model.peft.lora_tuning.adapter_dim, config.root.model.restore_from_path) == (5, "x")
+    assert {"model.save_nemo_on_validation_end", "model.model_parallel_size"} <= set(config.historical_keys)
 
 
 def test_document_holds_variables_of_the_environment_written_out(
