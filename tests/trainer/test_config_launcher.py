@@ -134,6 +134,7 @@ def test_one_of_several_stages_is_chosen(tmp_path: Path) -> None:
     config = load("stages=[conversion,peft]", "launcher_scripts_path=/l", name="config", directory=tmp_path)
     assert (config.root.name, config.root.model.tokenizer.merge_file) == ("adapter", "/l/data/bpe/merges.txt")
     assert config.root.env_vars == {"NCCL_NVLS_ENABLE": 0}
+    assert "env_vars.NCCL_DEBUG" not in config.origins
     found = problems("stages=[training]", name="config", directory=tmp_path)
     assert [problem.fix for problem in found.values()] == ["launcher_scripts_path=FOLDER"]
 
@@ -151,6 +152,8 @@ def test_variable_of_the_run_is_named_as_an_override(tmp_path: Path) -> None:
     write(tmp_path, "a", "run: {time_limit: x}\nexp_manager: {explicit_log_dir: '${fine_tuning.run.convert_dir}'}\n")
     found = problems(name="a", directory=tmp_path)
     assert found["run.convert_dir"].fix == "run.convert_dir=FOLDER"
+    write(tmp_path, "b", "run: {hosts: [a, b]}\nexp_manager: {wandb_logger_kwargs: {tags: '${run.hosts}'}}\n")
+    assert load(name="b", directory=tmp_path).root.exp_manager.wandb_logger_kwargs.tags == ["a", "b"]
     assert load("run.convert_dir=/c", name="a", directory=tmp_path).root.exp_manager.explicit_log_dir == "/c"
 
 

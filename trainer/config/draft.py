@@ -250,13 +250,9 @@ class Draft:
                 else:
                     self.problems.append(self._problem(path, raw, f"it {error}", self._reference_suggestion(error)))
                 continue
-            unset = {
-                source
-                for source in found.sources
-                if dotted_paths.get(whole, source, MISSING if launcher_files.is_variable(source) else None) == MISSING
-            }
+            unset = found.sources & resolver.unset
             if unset:
-                self._unset[path] = frozenset(unset)
+                self._unset[path] = unset
             dotted_paths.put(self._resolved, path, MISSING if unset else found.value)
             if path in schema_keys(self._family) or find_row(path, self._family) is None:
                 self._used_variables.update(filter(launcher_files.is_variable, found.sources))

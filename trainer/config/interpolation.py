@@ -76,6 +76,9 @@ class Resolver:
             parsed as YAML, so that `${oc.env:WIDTH}` can be a number.
         is_variable: returns True for a path that another program's file leaves to the user; it is `???` until set.
         alias: returns the path to use for a reference, such as `model.seed` for `training.model.seed`.
+
+    Attributes:
+        unset: paths met so far that have no value (`???`).
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Resolver:
         self._is_text = is_text
         self._is_variable = is_variable
         self._alias = alias
+        self.unset: set[str] = set()
         self._resolved: dict[str, Resolved] = {}
         self._resolving: list[str] = []
         self._expanded: dict[str, Any] = {}
@@ -112,6 +116,8 @@ class Resolver:
         if len(self._resolving) >= MAX_DEPTH:
             raise InterpolationError(f"refers through more than {MAX_DEPTH} other keys")
         raw = self._raw(path)
+        if raw == MISSING:
+            self.unset.add(path)
         self._resolving.append(path)
         try:
             found = self._evaluate(raw, path)

@@ -77,8 +77,6 @@ def move_stage_to_root(
             emptied = dotted_paths.parent_of(emptied)
             if dotted_paths.get(tree, emptied):
                 break
-        if isinstance(variables := tree.get("env_vars"), dict):
-            tree["env_vars"] = {name: value for name, value in variables.items() if value is not None}
         composition.tree = dotted_paths.merged(tree, block)
         below = f"{prefix}."
         moved = {path.removeprefix(below): text for path, text in composition.origins.items() if path.startswith(below)}
@@ -86,9 +84,18 @@ def move_stage_to_root(
         composition.origins = kept | moved
         composition.stage = prefix if prefix in STAGES else ""
     if prefix or isinstance(tree.get("run"), dict):
+        _remove_null_variables(composition)
         edits = [replace(edit, path=without_stage(edit.path, composition.stage)) for edit in edits]
     stray = [edit for edit in edits if without_stage(edit.path) != edit.path and edit.path.split(".")[0] not in tree]
     return [edit for edit in edits if edit not in stray], [_no_stage(edit) for edit in stray]
+
+
+def _remove_null_variables(composition: Composition) -> None:
+    """Remove environment variables that are null, which the launcher does not set."""
+    variables = composition.tree.get("env_vars")
+    for name in [name for name, value in variables.items() if value is None] if isinstance(variables, dict) else ():
+        dotted_paths.remove(composition.tree, f"env_vars.{name}")
+        composition.origins.pop(f"env_vars.{name}", None)
 
 
 def _no_stage(edit: ValueOverride) -> Problem:
