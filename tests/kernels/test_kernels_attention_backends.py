@@ -9,7 +9,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from attention_cases import attend, told
 from tiers import cases, full_only, looped
 from torch import Tensor
 
-from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
+from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME, BackendName
 from stoker.kernels.attention.backends import registry, transformer_engine, unfused
 from stoker.kernels.attention.backends.registry import (
     ATTENTION_FUNCTIONS,
@@ -480,7 +480,9 @@ def test_documents_are_counted_once_for_all_layers(monkeypatch: pytest.MonkeyPat
 
 
 def test_functions_follow_call_and_flags() -> None:
-    assert {*ATTENTION_FUNCTIONS} == {backend.name for backend in BACKENDS}
+    assert {*ATTENTION_FUNCTIONS} == {backend.name for backend in BACKENDS} == set(get_args(BackendName))
+    # every other backend is covered by `test_every_option_of_every_backend`
+    assert {*ATTENTION_FUNCTIONS} - {*TAKEN} == {"reference", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"}
 
     def made(backend: str, fusion: bool = True) -> Any:
         call = AttentionCall(

@@ -127,6 +127,7 @@ def test_never_another_value_than_omegaconf(text: str) -> None:
         ("${int:word}", "`int` takes numbers, but was given 'word'"),
         ("${int:1,2}", "`int` takes one number, but was given 2"),
         ("${int:1e400}", "infinity"),
+        ("${int:1e300}", "beyond 128 bits"),
         ("${not:1}", "`not` takes true or false, but was given 1"),
         ("${not:true,false}", "`not` takes true or false"),
         ("${gpu_name:0}", "`gpu_name`, which is not supported"),

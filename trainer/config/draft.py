@@ -272,7 +272,9 @@ class Draft:
         given = frozenset(path for path, _ in dotted_paths.leaves(acting))
         root, problems, wrong = validate.validate_types(acting, self.origin_text)
         environment = frozenset(self._from_environment)
-        return RuleContext(root, given, self._set_by_user(given), self.variables, environment), problems, wrong
+        is_saved = any(origin.kind == "document" for origin in self.origins.values())
+        facts = RuleContext(root, given, self._set_by_user(given), self.variables, environment, is_saved)
+        return facts, problems, wrong
 
     def _take_used_variables(self) -> Iterator[KeyReport]:
         """Remove the launcher's keys that keys with an effect refer to, and yield their reports."""

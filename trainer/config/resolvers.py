@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from typing import Any
 from .yaml_reader import parse_scalar
 
 Number = int | float
+_MAX_RESULT_BITS = 128
+"""Of the product of two sizes; Python does not convert integers of thousands of digits to text."""
 
 
 def _divide(a: Number, b: Number) -> Number:
@@ -43,7 +46,7 @@ _OF_TWO: Mapping[str, Callable[[Number, Number], Number]] = {
 
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"`{name}` takes numbers, but was given {value!r}")
+        raise ValueError(f"`{name}` takes numbers, but was given {reprlib.repr(value)}")
     if isinstance(value, int) and value.bit_length() > 64:
         raise ValueError(f"`{name}` was given a number beyond 64 bits")
 
@@ -55,25 +58,30 @@ def _call(name: str, *values: Any) -> Number:
         raise ValueError(f"`{name}` needs at least one number")
     for value in values:
         _check_number(name, value)
-    if name in _OF_ANY:
-        return _OF_ANY[name](values)
-    if name != "subtract" and values[1] == 0:
+    if name not in ("subtract", *_OF_ANY) and values[1] == 0:
         raise ValueError(f"`{name}` cannot divide by zero")
-    return _OF_TWO[name](*values)
+    return _bounded(name, _OF_ANY[name](values) if name in _OF_ANY else _OF_TWO[name](*values))
 
 
-def _int(*values: Any) -> int:
+def _bounded(name: str, result: Number) -> Number:
+    if isinstance(result, int) and result.bit_length() > _MAX_RESULT_BITS:
+        raise ValueError(f"`{name}` gives a number beyond {_MAX_RESULT_BITS} bits")
+    return result
+
+
+def _int(*values: Any) -> Number:
     """Return a number without its fraction, as Python's `int`; also of its text, such as a value of `oc.env`."""
     if len(values) != 1:
         raise ValueError(f"`int` takes one number, but was given {len(values)}")
     value = parse_scalar(values[0]) if isinstance(values[0], str) else values[0]
     _check_number("int", value)
-    return int(value)
+    return _bounded("int", int(value))
 
 
 def _not(*values: Any) -> bool:
     if len(values) != 1 or not isinstance(values[0], bool):
-        raise ValueError(f"`not` takes true or false, but was given {', '.join(map(repr, values)) or 'nothing'}")
+        given = ", ".join(map(reprlib.repr, values)) or "nothing"
+        raise ValueError(f"`not` takes true or false, but was given {given}")
     return not values[0]
 
 
