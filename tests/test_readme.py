@@ -53,6 +53,11 @@ def test_stoker_commands_run_in_the_order_of_the_readme(tmp_path, monkeypatch, c
     Path("pairs.jsonl").write_text("\n".join(pairs))
     turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in asked]
     Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
+    stage = tmp_path / "CONF" / "training" / "gpt3" / "126m.yaml"
+    stage.parent.mkdir(parents=True)
+    stage.write_text("run: {name: a}\nexp_manager: {explicit_log_dir: '${base_results_dir}/${training.run.name}'}\n")
+    whole = "defaults: [_self_, {training: null}]\nbase_results_dir: ${launcher_scripts_path}/results\n"
+    (tmp_path / "CONF" / "config.yaml").write_text(whole)
     seen = []
     for line in commands("stoker "):
         arguments = shlex.split(line.replace("FILE", str(text)))[1:]

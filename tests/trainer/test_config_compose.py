@@ -249,9 +249,7 @@ def test_a_value_of_a_later_file_hides_a_block_of_an_earlier_one(tmp_path: Path)
 
 
 def test_nemo_file_loads_as_it_is() -> None:
-    # Its launcher gives the directory, and mock data need no prefix.
-    given_elsewhere = ["model.data.data_prefix=[]", "model.data.index_mapping_dir=null"]
-    config = load(*given_elsewhere, name="nemo_style_gpt", directory=DATA)
+    config = load(name="nemo_style_gpt", directory=DATA)
     root = config.root
     assert (gpt(root).ffn_hidden_size, gpt(root).normalization, gpt(root).hidden_dropout) == (512, "rmsnorm", 0.1)
     assert (root.exp_manager.name, root.trainer.max_time, root.trainer.limit_val_batches) == (
@@ -305,15 +303,6 @@ def test_a_file_that_is_not_chosen_cannot_be_left_out(tmp_path: Path) -> None:
         assert said.startswith(f"~{group} (command line): no file of the group {group} is chosen")
         assert "fix: " in said
     assert "the file of the group data is pystd, not mock" in refusal("~data=mock")
-
-
-def test_launcher_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    write(tmp_path, "a", "training:\n  model:\n    num_layers: 2\n")
-    write(tmp_path, "b", "run:\n  name: x\nexp_manager:\n  exp_dir: ${training.run.name}\n")
-    for name in "ab":
-        said = refusal(name=name, directory=tmp_path)
-        assert "NeMo-Framework-Launcher" in said
-        assert len(said.splitlines()) == 1
 
 
 def test_hydra_block_has_no_effect_and_is_reported(tmp_path: Path) -> None:

@@ -124,6 +124,13 @@ def test_never_another_value_than_omegaconf(text: str) -> None:
         ("${oc.env:NOT_SET}", "`NOT_SET`, which is not set"),
         ("${multiply:" + "9" * 400 + ",2}", "64 bits"),
         ("${sum:'a}", "an unterminated quote"),
+        ("${int:word}", "`int` takes numbers, but was given 'word'"),
+        ("${int:1,2}", "`int` takes one number, but was given 2"),
+        ("${int:1e400}", "infinity"),
+        ("${int:1e300}", "beyond 128 bits"),
+        ("${not:1}", "`not` takes true or false, but was given 1"),
+        ("${not:true,false}", "`not` takes true or false"),
+        ("${gpu_name:0}", "`gpu_name`, which is not supported"),
     ],
 )
 def test_refusals(text: str, says: str) -> None:
@@ -175,3 +182,36 @@ def test_division() -> None:
         -4,
         -2,
     )
+    whole = [ours("${divide_ceil:7.5,2}"), ours("${divide_floor:7.5,2}"), ours("${int_div:7,2}")]
+    assert (whole, {type(number) for number in whole}) == ([4, 3, 3], {int})
+
+
+def test_resolvers_that_nemo_registers() -> None:
+    environ = {"NODES": "4"}
+    assert (ours("${int:7.9}"), ours("${int:${oc.env:NODES}}", environ)) == (7, 4)
+    assert (ours("${not:${yes}}"), ours("${not:false}")) == (False, True)
+    assert ours("${gpu_name:}") is None  # NeMo's on a machine without A100 or H100
+
+
+def test_reference_in_the_model_may_start_at_the_model() -> None:
+    """NeMo passes `model` on as a configuration of its own; the root has precedence, as in the whole file."""
+    data = {"train_ds": {"eos": False}, "test_ds": {"eos": "${data.train_ds.eos}", "name": "${name}"}}
+    tree = {"name": "root", "data_dir": "${data.train_ds.eos}", "model": {"name": "model", "data": data}}
+    resolver = Resolver(tree, {})
+    assert resolver.resolve("model.data.test_ds").value == {"eos": False, "name": "root"}
+    with pytest.raises(InterpolationError, match=r"`data\.train_ds\.eos`, which does not exist"):
+        resolver.resolve("data_dir")
+
+
+def test_sources_are_all_values_on_the_way() -> None:
+    resolver = Resolver({"a": "${b}/${c.d}", "b": 1, "c": {"d": ["${e}"], "f": 2}, "e": 3, "g": ["${b}", 7]}, {})
+    assert resolver.resolve("g").sources == {"g", "g.0", "g.1", "b"}
+    assert resolver.resolve("c").sources == {"c", "c.d", "c.d.0", "c.f", "e"}
+
+
+def test_expanded_text_is_bounded() -> None:
+    tree = {f"k{i}": f"${{k{i + 1}}}${{k{i + 1}}}" for i in range(60)} | {"k60": "${oc.env:EMPTY}"}
+    resolver = Resolver(tree, {"EMPTY": ""})
+    assert resolver.resolve("k0").value == ""
+    with pytest.raises(InterpolationError, match="64 KiB"):
+        resolver.expand("k0", lambda path: False)

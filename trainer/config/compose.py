@@ -43,6 +43,7 @@ class Composition:
         files: the files, in merge order.
         packaged_paths: leaves set by a file of this package.
         notes: notes on content that is ignored.
+        stage: the stage of the NeMo-Framework-Launcher whose block was moved to the root; empty if unknown.
     """
 
     tree: Tree = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Composition:
     files: list[Path] = field(default_factory=list)
     packaged_paths: set[str] = field(default_factory=set)
     notes: list[Finding] = field(default_factory=list)
+    stage: str = ""
 
 
 class YamlSource(ConfigSource):
@@ -243,7 +245,6 @@ class Composer:
         file = source.read(config_path)
         if file.path not in composition.files:
             composition.files.append(file.path)
-        _check_launcher(file)
         tree = dict(file.tree)
         if tree.pop("hydra", None) is not None:
             composition.notes.append(_hydra_note(file))
@@ -312,17 +313,6 @@ def _check_deletion(choice: Override, group: str, known: Mapping[str, object]) -
 def _error_text(path: Path, error: YamlError) -> str:
     where = f"{display_path(path)}:{error.line}" if error.line else display_path(path)
     return f"{where}: {error.message}"
-
-
-def _check_launcher(file: YamlFile) -> None:
-    """Reject files of the NeMo-Framework-Launcher, which have another root and variables."""
-    text = repr(file.tree)
-    if isinstance(file.tree.get("training"), dict) or "${training." in text:
-        raise UserError(
-            f"{display_path(file.path)}: NeMo-Framework-Launcher files are not supported (keys below "
-            "`training:`, values "
-            "such as `${training.run.name}`); use NeMo's layout: `trainer:`, `exp_manager:`, `model:` at the root"
-        )
 
 
 def _hydra_note(file: YamlFile) -> Finding:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ from ..utils.redaction import redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
 from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
-from .nemo import nemo_spellings
+from .missing_values import fill_missing, missing_value_problems
+from .nemo import launcher_files, nemo_spellings
 from .nemo.key_states import KeyStates, Verdict, is_known_key, suggest_keys
 from .nemo.key_table import KeyState, find_row
 from .override_typos import quoted_override
@@ -50,6 +52,7 @@ class Draft:
 
     Attributes:
         packaged: paths set by packaged files.
+        stage: stage of the NeMo-Framework-Launcher that references to its own block name, if known.
     """
 
     def __init__(
@@ -62,10 +65,13 @@ class Draft:
         self.problems: list[Problem] = []
         self.findings: list[Finding] = []
         self.packaged: frozenset[str] = frozenset()
+        self.stage = ""
         self._moved: dict[str, str] = {}
         self._raw: Tree = {}
         self._resolved: Tree = {}
         self._from_environment: set[str] = set()
+        self._unset: dict[str, frozenset[str]] = {}
+        self._used_variables: set[str] = set()
         self._family: Family = "gpt"
         self._family_hint = infer_family.infer_family(tree)  # before overrides reset the keys it is inferred from
 
@@ -137,9 +143,9 @@ class Draft:
             self._add_finding(finding)
         for finding in nemo_spellings.apply_nemo_aliases(self._resolved, self._moved):
             self._add_finding(finding)
+        account = list(self._take_used_variables())
         states = KeyStates(self._resolved, self.origin_text, lambda path: self.kind_of(path) == "override")
         acting: Tree = {}
-        account: list[KeyReport] = []
         historical: list[str] = []
         for verdict in states.verdicts:
             if verdict.state is KeyState.ACTS:
@@ -150,15 +156,11 @@ class Draft:
                 historical.append(verdict.path)
         self.problems.extend(states.problems())
         self.findings.extend(states.findings())
-        self._report_missing(acting)
-        given = frozenset(path for path, _ in dotted_paths.leaves(acting))
-        root, wrong_types, wrong = validate.validate_types(acting, self.origin_text)
+        needed = self._report_missing(acting)
+        facts, wrong_types, wrong = self._typed(acting)
+        root = facts.root
         self.problems.extend(wrong_types)
-        wrong |= {problem.key for problem in self.problems}
-        is_saved = any(origin.kind == "document" for origin in self.origins.values())
-        facts = RuleContext(
-            root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment), is_saved
-        )
+        wrong |= needed.union(problem.key for problem in self.problems)
         # With an invalid parallel size the data-parallel size is unknown.
         unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZE_KEYS else set())
         for finding in all_rules.run_rules(facts):
@@ -221,16 +223,25 @@ class Draft:
         """Return the paths set by an override, a document or a user's file."""
         return frozenset(path for path in given if path not in self.packaged or self.kind_of(path) != "file")
 
+    def resolver(self, tree: Tree) -> Resolver:
+        """Return a resolver of the interpolations of `tree`."""
+        alias = partial(launcher_files.without_stage, stage=self.stage)
+        return Resolver(tree, self.variables, nemo_default, takes_only_text, launcher_files.is_variable, alias)
+
     def _resolve(self) -> None:
         """Fill `_resolved`; an unresolvable interpolation is a problem if its key could have an effect."""
         whole = dotted_paths.merged(defaults_tree(self._family), self.tree)
-        resolver = Resolver(whole, self.variables, nemo_default, takes_only_text)
+        resolver = self.resolver(whole)
         for path, raw in list(dotted_paths.leaves(self.tree)):
             if self.literal or not has_interpolation(raw):
                 dotted_paths.put(self._resolved, path, raw)
                 continue
             try:
                 found = resolver.resolve(path)
+                if found.from_environment or has_interpolation(found.value):
+                    expanded = resolver.expand(path, lambda key: key in schema_keys(self._family))
+                    self._from_environment.add(path)
+                    dotted_paths.put(self._raw, path, expanded)
             except InterpolationError as error:
                 row = find_row(path, self._family)
                 acts = path in schema_keys(self._family)
@@ -239,10 +250,12 @@ class Draft:
                 else:
                     self.problems.append(self._problem(path, raw, f"it {error}", self._reference_suggestion(error)))
                 continue
-            dotted_paths.put(self._resolved, path, found.value)
-            if found.from_environment or has_interpolation(found.value):
-                self._from_environment.add(path)
-                dotted_paths.put(self._raw, path, raw)
+            unset = found.sources & resolver.unset
+            if unset:
+                self._unset[path] = unset
+            dotted_paths.put(self._resolved, path, MISSING if unset else found.value)
+            if path in schema_keys(self._family) or find_row(path, self._family) is None:
+                self._used_variables.update(filter(launcher_files.is_variable, found.sources))
 
     def _reference_suggestion(self, error: InterpolationError) -> str:
         if not isinstance(error, MissingKeyError):
@@ -254,12 +267,41 @@ class Draft:
     def _problem(self, path: str, value: Any, rule: str, fix: str) -> Problem:
         return Problem(path, format_value(value), self.origin_text(path), rule, fix)
 
-    def _report_missing(self, acting: Tree) -> None:
-        for path, value in list(dotted_paths.leaves(acting)):
-            if value == MISSING:
-                dotted_paths.remove(acting, path)
-                rule = "must be given before a run can start"
-                self.problems.append(self._problem(path, MISSING, rule, f"{path}=VALUE"))
+    def _typed(self, acting: Tree) -> tuple[RuleContext, list[Problem], set[str]]:
+        """Return the typed keys for the rules, the problems of types, and the paths of invalid keys."""
+        given = frozenset(path for path, _ in dotted_paths.leaves(acting))
+        root, problems, wrong = validate.validate_types(acting, self.origin_text)
+        environment = frozenset(self._from_environment)
+        is_saved = any(origin.kind == "document" for origin in self.origins.values())
+        facts = RuleContext(root, given, self._set_by_user(given), self.variables, environment, is_saved)
+        return facts, problems, wrong
+
+    def _take_used_variables(self) -> Iterator[KeyReport]:
+        """Remove the launcher's keys that keys with an effect refer to, and yield their reports."""
+        for path in sorted(self._used_variables):
+            value = dotted_paths.get(self._resolved, path, MISSING)
+            if value != MISSING and dotted_paths.remove(self._resolved, path):
+                shown = format_value(dotted_paths.get(self._raw, path, value))
+                yield KeyReport(path, shown, KeyState.HISTORICAL, self.origin_text(path), f"used as ${{{path}}}")
+
+    def _report_missing(self, acting: Tree) -> set[str]:
+        """Remove keys without a value from `acting`; report those that a run needs, and return their paths.
+
+        These get any value, so that no rule reports their absence too.
+        """
+        missing = [path for path, value in dotted_paths.leaves(acting) if value == MISSING]
+        for path in missing:
+            dotted_paths.remove(acting, path)
+        unread = fill_missing(acting, missing, self._family, lambda keys: all_rules.run_rules(self._typed(keys)[0]))
+        if unread:
+            rule = f"no value, and no effect here: {', '.join(sorted(unread))}"
+            self.findings.append(Finding.info(tuple(sorted(unread)), rule))
+        causes: dict[str, list[str]] = {}
+        for path in (path for path in missing if path not in unread):
+            for cause in sorted(self._unset.get(self._moved.get(path, path), {path})):
+                causes.setdefault(cause, []).append(path)
+        self.problems.extend(missing_value_problems(causes, self.origin_text))
+        return set(missing) - unread
 
     def _add_finding(self, finding: Finding) -> None:
         """Record a finding; an error becomes a problem with values and origins."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .dotted_paths import MISSING, join, parent_of
@@ -22,6 +22,7 @@ MAX_EVALUATIONS = 20_000
 _ABSENT = object()
 _ARGUMENT_END = ",}"
 _RESOLVER = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.]*)\s*:")
+_REFERENCE = re.compile(r"(?<!\\)\$\{\s*(\.*[A-Za-z_][\w.\[\]]*)\s*\}")
 
 
 class InterpolationError(ValueError):
@@ -56,10 +57,12 @@ class Resolved:
     Attributes:
         value: the value.
         from_environment: True if any part of it came from the environment.
+        sources: paths of all values it was made from, itself included.
     """
 
     value: Any
     from_environment: bool
+    sources: frozenset[str] = frozenset()
 
 
 class Resolver:
@@ -71,6 +74,11 @@ class Resolver:
         fallback: returns the value of a path that is not in the tree, or raises KeyError.
         is_text: returns True if the key at a path takes text only; for other keys a value from the environment is
             parsed as YAML, so that `${oc.env:WIDTH}` can be a number.
+        is_variable: returns True for a path that another program's file leaves to the user; it is `???` until set.
+        alias: returns the path to use for a reference, such as `model.seed` for `training.model.seed`.
+
+    Attributes:
+        unset: paths met so far that have no value (`???`).
     """
 
     def __init__(
@@ -79,13 +87,19 @@ class Resolver:
         environ: Mapping[str, str],
         fallback: Callable[[str], Any] | None = None,
         is_text: Callable[[str], bool] = lambda path: True,
+        is_variable: Callable[[str], bool] = lambda path: False,
+        alias: Callable[[str], str] = lambda path: path,
     ) -> None:
         self._tree = tree
         self._environ = environ
         self._fallback = fallback
         self._is_text = is_text
+        self._is_variable = is_variable
+        self._alias = alias
+        self.unset: set[str] = set()
         self._resolved: dict[str, Resolved] = {}
         self._resolving: list[str] = []
+        self._expanded: dict[str, Any] = {}
         self._evaluations = 0
 
     def resolve(self, path: str) -> Resolved:
@@ -102,9 +116,12 @@ class Resolver:
         if len(self._resolving) >= MAX_DEPTH:
             raise InterpolationError(f"refers through more than {MAX_DEPTH} other keys")
         raw = self._raw(path)
+        if raw == MISSING:
+            self.unset.add(path)
         self._resolving.append(path)
         try:
-            self._resolved[path] = self._evaluate(raw, path)
+            found = self._evaluate(raw, path)
+            self._resolved[path] = replace(found, sources=found.sources | {path})
         finally:
             self._resolving.pop()
         return self._resolved[path]
@@ -120,6 +137,8 @@ class Resolver:
                 node = node[name]
             elif isinstance(node, list) and name.isdecimal() and len(name) < 9 and int(name) < len(node):
                 node = node[int(name)]
+            elif self._is_variable(path):
+                return MISSING
             elif self._fallback is not None:
                 try:
                     return self._fallback(path)
@@ -139,16 +158,64 @@ class Resolver:
                 return Resolved(raw, False)
             found = _Parser(raw, path, self).evaluate()
             if found.from_environment and isinstance(found.value, str) and not self._is_text(path):
-                return Resolved(parse_scalar(found.value), True)
+                return replace(found, value=parse_scalar(found.value))
             return found
         if isinstance(raw, (list, dict)):
             names = range(len(raw)) if isinstance(raw, list) else raw
             items = {name: self.resolve(join(path, str(name))) for name in names}
             from_environment = any(item.from_environment for item in items.values())
+            sources = frozenset().union(*(item.sources for item in items.values()))
             if isinstance(raw, list):
-                return Resolved([item.value for item in items.values()], from_environment)
-            return Resolved({name: item.value for name, item in items.items()}, from_environment)
+                return Resolved([item.value for item in items.values()], from_environment, sources)
+            return Resolved({name: item.value for name, item in items.items()}, from_environment, sources)
         return Resolved(raw, False)
+
+    def target(self, reference: str, path: str) -> str:
+        """Return the path that `reference` at `path` refers to.
+
+        NeMo passes `model:` on as a configuration of its own, so a reference there, such as `${data.train_ds.seed}`,
+        may also start at `model`.
+        """
+        found = self._alias(_absolute(reference, path))
+        head = found.partition(".")[0]
+        if head in self._tree:
+            return found
+        model = self._tree.get("model")
+        if path.startswith("model.") and isinstance(model, dict) and head in model:
+            return join("model", found)
+        return found
+
+    def expand(self, path: str, keep: Callable[[str], bool]) -> Any:
+        """Return the unresolved value at `path` with references to other keys than `keep` accepts written out.
+
+        Raises:
+            InterpolationError: it is too long.
+        """
+        if path not in self._expanded:
+            self._expanded[path] = self._expand(self._raw(path), path, keep)
+        return self._expanded[path]
+
+    def _expand(self, raw: Any, path: str, keep: Callable[[str], bool]) -> Any:
+        if isinstance(raw, list):
+            return [self._expand(item, join(path, str(index)), keep) for index, item in enumerate(raw)]
+        if isinstance(raw, dict):
+            return {name: self._expand(item, join(path, name), keep) for name, item in raw.items()}
+        if not isinstance(raw, str):
+            return raw
+
+        def written_out(match: re.Match[str]) -> str:
+            target = self.target(match[1], path)
+            if keep(target):  # a relative reference holds at its own place only
+                return match[0] if keep(path) else f"${{{target}}}"
+            return str(self.expand(target, keep))
+
+        whole = _REFERENCE.fullmatch(raw)
+        if whole and not keep(target := self.target(whole[1], path)):
+            return self.expand(target, keep)
+        text = _REFERENCE.sub(written_out, raw)
+        if len(text) > MAX_TEXT:
+            raise InterpolationError(f"expands to more than {MAX_TEXT // 1024} KiB of text")
+        return text
 
     def resolve_env(self, arguments: list[Any]) -> Any:
         """Evaluate `oc.env:NAME` or `oc.env:NAME,default`."""
@@ -170,7 +237,7 @@ class Resolver:
             raise InterpolationError("`oc.select` takes a key and optionally a default")
         default = arguments[1] if len(arguments) == 2 else None
         try:
-            found = self.resolve(_absolute(arguments[0], path))
+            found = self.resolve(self.target(arguments[0], path))
         except MissingKeyError:
             return Resolved(default, False)
         return Resolved(default, False) if found.value == MISSING else found
@@ -213,9 +280,11 @@ class _Parser:
         self._position = 0
         self._depth = 0
         self._from_environment = False
+        self._sources: frozenset[str] = frozenset()
 
     def evaluate(self) -> Resolved:
-        return Resolved(self._parse_until(until=""), self._from_environment)
+        value = self._parse_until(until="")
+        return Resolved(value, self._from_environment, self._sources)
 
     def _parse_until(self, until: str) -> Any:
         """Evaluate up to one of the characters `until`; a single interpolation keeps its type, a mixture is text."""
@@ -282,11 +351,14 @@ class _Parser:
             self._close()
             if not isinstance(reference, str) or not reference.strip(" ."):
                 raise InterpolationError("has an empty or invalid reference between `${` and `}`")
-            found = self._resolver.resolve(_absolute(reference, self._path))
-            self._from_environment |= found.from_environment
-            value = found.value
+            value = self._value_of(self._resolver.resolve(self._resolver.target(reference, self._path)))
         self._depth -= 1
         return value
+
+    def _value_of(self, found: Resolved) -> Any:
+        self._from_environment |= found.from_environment
+        self._sources |= found.sources
+        return found.value
 
     def _close(self) -> None:
         if self._position >= len(self._text):
@@ -328,16 +400,16 @@ class _Parser:
             self._from_environment = True
             return self._resolver.resolve_env(arguments)
         if name == "oc.select":
-            found = self._resolver.resolve_select(arguments, self._path)
-            self._from_environment |= found.from_environment
-            return found.value
+            return self._value_of(self._resolver.resolve_select(arguments, self._path))
         if MISSING in arguments:
             return MISSING
         if name == "oc.decode" and len(arguments) == 1:
             return parse_scalar(arguments[0]) if isinstance(arguments[0], str) else arguments[0]
+        if name == "gpu_name" and arguments == [""]:
+            return None  # as in NeMo without an A100 or H100; it only chooses files of settings without effect here
         function = RESOLVERS.get(name)
         if function is None:
-            known = ", ".join([*RESOLVERS, "oc.env", "oc.select", "oc.decode"])
+            known = ", ".join([*RESOLVERS, "oc.env", "oc.select", "oc.decode", "gpu_name"])
             raise InterpolationError(f"calls `{name}`, which is not supported; use one of {known}")
         try:
             return function(*arguments)

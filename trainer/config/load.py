@@ -15,6 +15,7 @@ from ..utils import environment
 from ..utils.errors import UserError
 from . import dotted_paths
 from .draft import Draft
+from .nemo.launcher_files import move_stage_to_root
 from .run_config import Origin, RunConfig
 
 MAX_BYTES = 1 << 20
@@ -44,7 +45,7 @@ def load_run_config(
         ConfigError: the configuration is not valid; holds all problems.
     """
     from .compose import Composer
-    from .overrides import parse_overrides
+    from .overrides import duplicate_keys, parse_overrides
 
     environ = environment.snapshot() if environ is None else environ
     try:
@@ -53,13 +54,16 @@ def load_run_config(
         raise UserError("the current directory no longer exists; change to one that does") from None
     composer = Composer(config_dir, environment.config_folders(environ))
     parsed = parse_overrides(overrides, composer.is_group)
-    composition = composer.compose(default_name if config_name is None else config_name, parsed.group_choices)
+    config_name = default_name if config_name is None else config_name
+    composition = composer.compose(config_name, parsed.group_choices)
+    edits, stray = move_stage_to_root(composition, config_name, parsed.value_overrides)
     draft = Draft(composition.tree, {path: Origin("file", text) for path, text in composition.origins.items()}, environ)
+    draft.stage = composition.stage
     draft.packaged = frozenset(composition.packaged_paths)
     draft.prefer_users_form()
-    draft.problems.extend(parsed.problems)
+    draft.problems.extend(dict.fromkeys([*parsed.problems, *stray, *duplicate_keys(edits)]))
     draft.findings.extend(composition.notes)
-    for edit in parsed.value_overrides:
+    for edit in edits:
         draft.apply(edit)
     if fill_defaults is not None:
         fill_defaults(draft)

@@ -237,7 +237,7 @@ def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], dot
         name = key_node.value
         if name in own:
             raise YamlError(f"`{join(path, name)}` is given twice", line)
-        if not dots and (not name or ("." in name and not path.startswith("defaults["))):
+        if not dots and (not name or ("." in name and "defaults[" not in path)):
             raise YamlError(f"the key `{name}` must be one name; write blocks as indented lines, without dots", line)
         for stale in lines_of.pop(name, ()):
             lines.pop(stale, None)

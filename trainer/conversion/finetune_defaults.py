@@ -15,8 +15,8 @@ from ...models.config.model import Family
 from ...models.config.t5 import T5Keys
 from ..config import dotted_paths
 from ..config.dotted_paths import MISSING
-from ..config.draft import Draft, nemo_default, takes_only_text
-from ..config.interpolation import InterpolationError, Resolver, has_interpolation
+from ..config.draft import Draft
+from ..config.interpolation import InterpolationError, has_interpolation
 from ..config.load import load_run_config
 from ..config.nemo.nemo_spellings import has_nemo_file_names
 from ..config.problems import Problem
@@ -153,9 +153,8 @@ def _resolved_text(draft: Draft, key: str) -> Any:
     """Return the value of `key`, with interpolations resolved if they can be at this stage."""
     value = dotted_paths.get(draft.tree, key)
     if isinstance(value, str) and has_interpolation(value):
-        resolver = Resolver(draft.tree, draft.variables, nemo_default, takes_only_text)
         with contextlib.suppress(InterpolationError):  # reported with all the others
-            value = resolver.resolve(key).value
+            value = draft.resolver(draft.tree).resolve(key).value
     return value
 
 

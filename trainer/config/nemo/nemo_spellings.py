@@ -15,6 +15,7 @@ _SOURCE, _FILES = "model.data.data_impl", "model.data.train_ds.file_names"
 _WANDB = "exp_manager.wandb_logger_kwargs"
 _GRAD_SYNC_DTYPE = "model.optim.grad_sync_dtype"
 _RENAMED_KEYS = {
+    "run.name": "name",
     f"{_WANDB}.dir": f"{_WANDB}.save_dir",
     f"{_WANDB}.version": f"{_WANDB}.id",
     _GRAD_SYNC_DTYPE: "model.fsdp_grad_reduce_dtype",
@@ -68,7 +69,7 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
 
 def has_nemo_file_names(tree: Tree) -> bool:
     """Return True if `train_ds.file_names` is set without `data_impl`, as in NeMo's fine-tuning files."""
-    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) not in (None, MISSING)
+    return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) is not None
 
 
 def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
@@ -82,7 +83,7 @@ def _infer_jsonl(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
 
 
 def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
-    """Rename keys of NeMo's loggers and optimizers; a contradicting one is left, and refused later."""
+    """Rename keys of NeMo's launcher, loggers and optimizers; a contradicting one is left, and refused later."""
     for theirs, ours in _RENAMED_KEYS.items():
         value = dotted_paths.get(tree, theirs)
         if value in (None, MISSING):

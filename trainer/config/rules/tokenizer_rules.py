@@ -13,10 +13,12 @@ def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     library = model.tokenizer.library
     if library != "byte-level" and model.data.data_impl == "mock":
+        keys = ("type", "model", "vocab_file", "merge_file")
+        files = [f"model.tokenizer.{name}" for name in keys if getattr(model.tokenizer, name) is not None]
         yield Finding.warning(
-            ("model.tokenizer.library", "model.data.data_impl"),
+            ("model.tokenizer.library", "model.data.data_impl", *files),
             f"`{library}` has no effect with `data_impl: mock`: random tokens have no text",
-            "tokenizer=byte",
+            " ".join(["model.tokenizer.library=byte-level", *(f"~{path}" for path in files)]),
         )
 
 
@@ -32,18 +34,18 @@ _TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
-    """Each library needs its own files; other keys have no effect."""
-    keys = context.root.model.tokenizer
+    """Each library needs its own files, except for mock data; other keys have no effect."""
+    keys, is_mock = context.root.model.tokenizer, context.root.model.data.data_impl == "mock"
     at, library = "model.tokenizer", keys.library
     needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
     for name in needed:
-        if getattr(keys, name) is None:
+        if getattr(keys, name) is None and not is_mock:
             yield Finding.error(
                 (f"{at}.{name}", f"{at}.library"),
                 f"`library: {library}` needs `{name}`; stoker does not download tokenizers",
                 f"{at}.{name}=FILE",
             )
-    if library == "huggingface" and (keys.type is None) == (keys.model is None):
+    if library == "huggingface" and (keys.type is None) == (keys.model is None) and not (is_mock and keys.type is None):
         yield Finding.error(
             (f"{at}.type", f"{at}.library", f"{at}.model"),
             "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
