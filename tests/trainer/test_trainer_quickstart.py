@@ -1,5 +1,7 @@
 import argparse
 import json
+import shlex
+import types
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,12 @@ import torch
 from config_helpers import gpt
 from tiers import looped
 
+from stoker.trainer import train
 from stoker.trainer.cli import quickstart, thread_tuning
+from stoker.trainer.cli.main import main
 from stoker.trainer.cli.thread_tuning import StepTiming, median_step_time, tune_num_threads
 from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.datasets.samples import EvaluationWindows
 from stoker.trainer.utils.errors import UserError
 from tests.helpers.resolved import build_data
@@ -138,10 +143,11 @@ def test_a_typo_ends_before_anything_is_started(tmp_path: Path) -> None:
 
 
 def test_quickstart_beats_unigram_and_says_where_everything_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny model and a text that is easy to learn, so that a few seconds are enough."""
     threads = torch.get_num_threads()
+    monkeypatch.setattr(quickstart.shutil, "which", lambda name: name)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a text\n" for number in range(4000)))
     run = tmp_path / "run"
@@ -165,3 +171,44 @@ def test_quickstart_beats_unigram_and_says_where_everything_is(
         assert word in printed
     assert "import " in printed
     assert (run / "checkpoints" / "step-60" / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    more = {
+        "generate": ["--max-new-tokens", "2"],
+        "evaluate": ["--limit-batches", "1"],
+        "quickstart": ["--help"],
+        "train": [
+            "trainer.fast_dev_run=True",
+            "model.num_layers=1",
+            "model.encoder_seq_length=32",
+            "trainer.accelerator=cpu",
+        ],
+    }
+    suggested = [shlex.split(line, comments=True) for line in printed.partition("next:\n")[2].splitlines()]
+    assert [words[1] for words in suggested] == ["generate", "evaluate", "quickstart", "train", "config"]
+    for command, *words in suggested:
+        assert command == "stoker"
+        try:
+            assert main([*words, *more.get(words[0], [])]) == 0, f"{words}\n{capsys.readouterr().err}"
+        except SystemExit as end:
+            assert end.code == 0  # noqa: PT017
+
+
+@pytest.mark.parametrize(("overrides", "seconds"), [([], 19.0), (["trainer.max_steps=7"], None)])
+def test_training_has_the_time_that_is_left_unless_its_length_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], seconds: float | None
+) -> None:
+    given: list[float | None] = []
+
+    class StartedError(Exception):
+        pass
+
+    def run_training(config: RunConfig, *, seconds: float | None = None) -> None:
+        given.append(seconds)
+        raise StartedError
+
+    model = types.SimpleNamespace(attention_decisions={"training": types.SimpleNamespace(table=str)})
+    monkeypatch.setattr(thread_tuning, "measure_step_time", lambda *_: (StepTiming(0.05, 1, {}), model))
+    monkeypatch.setattr(train, "run_training", run_training)
+    with pytest.raises(StartedError):
+        _run("--seconds", "20", "--dir", str(tmp_path), "data=mock", "trainer.accelerator=cpu", *overrides)
+    assert given == [seconds]

@@ -32,6 +32,9 @@ try:
 except ImportError:  # Windows: a run directory is not locked
     fcntl = None
 
+RESOLVED_CONFIG = "config.resolved.json"
+"""The configuration of a run, in its directory."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
@@ -109,7 +112,7 @@ def save_run_record(
         UserError: the files cannot be written (exit code 74).
     """
     try:
-        config.save(directory.path / "config.resolved.json")
+        config.save(directory.path / RESOLVED_CONFIG)
         environment = {**describe_environment(device, snapshot()), "processes": processes}
         (directory.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
         for name in config.root.exp_manager.files_to_copy:

@@ -24,7 +24,7 @@ class ProgressDisplay:
         from rich.console import Console
 
         self._console = Console(soft_wrap=True, highlight=False)
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self._title = title
         self._live: Any = None
         self._use_live = live and self._console.is_terminal
@@ -45,7 +45,7 @@ class ProgressDisplay:
         if self._use_live:
             self._draw()
         else:
-            self.print(format_step(report, self._max_steps, self.remaining_seconds()))
+            self.print(format_step(report, self.max_steps, self.remaining_seconds()))
 
     def show_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Show the metrics of a validation."""
@@ -53,13 +53,13 @@ class ProgressDisplay:
         if self._use_live and self._live is not None:
             self._draw(force=True)
         else:
-            self.print(format_validation(step, self._max_steps, metrics))
+            self.print(format_validation(step, self.max_steps, metrics))
 
     def remaining_seconds(self) -> float | None:
         """Estimate the remaining time in seconds, without validation and checkpoints; None before the first report."""
         if self._report is None or self._step_seconds is None:
             return None
-        return (self._max_steps - self._report.step) * self._step_seconds
+        return (self.max_steps - self._report.step) * self._step_seconds
 
     def close(self) -> None:
         """Stop the live panel; its last state stays on the screen."""
@@ -92,7 +92,7 @@ class ProgressDisplay:
         for _ in range(4):
             grid.add_column()
         cells = [
-            f"step {report.step:,} / {self._max_steps:,}",
+            f"step {report.step:,} / {self.max_steps:,}",
             f"loss {report.loss:.4f}",
             f"val loss {_optional(self._val_loss, '.4f')}",
             f"lr {report.lr:.3g}",
@@ -107,7 +107,7 @@ class ProgressDisplay:
             grid.add_row(*cells[first : first + 4])
         outer = Table.grid()
         outer.add_row(grid)
-        outer.add_row(ProgressBar(total=self._max_steps, completed=report.step))
+        outer.add_row(ProgressBar(total=self.max_steps, completed=report.step))
         remaining = self.remaining_seconds()
         eta = f"{format_duration(remaining)} left" if remaining is not None else ""
         return Frame(outer, title=self._title, subtitle=eta, expand=False)

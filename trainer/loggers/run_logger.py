@@ -11,6 +11,7 @@ from pathlib import Path
 from ..config.run_config import RunConfig
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
+from ..utils.text import pluralize
 from .logger_backends import MetricLogger, open_loggers
 from .progress_bar import ProgressDisplay
 from .step_report import StepReport
@@ -117,6 +118,12 @@ class RunLogger:
         self._write(step, metrics, "validation")
         if self._progress is not None:
             self._progress.show_validation(step, metrics)
+
+    def shorten(self, max_steps: int) -> None:
+        """Show and log that the run ends after `max_steps`."""
+        if self._progress is not None:
+            self._progress.max_steps = max_steps
+        self.log_to_file(f"shortened to {pluralize(max_steps, 'step')}, to end in time")
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close everything; a second call does nothing.
