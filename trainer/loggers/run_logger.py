@@ -111,13 +111,13 @@ class RunLogger:
         """Log the metrics of a step."""
         self._write(report.step, report.to_metrics(), "train")
         if self._progress is not None:
-            self._progress.show_step(report)
+            self.log_to_file(self._progress.show_step(report))
 
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a validation: `val_loss` and those measured with it."""
         self._write(step, metrics, "validation")
         if self._progress is not None:
-            self._progress.show_validation(step, metrics)
+            self.log_to_file(self._progress.show_validation(step, metrics))
 
     def shorten(self, max_steps: int) -> None:
         """Show and log that the run ends after `max_steps`."""
