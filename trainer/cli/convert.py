@@ -60,14 +60,19 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: SOURCE cannot be converted, with every reason; or TARGET cannot be written.
     """
+    from ..checkpoint.hf_files import is_peft_folder
+    from ..conversion.output_folder import check_target_is_free
+
+    # Before the imports below, which take seconds.
+    check_target_is_free(args.target)
+    if not is_peft_folder(Path(args.source)):
+        _format_not_of(Path(args.source), args.source)
     environment.prepare_process()
     from ..conversion.convert_adapters import convert_adapter, is_adapter
     from ..conversion.from_hf import convert_to_stoker
-    from ..conversion.output_folder import check_target_is_free
     from ..conversion.tensor_source import DTYPES
     from ..conversion.to_hf import convert_to_hf
 
-    check_target_is_free(args.target)
     source = Path(args.source)
     dtype = DTYPES[args.dtype] if args.dtype else None
     options = {"dtype": dtype, "tokenizer": args.tokenizer, "model_type": args.model_type, "ema": args.ema}

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the metrics."""
-    environment.prepare_process()
     path = model_path(args)
+    environment.prepare_process()
     if tasks.has_tasks(args):
         return tasks.run(args, path)
     from ..conversion.load_model import load_model

@@ -231,6 +231,9 @@ def _train(args: argparse.Namespace) -> int:
         from .rank_entry import train_as_rank
 
         return train_as_rank(config, placement)
+    from .early_checks import check_run_paths
+
+    check_run_paths(config)
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
     if args.restart or not placement.is_single or (args.imports and config.root.env_vars):
         _end_on_sigterm()

@@ -60,9 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the step time, train, evaluate, sample, and print a report."""
     overrides = [*_directory_overrides(args.dir), *args.overrides]
-    # Before torch is imported, so that a mistyped override fails within a second.
+    # Before torch is imported, so that a mistyped override or path fails within a second.
     experiment = "quickstart"
     config = _load(experiment, overrides)
+    from .early_checks import check_run_paths
+
+    check_run_paths(config)
     environment.prepare_process(config.root.env_vars)
 
     import torch

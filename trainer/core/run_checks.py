@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
-from ...kernels.attention.backends.registry import detect_installed_software
 from ...kernels.attention.dispatch import BackendSelection
+from ...kernels.attention.installed_software import detect_installed_software
 from ...models.build import TORCH_DTYPES, ModelPlan, call_context, plan_model
 from ...models.config.families import family_slice, keys_by_stack
 from ..config.resolved_run import DataSpec, ResolvedRun
