@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..config.schema.exp_manager import ExpManagerBlock
 from ..utils.errors import EXIT_IO, UserError
+
+if TYPE_CHECKING:
+    from ..config.schema.exp_manager import ExpManagerBlock
 
 STEP_NAME = re.compile(r"step-(\d{1,15})")
 """Name of a checkpoint directory."""

@@ -69,16 +69,13 @@ def model_path(args: argparse.Namespace) -> Path:
     """Return the model path, given as the positional argument or with --checkpoint.
 
     Raises:
-        UserError: neither or both are given, or there is no model.
+        UserError: neither or both are given.
     """
     if args.folder is not None and args.checkpoint is not None:
         raise UserError(f"{args.folder} and --checkpoint {args.checkpoint} both give the model; leave one out")
     path: Path | None = args.folder or args.checkpoint
     if path is None:
         raise UserError("no model is given; pass its folder as DIR or --checkpoint DIR")
-    from .early_checks import check_model_path
-
-    check_model_path(path)
     return path
 
 

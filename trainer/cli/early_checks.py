@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoint.checkpoint_paths import STEP_NAME, cannot_write_run, check_run_is_new
 from ..checkpoint.hf_files import check_pretrained_path, is_model_folder, missing_model_hint
-from ..config.run_config import RunConfig
 from ..config.run_paths import checkpoint_directory, configured_run_directory
 from ..utils.environment import user_path
 from ..utils.errors import UserError
+
+if TYPE_CHECKING:
+    from ..config.run_config import RunConfig
 
 _TEXT_SOURCES, _RESTORE_KEY = ("text", "jsonl"), "model.restore_from_path"
 
