@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from stoker.trainer.cli.list_names import TOPICS
 from stoker.trainer.cli.main import VERBS
 
 CHILD = """
@@ -48,6 +49,10 @@ def folders(tmp_path):
     (tmp_path / "folder" / "notes.txt").write_text("x")
     (tmp_path / "run" / "checkpoints" / "step-3").mkdir(parents=True)
     return tmp_path
+
+
+def test_lists_import_no_torch(tmp_path):
+    assert all(code == 0 for code, _ in answers([["list", topic] for topic in TOPICS], tmp_path))
 
 
 def test_wrong_keys_and_paths_are_reported_without_torch(folders):
