@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,8 +84,7 @@ def _presets(group: str, config_dir: Path | None) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     for name in composer.options(group):
         path = next(folder / group / f"{name}.yaml" for folder in composer.directories if _has(folder, group, name))
-        purpose = _comment(path.read_text(encoding="utf-8", errors="replace").splitlines())
-        rows.append({"name": name, "purpose": first_sentence(purpose), "file": str(path)})
+        rows.append({"name": name, "purpose": first_sentence(main_comment(path)), "file": str(path)})
     return rows
 
 
@@ -93,10 +92,10 @@ def _has(folder: Path, group: str, name: str) -> bool:
     return (folder / group / f"{name}.yaml").is_file()
 
 
-def _comment(lines: Iterable[str]) -> str:
+def main_comment(path: Path) -> str:
     """Return the comment a YAML file begins with, without Hydra's `@package` line."""
     found: list[str] = []
-    for line in lines:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if not line.startswith("#"):
             break
         if not re.match(r"#\s*@package\b", line):
