@@ -1,6 +1,8 @@
 import argparse
 import json
 import shlex
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.datasets.samples import EvaluationWindows
 from stoker.trainer.utils.errors import UserError
 from tests.helpers.resolved import build_data
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Clock:
@@ -212,3 +216,27 @@ def test_training_has_the_time_that_is_left_unless_its_length_is_given(
     with pytest.raises(StartedError):
         _run("--seconds", "20", "--dir", str(tmp_path), "data=mock", "trainer.accelerator=cpu", *overrides)
     assert given == [seconds]
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_the_script_names_the_environment_in_which_its_suggestions_run(tmp_path: Path, code: int) -> None:
+    here = tmp_path / "a checkout"
+    (here / "scripts").mkdir(parents=True)
+    for name in ("quickstart.sh", "environment.sh"):
+        (here / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
+    for name in ("pyproject.toml", "constraints.txt", ".venv/bin/stoker", ".venv/.stoker-installed-base"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(f"#!/bin/sh\necho next: $*\nexit {code}\n")
+    (here / ".venv" / "bin" / "stoker").chmod(0o755)
+    (here / ".venv" / "bin" / "activate").write_text(f'PATH="{here}/.venv/bin:$PATH"')
+    plain = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    script = ["bash", str(here / "scripts" / "quickstart.sh"), "--seconds", "5"]
+    ended = subprocess.run(script, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert "next: quickstart --seconds 5\n" in ended.stdout
+    suggestion = ended.stdout.partition("first:")[2].strip()
+    assert bool(suggestion) == (code == 0)
+    if suggestion:
+        again = ["bash", "-c", f"{suggestion} && stoker generate"]
+        done = subprocess.run(again, cwd=tmp_path, env=plain, capture_output=True, text=True, check=True)
+        assert done.stdout == "next: generate\n"
