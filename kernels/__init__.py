@@ -5,24 +5,27 @@ Public functions are imported lazily: importing this package imports neither tor
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
-_PUBLIC = {
-    "attention_lse": ".attention.lse_first.ops",
-    "flash_attention": ".attention.flash.ops",
-    "lse_first_attention": ".attention.lse_first.ops",
-    "reference_attention": ".attention.reference",
-    "scaled_masked_softmax": ".masked_softmax",
-}
-
+_PUBLIC = ("attention_lse", "flash_attention", "lse_first_attention", "reference_attention", "scaled_masked_softmax")
 __all__ = list(_PUBLIC)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    match name:
+        case "attention_lse":
+            from .attention.lse_first.ops import attention_lse as function
+        case "flash_attention":
+            from .attention.flash.ops import flash_attention as function
+        case "lse_first_attention":
+            from .attention.lse_first.ops import lse_first_attention as function
+        case "reference_attention":
+            from .attention.reference import reference_attention as function
+        case "scaled_masked_softmax":
+            from .masked_softmax import scaled_masked_softmax as function
+        case _:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return function
 
 
 def __dir__() -> list[str]:

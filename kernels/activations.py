@@ -1,4 +1,4 @@
-"""Activation functions of MLPs; the gated ones (GLU variants) are in `gated_activation.py`."""
+"""Activation functions of MLPs, plain or as the gate of a GLU variant: in PyTorch, in Triton, and what they save."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .launch import jit, tl
 
 
 def gelu(inputs: Tensor) -> Tensor:
@@ -37,3 +39,48 @@ NONLINEARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "relu_squared": relu_squared,
     "silu": F.silu,
 }
+SAVES_ONLY_OUTPUT = frozenset({"relu"})
+"""Activations whose backward needs their output instead of their input."""
+SAVES_INTERMEDIATE = frozenset({"gelu_sigmoid"})
+"""Activations whose eager backward needs a further tensor of the size of their input."""
+
+
+# ---------------------------------------------------------------- Triton
+
+
+@jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) without overflow: the exponent is never positive."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+
+
+@jit
+def activation_with_derivative(x, KIND: tl.constexpr):
+    """Return act(x) and its derivative in fp32, for every name in `NONLINEARITIES`."""
+    if KIND == "silu":
+        sigmoid = _sigmoid(x)
+        value = x * sigmoid
+        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
+    elif KIND == "relu":
+        value = tl.where(x > 0.0, x, 0.0)
+        slope = tl.where(x > 0.0, 1.0, 0.0)
+    elif KIND == "gelu":
+        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * below
+        slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "gelu_sigmoid":
+        sigmoid = _sigmoid(1.702 * x)
+        value = x * sigmoid
+        slope = sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)
+    elif KIND == "relu_squared":
+        positive = tl.where(x > 0.0, x, 0.0)
+        value = positive * positive
+        slope = 2.0 * positive
+    else:
+        tl.static_assert(KIND == "gelu_tanh", "unsupported activation")
+        tanh = 2.0 * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) - 1.0
+        value = 0.5 * x * (1.0 + tanh)
+        inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        slope = 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner
+    return value, slope

@@ -127,8 +127,8 @@ def _linear_cross_entropy(
         total /= denominator
     if not with_gradient or frozen:
         return total, hidden_gradient, hidden.new_empty(0), hidden.new_empty(0)
-    assert weight_sum is not None
-    weight_gradient = weight_sum.to(weight.dtype)
+    # without tokens there was no chunk
+    weight_gradient = torch.zeros_like(weight) if weight_sum is None else weight_sum.to(weight.dtype)
     if len(weight_gradient) < len(weight):  # the plain PyTorch path leaves out the padding rows
         weight_gradient = F.pad(weight_gradient, (0, 0, 0, len(weight) - len(weight_gradient)))
     bias_gradient = hidden.new_empty(0) if bias is None or bias_sum is None else bias_sum.to(bias.dtype)
@@ -231,8 +231,8 @@ def linear_cross_entropy(
         chunk_tokens: tokens per chunk; None chooses by vocabulary and device.
 
     Returns:
-        A scalar in fp32 (fp64 for fp64 inputs), differentiable once with respect to `hidden`, `weight` and `bias`: on
-        a GPU a second backward pass through the same graph raises RuntimeError.
+        A scalar in fp32 (fp64 for fp64 inputs), 0 without tokens. Differentiable once with respect to `hidden`,
+        `weight` and `bias`: on a GPU a second backward pass through the same graph raises RuntimeError.
 
     Raises:
         ValueError: shapes do not match, `valid_vocab` is not in 1..padded_vocab, `softcap` is negative,

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import NONLINEARITIES
+from .activations import NONLINEARITIES, activation_with_derivative
 from .launch import jit, tl, triton, triton_runs_on
 
-GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 BLOCK = 1024
 
 
@@ -31,36 +30,6 @@ def reference_gated_activation(gate_up: Tensor, kind: str) -> Tensor:
 
 
 @jit
-def _sigmoid(x):
-    """1 / (1 + exp(-x)) without overflow: the exponent is never positive."""
-    small = tl.exp(-tl.abs(x))
-    return tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
-
-
-@jit
-def _gate_with_derivative(x, KIND: tl.constexpr):
-    """Return act(x) and its derivative in fp32."""
-    if KIND == "silu":
-        sigmoid = _sigmoid(x)
-        value = x * sigmoid
-        slope = sigmoid * (1.0 + x * (1.0 - sigmoid))
-    elif KIND == "relu":
-        value = tl.where(x > 0.0, x, 0.0)
-        slope = tl.where(x > 0.0, 1.0, 0.0)
-    elif KIND == "gelu":
-        below = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        value = x * below
-        slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    else:
-        tl.static_assert(KIND == "gelu_tanh", "unsupported activation")
-        tanh = 2.0 * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x)) - 1.0
-        value = 0.5 * x * (1.0 + tanh)
-        inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
-        slope = 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner
-    return value, slope
-
-
-@jit
 def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Compute BLOCK columns of one row per program. gate_up: (rows, 2 width), product: (rows, width)."""
     row = tl.program_id(0).to(tl.int64)
@@ -68,7 +37,7 @@ def _forward_kernel(gate_up_pointer, product_pointer, width, KIND: tl.constexpr,
     inside = column < width
     gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
-    value, _ = _gate_with_derivative(gate, KIND)
+    value, _ = activation_with_derivative(gate, KIND)
     product = (value * up).to(product_pointer.dtype.element_ty)
     tl.store(product_pointer + row * width + column, product, mask=inside)
 
@@ -88,7 +57,7 @@ def _backward_kernel(
     gate = tl.load(gate_up_pointer + row * 2 * width + column, mask=inside).to(tl.float32)
     up = tl.load(gate_up_pointer + row * 2 * width + width + column, mask=inside).to(tl.float32)
     outer = tl.load(product_gradient_pointer + row * width + column, mask=inside).to(tl.float32)
-    value, slope = _gate_with_derivative(gate, KIND)
+    value, slope = activation_with_derivative(gate, KIND)
     element = gradient_pointer.dtype.element_ty
     tl.store(gradient_pointer + row * 2 * width + column, (outer * up * slope).to(element), mask=inside)
     tl.store(gradient_pointer + row * 2 * width + width + column, (outer * value).to(element), mask=inside)
@@ -161,7 +130,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     Args:
         gate_up: (..., 2 f), the gate in the first half of the last dimension; computed in fp32 for 16-bit inputs on a
             GPU.
-        kind: `silu` (SwiGLU), `gelu` (GEGLU), `gelu_tanh`, or `relu` (ReGLU).
+        kind: a name in `NONLINEARITIES`, such as `silu` (SwiGLU), `gelu` (GEGLU) or `relu` (ReGLU).
 
     Returns:
         (..., f), same dtype, differentiable once on a GPU.
@@ -171,8 +140,8 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"`gate_up` must end in an even dimension, but ends in {gate_up.shape[-1]}.")
-    if kind not in GATED_ACTIVATIONS:
-        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATED_ACTIVATIONS)}.")
+    if kind not in NONLINEARITIES:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(NONLINEARITIES)}.")
     if triton_runs_on(gate_up):
         return _gated_activation(gate_up, kind)
     return reference_gated_activation(gate_up, kind)

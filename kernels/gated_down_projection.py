@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .gated_activation import GATED_ACTIVATIONS, gated_activation, reference_gated_activation, triton_backward
+from .activations import NONLINEARITIES
+from .gated_activation import gated_activation, reference_gated_activation, triton_backward
 from .launch import triton_runs_on
 
 # ---------------------------------------------------------------- reference
@@ -78,7 +79,7 @@ def gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind:
         gate_up: (..., 2 f), the gate in the first half of the last dimension; under autocast, cast to its dtype.
         weight: (n, f), likewise.
         bias: (n,), likewise, or None.
-        kind: one of `GATED_ACTIVATIONS`, as in `gated_activation`.
+        kind: a name in `NONLINEARITIES`, as in `gated_activation`.
 
     Returns:
         (..., n), differentiable once on a GPU.
@@ -86,8 +87,8 @@ def gated_projection(gate_up: Tensor, weight: Tensor, bias: Tensor | None, kind:
     Raises:
         ValueError: shapes do not match, or `kind` is unknown.
     """
-    if kind not in GATED_ACTIVATIONS:
-        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATED_ACTIVATIONS)}.")
+    if kind not in NONLINEARITIES:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(NONLINEARITIES)}.")
     if gate_up.shape[-1] != 2 * weight.shape[-1]:
         raise ValueError(
             f"`gate_up` must end in twice the width of `weight` ({weight.shape[-1]}), but ends in {gate_up.shape[-1]}."

@@ -13,11 +13,12 @@ from ..kernels.attention.packed_sequences import PackedSequences, document_posit
 from .config.batch_shape import BatchSpec
 from .config.bert import BertSlice
 from .dispatch.attention_calls import CallKind, decision_for
+from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Matrix, StackInputs, Weights
-from .layers.norm import LayerNorm, RMSNorm, norm_parameters, norm_saved_bytes
+from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes
+from .layers.position_embeddings import PositionEmbedding, build_position_table
 from .lm_head import (
-    PositionEmbedding,
     add_position_embeddings,
     head_weights,
     matmul_dtype,
@@ -26,7 +27,7 @@ from .lm_head import (
 )
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
-from .stack import Stack
+from .stack import Stack, build_stack
 
 
 class BERT(nn.Module):
@@ -232,6 +233,30 @@ class BERT(nn.Module):
                 "sequence, or build the model with a larger max_position_embeddings."
             )
         return "generation"
+
+
+def build_bert(bert: BertSlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends) -> BERT:
+    """Build a BERT; arguments as in `assemble`."""
+    hidden_size, stack = bert.stack.hidden_size, bert.stack
+    return BERT(
+        token_embedding=nn.Embedding(bert.padded_vocab_size, hidden_size),
+        position_embedding=build_position_table(
+            bert.learned_positions, hidden_size, by_document=bert.positions_by_document
+        ),
+        token_type_embedding=nn.Embedding(bert.token_types, hidden_size) if bert.token_types else None,
+        embedding_norm=build_norm(stack.norm, hidden_size) if bert.embedding_norm else None,
+        encoder=build_stack(stack, backends),
+        transform=nn.Linear(hidden_size, hidden_size) if bert.mlm_transform else None,
+        transform_norm=build_norm(stack.norm, hidden_size) if bert.mlm_transform else None,
+        head=None if bert.tied else nn.Linear(hidden_size, bert.padded_vocab_size, bias=False),
+        head_bias=bert.head_bias,
+        vocab_size=bert.vocab_size,
+        batch_spec=form,
+        max_positions=bert.max_positions,
+        dropout=bert.embedding_dropout,
+        label_smoothing=bert.label_smoothing,
+        attention_decisions=decisions,
+    )
 
 
 # ---------------------------------------------------------------- cost

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
+from .config.batch_shape import BatchSpec
 from .config.gpt import GPTSlice
 from .dispatch.attention_calls import CallKind, decision_for
+from .layers.attention import Backends
 from .layers.compiling import eager_layers
 from .layers.cost import Weights
+from .layers.position_embeddings import PositionEmbedding, build_position_table
 from .lm_head import (
-    PositionEmbedding,
     add_position_embeddings,
     head_weights,
     matmul_dtype,
@@ -24,7 +26,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
 from .peft.ptuning import PromptEncoder
-from .stack import Stack
+from .stack import Stack, build_stack
 
 
 class GPT(nn.Module):
@@ -232,6 +234,29 @@ class GPT(nn.Module):
         if self.training and self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return hidden
+
+
+def build_gpt(gpt: GPTSlice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Backends) -> GPT:
+    """Build a GPT; arguments as in `assemble`."""
+    hidden_size = gpt.stack.hidden_size
+    return GPT(
+        token_embedding=nn.Embedding(gpt.padded_vocab_size, hidden_size),
+        position_embedding=build_position_table(
+            gpt.learned_positions, hidden_size, by_document=gpt.positions_by_document
+        ),
+        decoder=build_stack(gpt.stack, backends),
+        head=None if gpt.tied else nn.Linear(hidden_size, gpt.padded_vocab_size, bias=False),
+        vocab_size=gpt.vocab_size,
+        seq_length=form.seq_length,
+        max_positions=gpt.max_positions,
+        dropout=gpt.embedding_dropout,
+        label_smoothing=gpt.label_smoothing,
+        embedding_scale=gpt.embedding_scale,
+        logits_softcap=gpt.logits_softcap,
+        reset_position_ids=form.reset_position_ids,
+        reset_attention_mask=form.packed,
+        attention_decisions=decisions,
+    )
 
 
 # ---------------------------------------------------------------- cost

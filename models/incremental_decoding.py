@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .gpt import GPT
 from .kv_cache import CrossAttentionCache, KVCache, num_slots
+from .layer import Layer
 from .layers.attention_bias import RelativeBias, ScoreBias
 from .layers.compiling import eager_layers
 from .lm_head import add_decode_position_embeddings, add_position_embeddings, matmul_dtype, token_logits
-from .stack import Layer, Stack
+from .stack import Stack
 from .t5 import T5
 
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..kernels.cross_entropy import can_accumulate_in_gemm, default_chunk_tokens, linear_cross_entropy
 from .layers.cost import ByteWidths, Matrix, Weights
-from .layers.position_embeddings import SamplePositionEmbedding
+from .layers.position_embeddings import PositionEmbedding, SamplePositionEmbedding
 
-PositionEmbedding = nn.Embedding | SamplePositionEmbedding
 """Learned position embedding, indexed by the position within a document (nn.Embedding) or within a sample."""
 
 

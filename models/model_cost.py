@@ -7,13 +7,15 @@ from dataclasses import replace
 from .bert import bert_outer_weights, embedding_norm_saved_bytes, transform_saved_bytes
 from .config.batch_shape import BatchSpec
 from .config.bert import BertSlice
+from .config.dense_stack import AttentionSlice
 from .config.families import FamilyKeys, FamilySlice, family_slice, sequence_length_of
-from .config.stack import AttentionSlice, StackSlice
+from .config.stack import StackSlice
 from .config.t5 import T5Slice
 from .dispatch.core_attention import attended_pairs
 from .gpt import gpt_outer_weights
+from .layer import layer_weights
 from .layers.cost import StackInputs, Weights
-from .stack import count_stack, layer_kinds, layer_weights
+from .stack import count_stack, layer_kinds
 from .t5 import t5_outer_weights
 
 

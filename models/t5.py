@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from ..kernels.attention.dispatch import BackendSelection
 from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
 from .config.batch_shape import BatchSpec
-from .config.t5 import T5Slice
+from .config.t5 import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind, decision_for
+from .layers.attention import Backends
 from .layers.attention_bias import CrossRelativeBias, position_bias_parameters
 from .layers.compiling import eager_layers
 from .layers.context import Memory
 from .layers.cost import StackInputs, Weights
+from .layers.position_embeddings import PositionEmbedding, build_position_table
 from .lm_head import (
-    PositionEmbedding,
     add_position_embeddings,
     head_weights,
     matmul_dtype,
@@ -29,7 +30,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .peft.ptuning import PromptEncoder
-from .stack import Stack
+from .stack import Stack, build_stack
 
 
 class EncoderOutput(NamedTuple):
@@ -381,6 +382,40 @@ class T5(nn.Module):
                 f"{', padded' * form.padded}."
             )
         return "generation"
+
+
+def build_t5(
+    t5: T5Slice, form: BatchSpec, decisions: Mapping[str, BackendSelection], backends: Mapping[str, Backends]
+) -> T5:
+    """Build a T5; arguments as in `assemble`."""
+    hidden_size = t5.encoder.stack.hidden_size
+    cross = t5.cross_attention
+
+    def table(part: T5StackSlice) -> PositionEmbedding | None:
+        return build_position_table(part.learned_positions, hidden_size, by_document=part.positions_by_document)
+
+    return T5(
+        token_embedding=nn.Embedding(t5.padded_vocab_size, hidden_size),
+        decoder_token_embedding=None if t5.shared_embeddings else nn.Embedding(t5.padded_vocab_size, hidden_size),
+        encoder_position_embedding=table(t5.encoder),
+        decoder_position_embedding=table(t5.decoder),
+        encoder=build_stack(t5.encoder.stack, backends.get("encoder", {})),
+        decoder=build_stack(t5.decoder.stack, backends.get("decoder", {}), cross, backends.get("cross", {})),
+        cross_positions=None
+        if cross.position_bias is None
+        else CrossRelativeBias(
+            cross.heads, buckets=cross.position_bias.buckets, max_distance=cross.position_bias.max_distance
+        ),
+        head=None if t5.tied else nn.Linear(hidden_size, t5.padded_vocab_size, bias=False),
+        head_bias=t5.head_bias,
+        output_scale=t5.output_scale,
+        vocab_size=t5.vocab_size,
+        batch_spec=form,
+        max_positions=(t5.encoder.max_positions, t5.decoder.max_positions),
+        dropouts=(t5.encoder.embedding_dropout, t5.decoder.embedding_dropout),
+        label_smoothing=t5.label_smoothing,
+        attention_decisions=decisions,
+    )
 
 
 # ---------------------------------------------------------------- cost

@@ -77,13 +77,14 @@ def logits_difference(run: Path, base: Path, adapter: Path) -> float:
     from transformers import AutoModelForCausalLM
 
     from stoker.trainer.conversion.load_model import load_model
+    from stoker.trainer.device.precision import autocast_context
 
     ours = load_model(run, "cpu")
     loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs: Any = PeftModel.from_pretrained(loaded, str(adapter)).eval()
     tokens = torch.tensor([ours.tokenizer.encode(PROMPT).tolist()])
     expected = theirs(input_ids=tokens).logits
-    with ours.precision.autocast_context(ours.device):
+    with autocast_context(ours.precision, ours.device):
         actual = ours.model(tokens)[..., : expected.shape[-1]]
     return float((actual - expected).abs().max() / expected.abs().max())
 

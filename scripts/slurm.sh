@@ -30,6 +30,16 @@ if [ -z "${SLURM_JOB_ID:-}" ]; then
   exit 2
 fi
 
+# SIGTERM: preempted or cancelled. SIGUSR1: close to the time limit (--signal above). Both: save and stop.
+# shellcheck disable=SC2329 # called by the traps
+stop() {
+  signalled=yes stopping=yes
+  log "received $1; saving and stopping"
+  [ -n "${step:-}" ] && kill -TERM "$step" 2>/dev/null
+}
+trap 'stop SIGTERM' TERM
+trap 'stop SIGUSR1' USR1
+
 # Print one squeue field of this job: %L time left, %T state.
 job_field() { squeue --noheader --jobs "$SLURM_JOB_ID" --format "$1" 2>/dev/null | tr -d ' '; }
 
@@ -69,20 +79,11 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
-# SIGTERM: preempted or cancelled. SIGUSR1: close to the time limit (--signal above). Both: save and stop.
-# shellcheck disable=SC2329 # called by the traps
-stop() {
-  signalled=yes
-  log "received $1; saving and stopping"
-  [ -n "${step:-}" ] && kill -TERM "$step" 2>/dev/null
-}
-trap 'stop SIGTERM' TERM
-trap 'stop SIGUSR1' USR1
-
 log "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), $tasks processes, rendezvous at $MASTER_ADDR:$MASTER_PORT"
 srun --ntasks="$tasks" --distribution=block --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
   "${STOKER:-stoker}" train "${overrides[@]}" "$@" &
 step=$!
+[ -n "${stopping:-}" ] && kill -TERM "$step" 2>/dev/null # the signal came before there was a step
 # A signal interrupts `wait`, not the run: wait again until the exit code is that of the run.
 code=127
 while :; do

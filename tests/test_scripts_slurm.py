@@ -38,6 +38,8 @@ exit 0
 """
 SQUEUE = """#!/usr/bin/env bash
 for format; do :; done
+echo "squeue $format" >>"$LOG"
+sleep "${QUEUE_TAKES:-0}"
 if [ "$format" = %L ]; then echo " ${LEFT:-UNLIMITED}"; else echo "${STATE:-RUNNING} "; fi
 """
 STOKER = """#!/usr/bin/env bash
@@ -156,6 +158,14 @@ def test_a_signal_is_handed_on_and_the_job_comes_back(cluster, job, tmp_path, na
     output = (tmp_path / "output").read_text()
     assert f"received {name}; saving and stopping" in output
     assert "requeuing the job" in output
+
+
+def test_a_signal_before_the_run_starts_stops_it(cluster, job):
+    run = job(TAKES="60", QUEUE_TAKES="0.5")
+    wait_for(lambda: "squeue %L" in log_of(cluster))
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(600) == 143
+    assert f"scontrol requeue {os.getpid()}" in log_of(cluster)
 
 
 @pytest.mark.parametrize(

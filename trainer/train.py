@@ -39,7 +39,7 @@ class TrainingResult:
         step: completed optimizer steps.
         validation: the last validation of this process, or None.
         stop_reason: why it stopped before `max_steps` (a signal's name, `trainer.max_time=...`), or None.
-        exit_code: 0, 130 after SIGINT, 143 after SIGTERM.
+        exit_code: 0, 130 after SIGINT, 143 after SIGTERM and the like.
         run: what follows from its configuration.
         model: the trained model, on its device.
         data: the training data.

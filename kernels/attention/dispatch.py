@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .backend_support import BACKENDS_BY_NAME, INSTALL_TE, Backend, BackendFamily, uses_hopper_kernels, why_not_te
+from .backend_support import (
+    BACKENDS,
+    BACKENDS_BY_NAME,
+    INSTALL_TE,
+    Backend,
+    BackendFamily,
+    uses_hopper_kernels,
+    why_not_te,
+)
 from .call_spec import AttentionCall, InstalledSoftware
 from .flags import AttentionFlags
 
@@ -92,24 +100,13 @@ def format_candidates(rows: tuple[BackendCandidate, ...]) -> list[str]:
 
 # ---------------------------------------------------------------- order of preference
 
-# Measured order within a family (one H200, bf16, causal, forward and backward; docs/benchmarks.md): SDPA's cuDNN is 1
-# to 5 % faster than TransformerEngine's at 1k to 16k tokens and works with torch.compile. PyTorch's own kernels come
-# before the portable Triton kernels until those are measured to be faster on the device; the Triton kernels for Hopper,
-# 0.9 to 1.1 times cuDNN's speed on an H100 from 2k tokens on, come before PyTorch's (see `preference`).
-_FAMILY_ORDER: dict[BackendFamily, tuple[str, ...]] = {
-    "flash": ("sdpa_flash", "flash_attn", "triton", "te_flash", "sdpa_efficient"),
-    "fused": ("sdpa_cudnn", "te_fused"),
-    "unfused": ("unfused", "sdpa_math", "te_unfused"),
-    "named": ("lse_first", "reference"),
-}
-
 
 def preference_order(
     call: AttentionCall, installed: InstalledSoftware, transformer_engine: bool | None = None
 ) -> tuple[tuple[str, ...], str]:
     """Return the backends in order of preference, and the reason for that order."""
     families, why = _families(call)
-    names = [name for family in (*families, "named") for name in _FAMILY_ORDER[family]]
+    names = [row.name for family in (*families, "named") for row in BACKENDS if row.family == family]
     if transformer_engine:
         names.sort(
             key=lambda name: ((*families, "named").index(BACKENDS_BY_NAME[name].family), not name.startswith("te_"))

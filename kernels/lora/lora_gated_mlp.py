@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gated_activation import GATED_ACTIVATIONS, _gate_with_derivative, reference_gated_activation
+from ..activations import NONLINEARITIES, activation_with_derivative
+from ..gated_activation import reference_gated_activation
 from ..launch import jit, rounded, tl, triton, triton_runs_on
 from ..norm_functions import NormFactors
 from .lora_grad import Tile, scaled_sum
@@ -104,7 +105,7 @@ def forward_kernel(
         gate_up = gate_up_pointer + row[:, None] * (2 * width) + column[None, :]
         gate = _load_updated(gate_up, gate_low, gate_b, scale, tile)
         value = _load_updated(gate_up + width, value_low, value_b, scale, tile)
-        active, _ = _gate_with_derivative(gate, KIND)
+        active, _ = activation_with_derivative(gate, KIND)
         product = rounded(active * value, element)
         tl.store(product_pointer + row[:, None] * width + column[None, :], product, mask=tile)
         down_low = tl.dot(product, tl.trans(down_a), down_low, input_precision="ieee")
@@ -149,7 +150,7 @@ def backward_kernel(
         wide = row[:, None] * (2 * width) + column[None, :]
         gate = _load_updated(gate_up_pointer + wide, gate_low, gate_b, scale, tile)
         value = _load_updated(gate_up_pointer + wide + width, value_low, value_b, scale, tile)
-        active, slope = _gate_with_derivative(gate, KIND)
+        active, slope = activation_with_derivative(gate, KIND)
         product = rounded(active * value, element)
         down_a_gradient = tl.dot(tl.trans(product), down_low_gradient, down_a_gradient, input_precision="ieee")
         product_place = row[:, None] * width + column[None, :]
@@ -319,7 +320,7 @@ def lora_gated_mlp(
         down_a: (r, f).
         down_b: (out, r).
         scale: alpha / r.
-        kind: one of `GATED_ACTIVATIONS`.
+        kind: a name in `NONLINEARITIES`.
         norm: as in `lora_linear`.
         residual: residual that the result is added to, (..., out), or None.
 
@@ -341,8 +342,8 @@ def lora_gated_mlp(
     for name, (matrix, valid) in shapes.items():
         if tuple(matrix.shape) not in valid:
             raise ValueError(f"`{name}` {tuple(matrix.shape)} must be {' or '.join(map(str, sorted(valid)))}.")
-    if kind not in GATED_ACTIVATIONS:
-        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(GATED_ACTIVATIONS)}.")
+    if kind not in NONLINEARITIES:
+        raise ValueError(f"`kind` ({kind}) must be one of {', '.join(NONLINEARITIES)}.")
     tensors = (up, up_a, up_b, down, down_a, down_b)
     device = inputs.device.type
     if torch.is_autocast_enabled(device):

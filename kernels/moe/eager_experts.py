@@ -31,22 +31,11 @@ def eager_experts(
     """`expert_mlp` by grouped matmuls, composed of differentiable operations."""
     up, down, up_bias, down_bias, nonlinearity, gated = weights
     order, ends, places = assignments
-    rows = torch.arange(len(order), device=order.device, dtype=ends.dtype)
-    expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-    projected = grouped_matmul(gather_rows(hidden, order, places), up.transpose(1, 2), ends, backend=backend)
-    if up_bias is not None:
-        projected = projected + _row_bias(up_bias, expert)
+    rows = gather_rows(hidden, order, places)
+    projected = grouped_matmul(rows, up.transpose(1, 2), ends, backend=backend, bias=up_bias)
     inner = apply_activation(projected, nonlinearity, gated, _row_dropout_mask(dropout_mask, order))
-    result = grouped_matmul(inner, down.transpose(1, 2), ends, backend=backend)
-    if down_bias is not None:
-        result = result + _row_bias(down_bias, expert)
+    result = grouped_matmul(inner, down.transpose(1, 2), ends, backend=backend, bias=down_bias)
     return combine_rows(result, gates, places, order)
-
-
-def _row_bias(bias: Tensor, expert: Tensor) -> Tensor:
-    """Return the bias of each row's expert by a product with one-hot rows, whose gradient is deterministic."""
-    numbers = torch.arange(len(bias), device=bias.device)
-    return (expert[:, None] == numbers).to(bias.dtype) @ bias
 
 
 def padded_experts(

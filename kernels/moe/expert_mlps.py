@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import NONLINEARITIES
-from ..gated_activation import GATED_ACTIVATIONS
 from ..launch import triton_runs_on
 from .assignments import sorted_assignments
 from .eager_experts import eager_experts, padded_experts
@@ -50,17 +49,17 @@ def expert_mlp(
         gates: weights of these experts, (T, k), fp32 (fp64 with fp64).
         up: (E, f, h), or gated (E, 2 f, h) with the rows [gate | up].
         down: (E, h, f).
-        nonlinearity: a name in `kernels.activations.NONLINEARITIES`, one of `GATED_ACTIVATIONS` if gated.
+        nonlinearity: a name in `kernels.activations.NONLINEARITIES`.
         gated: multiply the activated gate by the up projection.
         up_bias: (E, f), gated (E, 2 f), or None.
         down_bias: (E, h), or None.
         kept: (T, k) bool, False for dropped assignments, which are neither computed nor added; None keeps all.
         capacity: rows computed per expert, for `padded` only; assignments beyond it are dropped.
         dropout: dropout probability after the nonlinearity; 0 outside training.
-        implementation: `triton`, our grouped matmuls, `grouped_mm`, torch's (bf16, sm_90 or later), and `padded`,
-            batched matmuls of `capacity` rows, do not synchronize with the host; `sequential`, the reference, loops
-            over the experts and reads counts on the host. `auto`: `grouped_mm` where it runs on CUDA, the fastest
-            there, else `triton` where supported, else `sequential`.
+        implementation: `triton`, our grouped matmuls, `grouped_mm`, torch's (bf16, sm_90 or later; ours where there is
+            a bias, which torch's do not add), and `padded`, batched matmuls of `capacity` rows, do not synchronize with
+            the host; `sequential`, the reference, loops over the experts and reads counts on the host. `auto`:
+            `grouped_mm` where it runs on CUDA, the fastest there, else `triton` where supported, else `sequential`.
         residual: tensor that the result is added to, (T, h), of a dtype no narrower than `hidden`, or None. The fused
             implementation adds it before rounding.
 
@@ -78,7 +77,7 @@ def expert_mlp(
         up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in (up_bias, down_bias))
     weights = ExpertWeights(up, down, up_bias, down_bias, nonlinearity, gated)
     _check_shapes(hidden, experts, gates, weights, kept)
-    _check_choices(nonlinearity, gated, capacity, dropout, implementation)
+    _check_choices(nonlinearity, capacity, dropout, implementation)
     if implementation == "auto" and not triton_runs_on(hidden):
         implementation = "sequential"
     dropout_mask = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
@@ -135,14 +134,10 @@ def _check_shapes(hidden: Tensor, experts: Tensor, gates: Tensor, weights: Exper
         raise ValueError(f"`experts` has {experts.shape[1]} experts per token, but there are only {count}.")
 
 
-def _check_choices(
-    nonlinearity: str, gated: bool, capacity: int | None, dropout: float, implementation: Implementation
-) -> None:
+def _check_choices(nonlinearity: str, capacity: int | None, dropout: float, implementation: Implementation) -> None:
     """Raise ValueError naming the argument that is unknown or conflicts with another."""
-    known = GATED_ACTIVATIONS if gated else tuple(NONLINEARITIES)
-    if nonlinearity not in known:
-        kind = "gated" if gated else "plain"
-        raise ValueError(f"`nonlinearity` ({nonlinearity}) must be one of {', '.join(known)} ({kind}).")
+    if nonlinearity not in NONLINEARITIES:
+        raise ValueError(f"`nonlinearity` ({nonlinearity}) must be one of {', '.join(NONLINEARITIES)}.")
     if not 0 <= dropout < 1:
         raise ValueError(f"`dropout` ({dropout}) must be at least 0 and less than 1.")
     if implementation not in get_args(Implementation):

@@ -50,24 +50,18 @@ class _Rows:
         """Return tokens (T, K) as an operand: gathered for torch's matmuls, unchanged for ours, which gather."""
         return triton_gather(tokens, self.order, self.topk) if self.by_torch else tokens
 
-    def token_matmul(self, operand: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
+    def token_matmul(self, operand: Tensor, matrices: Tensor) -> Tensor:
         """Multiply the rows of an `operand` by the matrices (E, K, N) of their experts."""
         if self.by_torch:
-            return self.row_matmul(operand, matrices, bias)
-        options: Any = {"order": self.order, "topk": self.topk, "bias": bias}
+            return self.row_matmul(operand, matrices)
+        options: Any = {"order": self.order, "topk": self.topk}
         return triton_grouped_matmul(operand, matrices, self.ends, self.tiles, **options)[0]
 
     def row_matmul(self, rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply sorted rows (R, K) by the matrices (E, K, N) of their experts."""
-        if not self.by_torch:
-            return triton_grouped_matmul(rows, matrices, self.ends, self.tiles, bias=bias)[0]
-        out = torch_grouped_mm(rows, matrices, offs=self.ends)
-        return out if bias is None else out + bias[self.experts()]
-
-    def experts(self) -> Tensor:
-        """Return the expert of each row; the last one for empty rows."""
-        rows = torch.arange(len(self.order), device=self.order.device, dtype=torch.int32)
-        return torch.searchsorted(self.ends, rows, right=True).clamp(max=len(self.ends) - 1)
+        """Multiply sorted rows (R, K) by the matrices (E, K, N) of their experts, and add their biases (E, N)."""
+        if self.by_torch and bias is None:  # torch's matmul adds no bias, and afterwards its result is rounded
+            return torch_grouped_mm(rows, matrices, offs=self.ends)
+        return triton_grouped_matmul(rows, matrices, self.ends, self.tiles, bias=bias)[0]
 
     def outer(self, left: Tensor, right: Tensor, gather: str = "") -> Tensor:
         """Sum left^T right over the rows of each expert; `gather` says which of both comes from `operand`."""
@@ -102,8 +96,8 @@ def _experts(
     """Return the output (T, h) and the result of the first projection, which is saved for the backward."""
     hidden = hidden.contiguous()
     rows = _make_rows(order, ends, places.shape[1], up, down, backend)
-    if rows.by_torch:
-        projected = rows.token_matmul(rows.operand(hidden), up.transpose(1, 2), up_bias)
+    if rows.by_torch and up_bias is None:
+        projected = rows.token_matmul(rows.operand(hidden), up.transpose(1, 2))
         inner = apply_activation(projected, nonlinearity, gated, None)
     else:
         projected, inner = triton_grouped_matmul(

@@ -5,25 +5,9 @@ Operands are 16-bit or fp32, accumulation is fp32. Results are deterministic.
 
 from __future__ import annotations
 
+from ..activations import activation_with_derivative
 from ..attention.flash.portable.tile import dot
-from ..gated_activation import _gate_with_derivative, _sigmoid
 from ..launch import jit, rounded, tl
-
-
-@jit
-def activation_with_derivative(x, KIND: tl.constexpr):
-    """Return act(x) and its derivative in fp32, for every name in `NONLINEARITIES`."""
-    if KIND == "gelu_sigmoid":
-        sigmoid = _sigmoid(1.702 * x)
-        value = x * sigmoid
-        slope = sigmoid + 1.702 * x * sigmoid * (1.0 - sigmoid)
-    elif KIND == "relu_squared":
-        positive = tl.where(x > 0.0, x, 0.0)
-        value = positive * positive
-        slope = 2.0 * positive
-    else:
-        value, slope = _gate_with_derivative(x, KIND)
-    return value, slope
 
 
 @jit

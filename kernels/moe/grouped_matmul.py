@@ -192,12 +192,16 @@ def triton_grouped_outer(
 # ---------------------------------------------------------------- torch
 
 
-def loop_rows(left: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def loop_rows(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `triton_grouped_matmul` without gather by a loop over the experts; reads the ends on the host."""
     out = left.new_zeros(len(left), matrices.shape[2])
     first = 0
     for expert, end in enumerate(ends.tolist()):
-        torch.mm(left[first:end], matrices[expert], out=out[first:end])
+        rows, matrix, result = left[first:end], matrices[expert], out[first:end]
+        if bias is None:
+            torch.mm(rows, matrix, out=result)
+        else:
+            torch.addmm(bias[expert], rows, matrix, out=result)
         first = end
     return out
 
@@ -222,18 +226,20 @@ def _zero_after(out: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("stoker::grouped_matmul", mutates_args=())
-def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
+def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     backend = resolve_backend(backend, left, *matrices.shape[1:])
+    if backend == "torch" and bias is not None:  # it could add the bias to rounded products only
+        backend = "triton" if triton_runs_on(left) else "loop"
     if backend == "triton":
-        widths = matrices.shape[1:]
-        return triton_grouped_matmul(left, matrices, ends, row_tiles(ends, len(left), left.dtype, *widths))[0]
+        tiles = row_tiles(ends, len(left), left.dtype, *matrices.shape[1:])
+        return triton_grouped_matmul(left, matrices, ends, tiles, bias=bias)[0]
     if backend == "torch":
         return _zero_after(torch_grouped_mm(left.contiguous(), matrices, offs=ends), ends)
-    return loop_rows(left, matrices, ends)
+    return loop_rows(left, matrices, ends, bias)
 
 
 @_grouped_matmul.register_fake
-def _(left: Tensor, matrices: Tensor, ends: Tensor, backend: str) -> Tensor:
+def _(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None, backend: str) -> Tensor:
     return left.new_empty(left.shape[0], matrices.shape[2])
 
 
@@ -254,22 +260,25 @@ def _(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.backend = inputs
+    *tensors, _, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     left, matrices, ends = ctx.saved_tensors
-    left_gradient = None
+    left_gradient = bias_gradient = None
     if ctx.needs_input_grad[0]:
-        left_gradient = _grouped_matmul(gradient, matrices.transpose(1, 2), ends, ctx.backend)
+        left_gradient = _grouped_matmul(gradient, matrices.transpose(1, 2), ends, None, ctx.backend)
     if not ctx.needs_input_grad[1]:  # frozen
         matrix_gradient = None
     elif matrices.stride(1) == 1:  # a transposed parameter: return the gradient in the layout of the parameter
         matrix_gradient = _grouped_outer(gradient, left, ends, ctx.backend).transpose(1, 2)
     else:
         matrix_gradient = _grouped_outer(left, gradient, ends, ctx.backend)
-    return left_gradient, matrix_gradient, None, None
+    if ctx.needs_input_grad[3]:  # the sum over rows as a product with ones: deterministic
+        ones = gradient.new_ones(1, 16).expand(len(gradient), 16)
+        bias_gradient = _grouped_outer(gradient, ones, ends, ctx.backend)[:, :, 0]
+    return left_gradient, matrix_gradient, None, bias_gradient, None
 
 
 _grouped_matmul.register_autograd(_backward, setup_context=_save)
@@ -278,19 +287,24 @@ _grouped_matmul.register_autograd(_backward, setup_context=_save)
 # ---------------------------------------------------------------- public function
 
 
-def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Backend) -> Tensor:
-    """Multiply each row by the matrix of its expert.
+def grouped_matmul(
+    left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Backend, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply each row by the matrix of its expert, and add the bias of its expert.
 
     Args:
         left: rows sorted by expert, (R, K).
         matrices: (E, K, N), same dtype, any strides.
         ends: exclusive end row of each expert, (E,) int32, ascending; ends[-1] may be less than R.
         backend: `triton` (16-bit and fp32 on CUDA), `torch` (if its grouped matmul supports the operands), `loop`
-            (any), `auto` (`torch` where supported, else `triton`).
+            (any), `auto` (`torch` where supported, else `triton`). torch's grouped matmul adds no bias: with one,
+            `torch` is `triton` where that runs, else `loop`.
+        bias: (E, N), same dtype, or None.
 
     Returns:
-        (R, N), accumulated in fp32 (fp64) and rounded once; rows after ends[-1] are 0, whatever `left` holds there.
-        Differentiable once with respect to `left` and `matrices`; the gradient of a matrix without rows is 0.
+        (R, N), accumulated in fp32 (fp64) with the bias and rounded once; rows after ends[-1] are 0, whatever `left`
+        holds there. Differentiable once with respect to `left`, `matrices` and `bias`; the gradients of an expert
+        without rows are 0.
 
     Raises:
         ValueError: shapes or dtypes do not match, or the backend is not supported.
@@ -302,10 +316,13 @@ def grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, *, backend: Bac
         raise ValueError(f"`matrices` ({matrices.dtype}) must have the dtype of `left` ({left.dtype}).")
     if ends.shape != matrices.shape[:1] or ends.dtype != torch.int32:
         raise ValueError(f"`ends` {tuple(ends.shape)} of {ends.dtype} must be ({len(matrices)},) of int32.")
+    if bias is not None and (bias.shape != matrices.shape[::2] or bias.dtype != left.dtype):
+        wanted = f"{tuple(matrices.shape[::2])} of {left.dtype}"
+        raise ValueError(f"`bias` {tuple(bias.shape)} of {bias.dtype} must be {wanted}.")
     reason = unsupported_reason(backend, left, matrices.shape[1], matrices.shape[2])
     if reason:
         raise ValueError(f"`backend` ({backend}) {reason}.")
-    return _grouped_matmul(left, matrices, ends, backend)
+    return _grouped_matmul(left, matrices, ends, bias, backend)
 
 
 def resolve_backend(backend: str, tensor: Tensor, *widths: int) -> str:

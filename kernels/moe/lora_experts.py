@@ -91,24 +91,21 @@ def lora_expert_mlp(
         )
     if capacity is not None:
         order, places = padded_assignments(experts, len(up), capacity, kept)
-        expert = torch.arange(len(up), device=hidden.device).repeat_interleave(capacity)
 
-        def product(rows: Tensor, matrices: Tensor) -> Tensor:
-            return torch.bmm(rows.unflatten(0, (len(matrices), capacity)), matrices).flatten(0, 1)
+        def product(rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
+            rows = rows.unflatten(0, (len(matrices), capacity))
+            result = torch.bmm(rows, matrices) if bias is None else torch.baddbmm(bias[:, None], rows, matrices)
+            return result.flatten(0, 1)
 
     else:
         order, ends, places = sorted_assignments(experts, len(up), kept)
-        rows = torch.arange(len(order), device=order.device, dtype=ends.dtype)
-        expert = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
         backend: Backend = "loop" if sequential or not triton_runs_on(hidden) else "auto"
 
-        def product(rows: Tensor, matrices: Tensor) -> Tensor:
-            return grouped_matmul(rows.contiguous(), matrices, ends, backend=backend)
+        def product(rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
+            return grouped_matmul(rows.contiguous(), matrices, ends, backend=backend, bias=bias)
 
     def projected(rows: Tensor, matrices: Tensor, bias: Tensor | None, low: LoRAMatrices | None) -> Tensor:
-        result = product(rows, matrices.transpose(1, 2))
-        if bias is not None:
-            result = result + bias[expert]
+        result = product(rows, matrices.transpose(1, 2), bias)
         return result if low is None else result + low.compute_update(rows, product)
 
     dropout_mask = F.dropout(hidden.new_ones(len(order), down.shape[2]), dropout) if dropout else None

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations import activation_with_derivative
 from ..launch import INTERPRETED, jit, next_power_of_2, rounded, tl, triton, triton_runs_on
-from .grouped_kernels import activation_with_derivative
 
 _LARGEST_BLOCK = 2048
 _LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
@@ -34,7 +34,9 @@ def reference_combine(rows: Tensor, gates: Tensor | None, places: Tensor) -> Ten
     for slot in range(places.shape[1] if len(rows) else 0):
         place = places[:, slot]
         row = torch.where(place[:, None] >= 0, rows[place.clamp(min=0)], 0).to(wide)
-        total = total + (row if gates is None else row * gates[:, slot, None].to(wide))
+        if gates is not None:  # also 0 if the gate of a dropped assignment is NaN
+            row = row * torch.where(place >= 0, gates[:, slot], 0)[:, None].to(wide)
+        total = total + row
     return total.to(rows.dtype)
 
 
@@ -87,7 +89,9 @@ def combine_kernel(
             rows_pointer + place * width + column, mask=column < tl.where(place >= 0, width, 0), other=0.0
         ).to(tl.float32)
         if WEIGHTED:
-            value = value * tl.load(gates_pointer + token * TOPK + slot).to(tl.float32)
+            # masked: the gate of a dropped assignment may be NaN
+            gate = tl.load(gates_pointer + token * TOPK + slot, mask=place >= 0, other=0.0)
+            value = value * gate.to(tl.float32)
         total += value
     tl.store(out_pointer + token * width + column, rounded(total, out_pointer.dtype.element_ty), mask=inside)
 
@@ -276,7 +280,7 @@ def _combine_backward(
     row_gradient = reference_gather(gradient, order, topk).to(gates.dtype)
     assignment = order.clamp(min=0)
     products = torch.where(order >= 0, (row_gradient * rows.to(gates.dtype)).sum(1), 0)
-    row_gradient = row_gradient * gates.reshape(-1)[assignment][:, None]
+    row_gradient = row_gradient * torch.where(order >= 0, gates.reshape(-1)[assignment], 0)[:, None]
     gate_gradient = torch.where(places >= 0, products[places.clamp(min=0)], 0) if len(rows) else torch.zeros_like(gates)
     return row_gradient.to(rows.dtype), gate_gradient
 
@@ -325,6 +329,7 @@ def gather_rows(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
 def combine_rows(rows: Tensor, gates: Tensor, places: Tensor, order: Tensor) -> Tensor:
     """Return the sum of each token's rows times their gates, (rows, h) to (T, h).
 
-    Accumulated in fp32 (fp64 for fp64); empty rows are not read. Differentiable once in `rows` and `gates`.
+    Accumulated in fp32 (fp64 for fp64); empty rows and the gates of dropped assignments are not read. Differentiable
+    once in `rows` and `gates`.
     """
     return _combine(rows, gates, places, order)

@@ -1,12 +1,17 @@
-"""Configuration keys of one stack of layers besides experts, recompute and offloading."""
+"""Norms, activation, attention and dropout of a stack: keys, and what they resolve to."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from .key_block import ConfigBlock, extension_field
+from ...kernels.attention.backend_support import BackendName
+from .key_block import extension_field
+from .positions import PositionBiasSlice, PositionKeys, position_bias_slice, resolve_window
+from .sizes import head_dim_of
 
 Activation = Literal[
     "gelu",
@@ -20,55 +25,23 @@ Activation = Literal[
     "approx-gelu",
     "relu",
 ]
+Nonlinearity = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu_squared", "silu"]
+
+_ACTIVATIONS: dict[str, tuple[Nonlinearity, bool]] = {
+    "gelu": ("gelu", False),
+    "approx-gelu": ("gelu_sigmoid", False),
+    "relu": ("relu", False),
+    "squared-relu": ("relu_squared", False),
+    "geglu": ("gelu", True),
+    "swiglu": ("silu", True),
+    "reglu": ("relu", True),
+}
 Normalization = Literal["layernorm", "layernorm1p", "rmsnorm"]
-PositionEmbedding = Literal[
-    "learned_absolute",
-    "learned_parameters",
-    "rope",
-    "xpos",
-    "alibi",
-    "kerple",
-    "sandwich",
-    "relative",
-    "none",
-]
-Window = Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=2, max_length=2)]
-AttentionBackend = Literal[
-    "auto",
-    "flash",
-    "fused",
-    "unfused",
-    "triton",
-    "sdpa_flash",
-    "sdpa_efficient",
-    "sdpa_cudnn",
-    "sdpa_math",
-    "flash_attn",
-    "te_flash",
-    "te_fused",
-    "te_unfused",
-    "lse_first",
-    "reference",
-]
+AttentionBackend = Literal["auto", "flash", "fused", "unfused", BackendName]
 
 
-class DenseStackKeys(ConfigBlock):
-    """Sizes, norms, activation, attention, positions and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
-
-    model_config = ConfigDict(defer_build=True)  # this class and most that derive from it validate nothing themselves
-
-    num_layers: int = Field(12, ge=1)
-    """Number of transformer layers."""
-    hidden_size: int = Field(768, ge=1)
-    """Width of the residual stream."""
-    ffn_hidden_size: int = Field(3072, ge=1)
-    """Width of the MLP; a gated activation has two projections of this width (no 2/3 rule)."""
-    num_attention_heads: int = Field(12, ge=1)
-    """Number of query heads."""
-    kv_channels: int | None = Field(None, ge=1)
-    """Width of one head; null: `hidden_size` / `num_attention_heads`."""
-    num_query_groups: int | None = Field(None, ge=1)
-    """Number of key/value heads: null or `num_attention_heads` is MHA, 1 is MQA, a divisor in between is GQA."""
+class DenseStackKeys(PositionKeys):
+    """Norms, activation, attention and dropout of one stack (nemo_semantics 1.4 and 1.5)."""
 
     normalization: Normalization = "layernorm"
     """`layernorm`, `layernorm1p` (weight stored minus one, so that weight decay pulls it to 1) or `rmsnorm`."""
@@ -106,40 +79,6 @@ class DenseStackKeys(ConfigBlock):
     use_scaled_init_method: bool = True
     """Divide `init_method_std` by sqrt(2 * num_layers) for the output projections of attention and MLP."""
 
-    position_embedding_type: PositionEmbedding = "learned_absolute"
-    """Learned position embeddings (`learned_absolute`; `learned_parameters`: not restarted at documents within a
-    sample), rotary embedding (`rope`; `xpos` decays with distance), a bias on the attention scores (`alibi`, `kerple`,
-    `sandwich`, T5's `relative`), or `none`."""
-    rotary_percentage: float = Field(1.0, gt=0, le=1)
-    """Fraction of each head's channels that is rotated."""
-    rotary_base: float = Field(10000.0, gt=0)
-    """Base of the rotary frequencies: base ** (-2i / d)."""
-    rotary_interleaved: bool = False
-    """Rotate pairs (2i, 2i+1) instead of the two halves of the head."""
-    seq_len_interpolation_factor: float | None = Field(None, ge=1)
-    """Divide positions by this factor before rotating; null is 1."""
-    scale_positional_embedding: bool = False
-    """NeMo's key for Llama 3.1's RoPE scaling, the same as `rotary_scaling: llama3`."""
-    rotary_scaling: Literal["llama3", "yarn"] | None = extension_field(None)
-    """RoPE frequency scaling for long contexts: Llama 3.1's or YaRN; null: none."""
-    rotary_scaling_factor: float = extension_field(8.0, ge=1)
-    """Factor by which `rotary_scaling` divides the lowest frequencies (Hugging Face: `factor`)."""
-    rotary_original_length: int = extension_field(8192, ge=1)
-    """Context length before `rotary_scaling` (Hugging Face: `original_max_position_embeddings`)."""
-    rotary_low_turns: float | None = extension_field(None, gt=0)
-    """Frequencies with fewer rotations in that length are scaled; null: 1 (`low_freq_factor`; YaRN: `beta_slow`)."""
-    rotary_high_turns: float | None = extension_field(None, gt=0)
-    """Frequencies with more rotations are kept; null: 4 for `llama3` (`high_freq_factor`), 32 for `yarn`
-    (`beta_fast`)."""
-    num_attention_heads_alibi: int | None = Field(None, ge=1)
-    """Number of first heads with ALiBi slopes, the others have no position bias; null: all heads."""
-    relative_attention_num_buckets: int = Field(32, ge=2)
-    """Number of distance buckets of `relative`, including those of later keys."""
-    relative_attention_max_distance: int = Field(128, ge=2)
-    """Distances from this on share the last bucket of `relative`."""
-    window_size: Window | None = None
-    """Sliding window `[left, right]`: a token attends to this many tokens before and after it, -1 for all; Hugging
-    Face's `sliding_window=4096` is `[4095, 0]`."""
     attn_logit_softcapping: float | None = Field(None, gt=0)
     """Softcap of the attention scores, cap * tanh(score / cap) (Gemma 2); null: none."""
 
@@ -156,3 +95,107 @@ class DenseStackKeys(ConfigBlock):
     null: where it is installed and the best choice. Linear layers are always PyTorch's."""
     masked_softmax_fusion: bool = True
     """Fuse scale, mask and softmax of unfused attention into one kernel on a GPU; False: plain PyTorch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSlice:
+    """Attention of a layer.
+
+    Attributes:
+        groups: key and value heads; divides `heads`, the query heads.
+        scale: factor of the scores.
+        dropout: dropout probability of the attention weights in training.
+        window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
+        softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
+        qk_norm: norms over each query and key head.
+        head_scale: a learned factor for each head.
+        use_flash_attention: None for any backend family, True without unfused, False without flash.
+        backend: `auto`, a backend family or a backend.
+        transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.
+        masked_softmax_fusion: unfused attention may use the fused softmax.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool
+    output_bias: bool
+    dropout: float
+    causal: bool
+    window: tuple[int, int] | None
+    softcap: float
+    position_bias: PositionBiasSlice | None
+    qk_norm: bool
+    head_scale: bool
+    use_flash_attention: bool | None
+    backend: str
+    transformer_engine: bool | None
+    masked_softmax_fusion: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormSlice:
+    """LayerNorm or RMSNorm; with `zero_centered` the weight is stored minus one."""
+
+    kind: Literal["layernorm", "rmsnorm"]
+    epsilon: float
+    zero_centered: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPSlice:
+    """MLP of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`."""
+
+    ffn_hidden_size: int
+    nonlinearity: Nonlinearity
+    gated: bool
+    bias: bool
+    dropout: float
+
+
+def attention_slice(keys: DenseStackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
+    """Resolve the self-attention, for sequences of up to `max_length` tokens (None: any)."""
+    head_dim = head_dim_of(keys)
+    return AttentionSlice(
+        heads=keys.num_attention_heads,
+        groups=keys.num_query_groups or keys.num_attention_heads,
+        head_dim=head_dim,
+        scale=1 / math.sqrt(head_dim) if keys.normalize_attention_scores else 1.0,
+        qkv_bias=keys.bias or keys.qkv_bias,
+        output_bias=keys.bias,
+        dropout=keys.attention_dropout,
+        causal=causal,
+        window=resolve_window(keys, causal=causal, max_length=max_length),
+        softcap=keys.attn_logit_softcapping or 0.0,
+        position_bias=position_bias_slice(keys),
+        qk_norm=keys.qk_layernorm,
+        head_scale=keys.headscale,
+        use_flash_attention=keys.use_flash_attention,
+        backend=keys.attention_backend,
+        transformer_engine=keys.transformer_engine,
+        masked_softmax_fusion=keys.masked_softmax_fusion,
+    )
+
+
+def mlp_slice(keys: DenseStackKeys) -> MLPSlice:
+    """Resolve the MLP."""
+    nonlinearity, gated = _ACTIVATIONS[keys.activation.removeprefix("fast-")]
+    if keys.openai_gelu and nonlinearity == "gelu":
+        nonlinearity = "gelu_tanh"
+    return MLPSlice(
+        ffn_hidden_size=keys.ffn_hidden_size,
+        nonlinearity=nonlinearity,
+        gated=gated,
+        bias=keys.bias,
+        dropout=keys.ffn_dropout,
+    )
+
+
+def norm_slice(keys: DenseStackKeys) -> NormSlice:
+    """Resolve the norm."""
+    return NormSlice(
+        kind="rmsnorm" if keys.normalization == "rmsnorm" else "layernorm",
+        epsilon=keys.layernorm_epsilon,
+        zero_centered=keys.normalization == "layernorm1p" or keys.layernorm_zero_centered_gamma,
+    )

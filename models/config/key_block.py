@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+NonEmptyText = Annotated[str, Field(min_length=1)]
+"""Non-empty text: an empty path or name usually comes from an unset shell variable."""
 
 
 class ConfigBlock(BaseModel):
@@ -29,6 +32,14 @@ class ConfigBlock(BaseModel):
 def extension_field(default: Any = ..., **constraints: Any) -> Any:
     """Declare a key that NeMo does not have; the docs and `stoker config` mark it as stoker's own."""
     return Field(default, json_schema_extra={"own": True}, **constraints)
+
+
+BlockT = TypeVar("BlockT", bound=ConfigBlock)
+
+
+def block_default(kind: type[BlockT]) -> BlockT:
+    """Return the default of a nested block: the block with all its defaults."""
+    return kind.model_validate({})
 
 
 @dataclass(frozen=True, slots=True)

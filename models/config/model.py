@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import Field
 
 from .key_block import ConfigBlock, Finding, extension_field
-from .positions import BOUNDED_POSITION_TYPES, window_masks_nothing, xpos_needs_causal_mask
+from .position_rules import window_masks_nothing, xpos_needs_causal_mask
+from .positions import BOUNDED_POSITION_TYPES
 from .stack import StackKeys, StackSlice, stack_rules
 
 Family = Literal["gpt", "t5", "bert"]
@@ -131,16 +132,14 @@ def position_table_covers_sample(keys: SingleStackKeys) -> Iterator[Finding]:
     if rows is None or rows == tokens:
         return
     if kind.startswith("learned_") and rows < tokens:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("max_position_embeddings", "encoder_seq_length"),
             f"`max_position_embeddings` ({rows}) must not be smaller than `encoder_seq_length` ({tokens}) with "
             f"`position_embedding_type` ({kind}).",
             f"use max_position_embeddings={tokens} or null, or encoder_seq_length={rows}",
         )
     elif not bounded or rows < tokens:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("max_position_embeddings", "position_embedding_type"),
             f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` ({kind})"
             + ("." if not bounded else f" and a longer `encoder_seq_length` ({tokens})."),
@@ -152,8 +151,7 @@ def window_is_shorter_than_sequences(keys: SingleStackKeys, *, causal: bool) -> 
     """A window as long as the longest sequence masks nothing."""
     longest = max_sequence_length(keys)
     if window_masks_nothing(keys, causal=causal, longest=longest):
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("window_size", "encoder_seq_length", "max_position_embeddings"),
             f"`window_size` ({keys.window_size}) has no effect: no sequence of this model is longer than {longest} "
             "tokens (`encoder_seq_length`, `max_position_embeddings`).",

@@ -1,4 +1,4 @@
-"""One stack of layers: all of its keys, the frozen records of its parts that they resolve to, and cross-field rules.
+"""One stack of layers: all of its keys, the frozen record that they resolve to, and cross-field rules.
 
 A rule is a pure function from keys to findings; paths are relative to the block of the stack.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
+from .dense_stack import AttentionSlice, MLPSlice, NormSlice, attention_slice, mlp_slice, norm_slice
 from .key_block import Finding
 from .memory import (
     MemoryKeys,
@@ -24,90 +25,12 @@ from .memory import (
 from .memory_rules import offload_rules, recompute_rules
 from .moe import MoESlice, moe_slice
 from .moe_rules import moe_rules
-from .positions import (
-    BOUNDED_POSITION_TYPES,
-    DIRECTION_RULES,
-    POSITION_RULES,
-    PositionBiasSlice,
-    RotarySlice,
-    head_dim_of,
-    position_bias_slice,
-    resolve_window,
-    rotary_slice,
-)
-
-NonLinearity = Literal["gelu", "gelu_tanh", "gelu_sigmoid", "relu", "relu_squared", "silu"]
-
-_ACTIVATIONS: dict[str, tuple[NonLinearity, bool]] = {
-    "gelu": ("gelu", False),
-    "approx-gelu": ("gelu_sigmoid", False),
-    "relu": ("relu", False),
-    "squared-relu": ("relu_squared", False),
-    "geglu": ("gelu", True),
-    "swiglu": ("silu", True),
-    "reglu": ("relu", True),
-}
+from .position_rules import DIRECTION_RULES, POSITION_RULES
+from .positions import BOUNDED_POSITION_TYPES, RotarySlice, rotary_slice
 
 
 class StackKeys(MemoryKeys):
     """All keys of one stack: dense layers, mixture of experts, recompute and offloading."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSlice:
-    """Attention of a layer.
-
-    Attributes:
-        groups: key and value heads; divides `heads`, the query heads.
-        scale: factor of the scores.
-        dropout: dropout probability of the attention weights in training.
-        window: attention window to the left and right of a query, inclusive, -1 for unlimited; None for no window.
-        softcap: softcap of the scores, cap * tanh(score / cap); 0 for none.
-        qk_norm: norms over each query and key head.
-        head_scale: a learned factor for each head.
-        use_flash_attention: None for any backend family, True without unfused, False without flash.
-        backend: `auto`, a backend family or a backend.
-        transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.
-        masked_softmax_fusion: unfused attention may use the fused softmax.
-    """
-
-    heads: int
-    groups: int
-    head_dim: int
-    scale: float
-    qkv_bias: bool
-    output_bias: bool
-    dropout: float
-    causal: bool
-    window: tuple[int, int] | None
-    softcap: float
-    position_bias: PositionBiasSlice | None
-    qk_norm: bool
-    head_scale: bool
-    use_flash_attention: bool | None
-    backend: str
-    transformer_engine: bool | None
-    masked_softmax_fusion: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormSlice:
-    """LayerNorm or RMSNorm; with `zero_centered` the weight is stored minus one."""
-
-    kind: Literal["layernorm", "rmsnorm"]
-    epsilon: float
-    zero_centered: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLPSlice:
-    """MLP of a layer: act(x) or, gated, act(gate) * up, each of width `ffn_hidden_size`."""
-
-    ffn_hidden_size: int
-    nonlinearity: NonLinearity
-    gated: bool
-    bias: bool
-    dropout: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,53 +85,6 @@ class StackSlice:
         )
 
 
-def attention_slice(keys: StackKeys, *, causal: bool, max_length: int | None = None) -> AttentionSlice:
-    """Resolve the self-attention, for sequences of up to `max_length` tokens (None: any)."""
-    head_dim = head_dim_of(keys)
-    return AttentionSlice(
-        heads=keys.num_attention_heads,
-        groups=keys.num_query_groups or keys.num_attention_heads,
-        head_dim=head_dim,
-        scale=1 / math.sqrt(head_dim) if keys.normalize_attention_scores else 1.0,
-        qkv_bias=keys.bias or keys.qkv_bias,
-        output_bias=keys.bias,
-        dropout=keys.attention_dropout,
-        causal=causal,
-        window=resolve_window(keys, causal=causal, max_length=max_length),
-        softcap=keys.attn_logit_softcapping or 0.0,
-        position_bias=position_bias_slice(keys),
-        qk_norm=keys.qk_layernorm,
-        head_scale=keys.headscale,
-        use_flash_attention=keys.use_flash_attention,
-        backend=keys.attention_backend,
-        transformer_engine=keys.transformer_engine,
-        masked_softmax_fusion=keys.masked_softmax_fusion,
-    )
-
-
-def mlp_slice(keys: StackKeys) -> MLPSlice:
-    """Resolve the MLP."""
-    nonlinearity, gated = _ACTIVATIONS[keys.activation.removeprefix("fast-")]
-    if keys.openai_gelu and nonlinearity == "gelu":
-        nonlinearity = "gelu_tanh"
-    return MLPSlice(
-        ffn_hidden_size=keys.ffn_hidden_size,
-        nonlinearity=nonlinearity,
-        gated=gated,
-        bias=keys.bias,
-        dropout=keys.ffn_dropout,
-    )
-
-
-def norm_slice(keys: StackKeys) -> NormSlice:
-    """Resolve the norm."""
-    return NormSlice(
-        kind="rmsnorm" if keys.normalization == "rmsnorm" else "layernorm",
-        epsilon=keys.layernorm_epsilon,
-        zero_centered=keys.normalization == "layernorm1p" or keys.layernorm_zero_centered_gamma,
-    )
-
-
 def stack_slice(keys: StackKeys, *, causal: bool, positions: int) -> StackSlice:
     """Resolve a stack, of a T5 or not, for sequences of up to `positions` tokens."""
     scaled = keys.init_method_std / math.sqrt(2 * keys.num_layers)
@@ -258,8 +134,7 @@ def heads_divide_hidden_size(keys: StackKeys) -> Iterator[Finding]:
     """Without `kv_channels`, the hidden size is divided evenly among the heads."""
     if keys.kv_channels is None and keys.hidden_size % keys.num_attention_heads:
         valid = _nearest(divisors(keys.hidden_size), keys.num_attention_heads)
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("num_attention_heads", "hidden_size", "kv_channels"),
             f"`hidden_size` ({keys.hidden_size}) must be a multiple of `num_attention_heads` "
             f"({keys.num_attention_heads}) unless `kv_channels` is set.",
@@ -271,8 +146,7 @@ def groups_divide_heads(keys: StackKeys) -> Iterator[Finding]:
     """Every key/value group is shared by the same number of query heads."""
     heads, groups = keys.num_attention_heads, keys.num_query_groups
     if groups is not None and heads % groups:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("num_query_groups", "num_attention_heads"),
             f"`num_attention_heads` ({heads}) must be a multiple of `num_query_groups` ({groups}).",
             f"use num_query_groups={_enumerate(divisors(heads))}",
@@ -282,8 +156,7 @@ def groups_divide_heads(keys: StackKeys) -> Iterator[Finding]:
 def tanh_form_needs_gelu(keys: StackKeys) -> Iterator[Finding]:
     """`openai_gelu` applies to GELU only."""
     if keys.openai_gelu and mlp_slice(keys).nonlinearity != "gelu_tanh":
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("openai_gelu", "activation"),
             f"`openai_gelu` (True) is the tanh form of GELU and cannot be combined with `activation` "
             f"({keys.activation}).",
@@ -303,8 +176,7 @@ def backend_fits_family_switch(keys: StackKeys) -> Iterator[Finding]:
         excluded, allowed = "excludes flash attention", "fused or unfused"
     else:
         return
-    yield Finding(
-        "error",
+    yield Finding.error(
         ("attention_backend", "use_flash_attention"),
         f"`attention_backend` ({backend}) contradicts `use_flash_attention` ({switch}), which {excluded}.",
         f"use use_flash_attention=null, or attention_backend={allowed}",
@@ -315,16 +187,14 @@ def backend_fits_transformer_engine(keys: StackKeys) -> Iterator[Finding]:
     """`attention_backend` must not be excluded by `transformer_engine`, which has no effect on a named backend."""
     backend, switch = keys.attention_backend, keys.transformer_engine
     if switch is False and backend.startswith("te_"):
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("attention_backend", "transformer_engine"),
             f"`attention_backend` ({backend}) contradicts `transformer_engine` (False), which excludes "
             "TransformerEngine's attention.",
             "use transformer_engine=null, or attention_backend=auto",
         )
     elif switch and backend in BACKENDS_BY_NAME and not backend.startswith("te_"):
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("transformer_engine", "attention_backend"),
             f"`transformer_engine` (True) has no effect with `attention_backend` ({backend}), which is not "
             "TransformerEngine's.",
@@ -341,8 +211,7 @@ def softmax_fusion_needs_unfused_backend(keys: StackKeys) -> Iterator[Finding]:
     if backend not in ("auto", "unfused"):
         excluded = "attention_backend"
     if excluded:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("masked_softmax_fusion", excluded),
             f"`masked_softmax_fusion` (False) has no effect with `{excluded}` ({getattr(keys, excluded)}): it is an "
             "option of the `unfused` backend.",
@@ -358,8 +227,7 @@ def _family(backend: str) -> str:
 def qkv_bias_is_part_of_bias(keys: StackKeys) -> Iterator[Finding]:
     """`qkv_bias` has no effect with `bias`, which applies to every linear layer."""
     if keys.qkv_bias and keys.bias:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("qkv_bias", "bias"),
             "`qkv_bias` (True) has no effect with `bias` (True): every linear layer has a bias.",
             "use bias=False for a bias on query, key and value only",

@@ -8,15 +8,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from .dense_stack import AttentionSlice
 from .key_block import Finding, extension_field
 from .model import ModelKeys, ModelSlice, resolve_vocab_sizes
-from .positions import (
-    BOUNDED_POSITION_TYPES,
-    relative_buckets_are_valid,
-    window_masks_nothing,
-    xpos_needs_causal_mask,
-)
-from .stack import AttentionSlice, StackKeys, StackSlice, stack_rules, stack_slice
+from .position_rules import relative_buckets_are_valid, window_masks_nothing, xpos_needs_causal_mask
+from .positions import BOUNDED_POSITION_TYPES
+from .stack import StackKeys, StackSlice, stack_rules, stack_slice
 
 
 class T5StackKeys(StackKeys):
@@ -175,8 +172,7 @@ def stacks_have_equal_width(keys: T5Keys) -> Iterator[Finding]:
     """Encoder and decoder need the same width for cross-attention and shared embeddings."""
     encoder, decoder = keys.encoder.hidden_size, keys.decoder.hidden_size
     if encoder != decoder:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("decoder.hidden_size", "encoder.hidden_size"),
             f"`encoder.hidden_size` ({encoder}) and `decoder.hidden_size` ({decoder}) must be equal: the decoder "
             "attends to the encoder's output.",
@@ -191,24 +187,21 @@ def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
     if rows is None:
         return
     if kinds[0].startswith("learned_") and rows < tokens:
-        yield Finding(
-            "error",
+        yield Finding.error(
             ("max_position_embeddings", "seq_length"),
             f"`max_position_embeddings` ({rows}) must not be smaller than `seq_length` ({tokens}) with "
             f"`encoder.position_embedding_type` ({kinds[0]}).",
             f"use model.max_position_embeddings={tokens} or null, or model.seq_length={rows}",
         )
     elif kinds[0] in BOUNDED_POSITION_TYPES and rows < tokens:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("max_position_embeddings", "seq_length", "encoder.position_embedding_type"),
             f"`max_position_embeddings` ({rows}) has no effect on the encoder with `encoder.position_embedding_type` "
             f"({kinds[0]}) and a longer `seq_length` ({tokens}).",
             f"use model.max_position_embeddings=null, or {tokens} or more",
         )
     elif rows != tokens and not any(kind in BOUNDED_POSITION_TYPES for kind in kinds):
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("max_position_embeddings", "encoder.position_embedding_type", "decoder.position_embedding_type"),
             f"`max_position_embeddings` ({rows}) has no effect with `position_embedding_type` "
             f"({', '.join(dict.fromkeys(kinds))}).",
@@ -219,8 +212,7 @@ def position_tables_cover_samples(keys: T5Keys) -> Iterator[Finding]:
 def logit_scaling_needs_tied_head(keys: T5Keys) -> Iterator[Finding]:
     """`scale_tied_logits` applies to a tied output head only."""
     if keys.scale_tied_logits and not keys.share_decoder_tokens_head_embeddings:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("scale_tied_logits", "share_decoder_tokens_head_embeddings"),
             "`scale_tied_logits` (True) has no effect with an untied output head "
             "(`share_decoder_tokens_head_embeddings` is False).",
@@ -234,8 +226,7 @@ def encoder_window_is_shorter_than_sequences(keys: T5Keys) -> Iterator[Finding]:
         return
     longest = max(keys.seq_length, keys.max_position_embeddings or 0)
     if window_masks_nothing(keys.encoder, causal=False, longest=longest):
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("encoder.window_size", "seq_length", "max_position_embeddings"),
             f"`encoder.window_size` ({keys.encoder.window_size}) has no effect: no encoder sequence is longer than "
             f"{longest} tokens (`seq_length`, `max_position_embeddings`).",
@@ -252,8 +243,7 @@ def cross_attention_bias_needs_relative_positions(keys: T5Keys) -> Iterator[Find
         for finding in relative_buckets_are_valid(keys.decoder, causal=False):
             yield replace(finding, keys=tuple(f"decoder.{key}" for key in finding.keys))
     else:
-        yield Finding(
-            "warning",
+        yield Finding.warning(
             ("decoder.relative_position_bias_self_attention_only", "decoder.position_embedding_type"),
             "`relative_position_bias_self_attention_only` (False) has no effect with `position_embedding_type` "
             f"({kind}).",

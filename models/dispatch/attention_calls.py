@@ -8,8 +8,8 @@ from typing import Literal, TypedDict
 from ...kernels.attention.call_spec import AttentionCall, Bias, DType, InstalledSoftware
 from ...kernels.attention.dispatch import BackendSelection, select_backend
 from ...kernels.attention.flags import AttentionFlags
+from ..config.dense_stack import AttentionSlice
 from ..config.positions import PositionBiasSlice
-from ..config.stack import AttentionSlice
 
 CallKind = Literal["training", "evaluation", "generation"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ...kernels.attention.call_spec import AttentionCall
 from ..config.batch_shape import BatchSpec
 from ..config.bert import BertSlice
+from ..config.dense_stack import AttentionSlice
 from ..config.families import FamilySlice
-from ..config.stack import AttentionSlice
 from ..config.t5 import T5Slice
 from .attention_calls import CallContext, CallKind, attention_calls
 

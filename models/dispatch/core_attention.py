@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.recompute_scores import supports_call
-from ..config.stack import AttentionSlice
+from ..config.dense_stack import AttentionSlice
 
 _FP32_DQ_ACCUMULATOR = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flash_attn", "te_flash", "te_fused")
 """Backends whose backward pass accumulates dQ in a separate fp32 buffer."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.families import FamilyKeys
-from ..config.positions import head_dim_of
+from ..config.sizes import head_dim_of
 from .architecture import Architecture
 from .config_fields import (
     SIZES,

@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.attention.backends.registry import AttentionFunction
+from ..config.dense_stack import AttentionSlice
+from ..config.stack import StackSlice
 from ..dispatch.attention_calls import CallKind
 from ..memory.recompute import RecomputableModule
 from .fused_linear import linear_add_residual
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, RMSNorm, build_norm
 from .recomputed_attention import RecomputedAttention
+
+Backends = Mapping[CallKind, AttentionFunction]
+"""Attention function for each kind of call."""
 
 
 class AttentionArguments(TypedDict):
@@ -41,7 +46,7 @@ class AttentionArguments(TypedDict):
     qkv_bias: bool
     output_bias: bool
     dropout: float
-    backends: Mapping[CallKind, AttentionFunction]
+    backends: Backends
     softcap: NotRequired[float]
     query_norm: NotRequired[LayerNorm | RMSNorm | None]
     key_norm: NotRequired[LayerNorm | RMSNorm | None]
@@ -89,3 +94,21 @@ class Attention(RecomputableModule):
         if self.head_scale is not None:
             heads = heads * self.head_scale.to(heads.dtype)[:, None]
         return linear_add_residual(residual, self.output, heads.flatten(2))
+
+
+def attention_arguments(stack: StackSlice, attention: AttentionSlice, backends: Backends) -> AttentionArguments:
+    """Return the arguments that self-attention and cross-attention share."""
+    return AttentionArguments(
+        heads=attention.heads,
+        groups=attention.groups,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        qkv_bias=attention.qkv_bias,
+        output_bias=attention.output_bias,
+        dropout=attention.dropout,
+        backends=backends,
+        softcap=attention.softcap,
+        query_norm=build_norm(stack.norm, attention.head_dim) if attention.qk_norm else None,
+        key_norm=build_norm(stack.norm, attention.head_dim) if attention.qk_norm else None,
+        head_scale=attention.head_scale,
+    )

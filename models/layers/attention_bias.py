@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.relative_position_buckets import relative_buckets
-from ..config.stack import AttentionSlice
+from ..config.dense_stack import AttentionSlice
 from .position_embeddings import ComputedTable
 
 
@@ -213,6 +213,27 @@ class CrossRelativeBias(RelativeBias):
 
 
 ScoreBiasModule = ALiBi | Kerple | Sandwich | RelativeBias
+
+
+def build_score_bias(attention: AttentionSlice) -> ScoreBiasModule | None:
+    """Build the position bias of the scores of an attention, or return None without one."""
+    distance = attention.position_bias
+    if distance is None:
+        return None
+    match distance.kind:
+        case "alibi":
+            return ALiBi(attention.heads, distance.alibi_heads)
+        case "kerple":
+            return Kerple(attention.heads)
+        case "sandwich":
+            return Sandwich(attention.heads, attention.head_dim)
+        case "relative":
+            return RelativeBias(
+                attention.heads,
+                buckets=distance.buckets,
+                max_distance=distance.max_distance,
+                bidirectional=not attention.causal,
+            )
 
 
 # ---------------------------------------------------------------- cost

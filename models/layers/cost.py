@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ...kernels.attention.dispatch import BackendSelection
+from ..config.dense_stack import AttentionSlice
 from ..config.memory import RecomputeModule
 from ..config.peft import Projection
-from ..config.stack import AttentionSlice, StackSlice
+from ..config.stack import StackSlice
 
 MatrixInputs = Literal["tokens", "encoder tokens", "expert rows"]
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ...kernels.attention.decode import DecodeInputs, decode_attention
 from ...kernels.attention.inputs import AttentionInputs
-from ..config.stack import AttentionSlice, StackSlice
+from ..config.dense_stack import AttentionSlice
+from ..config.stack import StackSlice
 from ..kv_cache import CrossAttentionCache
 from .attention import Attention, AttentionArguments
 from .context import LayerContext

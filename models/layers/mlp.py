@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.activations import NONLINEARITIES
+from ...kernels.activations import NONLINEARITIES, SAVES_INTERMEDIATE, SAVES_ONLY_OUTPUT
 from ...kernels.gated_activation import gated_activation
 from ...kernels.gated_down_projection import gated_projection
 from ...kernels.launch import triton_runs_on
-from ..config.stack import MLPSlice, StackSlice
+from ..config.dense_stack import MLPSlice
+from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import linear_add_residual, norm_linear
-from .norm import LayerNorm, RMSNorm, norm_saved_bytes, norm_saves_input
+from .norm import LayerNorm, RMSNorm, build_norm, norm_saved_bytes, norm_saves_input
 
 
 class MLP(RecomputableModule):
@@ -87,6 +88,21 @@ class MLP(RecomputableModule):
         return inner
 
 
+def build_mlp(stack: StackSlice, ffn_hidden_size: int | None = None) -> MLP:
+    """Build the MLP of a layer, or one of another width, such as a shared expert."""
+    mlp = stack.mlp
+    width = ffn_hidden_size or mlp.ffn_hidden_size
+    return MLP(
+        stack.hidden_size,
+        width,
+        nonlinearity=mlp.nonlinearity,
+        gated=mlp.gated,
+        bias=mlp.bias,
+        dropout=mlp.dropout,
+        inner_norm=build_norm(stack.norm, width) if stack.block == "normformer" else None,
+    )
+
+
 # ---------------------------------------------------------------- cost
 
 
@@ -100,7 +116,7 @@ def mlp_weights(stack: StackSlice, width: int, number: int = 1, *, experts: bool
 
 def saves_only_output(mlp: MLPSlice) -> bool:
     """Return True if the backward of the activation needs its output instead of its input."""
-    return mlp.nonlinearity == "relu" and not mlp.gated  # a gate needs both
+    return mlp.nonlinearity in SAVES_ONLY_OUTPUT and not mlp.gated  # a gate needs both
 
 
 def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
@@ -117,8 +133,8 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
     kept: list[SavedTensors] = []
     if not saves_only_output(mlp):
         kept.append(SavedTensors("mlp", ups * elements * e))
-        if mlp.nonlinearity == "gelu_sigmoid" and not mlp.gated and not inputs.compiled:
-            kept.append(SavedTensors("activation", elements * e, "mlp_activation"))  # the sigmoid
+        if mlp.nonlinearity in SAVES_INTERMEDIATE and not mlp.gated and not inputs.compiled:
+            kept.append(SavedTensors("activation", elements * e, "mlp_activation"))
     elif inputs.compiled:  # a sign mask; not needed if a norm saves the result itself
         kept.append(SavedTensors("activation", 0 if has_norm else elements, "mlp_activation"))
     else:  # the result, unless the next operation saves it too

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.norm_functions import NormFactors, layer_norm, rms_norm, rms_norm_factors
 from ...kernels.rms_norm_residual import can_fuse_residual, rms_norm_residual, rms_norm_residual_linear
-from ..config.stack import NormSlice
+from ..config.dense_stack import NormSlice
 from ..memory.recompute import RecomputableModule
 
 
@@ -102,6 +102,11 @@ class RMSNorm(RecomputableModule):
 
 
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+
+
+def build_norm(norm: NormSlice, width: int) -> LayerNorm | RMSNorm:
+    """Build a norm over `width` channels."""
+    return NORMS[norm.kind](width, norm.epsilon, zero_centered=norm.zero_centered)
 
 
 # ---------------------------------------------------------------- cost

@@ -168,6 +168,37 @@ class SamplePositionEmbedding(nn.Module):
         return self.table[:tokens]
 
 
+PositionEmbedding = nn.Embedding | SamplePositionEmbedding
+
+
+def build_rotary(rotary: RotarySlice | None) -> RotaryEmbedding | XPosEmbedding | None:
+    """Build the rotary embedding, or return None without one."""
+    if rotary is None:
+        return None
+    if rotary.xpos:
+        return XPosEmbedding(rotary.dim, rotary.positions)
+    return RotaryEmbedding(
+        rotary.dim,
+        rotary.positions,
+        base=rotary.base,
+        position_scale=rotary.position_scale,
+        scaling=rotary.scaling,
+    )
+
+
+def build_position_table(rows: int | None, hidden_size: int, *, by_document: bool) -> PositionEmbedding | None:
+    """Build a learned position embedding, or return None without one.
+
+    Args:
+        rows: maximal sequence length, or None.
+        hidden_size: width of the residual stream.
+        by_document: index by the position within a document instead of within a sample.
+    """
+    if rows is None:
+        return None
+    return (nn.Embedding if by_document else SamplePositionEmbedding)(rows, hidden_size)
+
+
 # ---------------------------------------------------------------- cost
 
 

@@ -13,10 +13,11 @@ from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.kv_append import apply_rotary_and_append_kv
 from ...kernels.fused_qkv_rope import fused_qkv_rope
 from ...kernels.rope import apply_rotary
-from ..config.stack import AttentionSlice, StackSlice
+from ..config.dense_stack import AttentionSlice
+from ..config.stack import StackSlice
 from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
-from .attention import Attention, AttentionArguments
+from .attention import Attention, AttentionArguments, Backends, attention_arguments
 from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import norm_linear
@@ -139,6 +140,18 @@ class SelfAttention(Attention):
                 # A view would keep the whole projection alive, although rotated queries and keys are new tensors.
                 value = value.contiguous()
         return query, key, value
+
+
+def build_self_attention(stack: StackSlice, backends: Backends) -> SelfAttention:
+    """Build the self-attention of a layer."""
+    attention = stack.attention
+    return SelfAttention(
+        stack.hidden_size,
+        causal=attention.causal,
+        rotary_interleaved=stack.rotary.interleaved if stack.rotary else False,
+        window=attention.window,
+        **attention_arguments(stack, attention, backends),
+    )
 
 
 # ---------------------------------------------------------------- cost

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.moe.expert_mlps import expert_mlp
+from ..config.moe import MoESlice
+from ..config.stack import StackSlice
 from .router import Routing
 
 
@@ -87,3 +89,19 @@ class Experts(nn.Module):
             implementation="padded" if self.pad_to_capacity and routed.capacity is not None else self.implementation,
             residual=residual,
         )
+
+
+def build_experts(stack: StackSlice, moe: MoESlice) -> Experts:
+    """Build the experts of a layer."""
+    mlp = stack.mlp
+    return Experts(
+        moe.experts,
+        stack.hidden_size,
+        moe.ffn_hidden_size,
+        nonlinearity=mlp.nonlinearity,
+        gated=mlp.gated,
+        bias=mlp.bias,
+        dropout=moe.dropout,
+        implementation="auto" if moe.implementation == "grouped" else "sequential",
+        pad_to_capacity=moe.pad_to_capacity,
+    )

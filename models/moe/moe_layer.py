@@ -12,10 +12,10 @@ from ...kernels.moe.routing import expert_capacity
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
-from ..layers.mlp import MLP, mlp_memory, mlp_weights
+from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
-from .experts import Experts
-from .router import STATISTIC_NAMES, Router, router_saved_bytes
+from .experts import Experts, build_experts
+from .router import STATISTIC_NAMES, Router, build_router, router_saved_bytes
 
 
 class MoE(RecomputableModule):
@@ -152,6 +152,13 @@ class MoE(RecomputableModule):
 def find_moe_layers(model: nn.Module) -> dict[str, MoE]:
     """Return the MoE modules by name (`decoder.layers.3.mlp`), in forward order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def build_moe(stack: StackSlice, moe: MoESlice) -> MoE:
+    """Build the mixture of experts of a layer."""
+    shared = build_mlp(stack, moe.shared_ffn_hidden_size) if moe.shared_ffn_hidden_size else None
+    router, experts = build_router(stack.hidden_size, moe), build_experts(stack, moe)
+    return MoE(router, experts, shared=shared, expert_bias=moe.bias_update_rate is not None)
 
 
 # ---------------------------------------------------------------- cost

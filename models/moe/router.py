@@ -162,6 +162,27 @@ class Router(nn.Module):
         )
 
 
+def build_router(hidden_size: int, moe: MoESlice) -> Router:
+    """Build the router of a mixture of experts."""
+    return Router(
+        hidden_size,
+        moe.experts,
+        topk=moe.topk,
+        balancing=moe.balancing,
+        score=moe.score,
+        pre_softmax=moe.pre_softmax,
+        topk_scaling=moe.topk_scaling,
+        num_groups=moe.num_groups,
+        group_topk=moe.group_topk,
+        aux_loss=moe.aux_loss,
+        z_loss=moe.z_loss,
+        jitter=moe.jitter,
+        capacity_factor=moe.capacity_factor,
+        drop_policy=moe.drop_policy,
+        dtype={"fp32": torch.float32, "fp64": torch.float64}[moe.router_dtype],
+    )
+
+
 # ---------------------------------------------------------------- cost
 
 

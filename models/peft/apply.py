@@ -6,9 +6,10 @@ from torch import nn
 
 from ..config.families import FamilySlice
 from ..config.peft import AdapterSlice, IA3Slice, LoRASlice, PeftSlice, PromptSlice, SelectiveSlice
+from ..layer import Layer
 from ..layers.mlp import MLP
 from ..moe.moe_layer import MoE
-from ..stack import Layer, Stack
+from ..stack import Stack
 from .adapter import BottleneckAdapter
 from .added_parameters import peft_parameter_names
 from .ia3 import IA3InputLinear, IA3OutputLinear

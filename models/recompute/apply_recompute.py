@@ -8,9 +8,10 @@ from typing import cast
 from ...kernels.attention.dispatch import BackendSelection
 from ..config.memory import RecomputeModule
 from ..config.stack import StackSlice
+from ..layer import Layer
 from ..memory.recompute import RecomputableModule
 from ..moe.moe_layer import MoE
-from ..stack import Layer, Stack
+from ..stack import Stack
 
 
 def apply_recompute(

@@ -69,13 +69,12 @@ class Windows(pl.Callback):
 def train(name: str, ranks: Any) -> dict[str, Any]:
     """Train with one layout and return the figures of this rank."""
     from stoker.trainer.config.load import load_run_config
-    from stoker.trainer.config.lr_schedule import build_schedule
     from stoker.trainer.config.resolved_run import resolve_run
+    from stoker.trainer.config.schema.optim import build_schedule
     from stoker.trainer.core import training_state
     from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
     from stoker.trainer.data.build_datasets import build_data
     from stoker.trainer.data.dataloader import PrefetchingDataLoader
-    from stoker.trainer.device.precision import torch_precision
     from stoker.trainer.lightning.lightning_module import LanguageModule
     from stoker.trainer.lightning.lightning_trainer import fit
 
@@ -88,7 +87,6 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     root = load_run_config(None, None, ["experiment=llama_1b_bench", *overrides]).root
     device = torch.device("cuda", torch.cuda.current_device())
     run = resolve_run(root, world_size=world, capability=torch.cuda.get_device_capability(device))
-    precision = torch_precision(run.precision)
     data = build_data(run.data)
     data_parallel = training_state.build_data_parallel(run, device, ranks)
     model = training_state.build_model(run, data.vocab_size, device, data_parallel=data_parallel)
@@ -97,7 +95,7 @@ def train(name: str, ranks: Any) -> dict[str, Any]:
     feed = PrefetchingDataLoader(data.train, batches, device)
     schedule = build_schedule(root.model.optim, 100)
     module = LanguageModule(
-        model, optimizer, schedule, feed, precision, seed=1, ranks=ranks, data_parallel=data_parallel
+        model, optimizer, schedule, feed, run.precision, seed=1, ranks=ranks, data_parallel=data_parallel
     )
     windows = Windows(ranks)
     fit(module, windows, WARM_UP + WINDOWS * WINDOW, device, ranks)

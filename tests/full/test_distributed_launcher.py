@@ -288,6 +288,17 @@ def test_a_signal_before_the_first_step_is_heard(tmp_path, number, code, early):
         assert "Traceback" not in run.error, run.error
 
 
+@pytest.mark.parametrize("early", [0.0, 0.4, 1.5, 3.0])
+def test_a_signal_to_one_rank_before_the_first_step_ends_all(tmp_path, early):
+    with job(tmp_path) as run:
+        run.until(lambda: len([found for found in run.processes().values() if "RANK" in found]) == 2)
+        (pid,) = [pid for pid, found in run.processes().items() if found.get("RANK") == "1"]
+        time.sleep(early)
+        os.kill(pid, signal.SIGUSR1)
+        assert run.end() == 143, run.error
+        assert "Traceback" not in run.error, run.error
+
+
 def test_a_second_signal_later_ends_the_run_at_once(tmp_path):
     with job(tmp_path) as run:
         run.until_step(3)

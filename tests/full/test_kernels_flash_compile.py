@@ -28,6 +28,8 @@ SPILLED_MORE = {
     ("dq", "bias_padding", 64): 144,
     ("dq", "bias_padding", 128): 480,
     ("dq", "causal_dropout", 128): 144,
+    ("dq", "causal_distance", 128): 56,
+    ("dq", "causal_slopes", 128): 56,
     ("dq", "distance", 64): 24,
     ("dkdv", "bias_padding", 64): 704,
     ("dkdv", "bias_padding", 128): 272,

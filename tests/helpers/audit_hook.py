@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CODE = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "pickle.find_class"}
@@ -39,6 +40,7 @@ class SideEffects:
 
 _watching: list[SideEffects] = []
 _is_installed = False
+_os_open = os.open
 
 
 @contextmanager
@@ -50,10 +52,16 @@ def watched() -> Iterator[SideEffects]:
         _is_installed = True
     seen = SideEffects()
     _watching.append(seen)
-    try:
-        yield seen
-    finally:
-        _watching.remove(seen)
+    with patch("os.open", _open):
+        try:
+            yield seen
+        finally:
+            _watching.remove(seen)
+
+
+def _open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    """Open a file as `os.open`, whose audit event does not tell the directory of a relative path."""
+    return _os_open(path if dir_fd is None else _path(path, dir_fd), flags, mode)
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -63,7 +71,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and _is_write(*arguments):
             seen.written.append(_path(arguments[0]))
         elif event in _FILES:
-            seen.written.append(_path(arguments[_FILES[event]]))
+            seen.written.append(_path(arguments[_FILES[event]], arguments[-1]))
         elif event == "subprocess.Popen":
             seen.started.append([str(word) for word in arguments[1]])
         elif event in _CODE or event in _NETWORK:
@@ -76,5 +84,7 @@ def _is_write(path: Any, mode: Any, flags: Any) -> bool:
     return bool(isinstance(flags, int) and flags & _WRITES) or bool(isinstance(mode, str) and set(mode) & set("wax+"))
 
 
-def _path(path: Any) -> Path:
-    return Path(os.path.abspath(os.fsdecode(path)))
+def _path(path: Any, directory: Any = -1) -> Path:
+    """Return an absolute path; a relative one is below the directory of a file descriptor, if that is not -1."""
+    is_below = isinstance(directory, int) and directory >= 0
+    return Path(os.readlink(f"/proc/self/fd/{directory}") if is_below else "", os.fsdecode(path)).absolute()

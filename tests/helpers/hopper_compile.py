@@ -28,6 +28,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 constants = {"CONSUMERS": blocks.consumers} | blocks.constants()
                 yield "forward", launchers.hopper_forward, shared | apart | constants
                 sums = {"FAR_SUMS": distance and not causal, "SLOPE_SUMS": slopes}
+                sums |= {"CORRECT_DELTA": distance or slopes, "HAS_LSE_GRADIENT": causal}
                 yield (
                     "dq",
                     launchers.hopper_dq,

@@ -104,7 +104,7 @@ class Command:
         return True
 
     def wait_for_no_process(self, seconds: float = 600) -> list[int]:
-        """Wait until all processes have ended; return those left. DataLoader workers poll only every five seconds."""
+        """Wait until all processes have ended; return those left."""
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.05)

@@ -23,17 +23,17 @@ from stoker.kernels.attention.dispatch import select_backend
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.config.stack import StackKeys
 from stoker.models.gpt import GPT
+from stoker.models.layer import Layer
 from stoker.models.moe import experts as experts_module
 from stoker.models.moe.moe_layer import find_moe_layers
-from stoker.models.stack import Layer
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
 from stoker.trainer.checkpoint.loop_state import EarlyStoppingState
 from stoker.trainer.config import dotted_paths
-from stoker.trainer.config.lr_schedule import build_schedule
 from stoker.trainer.config.parameter_layout import plan_layout
 from stoker.trainer.config.resolved_run import DataSpec, resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import canonical_metric_name
+from stoker.trainer.config.schema.optim import build_schedule
 from stoker.trainer.config.schema.root import RootBlock
 from stoker.trainer.core import run_context
 from stoker.trainer.core.training_state import build_optimizer
@@ -380,18 +380,21 @@ def accumulation(harness: ConfigHarness, changes: Changes) -> Any:
 
 
 def workers(harness: ConfigHarness, changes: Changes) -> Any:
-    """Value of `num_workers` passed to torch's DataLoader; empty if a thread prepares the batches."""
+    """Number of dataloader workers; empty if a thread prepares the batches."""
     passed: list[int] = []
 
-    class Loader:
-        def __init__(self, dataset: Any, *, sampler: range, num_workers: int, **_: Any) -> None:
+    class Pool:
+        def __init__(self, prepare: Any, items: Any, num_workers: int, report: Any) -> None:
             passed.append(num_workers)
-            self.batches = (dataset[position] for position in sampler)
+            self.batches = map(prepare, items)
 
         def __iter__(self) -> Iterator[Any]:
             return self.batches
 
-    harness.monkeypatch.setattr(dataloader, "DataLoader", Loader)
+        def close(self) -> None:
+            pass
+
+    harness.monkeypatch.setattr(dataloader, "WorkerPool", Pool)
     harness.run(changes)
     return passed
 

@@ -9,7 +9,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tiers import cases, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention import installed_software
-from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME
+from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME, BackendName
 from stoker.kernels.attention.backends import transformer_engine, unfused
 from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS, get_attention_function
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
@@ -478,7 +478,9 @@ def test_documents_are_counted_once_for_all_layers(monkeypatch: pytest.MonkeyPat
 
 
 def test_functions_follow_call_and_flags() -> None:
-    assert {*ATTENTION_FUNCTIONS} == {backend.name for backend in BACKENDS}
+    assert {*ATTENTION_FUNCTIONS} == {backend.name for backend in BACKENDS} == set(get_args(BackendName))
+    # every other backend is covered by `test_every_option_of_every_backend`
+    assert {*ATTENTION_FUNCTIONS} - {*TAKEN} == {"reference", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn"}
 
     def made(backend: str, fusion: bool = True) -> Any:
         call = AttentionCall(

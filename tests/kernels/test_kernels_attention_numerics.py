@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from attention_cases import (
     run,
     told,
 )
-from tiers import full_only
+from tiers import extra, full_only, looped
 
 from stoker.kernels import flash_attention, reference_attention
 
@@ -105,6 +106,42 @@ def test_accuracy_of_many_random_cases_on_a_gpu(block: int) -> None:
         dtype = (torch.float32, torch.float16, torch.bfloat16)[seed % 3]
         with told(case, seed):
             assert_accurate(flash_attention, case, dtype, "cuda", seed)
+
+
+SUMS = {
+    "alibi_slopes": torch.tensor([0.5, 0.25]),
+    "distance_bias": torch.linspace(-1.0, 1.0, 2 * 49).view(2, 49),
+    "bias": torch.linspace(-1.0, 1.0, 40).view(1, 1, 1, 40),  # summed over heads and queries
+}
+
+
+@ON_DEVICES
+@looped("name", SUMS)
+@looped("causal", [False, *extra(True)])
+@looped("lse_gradient", [*extra(False), True])
+def test_sums_of_score_gradients_do_not_see_the_rounding_of_the_output(
+    name: str, causal: bool, lse_gradient: bool, device: str
+) -> None:
+    """More queries than keys: a residual of the rows' sums times distances outgrows the gradient in bf16."""
+    queries, head_dim = (200, 16) if device == "cpu" else (1537, 64)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, out_gradient = (
+        torch.randn(1, rows, 2, head_dim, generator=generator).bfloat16().to(device)
+        for rows in (queries, 40, 40, queries)
+    )
+    row_gradient = torch.randn(1, 2, queries, generator=generator).to(device)
+
+    def gradient(function: Any, dtype: torch.dtype) -> torch.Tensor:
+        summed = SUMS[name].to(device, torch.promote_types(dtype, torch.float32)).requires_grad_()
+        inputs = [tensor.to(dtype) for tensor in (q, k, v)]
+        out, lse = function(*inputs, causal=causal, return_lse=True, **{name: summed})
+        gradients = [out_gradient.to(dtype)]
+        if lse_gradient:
+            out, gradients = (out, lse), [*gradients, row_gradient.to(lse.dtype)]
+        return torch.autograd.grad(out, summed, gradients)[0].double()
+
+    exact = gradient(reference_attention, torch.float64)
+    assert (gradient(flash_attention, torch.bfloat16) - exact).norm() <= 1e-4 * exact.norm()
 
 
 @full_only

@@ -66,6 +66,21 @@ def test_bias_softcap_and_label_smoothing(chunk, smoothing, softcap):
     assert abs(value - plain) > 1e-2
 
 
+@looped("divided", [False, True])
+@looped("frozen", [False, True])
+def test_no_tokens_are_as_in_torch(divided, frozen):
+    hidden, weight, labels = inputs(0, 12, 29, torch.float32)
+    bias = torch.randn(29).requires_grad_(not frozen)
+    weight.requires_grad_(not frozen)
+    denominator = torch.tensor(0.0) if divided else None
+    value = linear_cross_entropy(hidden, weight, labels, valid_vocab=26, bias=bias, denominator=denominator)
+    plain = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="mean" if divided else "sum")
+    torch.testing.assert_close(value, plain, rtol=0, atol=0, equal_nan=True)
+    for leaf in (hidden,) if frozen else (hidden, weight, bias):
+        (gradient,) = torch.autograd.grad(value, leaf, retain_graph=True)
+        torch.testing.assert_close(gradient, torch.zeros_like(leaf), rtol=0, atol=0)
+
+
 @looped("chunk", [5, 1000])
 @looped("of", [torch.float32, torch.float64, torch.int64])
 def test_the_sum_is_divided_with_its_gradients(chunk, of):

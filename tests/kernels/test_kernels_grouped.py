@@ -109,6 +109,26 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_bias_is_added_before_rounding(backend):
+    """Products cancel with the bias, so that rounding them first would leave few correct bits."""
+    dtype = torch.float16 if backend == "triton" else torch.bfloat16  # the interpreter multiplies no bf16
+    generator = torch.Generator().manual_seed(0)
+    ends, experts = ends_of([5, 0, 12]), torch.tensor([0] * 5 + [2] * 12)
+    left = (torch.randn(19, 16, generator=generator) + 16).to(dtype)  # two rows after the last expert's
+    matrices = torch.randn(3, 16, 24, generator=generator).to(dtype)
+    bias = (-16 * matrices.sum(1)).to(dtype).requires_grad_()
+    outer = torch.randn(19, 24, generator=generator).to(dtype)
+    outer[17:] = math.nan
+    out = grouped_matmul(left, matrices, ends, backend=backend, bias=bias)
+    (gradient,) = torch.autograd.grad(out, bias, outer)
+    product = torch.einsum("rk,rkn->rn", left[:17].double(), matrices[experts].double())
+    torch.testing.assert_close(out[:17], (product + bias[experts].double()).to(dtype), rtol=1e-2, atol=1e-4)
+    assert not out[17:].any()
+    sums = torch.zeros(3, 24, dtype=torch.float64).index_add(0, experts, outer[:17].double())
+    torch.testing.assert_close(gradient, sums.to(dtype), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", COUNTS)
 def test_grouped_matmul_and_its_gradients(backend, name):
     counts, after = COUNTS[name]
@@ -183,6 +203,8 @@ def test_refusals_name_argument_and_reason():
         grouped_matmul(left, matrices.double(), ends, backend="loop")
     with pytest.raises(ValueError, match=r"`ends`.*int32"):
         grouped_matmul(left, matrices, ends.long(), backend="loop")
+    with pytest.raises(ValueError, match=r"`bias` \(9,\) of torch.float32 must be \(2, 8\) of torch.float32"):
+        grouped_matmul(left, matrices, ends, backend="loop", bias=torch.zeros(9))
     with pytest.raises(ValueError, match=r"`backend` \(torch\).*16 bytes, not 9"):
         grouped_matmul(left, torch.zeros(2, 8, 9), ends, backend="torch")
     with pytest.raises(ValueError, match="needs Triton"):
@@ -211,13 +233,34 @@ def test_gather_and_combine_undo_each_other(dtype):
     torch.testing.assert_close(got[1], (outer * hidden).sum(1, keepdim=True) * kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # Triton, and plain PyTorch
+def test_the_gate_of_a_dropped_assignment_reaches_nothing(dtype):
+    generator = torch.Generator().manual_seed(1)
+    experts = torch.rand(6, 4, generator=generator).argsort(1)[:, :3]
+    kept = torch.rand(6, 3, generator=generator) > 0.25
+    kept[0, 0] = False  # empty rows, which have no assignment, must not read the first one's gate
+    order, _, places = sorted_assignments(experts, 4, kept)
+    rows = torch.randn(len(order), 10, dtype=dtype, generator=generator)
+    gates = torch.rand(6, 3, dtype=dtype, generator=generator)
+    outer = torch.randn(6, 10, dtype=dtype, generator=generator)
+
+    def results(dropped: float) -> tuple[torch.Tensor, ...]:
+        leaves = rows.clone().requires_grad_(), gates.masked_fill(~kept, dropped).requires_grad_()
+        out = combine_rows(*leaves, places, order)
+        return out, *torch.autograd.grad(out, leaves, outer)
+
+    for got, expected in zip(results(math.nan), results(0.0), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
 def test_custom_operations_are_well_formed():
     order, ends, places = sorted_assignments(torch.tensor([[1, 0], [0, 2]]), 3)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     left = torch.randn(4, 8, requires_grad=True)
     torch.library.opcheck(_gather, (left[:2].detach().requires_grad_(), order, places), test_utils=checks)
     torch.library.opcheck(_combine, (left, torch.rand(2, 2), places, order), test_utils=checks)
-    torch.library.opcheck(_grouped_matmul, (left, torch.randn(3, 8, 8), ends, "loop"), test_utils=checks)
+    for bias in (None, torch.randn(3, 8, requires_grad=True)):
+        torch.library.opcheck(_grouped_matmul, (left, torch.randn(3, 8, 8), ends, bias, "loop"), test_utils=checks)
 
 
 # ---------------------------------------------------------------- configs

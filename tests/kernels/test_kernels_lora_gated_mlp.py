@@ -10,7 +10,7 @@ from tiers import DEVICES, cases, full_only, looped
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stoker.kernels.gated_activation import GATED_ACTIVATIONS
+from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.lora import lora_gated_mlp as module
 from stoker.kernels.lora import lora_linear as linear_module
 from stoker.kernels.lora.lora_gated_mlp import lora_gated_mlp, lora_gated_mlp_runs_on, reference_lora_gated_mlp
@@ -60,7 +60,7 @@ def wide(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", cases(GATED_ACTIVATIONS, fast=2))
+@pytest.mark.parametrize("kind", cases(NONLINEARITIES, fast=2))
 @pytest.mark.parametrize(
     "size",
     [
@@ -188,7 +188,7 @@ def test_the_operation_is_well_formed_and_compiles_whole() -> None:
         ({"down": torch.zeros(8, 23)}, "`down`"),
         ({"down_a": torch.zeros(3, 24)}, "`down_a`"),
         ({"down_b": torch.zeros(7, 2)}, "`down_b`"),
-        ({"kind": "swish"}, "one of silu"),
+        ({"kind": "swish"}, "one of gelu"),
     ],
 )
 def test_bad_arguments_are_named(changes: dict[str, Any], said: str) -> None:

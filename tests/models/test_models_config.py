@@ -15,12 +15,11 @@ from tiers import examples, looped
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.models.build import num_parameters
 from stoker.models.config.bert import BertKeys
-from stoker.models.config.dense_stack import PositionEmbedding
 from stoker.models.config.families import model_rules
 from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.config.key_block import Finding
 from stoker.models.config.model import single_stack_rules, window_is_shorter_than_sequences
-from stoker.models.config.positions import resolve_window
+from stoker.models.config.positions import PositionEmbedding, resolve_window
 from stoker.models.config.stack import stack_rules
 from stoker.models.config.t5 import T5Keys
 from stoker.models.model_cost import count_parameters

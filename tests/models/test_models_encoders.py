@@ -29,9 +29,9 @@ from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import family_slice
 from stoker.models.config.t5 import T5Keys
+from stoker.models.layer import Layer
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.model_cost import count_parameters
-from stoker.models.stack import Layer
 from stoker.models.t5 import T5
 
 VOCAB, READ, WRITTEN = 31, 13, 9

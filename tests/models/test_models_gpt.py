@@ -20,9 +20,9 @@ from stoker.models import lm_head as head_module
 from stoker.models.build import decide_compile
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
+from stoker.models.layer import Layer
 from stoker.models.layers.context import LayerContext
 from stoker.models.layers.mlp import MLP
-from stoker.models.stack import Layer
 
 VOCAB, TOKENS = 50, 12
 SMALL: dict[str, Any] = {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.rope import apply_rotary, rotary_table
+from stoker.models.config.dense_stack import mlp_slice
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.stack import mlp_slice
 from stoker.models.layers.mlp import MLP
 from stoker.models.layers.norm import LayerNorm, RMSNorm
 from stoker.models.layers.position_embeddings import RotaryEmbedding

@@ -18,11 +18,11 @@ from stoker.models.build import build_model, copy_engine_factory, get_stacks
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
+from stoker.models.layer import Layer
 from stoker.models.layers.context import LayerContext
 from stoker.models.memory import host_copies
 from stoker.models.memory.host_copies import HostMemoryError, PinnedMemoryPool
 from stoker.models.memory.offload_activations import ActivationOffload
-from stoker.models.stack import Layer
 from stoker.trainer.utils.host_memory import is_out_of_memory
 
 LAYERS, TOKENS, VOCAB = 5, 16, 50

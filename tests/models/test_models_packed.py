@@ -23,7 +23,7 @@ from stoker.kernels.launch import INTERPRETED
 from stoker.kernels.rope import apply_rotary, rotary_table
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.gpt import GPT
-from stoker.models.stack import Layer
+from stoker.models.layer import Layer
 from stoker.trainer.data.datasets.document_ids import document_ids
 
 VOCAB, TOKENS, EOD = 50, 12, 1

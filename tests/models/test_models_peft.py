@@ -18,13 +18,13 @@ from stoker.kernels.moe.expert_mlps import expert_mlp
 from stoker.kernels.moe.grouped_matmul import grouped_matmul
 from stoker.kernels.moe.lora_experts import LoRAMatrices, lora_expert_mlp
 from stoker.models.build import LanguageModel
+from stoker.models.layer import Layer
 from stoker.models.layers.mlp import MLP
 from stoker.models.layers.norm import RMSNorm
 from stoker.models.peft import lora_mlp
 from stoker.models.peft.added_parameters import peft_parameter_names
 from stoker.models.peft.apply import trainable_parameters
 from stoker.models.peft.lora import LoRALinear
-from stoker.models.stack import Layer
 from stoker.models.t5 import T5
 
 F64 = torch.float64

@@ -19,10 +19,10 @@ from stoker.kernels.relative_position_buckets import relative_buckets
 from stoker.models.config.gpt import GPTKeys, gpt_slice
 from stoker.models.dispatch.attention_calls import CallContext, attention_calls, choose_backends
 from stoker.models.gpt import GPT
+from stoker.models.layer import Layer
 from stoker.models.layers.attention_bias import Kerple, RelativeBias, Sandwich, alibi_slopes
 from stoker.models.layers.context import LayerContext
 from stoker.models.layers.mlp import MLP
-from stoker.models.stack import Layer
 
 VOCAB, TOKENS, LONG = 50, 16, 64
 TABLES = ["learned_absolute", "learned_parameters", "rope", "xpos"]

@@ -26,9 +26,9 @@ from stoker.models.config.families import FamilyKeys
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.t5 import T5Keys
 from stoker.models.gpt import GPT
+from stoker.models.layer import Layer
 from stoker.models.layers import mlp as mlp_module
 from stoker.models.moe.moe_layer import find_moe_layers
-from stoker.models.stack import Layer
 from stoker.models.t5 import T5
 
 VOCAB, TOKENS, LAYERS = 50, 12, 5

@@ -22,9 +22,10 @@ from stoker.models.config.memory import RecomputeSlice
 from stoker.models.config.memory_rules import RECOMPUTE_RULES
 from stoker.models.config.stack import StackSlice
 from stoker.models.config.t5 import T5Keys
+from stoker.models.layer import Layer
 from stoker.models.layers.recomputed_attention import RecomputedAttention
 from stoker.models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recompute_uses_rng
-from stoker.models.stack import Layer, Stack
+from stoker.models.stack import Stack
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import run_summary
 from stoker.trainer.plan.hardware import parse_gpu

@@ -20,6 +20,7 @@ from stoker.trainer.config.nemo.key_table import key_table
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils import environment
 from stoker.trainer.utils.errors import UserError, save_traceback
+from stoker.trainer.utils.signals import TERMINATION_SIGNALS, restore_handlers
 
 ROOT = Path(__file__).resolve().parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -217,9 +218,15 @@ def test_exit_codes(
         "exp_manager.mlflow_logger_kwargs.tracking_uri=http://me:hush@host",
         "no.such.secret='hush hush'",
         "my.password=(hush",
+        "env_vars.authToken=hush",
+        "env_vars.GITHUB_PAT=[hush]",
+        "+env_vars={DB_PASS: hush, B: 1}",
+        "env_vars.URL='https://host/x?token=hush'",
+        "env_vars.HOME_PASSPHRASE=hush",
     ],
 )
-def test_a_refused_secret_is_not_shown(override: str, capsys: Captured) -> None:
+def test_a_refused_secret_is_not_shown(override: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME_PASSPHRASE", "hush, another")
     for form in ([], ["--json"]):
         assert main.main(["config", "exp_manager.create_mlflow_logger=true", override, *form]) == 2
         out, err = capsys.readouterr()
@@ -268,8 +275,10 @@ def test_train_sets_env_vars_and_hands_over(capsys: Captured, monkeypatch: pytes
 def test_a_sigterm_when_no_process_is_left_ends_with_143(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two starts of a run, or after the last process: no handler of the launcher is there."""
     ended: list[int] = []
-    monkeypatch.setattr("stoker.trainer.cli.main.os._exit", ended.append)
-    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("stoker.trainer.utils.signals.os._exit", ended.append)
+    words = ["trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"]
+    monkeypatch.setattr(sys, "argv", ["stoker", "train", *words])
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
 
     def launch(config: Any, placement: Any, imports: Any) -> int:
         signal.raise_signal(signal.SIGTERM)
@@ -277,9 +286,10 @@ def test_a_sigterm_when_no_process_is_left_ends_with_143(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
     try:
-        main.main(["train", "trainer.accelerator=cpu", "trainer.devices=2", "model.micro_batch_size=8"])
+        main.main()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.set_wakeup_fd(-1)
+        restore_handlers(before)
     assert ended == [143]
 
 
@@ -293,7 +303,6 @@ def test_code_of_the_users_own_runs_where_env_vars_are_set_already(
         return 0
 
     monkeypatch.setattr("stoker.trainer.distributed.launcher.launch", launch)
-    monkeypatch.setattr("stoker.trainer.cli.main._end_on_sigterm", lambda: None)
     assert main.main(["train", "--import", "string", "env_vars.STOKER_TEST_FLAG=1"]) == 0
     assert launched == [(1, ["string"])]
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "1"}.items():

@@ -466,3 +466,69 @@ def test_private_names_of_hydra_are_in_one_file_and_of_a_checked_version() -> No
     files = [path for room in ("kernels", "models", "trainer", "scripts") for path in (package / room).rglob("*.py")]
     private = {path.name for path in files if "hydra._internal" in path.read_text()}
     assert private == {"hydra_defaults.py"}
+
+
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        ({"a": "[a]"}, "a -> a"),
+        ({"a": "[x, b]", "b": "[x, c]", "c": "[x, a]", "x": "[]"}, "a -> b -> c -> a"),
+        ({"a": "[{model: m}]", "model/m": "[/a]"}, "a -> model/m -> a"),
+    ],
+    ids=["itself", "three", "group"],
+)
+def test_a_circle_of_defaults_lists_is_named(files: dict[str, str], circle: str, tmp_path: Path) -> None:
+    for name, defaults in files.items():
+        write(tmp_path / "own", name, f"defaults: {defaults}\n")
+    says = refusal(name="a", directory=tmp_path / "own")
+    assert says == f"defaults list of a: is a circle: {circle}; remove one of these entries"
+
+
+@pytest.mark.parametrize(
+    "files", [{"a": f"[{', '.join(['b'] * 500)}]", "b": "[]"}, {"a": "[b, b, b, b]", "b": "[c, c, c, c, c, c, c]"}]
+)
+def test_defaults_lists_are_bounded(files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also lists of few files each that name one another: their number grows with each."""
+    monkeypatch.setattr("stoker.trainer.config.hydra_defaults.MAX_FILES", 30)
+    for name, defaults in ({"c": "[]"} | files).items():
+        write(tmp_path / "own", name, f"defaults: {defaults}\n")
+    says = refusal(name="a", directory=tmp_path / "own")
+    assert says == "defaults list of a: names more than 30 files; remove repeated entries"
+
+
+@pytest.mark.parametrize(
+    "digits", ["9" * 5000, "0x" + "f" * 5000, "0b" + "1" * 20_000, "0" + "7" * 5000, "-0o" + "7" * 5000]
+)
+def test_integers_of_thousands_of_digits(digits: str, tmp_path: Path) -> None:
+    """Python neither reads nor prints them: in a file, on the command line, and in an interpolation."""
+    write(tmp_path / "own", "a", f"model:\n  seed: {digits}\n")
+    says = refusal(name="a", directory=tmp_path / "own")
+    assert says.endswith("a.yaml:2: has an integer of more than 1000 digits; quote it if it is text")
+    for value in (digits, f"[{digits}]", f"${{oc.decode:{digits}}}", f"${{sum:{digits},1}}", f"{digits}k"):
+        says = refusal(f"model.seed={value}")
+        assert says.endswith("1 error in the configuration; nothing was started")
+        assert "int_max_str_digits" not in says
+
+
+@pytest.mark.parametrize("value", ["${multiply:%s}", "a${multiply:%s}"])
+def test_a_product_beyond_all_sizes(value: str) -> None:
+    says = refusal("model.seed=" + value % ",".join(["18446744073709551615"] * 400))
+    assert "`multiply` gives a number beyond 128 bits" in says
+
+
+def test_names_longer_than_those_of_files() -> None:
+    assert "there is no such key" in refusal("model." + "a" * 5000 + "=1")
+    assert "there is no model" in refusal("model=" + "a" * 5000)
+
+
+def test_origins_after_a_value_replaced_a_block(tmp_path: Path) -> None:
+    write(tmp_path / "own", "b", "x: {y: {z: 1}}\nk: 1\n")
+    write(tmp_path / "own", "a", "defaults: [b, _self_]\nx: 2\n")
+    composition = Composer(tmp_path / "own").compose("a", [])
+    assert list(composition.origins) == ["k", "x"]
+
+
+def test_only_the_first_unknown_keys_get_a_suggestion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.trainer.config.nemo.key_states._MAX_SUGGESTIONS", 2)
+    says = refusal("model.num_layerss=1", "model.hidden_sizee=1", "model.num_layersss=1")
+    assert says.count("did you mean") == 2

@@ -60,6 +60,21 @@ def test_a_secret_that_is_only_referred_to_can_be_read_again_from_a_checkpoint(t
     assert again.root.env_vars == {"HF_TOKEN": "${oc.env:SECRET}"}
 
 
+def test_a_secret_that_an_earlier_version_saved_is_a_warning(tmp_path: Path) -> None:
+    """Its runs and checkpoints still load; the value is not shown."""
+    write(tmp_path, "a", "defaults: [train, _self_]\nenv_vars:\n  B: hunter2\n")
+    document = json.loads(json.dumps(load(name="a", directory=tmp_path).document).replace('"B"', '"DB_PASS"'))
+    config = config_from_document(document)
+    assert config.root.env_vars == {"DB_PASS": "hunter2"}
+    (finding,) = [finding for finding in config.findings if "env_vars.DB_PASS" in finding.keys]
+    assert finding.level == "warning"
+    assert "looks like a secret" in finding.message
+    assert "hunter2" not in "".join(row.value for row in config.key_reports)
+    write(tmp_path, "a", "defaults: [train, _self_]\nenv_vars:\n  DB_PASS: hunter2\n")
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        load(name="a", directory=tmp_path)
+
+
 def test_environment_is_read_only_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"name": "${oc.env:SECRET}", "exp_manager": {"exp_dir": "${name}"}}))

@@ -162,3 +162,11 @@ def test_shown_values_read_back(value: Any) -> None:
     shown = format_value(value)
     assert "\n" not in shown
     assert parse_yaml(f"k: {shown}", HERE).tree["k"] == value
+
+
+def test_a_value_replaces_a_merged_block_and_its_lines() -> None:
+    file = parse_yaml("base: &b {x: {y: 1}, z: 2}\nuse:\n  <<: *b\n  x: 3\nk:\n  use:\n    <<: *b\n", HERE)
+    assert file.tree["use"] == {"x": 3, "z": 2}
+    assert "use.x.y" not in file.lines
+    assert file.lines["use.x"] == 4
+    assert file.lines["k.use.x.y"] == 1

@@ -71,6 +71,7 @@ from stoker.trainer.distributed.placement import resolve_placement as place_proc
 from stoker.trainer.evaluation.held_out_loss import EvaluationResult
 from stoker.trainer.lightning import lightning_module
 from stoker.trainer.loggers import logger_backends
+from stoker.trainer.loggers.logger_backends import LoggedRun
 from stoker.trainer.optim import optimizer_factory as optim_build
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.plan import run_inputs
@@ -271,8 +272,8 @@ def loggers_get_their_settings(harness: ConfigHarness) -> None:
     blocks = {"wandb": "wandb_logger_kwargs", "mlflow": "mlflow_logger_kwargs", "tensorboard": "summary_writer_kwargs"}
 
     class Logger:
-        def __init__(self, config: RunConfig, directory: Path, resumed_at: int, block: str) -> None:
-            made[block] = getattr(config.root.exp_manager, block).model_dump()
+        def __init__(self, run: LoggedRun, directory: Path, resumed_at: int, block: str) -> None:
+            made[block] = getattr(run.keys, block).model_dump()
 
         def log(self, step: int, figures: Any, group: str) -> None: ...
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiers import full_only
+from tiers import extra, full_only
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.data.preprocess import partition, read_documents, train_tokenizer
@@ -22,6 +22,7 @@ from stoker.trainer.data.sources.indexed_tokens import IndexedReader
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer
 from stoker.trainer.data.tokenizers.tokenizer_document import tokenizer_from_dict
 from stoker.trainer.data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
+from stoker.trainer.utils.signals import EXIT_CODES
 
 
 def texts_of(prefix: Path) -> list[str]:
@@ -286,7 +287,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     assert subprocess.run([*command, "--output-prefix", str(tmp_path / "whole")], **quiet).returncode == 0
     journal = tmp_path / "p.parts" / "journal.jsonl"
     killed = 0
-    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM, *extra(signal.SIGUSR1)):
         done = len(journal.read_bytes().splitlines()) if journal.exists() else 0
         process = subprocess.Popen([*command, "--output-prefix", str(tmp_path / "p")], **quiet)
         while process.poll() is None:
@@ -297,7 +298,7 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
         _, printed = process.communicate()
         if process.returncode:
             killed += 1
-            assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number], printed
+            assert process.returncode == {signal.SIGKILL: -9, **EXIT_CODES}[number], printed
             assert not (tmp_path / "p.bin").exists()
             if number != signal.SIGKILL:
                 assert "the same command resumes" in printed

@@ -5,7 +5,8 @@ import random
 import pytest
 from tiers import full_only
 
-from stoker.models.config.dense_stack import Activation, AttentionBackend, PositionEmbedding
+from stoker.models.config.dense_stack import Activation, AttentionBackend
+from stoker.models.config.positions import PositionEmbedding
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.schema.key_index import schema_keys
 

@@ -1,17 +1,24 @@
 """Runs of the command line that are told to stop at random instants, run out of memory, or fail for good."""
 
 import os
+import pty
 import random
+import select
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 from interrupted_runs import Command, arguments, figures, last_step
-from tiers import extra, full_only
+from tiers import extra, full_only, looped
 from tiny_run import final_hashes, tiny_config
 
+import stoker
 from stoker.models.gpt import GPT
 from stoker.trainer.callbacks.preemption import StopFlag, StopHandler
 from stoker.trainer.checkpoint.reader import checkpoint_paths, find_checkpoint, newest_checkpoint
@@ -19,15 +26,21 @@ from stoker.trainer.cli.main import main
 from stoker.trainer.distributed import supervisor
 from stoker.trainer.distributed.placement import Placement
 from stoker.trainer.distributed.process_group import DistributedContext
+from stoker.trainer.lightning.lightning_module import LanguageModule
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED, UserError
+from stoker.trainer.utils.signals import TERMINATION_SIGNALS
 
 ENDLESS = 100_000
 OFTEN = ("trainer.val_check_interval=3", "trainer.limit_val_batches=20")  # half of the time is validation
 
 
-def stopped(tmp_path, number, workers, is_async, seconds, *, everyone):
-    """Send a signal so many seconds after the handler is there; returns exit code, stderr, last step, checkpoints."""
+def stopped(tmp_path, number, workers, is_async, seconds, *, everyone, from_start):
+    """Send a signal so many seconds after the first handler is there (`from_start`), or the run directory.
+
+    Returns:
+        Exit code, stderr, last step, checkpoints.
+    """
     directory = tmp_path / f"{number.name}{seconds:.3f}"
     words = arguments(
         directory,
@@ -37,8 +50,10 @@ def stopped(tmp_path, number, workers, is_async, seconds, *, everyone):
         f"exp_manager.checkpoint_callback_params.async_save={is_async}",
     )
     with Command(*words, cwd=tmp_path) as command:
-        # SIGINT has Python's own handler from the start, SIGTERM none until the run sets both
-        assert command.wait_until(lambda: command.has_signal_handler(signal.SIGTERM))
+        # SIGTERM has a handler from the start; SIGINT is Python's until the run sets its own, before it has a directory
+        assert command.wait_until(
+            lambda: command.has_signal_handler(signal.SIGTERM) if from_start else directory.exists()
+        )
         time.sleep(seconds)
         (os.killpg if everyone else os.kill)(command.process.pid, number)
         code, error = command.ended()
@@ -54,7 +69,10 @@ def test_a_signal_at_any_instant_leaves_a_checkpoint_of_the_last_step(tmp_path, 
     chance = random.Random(trial)
     workers, is_async, everyone = (0, 2)[trial // 2 % 2], trial % 3 == 0, trial % 2 == 1
     seconds = chance.uniform(0, 1.5) if trial < 3 else chance.uniform(1.5, 6)
-    result, error, step, checkpoints = stopped(tmp_path, number, workers, is_async, seconds, everyone=everyone)
+    from_start = trial < 3 and number == signal.SIGTERM
+    result, error, step, checkpoints = stopped(
+        tmp_path, number, workers, is_async, seconds, everyone=everyone, from_start=from_start
+    )
     print(f"{number.name} after {seconds:.2f} s, workers {workers}, async {is_async}, everyone {everyone}: step {step}")
     assert result == code, error
     assert error == ""
@@ -66,16 +84,39 @@ def test_a_signal_at_any_instant_leaves_a_checkpoint_of_the_last_step(tmp_path, 
 
 
 @full_only
-def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_path):
+def test_a_run_whose_terminal_is_closed_saves_its_last_step(tmp_path):
+    """It writes to the terminal at every step, which is an error from then on."""
+    directory, (ours, theirs) = tmp_path / "run", pty.openpty()
+    command = [sys.executable, "-m", "stoker", *arguments(directory, ENDLESS)]
+    code = f"import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp({command[0]!r}, {command!r})"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        while last_step(directory) < 3:
+            select.select([ours], [], [], 1)
+            os.read(ours, 1 << 16)
+            assert process.poll() is None
+        os.close(ours)
+        assert process.wait(600) == EXIT_TERMINATED
+    newest, _ = newest_checkpoint(directory / "checkpoints")
+    assert newest
+    assert newest.state.step == last_step(directory)
+
+
+@full_only
+@pytest.mark.parametrize("number", TERMINATION_SIGNALS)
+def test_a_signal_to_all_processes_does_not_take_the_loader_workers_first(tmp_path, number):
     """In a temporary directory whose path is too long for a socket, through which torch would send its tensors."""
     directory, temporary = tmp_path / "run", tmp_path / ("long" * 30)
     temporary.mkdir()
     words = arguments(directory, ENDLESS, "model.data.num_workers=1")
     with Command(*words, cwd=tmp_path, environ={"TMPDIR": str(temporary)}) as command:
         assert command.wait_until(lambda: last_step(directory) >= 3)
-        os.killpg(command.process.pid, signal.SIGTERM)
+        os.killpg(command.process.pid, number)
         code, error = command.ended()
     assert (code, error) == (EXIT_TERMINATED, "")
+    assert "another one prepares its batches" not in (directory / "run.log").read_text()
     newest, _ = newest_checkpoint(directory / "checkpoints")
     assert newest
     assert newest.state.step == last_step(directory)
@@ -125,6 +166,81 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_and_two_ctrl_c_are_two(monkey
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert killed == [signal.SIGTERM, signal.SIGINT]
+
+
+@looped("number", [number for number in TERMINATION_SIGNALS if number != signal.SIGTERM])
+def test_an_announced_end_is_no_second_signal(number, monkeypatch):
+    """SLURM sends SIGUSR1, then SIGTERM: the run must still be saving, and end at the SIGTERM after that."""
+    killed = []
+    monkeypatch.setattr("stoker.trainer.callbacks.preemption.os.kill", lambda pid, number: killed.append(number))
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup, which ignores SIGHUP
+    with ExitStack() as restored, StopHandler() as stop:
+        restored.callback(signal.signal, number, before)
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert (stop.reason, stop.exit_code) == (number.name, EXIT_TERMINATED)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+        assert (stop.reason, killed) == ("SIGTERM", [])
+        signal.raise_signal(signal.SIGINT)
+        assert killed == [signal.SIGINT]
+    with StopHandler() as other_rank:
+        assert other_rank.apply_flags(stop.flags) == stop.reason
+        assert other_rank.exit_code == stop.exit_code
+
+
+def test_ignored_signals_and_handlers_of_the_user_are_kept():
+    """Under nohup a run outlives its terminal."""
+    seen = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGUSR1)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, lambda *_: seen.append("own"))
+        with StopHandler() as stop:
+            stop.install_signal_handlers()
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
+            assert (stop.reason, seen) == (None, ["own"])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_saves_its_last_step_and_ends_with_143_on_sigusr1(tmp_path, monkeypatch):
+    step = LanguageModule.training_step
+
+    def signalled(module, batch, index):
+        if module.step == 2:
+            signal.raise_signal(signal.SIGUSR1)
+        step(module, batch, index)
+
+    monkeypatch.setattr(LanguageModule, "training_step", signalled)
+    result = run_training(tiny_config(tmp_path))
+    assert (result.exit_code, result.stop_reason, result.step) == (EXIT_TERMINATED, "SIGUSR1", 3)
+    assert result.checkpoint == tmp_path / "checkpoints" / "step-3"
+
+
+EARLY = """
+import ctypes, signal, sys
+sys.path.insert(0, {root!r})
+from stoker.trainer.utils.signals import exit_on_signals
+exit_on_signals()
+print("ready", flush=True)
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+library.pthread_mutex_lock(mutex)  # waits for ever, and Python calls no handler meanwhile
+"""
+
+
+@looped("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_run_handles_it_ends_with_143(number):
+    """Also while the main thread waits inside a library, as for other ranks."""
+    code = EARLY.format(root=str(Path(stoker.__path__[0]).parent))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait() == EXIT_TERMINATED
 
 
 # ---------------------------------------------------------------- within a validation

@@ -14,6 +14,7 @@ import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +23,15 @@ from audit_hook import watched
 from hf_folders import change_config, change_tensors, letter_tokenizer, random_model, save, tensors_of
 from safetensors.torch import save_file
 
+from stoker.trainer.checkpoint import sharded_safetensors
 from stoker.trainer.checkpoint.reader import RunState
 from stoker.trainer.checkpoint.writer import write_metadata
 from stoker.trainer.cli.main import main
+from stoker.trainer.data.preprocess import journal
+from stoker.trainer.data.sources.index_cache import IndexCache
+from stoker.trainer.loggers import logger_backends, run_logger
 from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
-from stoker.trainer.utils.safetensors_io import FileRecord
+from stoker.trainer.utils.safetensors_io import DamagedFileError, FileRecord
 
 MIB = 1 << 20
 LONGEST = 12
@@ -175,6 +180,11 @@ def _code_beside(place: Place) -> None:
     (place.folder / "evil.py").write_text(f"import os\nos.mkdir({str(place.marker)!r})\n")
 
 
+def _many_names(place: Place, count: int, length: int) -> None:
+    names = (f"{number}{'x' * length}" for number in range(count))
+    _safetensors(place, {name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}, b"")
+
+
 WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
     "pickle_in_bin": (
         lambda place: _torch_file(place, {"model.norm.weight": Payload(place.marker)}),
@@ -197,6 +207,8 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
         lambda place: _safetensors(place, {"a": _span(0, 1 << 40)}, bytes(216)),
         "is not a safetensors file",
     ),
+    "many_tensors": (lambda place: _many_names(place, 1001, 0), "model.safetensors has 1,001 tensors in its header"),
+    "long_names": (lambda place: _many_names(place, 9, 1 << 18), "model.safetensors has 2 MiB of names in its header"),
     "path_in_a_tensors_name": (
         lambda place: change_tensors(place.folder, lambda tensors: tensors.update({"../../evil": torch.zeros(2)})),
         "unknown: ../../evil",
@@ -211,7 +223,10 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_wicked_weights(kind: str, place: Place, refused: Callable[..., str]) -> None:
+def test_wicked_weights(kind: str, place: Place, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind in ("many_tensors", "long_names"):
+        monkeypatch.setattr("stoker.trainer.utils.safetensors_io.MAX_TENSORS", 1000)
+        monkeypatch.setattr("stoker.trainer.utils.safetensors_io.MAX_HEADER_BYTES", 2 * MIB)
     change, says = WEIGHTS[kind]
     change(place)
     for command in both(place):
@@ -325,6 +340,61 @@ def test_a_tokenizer_with_an_id_of_2_to_the_48(saved: Path, place: Place, refuse
     assert "the tokenizers library rejects it" in told
 
 
+def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _split(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
+    "growth": (
+        {"normalizer": {"type": "Sequence", "normalizers": [_replace({"String": "a"}, "a" * 1000)] * 6}},
+        "it exceeded the limits of 30 seconds and 128 MiB of memory; simplify its `normalizer`",
+    ),
+    "backtracking": ({"pre_tokenizer": _split("(a+)+$")}, "simplify its `pre_tokenizer`, or use another tokenizer"),
+    "character_map": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP///38="}},
+        "the character map of its normalizer is damaged: its trie leads outside",
+    ),
+    "decoder": (
+        {"decoder": {"type": "Sequence", "decoders": [_replace({"String": "a"}, "a" * 1000)] * 6}},
+        "a `Replace` of its decoder makes tokens many times longer; remove it",
+    ),
+    "digits": ({"version": "DIGITS"}, "Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_wicked_tokenizers(
+    kind: str, saved: Path, place: Place, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may take long or need much memory runs in a process of its own, which is all that is started."""
+    monkeypatch.setattr(
+        "stoker.trainer.data.tokenizers.isolated_encoder.MAX_MEMORY", (128 if kind == "growth" else 1024) * MIB
+    )
+    parts, says = TOKENIZERS[kind]
+    file = place.folder / "tokenizer.json"
+    text = json.dumps(json.loads(file.read_text()) | parts).replace('"DIGITS"', "9" * 5000)
+    file.write_text(text)
+    commands: list[list[Any]] = [["convert", place.folder, place.target / "converted"]]
+    if kind == "growth":
+        checkpoint = _resealed(
+            saved, place.folder.parent / "wicked", lambda documents: documents["tokenizer"].update(definition=text)
+        )
+        commands += [
+            fine_tuning(place),
+            ["preprocess", file, "--tokenizer", file, "--output-prefix", place.target / "data"],
+            ["generate", "--checkpoint", checkpoint, "--prompt", "a", "--device", "cpu"],
+        ]
+    for command in commands:
+        told = refused(*command, may_start="encoder_process.py")
+        assert says in told
+        assert len(told.splitlines()) == 1
+        assert "tokenizer" in told
+
+
 def test_a_tokenizer_that_leads_out(place: Place, refused: Callable[..., str]) -> None:
     (place.folder / "tokenizer.json").unlink()
     (place.folder / "tokenizer.json").symlink_to("/etc/passwd")
@@ -395,3 +465,21 @@ def test_wicked_lines(kind: str, place: Place, refused: Callable[..., str]) -> N
     told = refused(*fine_tuning(place, f"model.data.path={file}"))
     assert f"line 1 of {file}" in told
     assert len(told.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- records of earlier runs
+
+
+def test_deep_records_are_damaged_ones(tmp_path: Path) -> None:
+    """JSON nested too deep to read, in the files of a run directory and in the header of a sharded checkpoint."""
+    deep = "[" * 100_000
+    path = tmp_path / "loggers.json"
+    path.write_text(f"{deep}\n")
+    with pytest.raises(DamagedFileError, match="the rows in its header cannot be read"):
+        sharded_safetensors._read_row_metadata(path, SimpleNamespace(metadata=lambda: {"rows": deep}))
+    assert journal._entries(path) == ([], 0)
+    assert IndexCache(None)._read(tmp_path, "loggers", {}) is None
+    run_logger._drop_lines_after(path, 5, validates_again=False)
+    assert path.read_text() == ""
+    path.write_text(deep[:1000])
+    assert logger_backends._read_run_id(tmp_path, "wandb") is None

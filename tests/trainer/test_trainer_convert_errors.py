@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import struct
+import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,6 +254,25 @@ def test_code_in_a_torch_file_is_not_run(
     assert not marker.exists()
     torch.save({"a": [torch.zeros(2)]}, folder / "pytorch_model.bin")
     assert "must hold a dictionary of tensors" in refusal(capsys, folder, tmp_path / "ours")
+
+
+def test_a_tar_archive_is_refused_before_torch_makes_a_directory(
+    saved: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format of torch before 0.1.10; also an empty archive, of zeros only."""
+    folder = copied(saved("llama"), tmp_path / "theirs")
+    (folder / "model.safetensors").rename(folder / "storages")
+    made: list[object] = []
+    mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *a, **k: made.append(a) or mkdtemp(*a, **k))
+    with tarfile.open(folder / "pytorch_model.bin", "w") as archive:
+        archive.add(folder / "storages", "storages")
+    for content in ((folder / "pytorch_model.bin").read_bytes(), bytes(2 * tarfile.BLOCKSIZE)):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        told = refusal(capsys, folder, tmp_path / "ours")
+        assert len(told.splitlines()) == 1
+        assert made == []
+        assert "pytorch_model.bin is a tar archive, the format of torch before 0.1.10" in told
 
 
 def test_an_index_names_files_of_its_folder_only(

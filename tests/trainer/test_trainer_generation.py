@@ -25,9 +25,9 @@ from stoker.models.gpt import GPT
 from stoker.models.incremental_decoding import GPTDecoder, kv_cache_bytes
 from stoker.trainer.cli import main
 from stoker.trainer.cli.generate import encode_prompt
+from stoker.trainer.config.run_precision import RunPrecision
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
-from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.generation import text_generator
 from stoker.trainer.generation.beam_search import BeamSearchConfig
 from stoker.trainer.generation.decode_loop import DecodeLoop
@@ -36,7 +36,7 @@ from stoker.trainer.generation.text_generator import Generator, StoppingCriteria
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
-CPU, FP64 = torch.device("cpu"), PrecisionPlan("fp64", torch.float64)
+CPU, FP64 = torch.device("cpu"), RunPrecision("fp64", "fp64")
 VOCAB, CONTEXT = 259, 32
 DRAWN = [SamplingParams(), SamplingParams(0.9), SamplingParams(1.2, top_k=20, top_p=0.9, repetition_penalty=1.3)]
 PROMPTS = [[5, 6], [100, 101, 102, 103, 104, 105, 106], [7], [8, 9, 10, 11], [200] * 9]
@@ -424,7 +424,7 @@ def test_a_recorded_step_gives_what_an_eager_one_gives(
     from stoker.trainer.generation import decode_loop
 
     model = gpt("cuda", torch.float32, compile=False)
-    made = Generator(model, ByteTokenizer(), PrecisionPlan("fp32", torch.float32), torch.device("cuda"), CONTEXT)
+    made = Generator(model, ByteTokenizer(), RunPrecision("fp32", "fp32"), torch.device("cuda"), CONTEXT)
     recorded = made.generate(PROMPTS, StoppingCriteria(40, eos_ids=()), sampling, batch_size=3)
     monkeypatch.setattr(decode_loop, "_WORTH_RECORDING", 10**9)
     assert made.generate(PROMPTS, StoppingCriteria(40, eos_ids=()), sampling, batch_size=3) == recorded

@@ -11,9 +11,10 @@ from tiny_run import tiny_config
 
 from stoker.trainer.config.schema.exp_manager import ExpManagerBlock
 from stoker.trainer.loggers import logger_backends
+from stoker.trainer.loggers.background_logger import BackgroundLogger
 from stoker.trainer.loggers.logger_backends import (
-    BackgroundLogger,
     CSVLogger,
+    LoggedRun,
     TensorBoardLogger,
     check_loggers,
     open_loggers,
@@ -21,10 +22,15 @@ from stoker.trainer.loggers.logger_backends import (
 from stoker.trainer.utils.errors import UserError
 
 
+def tiny_logged_run(directory, **keys):
+    config = tiny_config(directory, **keys)
+    return LoggedRun(config.root.name, config.root.exp_manager, config.document)
+
+
 def open_for(directory, resumed_at=0, **keys):
     directory.mkdir(exist_ok=True)
-    config = tiny_config(directory, **{f"exp_manager__{name}": value for name, value in keys.items()})
-    return open_loggers(config, directory, resumed_at)
+    keys = {f"exp_manager__{name}": value for name, value in keys.items()}
+    return open_loggers(tiny_logged_run(directory, **keys), directory, resumed_at)
 
 
 # ---------------------------------------------------------------- packages, CSV, TensorBoard
@@ -45,7 +51,7 @@ def rows(path):
 
 
 def test_a_table_gets_a_column_when_a_figure_first_appears(tmp_path):
-    sink = CSVLogger(tiny_config(tmp_path), tmp_path, 0)
+    sink = CSVLogger(tiny_logged_run(tmp_path), tmp_path, 0)
     sink.log(1, {"loss": 3.5}, "train")
     sink.log(1, {"val_loss": 4.0}, "validation")
     sink.log(2, {"loss": 0.1 + 0.2}, "train")
@@ -61,14 +67,14 @@ def test_the_table_of_a_resumed_run_begins_with_what_metrics_jsonl_kept(tmp_path
     (tmp_path / "metrics.csv").write_text("step,loss\n1,1.0\n2,2.0\n3,3.0\n2,tor")
     kept = [{"step": step, "loss": float(step)} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    sink = CSVLogger(tiny_config(tmp_path), tmp_path, 0)
+    sink = CSVLogger(tiny_logged_run(tmp_path), tmp_path, 0)
     sink.log(3, {"loss": 30.0}, "train")
     assert [row["loss"] for row in rows(tmp_path / "metrics.csv")] == ["1.0", "2.0", "30.0"]
 
 
 def test_tensorboard_gets_its_settings(tmp_path):
     settings = {"max_queue": 3, "flush_secs": 7, "filename_suffix": ".here"}
-    sink = TensorBoardLogger(tiny_config(tmp_path, exp_manager__summary_writer_kwargs=settings), tmp_path, 0)
+    sink = TensorBoardLogger(tiny_logged_run(tmp_path, exp_manager__summary_writer_kwargs=settings), tmp_path, 0)
     sink.log(1, {"loss": 1.0}, "train")
     writer = sink._writer
     sink.close(failed=False)

@@ -23,11 +23,11 @@ from stoker.trainer.callbacks import expert_load
 from stoker.trainer.callbacks.expert_load import ExpertLoadMetrics
 from stoker.trainer.checkpoint.loop_state import LoopState
 from stoker.trainer.checkpoint.reader import model_tensors
+from stoker.trainer.config.run_precision import RunPrecision
 from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.data.batch_sampler import BatchSchedule, BatchSizeRampUp, RankBatchSampler
 from stoker.trainer.data.dataloader import PrefetchingDataLoader
 from stoker.trainer.data.datasets.samples import Batch, MockSamples
-from stoker.trainer.device.precision import PrecisionPlan
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.lightning.expert_balance import ExpertBalancer
 from stoker.trainer.lightning.lightning_module import LanguageModule
@@ -100,7 +100,7 @@ def trained(micro_batch_size, steps=1, *, plan=None, bias_rate: float | None = N
         SGD(model.named_parameters(), lr=1.0, momentum=0.0, weight_decay=0.0),
         lambda step: 1.0,
         PrefetchingDataLoader(UnevenSamples(), RankBatchSampler(plan, micro_batch_size), CPU),
-        PrecisionPlan("test", torch.float64),
+        RunPrecision("test", "fp64"),
         seed=1,
         expert_balancer=ExpertBalancer(
             layers, lambda step: plan.batch_size(step) // micro_batch_size, bias_rates=rates, ranks=DistributedContext()

@@ -15,8 +15,7 @@ from torch import nn
 
 import stoker
 from stoker.kernels.attention.flags import read_flags
-from stoker.trainer.config.lr_schedule import build_schedule
-from stoker.trainer.config.schema.optim import OptimBlock
+from stoker.trainer.config.schema.optim import OptimBlock, build_schedule
 from stoker.trainer.config.schema.root import ModelBlock, RootBlock
 from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW

@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -112,13 +113,16 @@ def test_a_run_without_steps_has_no_times(tmp_path):
 def test_the_memory_of_some_steps_is_recorded(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **k: calls.append(k.get("enabled", "on")))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     said = []
     device = torch.device("cuda", 0)
     recorder = MemorySnapshotRecorder(tmp_path, 2, 3, device, said.append, rank=1)
     run_steps(recorder, 5, calls.append)
-    assert calls == [1, "on", 2, 3, f"{tmp_path}/memory-rank-1-steps-2-3.pickle", None, 4, 5]
+    assert calls == [1, "on", 2, 3, None, 4, 5]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "memory-rank-1-steps-2-3.pickle": "snapshot"
+    }
     assert said == [f"memory record {tmp_path}/memory-rank-1-steps-2-3.pickle, for https://pytorch.org/memory_viz"]
 
 

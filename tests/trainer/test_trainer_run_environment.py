@@ -15,7 +15,30 @@ CPU = torch.device("cpu")
 
 @looped(
     "name",
-    ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "env_vars.DB_PASSWORD", "--api-key", "a.credentials", "key"],
+    [
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "env_vars.DB_PASSWORD",
+        "--api-key",
+        "a.credentials",
+        "key",
+        "authToken",
+        "env_vars.DB_PASS",
+        "GITHUB_PAT",
+        "passphrase",
+        "PRIVATE_KEY_B64",
+        "BEARER",
+        "PASS",
+        "MYSQL_PWD",
+        "APIKey",
+        "apiKeys",
+        "ACCESS_TOKENS_JSON",
+        "authorization",
+        "SSH_PASSPHRASE",
+        "sessionToken",
+        "HF_TOKEN_B64",
+    ],
 )
 def test_names_of_secrets(name):
     assert redaction.is_secret(name)
@@ -32,6 +55,17 @@ def test_names_of_secrets(name):
         "model.hidden_size",
         "model.data.label_key",
         "model.data.train_ds.context_key",
+        *("tokenizer", "max_tokens", "pass_through", "PWD", "OLD_PWD", "forward_pass", "file_pat", "author", "monkey"),
+        *(
+            "PRIVATE_KEY_PATH",
+            "SSH_AUTH_SOCK",
+            "compass",
+            "bypass",
+            "tokenizerPath",
+            "num_passes",
+            "PATH",
+            "key_channels",
+        ),
     ],
 )
 def test_names_of_no_secrets(name):
@@ -49,6 +83,39 @@ def test_a_command_line_is_kept_but_for_its_secrets():
         "stoker", "train", "model.hidden_size=64", "++env_vars.WANDB_API_KEY=***", "--token", "***", "--token=***",
         "a=https://***@host/x", "--quiet", "name=a=b",
     ]  # fmt: skip
+
+
+@looped(
+    ("text", "kept"),
+    [
+        ("postgres://me:abc@host/db", "postgres://***@host/db"),
+        ("https://host/x?a=1&access_token=abc&b=2", "https://host/x?a=1&access_token=***&b=2"),
+        ("https://host/x?X-Amz-Signature=abc", "https://host/x?X-Amz-Signature=***"),
+        ("Authorization: Bearer abcdefgh12345678", "Authorization: ***"),
+        ("x ghp_abcdefghijklmnopqrstuvwxyz0123456789", "x ***"),
+        ("env_vars={authToken: abc, 'DB_PASS': abc, b: 1}", "env_vars={authToken: ***, 'DB_PASS': ***, b: 1}"),
+    ],
+)
+def test_secrets_in_values(text, kept):
+    assert redaction.redact(text) == kept
+    assert redaction.holds_secret(text) or "{" in text
+
+
+@looped(
+    "text",
+    [
+        "https://host/x?tokenizer=abc&max_tokens=5",
+        "a@b.c",
+        "basic experiment",
+        "hf_llama_converted_to_stoker_format",
+        "git@github.com:a/b",
+        "http://host:80/a?page=1",
+        "sk-learn-like-model-of-some-kind",
+        "{a: 1, max_tokens: 5}",
+    ],
+)
+def test_values_that_are_no_secrets(text):
+    assert redaction.redact(text) == text
 
 
 def test_variables_that_matter_are_recorded_and_secrets_are_not():

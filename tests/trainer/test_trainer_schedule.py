@@ -19,9 +19,8 @@ from stoker.trainer.config.lr_schedule import (
     WarmupHoldAnnealOneMinusSquareRoot,
     WarmupHoldPolicy,
     WarmupPolicy,
-    build_schedule,
 )
-from stoker.trainer.config.schema.optim import OptimBlock
+from stoker.trainer.config.schema.optim import OptimBlock, build_schedule
 
 COSINE = CosineAnnealing(lr=2e-4, min_lr=2e-5, max_steps=100_000, warmup_steps=500)
 COSINE_CONSTANT = CosineAnnealing(lr=2e-4, min_lr=2e-5, max_steps=100_000, warmup_steps=500, constant_steps=20_000)

@@ -8,12 +8,12 @@ from gpt_builder import build_gpt
 from tiers import extra, looped
 
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.models.build import DTYPE_NAMES
 from stoker.models.config.gpt import GPTKeys
-from stoker.trainer.config.schema.trainer_and_data import TrainerBlock
+from stoker.trainer.config.run_precision import RunPrecision, resolve_precision
 from stoker.trainer.data.batch_sampler import BatchSchedule, RankBatchSampler
 from stoker.trainer.data.dataloader import GlobalBatch, PrefetchingDataLoader
 from stoker.trainer.data.datasets.samples import Batch, MockSamples
-from stoker.trainer.device.precision import PrecisionPlan, plan_precision
 from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.lightning.lightning_module import LanguageModule, micro_batch_seed
 from stoker.trainer.lightning.lightning_trainer import fit
@@ -51,7 +51,7 @@ def module_of(micro_batch_size, *, dtype=torch.float64, keys=KEYS, global_batch=
     model = build_gpt(
         keys, vocab_size=100, device=CPU, dtype=dtype, flags=AttentionFlags(), micro_batch_size=micro_batch_size
     )
-    precision = PrecisionPlan("test", dtype, **plan)
+    precision = RunPrecision("test", DTYPE_NAMES[dtype], **plan)
     return LanguageModule(
         model,
         AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, clip_norm=0.1, main_weights=precision.main_weights),
@@ -123,26 +123,23 @@ def test_dropout_masks_depend_on_seed_step_and_micro_batch_only():
 @looped(
     ("precision", "o2", "weights", "main", "autocast"),
     [
-        ("bf16", True, torch.bfloat16, True, None),
-        ("bf16", False, torch.float32, False, torch.bfloat16),
-        ("bf16-mixed", True, torch.float32, False, torch.bfloat16),
-        ("bf16-true", True, torch.bfloat16, False, None),
-        (32, True, torch.float32, False, None),
-        (None, True, torch.float32, False, None),
+        ("bf16", True, "bf16", True, None),
+        ("bf16", False, "fp32", False, "bf16"),
+        ("bf16-mixed", True, "fp32", False, "bf16"),
+        ("bf16-true", True, "bf16", False, None),
+        (32, True, "fp32", False, None),
+        (None, True, "fp32", False, None),
     ],
 )
 def test_precision_keys(precision, o2, weights, main, autocast):
-    plan = plan_precision(TrainerBlock.model_validate({"precision": precision}), o2, CPU)
-    assert (plan.param_dtype, plan.main_weights, plan.autocast_dtype) == (weights, main, autocast)
+    plan = resolve_precision(precision, o2, None)
+    assert (plan.weights, plan.main_weights, plan.autocast) == (weights, main, autocast)
 
 
-@pytest.mark.parametrize(
-    ("capability", "weights"), [((9, 0), torch.bfloat16), ((8, 0), torch.bfloat16), ((7, 5), torch.float32)]
-)
-def test_null_is_bf16_on_a_gpu_that_has_it(monkeypatch, capability, weights):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    plan = plan_precision(TrainerBlock.model_validate({}), True, torch.device("cuda"))
-    assert (plan.param_dtype, plan.main_weights) == (weights, weights == torch.bfloat16)
+@pytest.mark.parametrize(("capability", "weights"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")])
+def test_null_is_bf16_on_a_gpu_that_has_it(capability, weights):
+    plan = resolve_precision(None, True, capability)
+    assert (plan.weights, plan.main_weights) == (weights, weights == "bf16")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +147,7 @@ def test_null_is_bf16_on_a_gpu_that_has_it(monkeypatch, capability, weights):
     [
         {"dtype": torch.bfloat16, "main_weights": True},
         {"dtype": torch.bfloat16},
-        {"dtype": torch.float32, "autocast_dtype": torch.bfloat16},
+        {"dtype": torch.float32, "autocast": "bf16"},
     ],
     ids=["main weights", "pure", "autocast"],
 )

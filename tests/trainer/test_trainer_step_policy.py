@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 import random
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 import torch
 from tiers import looped
 from tiny_run import final_hashes, tiny_config, tiny_document
-from torch._utils import ExceptionWrapper
+from worker_threads import worker_threads
 
 from stoker.models.gpt import GPT
 from stoker.trainer.callbacks.divergence import (
@@ -483,21 +482,7 @@ class Damaged:
 
 def test_what_a_loader_worker_finds_is_told_without_its_traceback(monkeypatch):
     """As from a thread; what crosses the process is pickled, here as well."""
-
-    class InThisProcess:
-        def __init__(self, dataset, *, sampler, **settings):
-            self.dataset, self.sampler = dataset, sampler
-
-        def __iter__(self):
-            for part in self.sampler:
-                try:
-                    item = self.dataset[part]
-                except Exception:
-                    ExceptionWrapper(where="in a worker").reraise()
-                else:
-                    yield pickle.loads(pickle.dumps(item))
-
-    monkeypatch.setattr(dataloader, "DataLoader", InThisProcess)
+    worker_threads(monkeypatch)
     for workers in (0, 1):
         batches = dataloader.PrefetchingDataLoader(
             Damaged(), RankBatchSampler(BatchSchedule(4), 2), torch.device("cpu"), num_workers=workers

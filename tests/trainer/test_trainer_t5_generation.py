@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_docstrings_are_scored_beside_the_name(trained: Path, capsys: pytest.Cap
     root = restored.config.root
     data = root.model.data.model_copy(update={"data_impl": "pystd_docstring"})
     changed = root.model_copy(update={"model": root.model.model_copy(update={"data": data})})
-    object.__setattr__(restored.config, "root", changed)
+    restored = replace(restored, config=replace(restored.config, root=changed))
     scores = score_pairs(restored, [TextPair(*pair) for pair in PAIRS], batch_size=3)
     assert scores.copied_name is not None
     assert scores.copied_name.exact_match == pytest.approx(1 / 3)

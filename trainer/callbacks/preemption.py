@@ -1,4 +1,4 @@
-"""Graceful stop on SIGINT, SIGTERM and time limits.
+"""Graceful stop on signals (Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGHUP) and time limits.
 
 A run stops between two steps, and on a signal also between two validation batches; the resumed run then starts with
 that validation. Signals and clocks differ between ranks, so after every step each rank contributes its flags, an
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from enum import IntFlag
 from types import FrameType
 from typing import Any
 
-from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED
+from ..utils.errors import EXIT_OK
+from ..utils.signals import EXIT_CODES, TERMINATION_SIGNALS, restore_handlers, set_handlers
 from ..utils.text import parse_duration
 
 _ECHO_SECONDS = 2.0
 """Deduplicate SIGTERM received from both scheduler and launcher within this time."""
-_EXIT_CODES = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}
+_INSISTENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals of which a second one kills the run. The others announce a SIGTERM: with it the run is still saving."""
 
 AllReduceFlags = Callable[[int], int]
 """All-reduce (bitwise or) the flags of all ranks; a collective, called by all ranks at the same points."""
@@ -36,11 +37,20 @@ class StopFlag(IntFlag):
     MAX_TIME_PER_RUN = 8
     SAVE = 16
     """`train_time_interval` has passed."""
+    USER_1 = 32
+    USER_2 = 64
+    HANGUP = 128
 
 
-SIGNAL_FLAGS = StopFlag.TERMINATED | StopFlag.INTERRUPTED
+_FLAGS = {
+    "SIGTERM": StopFlag.TERMINATED,
+    "SIGUSR1": StopFlag.USER_1,
+    "SIGUSR2": StopFlag.USER_2,
+    "SIGHUP": StopFlag.HANGUP,
+}
+_SIGNALS = {StopFlag.INTERRUPTED: signal.SIGINT, **{_FLAGS[number.name]: number for number in TERMINATION_SIGNALS}}
+SIGNAL_FLAGS = StopFlag(sum(_SIGNALS))
 """Flags that interrupt a validation."""
-_SIGNALS = {StopFlag.TERMINATED: signal.SIGTERM, StopFlag.INTERRUPTED: signal.SIGINT}
 _LIMITS = {StopFlag.MAX_TIME: "trainer.max_time", StopFlag.MAX_TIME_PER_RUN: "exp_manager.max_time_per_run"}
 
 
@@ -50,15 +60,20 @@ def local_flags(flags: int) -> int:
 
 
 class StopHandler:
-    """Context manager in which SIGINT and SIGTERM stop the run after its step; a second signal kills it at once.
+    """Context manager in which signals stop the run after its step; a second SIGINT or SIGTERM kills it at once.
 
     Args:
         max_time: `trainer.max_time`, `DD:HH:MM:SS` from now on, or None for no limit.
         max_time_per_run: `exp_manager.max_time_per_run` in the same format.
+
+    Attributes:
+        signal: the signal that stops the run, or None.
+        is_failing: the run ends with an error, after it has saved its last finished step.
     """
 
     def __init__(self, max_time: str | None = None, max_time_per_run: str | None = None) -> None:
         self.signal: signal.Signals | None = None
+        self.is_failing = False
         self._limits = {
             flag: text
             for flag, text in ((StopFlag.MAX_TIME, max_time), (StopFlag.MAX_TIME_PER_RUN, max_time_per_run))
@@ -66,17 +81,16 @@ class StopHandler:
         }
         self._start = time.monotonic()
         self._signal_at = self._start
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[int, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> StopHandler:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.getsignal(number) for number in _EXIT_CODES}
-        self.install_signal_handlers()
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        self._previous = set_handlers(self._handle, tuple(EXIT_CODES))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore_handlers(self._previous)
         self._previous = {}
 
     def install_signal_handlers(self) -> None:
@@ -120,15 +134,28 @@ class StopHandler:
 
     @property
     def exit_code(self) -> int:
-        """130 after SIGINT, 143 after SIGTERM, 0 otherwise."""
-        return EXIT_OK if self.signal is None else _EXIT_CODES[self.signal]
+        """130 after SIGINT, 143 after the others, 0 without a signal."""
+        return EXIT_OK if self.signal is None else EXIT_CODES[self.signal]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number not in _INSISTENT:
+            if self.signal is None:
+                self.signal = signal.Signals(number)
+            if signal.Signals(number).name == "SIGHUP":
+                self._detach_terminals()
+            return
         now = time.monotonic()
-        if self.signal is not None:
+        if self.signal in _INSISTENT:
             if number == self.signal == signal.SIGTERM and now - self._signal_at < _ECHO_SECONDS:
                 return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.signal = signal.Signals(number)
         self._signal_at = now
+
+    def _detach_terminals(self) -> None:
+        """Discard further output: writing to a terminal that was closed is an error."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(null, descriptor)
+        os.close(null)

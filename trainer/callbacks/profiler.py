@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..config.schema.trainer_and_data import MemoryProfileBlock, TrainerBlock
+from ..utils.durable_files import atomic_write, replaced_file
 from ..utils.environment import user_path
 from ..utils.errors import UserError
 
@@ -95,7 +96,7 @@ class ProfilerList:
         for profiler in list(self._profilers):
             try:
                 call(profiler)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 self._profilers.remove(profiler)
                 self._past_overhead += profiler.overhead_seconds
                 self._log(f"warning: cannot write the profile: {error}; the run continues without it")
@@ -229,9 +230,10 @@ class TraceProfiler(_StepRange):
         self._profile.stop()
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"trace-{steps}.json.gz"
-        self._profile.export_chrome_trace(str(path))
+        with replaced_file(path) as temporary:
+            self._profile.export_chrome_trace(str(temporary))
         lines = operations_table(self._profile.key_averages(), on_device=self.device.type == "cuda")
-        (self.directory / f"operations-{steps}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        atomic_write(self.directory / f"operations-{steps}.txt", ("\n".join(lines) + "\n").encode())
         self._profile = None
         for line in (f"trace {path}", *lines):
             self.log(line)
@@ -304,7 +306,7 @@ class PhaseTimer(Profiler):
             return
         lines = self.table(self._clock() - self._start)
         self._directory.mkdir(parents=True, exist_ok=True)
-        (self._directory / "times.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        atomic_write(self._directory / "times.txt", ("\n".join(lines) + "\n").encode())
         for line in lines:
             self._log(line)
 
@@ -341,7 +343,8 @@ class MemorySnapshotRecorder(_StepRange):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             path = self.directory / f"memory-rank-{self.rank}-{steps}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
+            with replaced_file(path) as temporary:
+                torch.cuda.memory._dump_snapshot(str(temporary))
         finally:
             torch.cuda.memory._record_memory_history(enabled=None, device=self.device)
         self.log(f"memory record {path}, for https://pytorch.org/memory_viz")

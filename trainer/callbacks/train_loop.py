@@ -22,6 +22,7 @@ from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import checkpoint_paths
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.trainer_and_data import TrainerBlock
+from ..data.dataloader_workers import WorkerLostError
 from ..evaluation.held_out_loss import EvaluationInterruptedError, EvaluationResult
 from ..lightning.lightning_imports import pl
 from ..lightning.lightning_module import LanguageModule
@@ -239,14 +240,16 @@ class TrainLoopCallback(pl.Callback):
         self._save_expert_load(draw=True, last=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Flush the deferred report of the previous step.
+        """Flush the deferred report of the previous step, and save that step if the next one has no batch.
 
-        Not with several ranks: reading it needs a collective, and a rank may have failed before joining it.
+        Not with several ranks: both need a collective, and a rank may have failed before joining it.
         """
         assert isinstance(pl_module, LanguageModule)
         if pl_module.ranks.world_size == 1:
             try:
                 self._reporter.finish()
+                if isinstance(exception, WorkerLostError):
+                    self._save_last_step(pl_module)
             except Exception as error:  # after a CUDA error nothing can be read; the original error matters more
                 self._logger.log_to_file(f"report of the previous step: {error}")
 
@@ -332,6 +335,14 @@ class TrainLoopCallback(pl.Callback):
             self.checkpoint = self._save(module.step, finite, state)
         self._saved_at = time.monotonic()
         self._saved_just_now = True
+
+    def _save_last_step(self, module: LanguageModule) -> None:
+        """Save a run that ends with an error between two steps, unless it has just been saved."""
+        is_saved = self.checkpoint is not None and self.checkpoint.name == f"step-{module.step}"
+        if self._save is not None and module.step > self._first_step and not is_saved:
+            self._stop.is_failing = True
+            self._save_checkpoint(module, {})
+            self._logger.log(f"saved {self.checkpoint}, the last finished step")
 
     def _save_expert_load(self, *, draw: bool, last: bool = False) -> None:
         if self._expert_load is not None:

@@ -22,8 +22,10 @@ from ..config.run_paths import (
     remove_directories,
 )
 from ..config.schema.exp_manager import ExpManagerBlock
+from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import EXIT_IO, UserError
+from ..utils.owned_files import check_owned, open_owned
 from .checkpoint_paths import cannot_write_run, check_run_is_new, directory_key
 from .run_environment import describe_environment
 
@@ -34,6 +36,12 @@ except ImportError:  # Windows: a run directory is not locked
 
 RESOLVED_CONFIG = "config.resolved.json"
 """The configuration of a run, in its directory."""
+_LOCK_FILE = "run.lock"
+_WRITTEN = (
+    *(_LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv"),
+    *("loggers.json", "expert_load.json", "expert_load.png", "quickstart.json", "tensorboard", "files", "profile"),
+)
+"""What a run writes to its directory, besides the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
         try:
             path = create_run_directory(keys, config.root.name, made)
             checkpoints = checkpoint_directory(keys, path)
+            _check_links(path, owns_checkpoints=not dirpath)
             locks.append(_lock(path, "trains", directory_key(keys)))
             held.append(path)
             if dirpath and keys.create_checkpoint_callback:
@@ -107,11 +116,11 @@ def save_run_record(
     try:
         config.save(directory.path / RESOLVED_CONFIG)
         environment = {**describe_environment(device, snapshot()), "processes": processes}
-        (directory.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+        atomic_write(directory.path / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
         for name in config.root.exp_manager.files_to_copy:
-            copies = directory.path / "files"
-            copies.mkdir(exist_ok=True)
-            shutil.copyfile(_file_to_copy(name), copies / Path(name).name)
+            copy = open_owned(directory.path, f"files/{Path(name).name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(copy, "wb") as target, _file_to_copy(name).open("rb") as source:
+                shutil.copyfileobj(source, target)
     except OSError as error:
         raise cannot_write_run(error, str(directory.path), config.root.exp_manager) from error
     directory.created.clear()
@@ -150,10 +159,22 @@ def _check_paths(keys: ExpManagerBlock, made: list[Path]) -> None:
         ) from error
 
 
+def _check_links(path: Path, *, owns_checkpoints: bool) -> None:
+    """Check that the run directory holds no link in place of what the run writes there.
+
+    Raises:
+        UserError: it does.
+    """
+    check_owned(path, *_WRITTEN)
+    if owns_checkpoints:
+        cure = "remove the link, or set exp_manager.checkpoint_callback_params.dirpath to the directory it points to"
+        check_owned(path, "checkpoints", cure=cure)
+
+
 def _lock(path: Path, activity: str, key: str) -> int | None:
     if fcntl is None:
         return None
-    descriptor = os.open(path / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_owned(path, _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -196,7 +196,7 @@ def _read_row_metadata(path: Path, file: Any) -> dict[str, tuple[int, int]]:
     try:
         document = json.loads((file.metadata() or {}).get("rows", "{}"))
         return {name: (int(start), int(whole)) for name, (start, whole) in document.items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise DamagedFileError(f"{path.name}: the rows in its header cannot be read") from None
 
 

@@ -9,9 +9,7 @@ import argparse
 import contextlib
 import errno
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +22,11 @@ from ..utils.errors import (
     EXIT_INTERRUPTED,
     EXIT_IO,
     EXIT_OK,
-    EXIT_TERMINATED,
     UserError,
     save_traceback,
 )
 from ..utils.redaction import redact_arguments
+from ..utils.signals import exit_on_signals
 from .argument_parser import ArgumentParser
 from .common_arguments import add_config_arguments, add_finetune_argument, load_config
 
@@ -83,6 +81,8 @@ Your own files go into ./conf, or any folder given with --config-dir."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; the only exception raised is argparse's SystemExit, as after `--help`."""
+    if argv is None:  # not of callers in Python, whose signals are theirs
+        exit_on_signals()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
@@ -239,21 +239,11 @@ def _train(args: argparse.Namespace) -> int:
     check_run_paths(config)
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
     if args.restart or not placement.is_single or (args.imports and config.root.env_vars):
-        _end_on_sigterm()
         return _start(args, config, placement)
     environment.prepare_process(config.root.env_vars)
     from ..train import train
 
     return train(config)
-
-
-def _end_on_sigterm() -> None:
-    """Exit with 143 on SIGTERM while no worker process runs; the launcher forwards it while some do.
-
-    Schedulers may send several: one that arrives just after the last worker ended must not change the exit code.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))
 
 
 def _warn_late_env_vars(imports: Sequence[str], config: RunConfig) -> None:

@@ -8,10 +8,8 @@ determines the sweep directory as it does that of a run, with `multirun` below t
 from __future__ import annotations
 
 import re
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -30,6 +28,8 @@ from ..conversion.finetune_defaults import load_finetune_config
 from ..distributed.placement import Placement, resolve_placement
 from ..utils import environment
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
+from ..utils.owned_files import check_owned
+from ..utils.signals import handlers_set
 from ..utils.text import pluralize
 from .sweep_record import (
     RECORD_FILE,
@@ -112,6 +112,7 @@ def sweep(
     # before the sweep directory is created, so that an error leaves none behind
     names = _job_directories(hydra_keys.subdir, jobs)
     directory = _create_directory(hydra_keys, [config.root for config in configs])
+    check_owned(directory, RECORD_FILE, *names)
     key, elsewhere = hydra_keys.directory_keys(configs[0].root.exp_manager)
     resumes = all(config.root.exp_manager.resume_if_exists for config in configs)
     previous = read_record(directory, jobs, resumes, elsewhere)
@@ -288,12 +289,12 @@ def _with_directory(config: RunConfig, directory: Path) -> RunConfig:
 
 
 class _Terminated(BaseException):
-    """SIGTERM received between two jobs."""
+    """SIGTERM, or another signal that ends with its exit code, received between two jobs."""
 
 
 def _run_all(runs: list[SweepRun], record: Callable[[], None], start: RunJob, say: Callable[[str], None]) -> int:
     """Run the unfinished jobs, update `runs` and write it with `record`; return the exit code of a signal, or 0."""
-    with _sigterm_raised():
+    with handlers_set(_terminate):
         try:
             for index, run in enumerate(runs):
                 head = f"job {run.job.number} ({index + 1} of {len(runs)}): {job_label(run.job)}"
@@ -322,13 +323,5 @@ def _run_one(run: SweepRun, start: RunJob, say: Callable[[str], None]) -> SweepR
     return replace(run, exit_code=code, error=problem, metrics=read_metrics(run))
 
 
-@contextmanager
-def _sigterm_raised() -> Iterator[None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    previous = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from types import FrameType
 
 from ..data.preprocess.job import Job, PreprocessResult, Progress, preprocess, tokenizer_path
@@ -17,6 +14,7 @@ from ..data.preprocess.train_tokenizer import MAX_VOCAB_SIZE, MIN_VOCAB_SIZE
 from ..data.tokenizers.tokenizer_files import SpecialTokens, load_tokenizer
 from ..utils.environment import available_cores, user_path
 from ..utils.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError
+from ..utils.signals import handlers_set
 from ..utils.text import format_duration, pluralize
 
 _LINE_SECONDS = 30.0
@@ -69,9 +67,15 @@ def run(args: argparse.Namespace) -> int:
     job = _job(args)
     line = _ProgressLine()
     stopped_by: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM and the like as Ctrl-C, so that no worker process is left behind."""
+        stopped_by.append(number)
+        raise KeyboardInterrupt
+
     started = time.monotonic()
     try:
-        with _sigterm_as_interrupt(stopped_by):
+        with handlers_set(interrupt):
             outcome = preprocess(job, line.show, line.say)
     except (KeyboardInterrupt, UserError) as error:
         line.end()
@@ -170,18 +174,3 @@ class _ProgressLine:
         if self._shown:
             print(file=sys.stderr, flush=True)
             self._shown = False
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt(received: list[int]) -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C within this context, so that no worker process is left behind."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils import environment
+from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_OK
 from ..utils.text import pluralize
 from .common_arguments import number_type, parse_float
@@ -117,7 +118,6 @@ class Comparison:
 def _compare(result: TrainingResult, device: torch.device) -> Comparison | None:
     """Evaluate model and baselines on the validation text; None without one (mock data)."""
     from ..data.datasets.samples import EvaluationWindows
-    from ..device.precision import torch_precision
     from ..evaluation.baselines import unigram_bits_per_byte, xz_bits_per_byte
     from ..evaluation.held_out_loss import evaluate, loss_function
 
@@ -131,7 +131,7 @@ def _compare(result: TrainingResult, device: torch.device) -> Comparison | None:
         batches = min(batches, -(-_HELD_OUT_BYTES // (samples.sequence_length * size)))
     result.model.eval()
     evaluation = evaluate(
-        loss_function(result.model, torch_precision(result.run.precision), device),
+        loss_function(result.model, result.run.precision, device),
         samples,
         token_bytes=data.token_byte_counts,
         batch_size=size,
@@ -150,12 +150,11 @@ def _compare(result: TrainingResult, device: torch.device) -> Comparison | None:
 
 
 def _sample(result: TrainingResult, device: torch.device) -> str:
-    from ..device.precision import torch_precision
     from ..generation.sampling import SamplingParams
     from ..generation.text_generator import Generator, StoppingCriteria
 
     tokenizer = result.data.tokenizer
-    precision, length = torch_precision(result.run.precision), result.run.data.task.length
+    precision, length = result.run.precision, result.run.data.task.length
     generator = Generator(result.model.eval(), tokenizer, precision, device, length)
     start = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     prompt = [*start, *tokenizer.encode(_PROMPT).tolist()]
@@ -202,7 +201,7 @@ def _write(result: TrainingResult, pace: StepTiming, comparison: Comparison | No
         "data": result.data.fingerprint,
         "bits_per_byte": asdict(comparison) if comparison else None,
     }
-    (result.directory / "quickstart.json").write_text(json.dumps(document, indent=2) + "\n")
+    atomic_write(result.directory / "quickstart.json", (json.dumps(document, indent=2) + "\n").encode())
 
 
 def _load(experiment: str, overrides: Sequence[str]) -> RunConfig:

@@ -21,6 +21,7 @@ from ..distributed.placement import Placement
 from ..utils.environment import has_rendezvous, prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from ..utils.import_modules import import_plugins
+from ..utils.signals import EXIT_CODES, exit_on_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -40,9 +41,9 @@ _CONNECTION_ERRORS = (
 
 def main() -> None:
     """Train as one rank; never return."""
-    # Until the run installs its handlers, signals kill the process: KeyboardInterrupt may be swallowed inside imports.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Until the run installs its handlers: a KeyboardInterrupt may be swallowed inside imports.
+    exit_on_signals(tuple(EXIT_CODES))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)
     task: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     _die_with_launcher()
     threading.Thread(target=_end_with_launcher, name="launcher", daemon=True).start()

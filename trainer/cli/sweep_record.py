@@ -77,7 +77,7 @@ def read_record(directory: Path, jobs: Sequence[Job], can_resume: bool, director
             raise ValueError("it is too large")
         known = json.loads(path.read_text(encoding="utf-8"))["jobs"]
         swept = [row["swept"] for row in known]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); move it away to start a new sweep") from None
     if swept != [list(map(redact, job.swept)) for job in jobs]:
         raise UserError(

@@ -16,7 +16,7 @@ from ..core.training_state import build_model, build_optimizer
 from ..data.build_datasets import Data
 from ..data.dataloader import GlobalBatch
 from ..data.datasets.samples import batch_tensors
-from ..device.precision import torch_precision
+from ..device.precision import autocast_context
 from ..plan.memory_check import check_memory
 
 _WARM_UP_STEPS = 3
@@ -97,7 +97,7 @@ def median_step_time(step: Callable[[], None], seconds: float, min_steps: int = 
 
 def _build_step(run: ResolvedRun, data: Data, device: torch.device) -> tuple[LanguageModel, Callable[[], None]]:
     """Return a model, and a function that runs one synchronized optimizer step on it as training does."""
-    keys, precision, model_plan = run.model, torch_precision(run.precision), choose_attention(run, device)
+    keys, model_plan = run.model, choose_attention(run, device)
     check_memory(run, device, model_plan)
     model = build_model(run, data.vocab_size, device, model_plan)
     optimizer = build_optimizer(run, model)
@@ -108,7 +108,7 @@ def _build_step(run: ResolvedRun, data: Data, device: torch.device) -> tuple[Lan
         numbers = tuple(range(keys.global_batch_size // keys.micro_batch_size))
         batch = GlobalBatch.from_fields(numbers, fields).to(device)
         for _, fields in batch.micro_batches():
-            with precision.autocast_context(device):
+            with autocast_context(run.precision, device):
                 loss = model.batch_loss(fields, batch.num_targets)
             loss.backward()
             if keys.global_batch_size > keys.micro_batch_size:

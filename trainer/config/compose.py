@@ -8,6 +8,7 @@ state or instantiation; interpolations are not resolved here.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -24,8 +25,8 @@ from omegaconf import OmegaConf
 from ...models.config.key_block import Finding
 from ..utils.errors import UserError
 from . import yaml_reader
-from .dotted_paths import Tree, get, join, merged, put
-from .hydra_defaults import DefaultsList, Repository, compute_defaults_list
+from .dotted_paths import Tree, get, join, merged, parents_of, put
+from .hydra_defaults import DefaultsError, DefaultsList, Repository, compute_defaults_list
 from .suggest import closest
 from .yaml_reader import YamlError, YamlFile
 
@@ -70,11 +71,11 @@ class YamlSource(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Return True if the folder exists."""
-        return ".." not in config_path.split("/") and (self.directory / config_path).is_dir()
+        return ".." not in config_path.split("/") and os.path.isdir(self.directory / config_path)
 
     def is_config(self, config_path: str) -> bool:
         """Return True if the file exists."""
-        return ".." not in config_path.split("/") and self.file(config_path).is_file()
+        return ".." not in config_path.split("/") and os.path.isfile(self.file(config_path))
 
     def file(self, config_path: str) -> Path:
         """Return the file of a config path; `.yaml` is optional."""
@@ -214,6 +215,8 @@ class Composer:
             return compute_defaults_list(self._repository, config_name, adapted)
         except UserError:
             raise
+        except DefaultsError as error:
+            raise UserError(f"defaults list of {config_name}: {error}") from None
         except (HydraException, ValueError, AttributeError, TypeError, AssertionError) as error:
             raise UserError(self._defaults_problem(str(error))) from None
 
@@ -249,13 +252,14 @@ class Composer:
             put(placed, package, tree)
         else:
             placed = tree
+        written = {path: get(tree, path) for path in file.lines}
+        replaced = {join(package, path) for path, value in written.items() if not isinstance(value, dict)}
+        for stale in [known for known in composition.origins if not replaced.isdisjoint(parents_of(known))]:
+            del composition.origins[stale]
         for path, line in file.lines.items():
-            if isinstance(get(tree, path), dict) and get(tree, path):
+            if isinstance(written[path], dict) and written[path]:
                 continue
             full = join(package, path)
-            for stale in [known for known in composition.origins if known.startswith(full + ".")]:
-                if not isinstance(get(tree, path), dict):  # a value replaced a block
-                    del composition.origins[stale]
             composition.origins[full] = f"{display_path(file.path)}:{line}"
             if source.directory == PACKAGED_CONF:
                 composition.packaged_paths.add(full)

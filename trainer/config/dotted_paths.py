@@ -20,6 +20,12 @@ def parent_of(path: str) -> str:
     return path.rpartition(".")[0]
 
 
+def parents_of(path: str) -> Iterator[str]:
+    """Yield the paths of all blocks above `path`, from the innermost, without the root."""
+    while path := parent_of(path):
+        yield path
+
+
 def leaves(tree: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of every leaf; an empty block and a list count as one leaf."""
     for name, value in tree.items():

@@ -155,7 +155,10 @@ class Draft:
         root, wrong_types, wrong = validate.validate_types(acting, self.origin_text)
         self.problems.extend(wrong_types)
         wrong |= {problem.key for problem in self.problems}
-        facts = RuleContext(root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment))
+        is_saved = any(origin.kind == "document" for origin in self.origins.values())
+        facts = RuleContext(
+            root, given, self._set_by_user(given), self.variables, frozenset(self._from_environment), is_saved
+        )
         # With an invalid parallel size the data-parallel size is unknown.
         unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZE_KEYS else set())
         for finding in all_rules.run_rules(facts):

@@ -118,7 +118,7 @@ class Resolver:
                 node = self.resolve(walked).value
             if isinstance(node, dict) and name in node:
                 node = node[name]
-            elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            elif isinstance(node, list) and name.isdecimal() and len(name) < 9 and int(name) < len(node):
                 node = node[int(name)]
             elif self._fallback is not None:
                 try:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
-
-from .schema.optim import PHASES, OptimBlock, SchedBlock
+from dataclasses import dataclass
+from typing import Any, Literal
 
 Schedule = Callable[[int], float]
 """Map the number of completed optimizer steps (0 for the first step) to the learning rate of the next one."""
@@ -228,6 +226,22 @@ class RelativeStep:
         return min(1e-6 * (step + 1) if self.warmup_init else 1e-2, (step + 1) ** -0.5)
 
 
+ScheduleName = Literal[
+    "CosineAnnealing",
+    "WarmupAnnealing",
+    "WarmupPolicy",
+    "WarmupHoldPolicy",
+    "WarmupHoldAnnealLinear",
+    "WarmupHoldAnnealOneMinusSquareRoot",
+    "InverseSquareRootAnnealing",
+    "T5InverseSquareRootAnnealing",
+    "NoamAnnealing",
+    "NoamHoldAnnealing",
+    "SquareAnnealing",
+    "SquareRootAnnealing",
+    "PolynomialDecayAnnealing",
+    "PolynomialHoldDecayAnnealing",
+]
 SCHEDULES: Mapping[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -248,34 +262,3 @@ SCHEDULES: Mapping[str, type[Any]] = {
     )
 }
 """Schedules by `model.optim.sched.name`."""
-
-
-def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
-    """Build the schedule of `model.optim.sched`; its length is `sched.max_steps`, or else the trainer's `max_steps`.
-
-    Ratios are fractions of that length, rounded down as in NeMo. Adafactor's `relative_step` is a separate schedule.
-    """
-    if optim.name == "adafactor" and optim.relative_step:
-        return RelativeStep(optim.warmup_init)
-    sched = optim.sched
-    length = sched.max_steps or max_steps
-    values = {
-        "lr": optim.lr,
-        "min_lr": sched.min_lr,
-        "max_steps": length,
-        **{f"{phase}_steps": phase_steps(sched, phase, length) for phase in PHASES},
-        "power": sched.power,
-        "decay_rate": sched.decay_rate,
-        "d_model": sched.d_model,
-    }
-    kind = SCHEDULES[sched.name]
-    return kind(**{field.name: values[field.name] for field in fields(kind)})
-
-
-def phase_steps(sched: SchedBlock, phase: str, length: int) -> int:
-    """Return the steps of one of `PHASES`, given as such, as a fraction of `length`, or not at all (0)."""
-    steps: int | None = getattr(sched, f"{phase}_steps")
-    ratio: float | None = getattr(sched, f"{phase}_ratio")
-    if steps is not None:
-        return steps
-    return int(ratio * length) if ratio is not None else 0

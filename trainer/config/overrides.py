@@ -127,6 +127,8 @@ def parse_override(parser: OverridesParser, typed: str) -> Override:
         text = _as_text(typed)
         if text is not None:
             return text
+        if "int_max_str_digits" in str(error):
+            raise OverrideError("holds an integer of thousands of digits", "write a number, or quote text") from None
         reason = "its value" if is_secret(key) else " ".join(str(error).split())[:200]
         raise OverrideError(f"cannot be read: {reason}", _unreadable_fix(key, value)) from None
 

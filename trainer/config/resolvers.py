@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 Number = int | float
+_MAX_RESULT_BITS = 128
+"""Of the product of two sizes; Python does not convert integers of thousands of digits to text."""
 
 
 def _divide(a: Number, b: Number) -> Number:
@@ -37,14 +40,15 @@ def _call(name: str, *values: Any) -> Number:
         raise ValueError(f"`{name}` needs at least one number")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"`{name}` takes numbers, but was given {value!r}")
+            raise ValueError(f"`{name}` takes numbers, but was given {reprlib.repr(value)}")
         if isinstance(value, int) and value.bit_length() > 64:
             raise ValueError(f"`{name}` was given a number beyond 64 bits")
-    if name in _OF_ANY:
-        return _OF_ANY[name](values)
-    if name != "subtract" and values[1] == 0:
+    if name not in ("subtract", *_OF_ANY) and values[1] == 0:
         raise ValueError(f"`{name}` cannot divide by zero")
-    return _OF_TWO[name](*values)
+    result = _OF_ANY[name](values) if name in _OF_ANY else _OF_TWO[name](*values)
+    if isinstance(result, int) and result.bit_length() > _MAX_RESULT_BITS:
+        raise ValueError(f"`{name}` gives a number beyond {_MAX_RESULT_BITS} bits")
+    return result
 
 
 RESOLVERS: Mapping[str, Callable[..., Number]] = MappingProxyType(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.config.key_block import Finding
+from ..utils.durable_files import atomic_write
 from .problems import KeyReport
 from .resolved_run import ResolvedRun, resolve_run
 from .schema.root import RootBlock
@@ -68,4 +69,4 @@ class RunConfig:
 
     def save(self, path: Path) -> None:
         """Write the document as JSON."""
-        path.write_text(json.dumps(self.document, indent=2) + "\n")
+        atomic_write(path, (json.dumps(self.document, indent=2) + "\n").encode())

@@ -20,6 +20,8 @@ MAX_BYTES = 1 << 20
 MAX_NODES = 50_000
 MAX_ALIASES = 100
 MAX_DEPTH = 64
+MAX_DIGITS = 1000
+"""Digits of an integer: Python converts no more than 4,300 to text, and no key needs more than 20."""
 
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
@@ -133,12 +135,12 @@ def read_table(path: Path) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the value of `text` as a plain YAML scalar, or `text` itself if it is not one."""
+    """Return the value of `text` as a plain YAML scalar; `text` itself if it is not one, or has too many digits."""
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError:
+        return _build(node, "", {}) if isinstance(node, yaml.ScalarNode) else text
+    except (yaml.YAMLError, YamlError):
         return text
-    return _build(node, "", {}) if isinstance(node, yaml.ScalarNode) else text
 
 
 def _package(text: str) -> str | None:
@@ -202,6 +204,9 @@ def _build(node: yaml.Node, path: str, lines: dict[str, int], dots: bool = False
         case "bool":
             return text.lower() in ("yes", "true", "on")
         case "int":
+            if len(text) > MAX_DIGITS:
+                line = node.start_mark.line + 1
+                raise YamlError(f"has an integer of more than {MAX_DIGITS} digits; quote it if it is text", line)
             return _integer(text)
         case "float":
             return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
@@ -211,6 +216,7 @@ def _build(node: yaml.Node, path: str, lines: dict[str, int], dots: bool = False
 
 def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], dots: bool) -> Tree:
     inherited: Tree = {}
+    lines_of: dict[str, list[str]] = {}  # of each inherited name
     own: Tree = {}
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
@@ -224,6 +230,7 @@ def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], dot
                     inherited.setdefault(name, value)
                 for below, at in found.items():
                     lines.setdefault(below, at)
+                    lines_of.setdefault(below.removeprefix(f"{path}.").partition(".")[0], []).append(below)
             continue
         if not isinstance(key_node, yaml.ScalarNode):
             raise YamlError("a key must be a name, not a list or a block", line)
@@ -232,9 +239,8 @@ def _build_mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], dot
             raise YamlError(f"`{join(path, name)}` is given twice", line)
         if not dots and (not name or ("." in name and not path.startswith("defaults["))):
             raise YamlError(f"the key `{name}` must be one name; write blocks as indented lines, without dots", line)
-        if name in inherited:
-            for stale in [known for known in lines if known.startswith(join(path, name) + ".")]:
-                del lines[stale]
+        for stale in lines_of.pop(name, ()):
+            lines.pop(stale, None)
         lines[join(path, name)] = line
         own[name] = _build(value_node, join(path, name), lines, dots)
     return {**inherited, **own}

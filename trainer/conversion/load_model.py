@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...kernels.attention.flags import read_flags
-from ...models.build import LanguageModel, build_model
+from ...models.build import TORCH_DTYPES, LanguageModel, build_model
 from ...models.config.families import keys_by_stack
 from ...models.config.t5 import T5Keys
 from ...models.model_cost import count_parameters
@@ -21,9 +21,9 @@ from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.resolved_run import ResolvedRun
 from ..config.run_config import RunConfig
+from ..config.run_precision import RunPrecision, resolve_precision
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..device.choose_device import device_from_option
-from ..device.precision import PrecisionPlan, plan_precision
+from ..device.choose_device import compute_capability, device_from_option
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
@@ -48,7 +48,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     model: LanguageModel
     device: torch.device
-    precision: PrecisionPlan
+    precision: RunPrecision
 
     @property
     def run(self) -> ResolvedRun:
@@ -94,9 +94,9 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
     config, tokenizer = saved.config, saved.tokenizer
     run, keys = config.resolved, config.resolved.model
     if device.type == "cuda":
-        precision = plan_precision(run.trainer, keys.megatron_amp_O2, device)
+        precision = resolve_precision(run.trainer.precision, keys.megatron_amp_O2, compute_capability(device))
     else:
-        precision = PrecisionPlan("fp32", torch.float32)
+        precision = RunPrecision("fp32", "fp32")
         # Backend keys of a GPU run do not apply to this device; environment variables still do.
         defaults = {"attention_backend": "auto", "use_flash_attention": None, "transformer_engine": None}
         for at, stack in keys_by_stack(keys).items():
@@ -111,7 +111,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
             keys = keys.model_copy(update=defaults)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
     needed, available = (
-        count_parameters(keys, vocab_size, run.batch_spec) * precision.param_dtype.itemsize,
+        count_parameters(keys, vocab_size, run.batch_spec) * precision.weights_itemsize,
         host_memory(),
     )
     if available is not None and needed > available:
@@ -124,11 +124,11 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
             keys.model_copy(update={"compile": False}),  # compiling would take longer than most generations
             vocab_size=vocab_size,
             device=device,
-            dtype=precision.param_dtype,
+            dtype=TORCH_DTYPES[precision.weights],
             flags=read_flags(),
             micro_batch_size=1,
             batch_spec=run.batch_spec,
-            compute_dtype=precision.autocast_dtype,
+            compute_dtype=TORCH_DTYPES[precision.compute],
             kinds=("evaluation", "generation"),
             peft=run.peft,
         )

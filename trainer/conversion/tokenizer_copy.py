@@ -19,6 +19,7 @@ from ..data.tasks.task_samples import tokenizer_for_task
 from ..data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from ..data.tokenizers.tokenizer_config import TOKENIZER_CONFIG_FILE
 from ..data.tokenizers.tokenizer_files import MERGES_FILE, TOKENIZER_JSON, VOCAB_FILE, tokenizer_from_config
+from ..data.tokenizers.tokenizer_json import tokens_by_id
 from ..data.tokenizers.vocabulary import configured_tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
@@ -206,7 +207,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     elif document["tokenizer"] == "huggingface":
         (folder / TOKENIZER_JSON).write_text(document["definition"], encoding="utf-8")
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens_map(tokenizer)}
-        names = {id_: token for token, id_ in _tokens(document["definition"]).items()}
+        names = tokens_by_id(document["definition"])
         for kind, id_ in (("eos", tokenizer.eos_id), ("pad", tokenizer.pad_id)):
             if id_ in names:
                 settings[f"{kind}_token"] = names[id_]
@@ -224,12 +225,6 @@ def write_template(folder: Path, tokenizer: Tokenizer) -> None:
     beside = load_chat_template(folder, str(folder))
     if tokenizer.chat_template is not None and (beside is None or beside.source != tokenizer.chat_template.source):
         (folder / CHAT_TEMPLATE_FILE).write_text(tokenizer.chat_template.source, encoding="utf-8")
-
-
-def _tokens(definition: str) -> dict[str, int]:
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_str(definition).get_vocab()
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

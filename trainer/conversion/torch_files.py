@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -30,6 +31,11 @@ class TorchFile:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
             _check_stored(path)
+        elif _is_tar(path):
+            raise UserError(
+                f"{path} is a tar archive, the format of torch before 0.1.10, which cannot be loaded safely; save it "
+                "again with a newer torch, or use a safetensors file"
+            )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -51,6 +57,19 @@ class TorchFile:
     def tensor(self, name: str) -> Tensor:
         """One of the tensors, contiguous."""
         return self._tensors[name].detach().contiguous()
+
+
+def _is_tar(path: Path) -> bool:
+    """Return True if torch would load the file as a tar archive: it would extract it to a temporary directory."""
+    with path.open("rb") as file:
+        header = file.read(tarfile.BLOCKSIZE)
+    if header == bytes(tarfile.BLOCKSIZE):  # the end of an empty archive
+        return True
+    try:
+        tarfile.TarInfo.frombuf(header, tarfile.ENCODING, "surrogateescape")
+    except tarfile.HeaderError:
+        return False
+    return True
 
 
 def _check_stored(path: Path) -> None:

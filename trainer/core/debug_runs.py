@@ -8,7 +8,9 @@ from ..config.run_config import RunConfig
 from ..data.build_datasets import Data
 from ..data.subsets import RepeatedSubset
 from ..loggers.logger_backends import BACKENDS
+from ..utils.environment import user_path
 from ..utils.errors import UserError
+from ..utils.owned_files import check_owned
 from ..utils.text import pluralize
 
 FAST_DEV_RUN = "fast_dev_run"
@@ -20,6 +22,9 @@ def fast_dev_run(config: RunConfig) -> RunConfig:
 
     Model, data, optimizer and schedule are unchanged. Steps and validation batches are limited; checkpoints, early
     stopping and loggers are disabled.
+
+    Raises:
+        UserError: a link is in place of the subdirectory.
     """
     root = config.root
     steps = int(root.trainer.fast_dev_run)
@@ -41,6 +46,7 @@ def fast_dev_run(config: RunConfig) -> RunConfig:
     run_directory = f"{keys.exp_dir or 'runs'}/{keys.name or root.name}"
     if keys.explicit_log_dir is not None:
         run_directory = keys.explicit_log_dir
+    check_owned(user_path(run_directory, "exp_manager.explicit_log_dir"), FAST_DEV_RUN)
     manager = keys.model_copy(
         update={
             "create_checkpoint_callback": False,

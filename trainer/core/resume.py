@@ -30,6 +30,7 @@ from ..data.build_datasets import Data
 from ..optim.optimizer_factory import recorded_settings
 from ..utils.environment import user_path
 from ..utils.errors import EXIT_IO, UserError
+from ..utils.redaction import redact_value
 
 _FIELD_KEYS = {
     "seed": ("model.seed", "dropout and the data order differ from here on"),
@@ -196,6 +197,7 @@ def _change(checkpoint: Checkpoint, key: str, before: Any, after: Any, effect: s
     """Yield a line if the value of a key has changed since the checkpoint."""
     if before != after:
         consequence = f": {effect}" if effect else ""
+        before, after = (redact_value(key, str(value)) for value in (before, after))
         yield f"`{key}` was {before} in {checkpoint.path.name} and is {after} now{consequence}"
 
 

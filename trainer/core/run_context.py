@@ -24,9 +24,8 @@ from ..data.build_datasets import Data, build_data
 from ..device.choose_device import choose_device, compute_capability
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
-from ..device.precision import PrecisionPlan, torch_precision
 from ..distributed.process_group import DistributedContext
-from ..loggers.logger_backends import check_loggers
+from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay
 from ..loggers.run_logger import RunLogger
 from ..plan.memory_check import check_memory
@@ -49,7 +48,6 @@ class RunContext:
         ranks: the ranks of the run.
         device: device of this rank.
         resolved: what follows from the configuration.
-        precision: dtypes of weights and arithmetic.
         model_plan: attention backends and compilation.
         uses_cuda_graph: micro batches run as CUDA graphs.
         stop: signals and time limits of this process.
@@ -64,7 +62,6 @@ class RunContext:
     ranks: DistributedContext
     device: torch.device
     resolved: ResolvedRun
-    precision: PrecisionPlan
     model_plan: ModelPlan
     uses_cuda_graph: bool
     stop: StopHandler
@@ -125,7 +122,6 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
             ranks=ranks,
             device=device,
             resolved=resolved,
-            precision=torch_precision(resolved.precision),
             model_plan=model_plan,
             uses_cuda_graph=graphs,
             stop=stop,
@@ -203,7 +199,7 @@ def _open_logger(
         return RunLogger.disabled()
     keys = config.root.trainer
     return RunLogger.open(
-        config,
+        LoggedRun(config.root.name, config.root.exp_manager, config.document),
         directory.path,
         ProgressDisplay(keys.max_steps, live=keys.enable_progress_bar, title=config.root.name),
         resumed_at=resumed.state.step if resumed else 0,

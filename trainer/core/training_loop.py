@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,9 @@ from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
 from ..checkpoint.run_directory import RESOLVED_CONFIG
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.writer import CheckpointContent, apply_retention
-from ..config.lr_schedule import build_schedule
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import canonical_metric_name
+from ..config.schema.optim import build_schedule
 from ..data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
 from ..data.dataloader import PrefetchingDataLoader
 from ..data.subsets import validation_subset
@@ -116,8 +117,8 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         state.model,
         state.optimizer,
         build_schedule(keys.optim, run.resolved.trainer.max_steps),
-        PrefetchingDataLoader(run.data.train, batches, run.device, keys.data.num_workers),
-        run.precision,
+        PrefetchingDataLoader(run.data.train, batches, run.device, keys.data.num_workers, _report_on_every_rank(run)),
+        run.resolved.precision,
         seed=keys.seed,
         step=state.start.step,
         ranks=ranks,
@@ -142,6 +143,13 @@ def _config_document(run: RunContext, max_steps: int) -> dict[str, Any]:
     if max_steps == run.resolved.trainer.max_steps:
         return document
     return document | {"trainer": document["trainer"] | {"max_steps": max_steps}}
+
+
+def _report_on_every_rank(run: RunContext) -> Callable[[str], None]:
+    """Return a function that logs a line on rank 0, and prints it on others, whose logger is disabled."""
+    if run.ranks.is_rank_zero:
+        return run.logger.log
+    return lambda line: print(f"rank {run.ranks.rank}: {line}", file=sys.stderr, flush=True)
 
 
 def build_throughput(run: ResolvedRun, model: LanguageModel, device: torch.device) -> ThroughputFactors:
@@ -185,7 +193,7 @@ def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction
         batches = default_batches if global_batches is None else global_batches
         try:
             return evaluate(
-                loss_function(model, run.precision, run.device),
+                loss_function(model, run.resolved.precision, run.device),
                 samples,
                 token_bytes=run.data.token_byte_counts,
                 batch_size=size,
@@ -249,7 +257,7 @@ def _retention(run: RunContext) -> Callable[[], None]:
         apply_retention(
             run.directory.checkpoints,
             save_top_k=params.save_top_k,
-            save_last=params.save_last or run.stop.reason is not None,
+            save_last=params.save_last or run.stop.is_failing or run.stop.reason is not None,
             monitor=canonical_metric_name(params.monitor),
             mode=params.mode,
         )

@@ -6,27 +6,18 @@ save. For CUDA devices batches are pinned and copied on a side stream, one step 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
-import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
-from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from ..utils.errors import UserError
 from .batch_sampler import MicroBatchIndices, RankBatchSampler
+from .dataloader_workers import WorkerPool
 from .datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors, concatenate_batches
 
 PREFETCH_FACTOR = 2
@@ -95,7 +86,7 @@ class GlobalBatch:
         return self._with(tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors)
 
     def pin_memory(self) -> GlobalBatch:
-        """Copy the batch to pinned memory; DataLoader calls this too."""
+        """Copy the batch to pinned memory."""
         return self._with(tensor.pin_memory() for tensor in self.tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -111,23 +102,16 @@ def _batch_from_arrays(indices: tuple[int, ...], arrays: dict[str, np.ndarray]) 
     return GlobalBatch.from_fields(indices, {name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
-class _GlobalBatches(Dataset[GlobalBatch | UserError]):
+class _GlobalBatches:
     """Maps the micro batches of a step to their samples."""
 
     def __init__(self, samples: AnySamples) -> None:
         self.samples = samples
 
-    def read(self, part: MicroBatchIndices) -> GlobalBatch:
+    def __call__(self, part: MicroBatchIndices) -> GlobalBatch:
         size = part.micro_batch_size
         batches = [self.samples.batch(part.first_sample + number * size, size) for number in part.indices]
         return GlobalBatch.from_fields(part.indices, batch_tensors(concatenate_batches(batches)))
-
-    def __getitem__(self, part: MicroBatchIndices) -> GlobalBatch | UserError:
-        """In a dataloader worker: return a `UserError`; DataLoader would raise it with a traceback as its message."""
-        try:
-            return self.read(part)
-        except UserError as error:
-            return error
 
 
 class PrefetchingDataLoader:
@@ -136,58 +120,54 @@ class PrefetchingDataLoader:
     Args:
         device: device to copy batches to.
         num_workers: worker processes; 0 uses a thread.
+        report: logs a line when a worker that died is replaced.
     """
 
     def __init__(
-        self, dataset: AnySamples, batch_sampler: RankBatchSampler, device: torch.device, num_workers: int = 0
+        self,
+        dataset: AnySamples,
+        batch_sampler: RankBatchSampler,
+        device: torch.device,
+        num_workers: int = 0,
+        report: Callable[[str], None] = print,
     ) -> None:
         self._batches = _GlobalBatches(dataset)
         self._parts = batch_sampler
         self._device = device
         self._num_workers = num_workers
+        self._report = report
+        self._pool: WorkerPool[MicroBatchIndices, GlobalBatch] | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        host = self._from_workers() if self._num_workers else self._from_thread()
+        self.close()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        host = self._prefetched(self._thread)
         return self._copy_ahead(host) if self._device.type == "cuda" else (b.to(self._device) for b in host)
 
     def close(self) -> None:
-        """Stop the prefetch thread."""
+        """Stop the workers and the prefetch thread."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None
 
-    def _from_thread(self) -> Iterator[GlobalBatch]:
-        self.close()
-        self._thread = thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        parts = iter(self._parts)
-        ahead = deque(thread.submit(self._read, part) for part in islice(parts, PREFETCH_FACTOR))
-        for part in parts:
+    def _prefetched(self, thread: ThreadPoolExecutor) -> Iterator[GlobalBatch]:
+        """Yield the batches, prepared in the thread; an exception there is raised here."""
+        if self._num_workers:
+            self._pool = WorkerPool(self._batches, self._parts, self._num_workers, self._report)
+        batches = iter(self._pool or map(self._batches, self._parts))
+        ahead = deque(thread.submit(self._next, batches) for _ in range(PREFETCH_FACTOR))
+        while True:
             batch = ahead.popleft().result()
-            ahead.append(thread.submit(self._read, part))
+            ahead.append(thread.submit(self._next, batches))
             yield batch
 
-    def _read(self, part: MicroBatchIndices) -> GlobalBatch:
-        batch = self._batches.read(part)
+    def _next(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
+        batch = next(batches)
         return batch.pin_memory() if self._device.type == "cuda" else batch
-
-    def _from_workers(self) -> Iterator[GlobalBatch]:
-        with warnings.catch_warnings():
-            # The number of workers is the user's choice.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loader = DataLoader(
-                self._batches,
-                batch_size=None,
-                sampler=self._parts,
-                num_workers=self._num_workers,
-                prefetch_factor=PREFETCH_FACTOR,
-                pin_memory=self._device.type == "cuda",
-                # A fork would copy locks held by threads of this process.
-                multiprocessing_context="spawn",
-                worker_init_fn=_init_worker,
-            )
-        with _signals_blocked():
-            return map(_unwrap, iter(loader))
 
     def _copy_ahead(self, host: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         stream = torch.cuda.Stream(self._device)
@@ -206,49 +186,3 @@ class PrefetchingDataLoader:
             for tensor in batch.tensors:
                 tensor.record_stream(current)
             yield batch
-
-
-def _unwrap(item: GlobalBatch | UserError) -> GlobalBatch:
-    if isinstance(item, UserError):
-        raise item
-    return item
-
-
-_BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else (signal.SIGINT,)
-"""Stop signals. Ctrl-C and schedulers send them to all processes, but the run needs its dataloader workers until it has
-finished the step."""
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Context in which new processes inherit `_BLOCKED_SIGNALS` as blocked, from their first instruction."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    resource_tracker.ensure_running()  # if started inside, it would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _init_worker(worker: int) -> None:
-    """In a dataloader worker: exit with the parent process or on SIGTERM from it, and ignore SIGTERM from others."""
-    # torch's own watchdog compares parent ids from here on, and so never ends a worker whose parent has died before
-    threading.Thread(target=_exit_with_parent, name="parent", daemon=True).start()
-    if signal.SIGTERM in _BLOCKED_SIGNALS and hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_exit_on_sigterm_from, args=(os.getppid(),), name="sigterm", daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this is no worker"
-    parent.join()
-    os._exit(1)
-
-
-def _exit_on_sigterm_from(parent: int) -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
-        pass
-    os._exit(0)

@@ -23,13 +23,13 @@ from typing import Any
 
 from ..config.run_config import RunConfig
 from ..utils.environment import worker_environment
-from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, UserError, save_traceback
+from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, save_traceback
+from ..utils.signals import EXIT_CODES, restore_handlers, set_handlers
 from .placement import Placement
 
 GRACE_SECONDS = 8.0
 """Time for the other workers to exit by themselves after one has failed."""
 _POLL_SECONDS = 0.05
-_STOPPED = {signal.SIGTERM: EXIT_TERMINATED, signal.SIGINT: EXIT_INTERRUPTED}
 
 
 @dataclass
@@ -98,11 +98,10 @@ class _Launch:
         self._imports = imports
         self._workers: list[Worker] = []
         self._signal: signal.Signals | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Launch:
-        for number in _STOPPED:
-            self._previous[number] = signal.signal(number, self._forward)
+        self._previous = set_handlers(self._forward, tuple(EXIT_CODES))
         try:
             self._start()
         except BaseException:
@@ -118,8 +117,7 @@ class _Launch:
                 with contextlib.suppress(OSError):
                     worker.process.stdin.close()
             worker.poll()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore_handlers(self._previous)
 
     def wait(self) -> int:
         """Wait until all workers have exited; return the exit code."""
@@ -127,6 +125,9 @@ class _Launch:
             ended = [worker for worker in self._workers if worker.poll()]
             if len(ended) == len(self._workers):
                 break
+            early = [worker.exit_code for worker in ended if _stopped_early(worker)]
+            if early and self._signal is None:  # the others would wait for it
+                self._forward(signal.SIGINT if early[0] == EXIT_INTERRUPTED else signal.SIGTERM, None)
             failed = [worker.ended_at for worker in ended if worker.ended_at is not None and not _succeeded(worker)]
             if failed and time.monotonic() - min(failed) > GRACE_SECONDS:
                 break
@@ -137,11 +138,11 @@ class _Launch:
         if all(worker.exit_code == EXIT_OK for worker in self._workers):
             return EXIT_OK
         codes = {worker.exit_code for worker in self._workers}
-        if len(codes) == 1 and (code := codes.pop()) in _STOPPED.values():
+        if len(codes) == 1 and (code := codes.pop()) in EXIT_CODES.values():
             return code or EXIT_FAILURE
         lines, code = self._root_failure()
         if self._signal is not None:
-            signal_code = _STOPPED[self._signal]
+            signal_code = EXIT_CODES[self._signal]
             if all(
                 worker.exit_code in (-self._signal, -signal.SIGKILL, signal_code, EXIT_OK) for worker in self._workers
             ):
@@ -193,7 +194,7 @@ class _Launch:
             read_end, write_end = os.pipe()
             os.set_blocking(read_end, False)
             shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
-            with _sigint_blocked():
+            with _signals_blocked():
                 process = subprocess.Popen(
                     [sys.executable, "-m", "stoker.trainer.cli.rank_entry"],
                     stdin=subprocess.PIPE,
@@ -247,14 +248,19 @@ def _save_trace(lines: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    """Context in which new processes start with SIGINT blocked: a starting interpreter would print a traceback."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _signals_blocked() -> Iterator[None]:
+    """Context in which new processes start with the stop signals blocked, until the rank has handlers for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _stopped_early(worker: Worker) -> bool:
+    """Return True if a signal ended the worker before its run handled signals."""
+    return worker.outcome is None and worker.exit_code in EXIT_CODES.values()
+
+
 def _succeeded(worker: Worker) -> bool:
-    return worker.exit_code in (EXIT_OK, *_STOPPED.values())
+    return worker.exit_code in (EXIT_OK, *EXIT_CODES.values())

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..config.run_precision import RunPrecision
 from ..data.datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors
-from ..device.precision import PrecisionPlan
+from ..device.precision import autocast_context
 from ..distributed.process_group import DistributedContext
 from ..utils.errors import UserError
 
@@ -63,11 +64,11 @@ class EvaluationInterruptedError(Exception):
     """An evaluation was interrupted before it had a result."""
 
 
-def loss_function(model: ScoringModel, precision: PrecisionPlan, device: torch.device) -> Callable[..., Tensor]:
+def loss_function(model: ScoringModel, precision: RunPrecision, device: torch.device) -> Callable[..., Tensor]:
     """Return a function for `evaluate` that sums a model's losses over a batch, in its precision."""
 
     def total(**fields: Tensor) -> Tensor:
-        with precision.autocast_context(device):
+        with autocast_context(precision, device):
             return model.batch_loss(fields, torch.ones((), device=device))
 
     return total

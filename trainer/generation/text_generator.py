@@ -15,9 +15,10 @@ from ...models.build import LanguageModel, get_stacks
 from ...models.incremental_decoding import Decoder, GPTDecoder, T5Decoder, kv_cache_bytes, max_input_length
 from ...models.moe.moe_layer import find_moe_layers
 from ...models.t5 import T5
+from ..config.run_precision import RunPrecision
 from ..conversion.load_model import LoadedModel
 from ..data.tokenizers.tokenizer import Tokenizer
-from ..device.precision import PrecisionPlan
+from ..device.precision import autocast_context
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .beam_search import BeamSearchConfig, run_beam_search
@@ -81,7 +82,7 @@ class Generator:
         self,
         model: LanguageModel,
         tokenizer: Tokenizer,
-        precision: PrecisionPlan,
+        precision: RunPrecision,
         device: torch.device,
         context: int,
         token_names: Mapping[int, str] = MappingProxyType({}),
@@ -211,7 +212,7 @@ class Generator:
         return self._tokenizer.pad_id if isinstance(self._model, T5) else None
 
     def _within(self) -> AbstractContextManager[object]:
-        return self._precision.autocast_context(self._device)
+        return autocast_context(self._precision, self._device)
 
     def _truncated(self, prompt: Sequence[int]) -> list[int]:
         """Return the prompt, for a GPT truncated on the left to the context length.

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ...models.memory.offload_weights import find_weight_offloads
 from ..config.lr_schedule import Schedule
+from ..config.run_precision import RunPrecision
 from ..data.dataloader import GlobalBatch, PrefetchingDataLoader
-from ..device.precision import PrecisionPlan
+from ..device.precision import autocast_context
 from ..distributed.data_parallel import DataParallel
 from ..distributed.process_group import DistributedContext
 from ..optim.base_optimizer import Optimizer
@@ -56,7 +57,7 @@ class LanguageModule(pl.LightningModule):
         optimizer: Optimizer,
         schedule: Schedule,
         dataloader: PrefetchingDataLoader,
-        precision: PrecisionPlan,
+        precision: RunPrecision,
         *,
         seed: int,
         step: int = 0,
@@ -133,7 +134,7 @@ class LanguageModule(pl.LightningModule):
 
     def _loss_and_gradients(self, fields: Fields, targets: Tensor) -> Tensor:
         """Run forward and backward of one micro batch without a host sync; return its loss, accumulate into `.grad`."""
-        with self.precision.autocast_context(targets.device):
+        with autocast_context(self.precision, targets.device):
             loss = self.model.batch_loss(fields, targets)
         # Not `manual_backward`: its hooks and loss scaling do nothing here, but cost about as much as a small kernel.
         loss.backward()

@@ -1,8 +1,8 @@
 """Metric loggers besides metrics.jsonl: TensorBoard, CSV, Weights & Biases, MLflow.
 
-Each is a `MetricLogger` and a row of `BACKENDS`, constructed from:
+Each is a `MetricLogger`, its keys in `LoggerKeys`, and a row of `BACKENDS`; constructed from:
 
-    config      the configuration of the run
+    run         the configuration of the run
     directory   the run directory; its metrics.jsonl holds no step after `resumed_at`
     resumed_at  the step the run resumes from; 0 for a new run
 
@@ -19,45 +19,121 @@ import csv
 import importlib.util
 import io
 import json
-import queue
 import re
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
-from ..config.run_config import RunConfig
-from ..config.schema.exp_manager import ExpManagerBlock, MlflowBlock
+from pydantic import Field
+
+from ...models.config.key_block import ConfigBlock, NonEmptyText, block_default, extension_field
 from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import UserError
+from ..utils.owned_files import check_owned, make_owned_directory, open_to_append
 from ..utils.redaction import redact, redact_arguments
-from ..utils.text import pluralize
+from .background_logger import BackgroundLogger, MetricLogger
 
-_MAX_QUEUED_RECORDS = 4096
-_CLOSE_TIMEOUT_SECONDS = 60.0
 _RUN_IDS_FILE = "loggers.json"
 _RUN_ID = re.compile(r"[\w\-]{1,64}")
 _MAX_RUN_IDS_BYTES = 4096
 
 
-class MetricLogger(Protocol):
-    """Interface of a metric logger."""
+class SummaryWriterBlock(ConfigBlock):
+    """`exp_manager.summary_writer_kwargs.*`: supported arguments of TensorBoard's SummaryWriter."""
 
-    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
-        """Log the metrics of a step; `group` is `train` or `validation`."""
-        ...
+    max_queue: int = Field(10, ge=1)
+    """Maximum number of pending events before a flush."""
+    flush_secs: int = Field(120, ge=1)
+    """Seconds between flushes."""
+    filename_suffix: str = Field("", pattern=r"^[\w.\-]{0,64}$")
+    """Suffix of the event file names."""
 
-    def close(self, *, failed: bool) -> None:
-        """Flush and close; `failed`: the run ended with an error."""
-        ...
+
+class WandbBlock(ConfigBlock):
+    """`exp_manager.wandb_logger_kwargs.*`: settings of Weights & Biases; the API key comes from WANDB_API_KEY only."""
+
+    project: NonEmptyText | None = None
+    """Project of the run; required."""
+    name: NonEmptyText | None = None
+    """Name of the run; null: the name of the run directory."""
+    entity: NonEmptyText | None = None
+    """User or team; null: the default of your account."""
+    group: NonEmptyText | None = None
+    """Group of the run."""
+    job_type: NonEmptyText | None = None
+    """Job type within a group."""
+    tags: list[NonEmptyText] = Field(default=[])
+    """Tags of the run."""
+    notes: NonEmptyText | None = None
+    """Longer description of the run."""
+    save_dir: NonEmptyText | None = None
+    """Directory of W&B's files; null: the run directory."""
+    id: Annotated[str, Field(pattern=r"^[\w\-]{1,64}$")] | None = None
+    """Run id; null: a new id, which is reused when the run is resumed."""
+    offline: bool = False
+    """Log offline; upload later with `wandb sync`."""
 
 
-def check_loggers(keys: ExpManagerBlock) -> None:
+class MlflowBlock(ConfigBlock):
+    """`exp_manager.mlflow_logger_kwargs.*`: settings of MLflow; credentials come from its environment variables."""
+
+    experiment_name: NonEmptyText | None = None
+    """Experiment of the run; null: the name of the run."""
+    run_name: NonEmptyText | None = None
+    """Name of the run; null: the name of the run directory."""
+    tracking_uri: NonEmptyText | None = None
+    """Tracking server or store; null: MLFLOW_TRACKING_URI, else a database in `save_dir`."""
+    save_dir: NonEmptyText | None = None
+    """Directory of the database `mlflow.db` if there is no tracking server; null: the run directory."""
+    prefix: str = Field("", max_length=64)
+    """Prefix of metric names."""
+    tags: dict[str, str | int | float | bool] = Field(default={})
+    """Tags of the run."""
+    artifact_location: NonEmptyText | None = None
+    """Artifact location of a new experiment; null: chosen by the server."""
+    run_id: Annotated[str, Field(pattern=r"^[\w\-]{1,64}$")] | None = None
+    """Existing MLflow run to log to; null: a new one, which is reused when the run is resumed."""
+
+
+class LoggerKeys(ConfigBlock):
+    """Loggers of a run, in `exp_manager`."""
+
+    create_tensorboard_logger: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    summary_writer_kwargs: SummaryWriterBlock = block_default(SummaryWriterBlock)
+    """Arguments of TensorBoard's SummaryWriter."""
+    create_wandb_logger: bool = False
+    """Log to Weights & Biases (extra `wandb`)."""
+    wandb_logger_kwargs: WandbBlock = block_default(WandbBlock)
+    """Settings of Weights & Biases."""
+    create_mlflow_logger: bool = False
+    """Log to MLflow (extra `mlflow`)."""
+    mlflow_logger_kwargs: MlflowBlock = block_default(MlflowBlock)
+    """Settings of MLflow."""
+    create_csv_logger: bool = extension_field(False)
+    """Write metrics.csv beside metrics.jsonl."""
+
+
+class LoggedRun(NamedTuple):
+    """Configuration of a run, for its loggers.
+
+    Attributes:
+        name: name of the run.
+        keys: keys of the loggers.
+        document: the whole configuration, with environment variables unresolved.
+    """
+
+    name: str
+    keys: LoggerKeys
+    document: Mapping[str, Any]
+
+
+def check_loggers(keys: LoggerKeys) -> None:
     """Check that the packages of the enabled loggers are installed, before anything is built.
 
     Raises:
@@ -71,7 +147,7 @@ def check_loggers(keys: ExpManagerBlock) -> None:
             )
 
 
-def open_loggers(config: RunConfig, directory: Path, resumed_at: int) -> dict[str, MetricLogger]:
+def open_loggers(run: LoggedRun, directory: Path, resumed_at: int) -> dict[str, MetricLogger]:
     """Open the enabled loggers, by their names in messages.
 
     Raises:
@@ -79,8 +155,8 @@ def open_loggers(config: RunConfig, directory: Path, resumed_at: int) -> dict[st
     """
     loggers: dict[str, MetricLogger] = {}
     try:
-        for _, backend in _enabled_backends(config.root.exp_manager):
-            logger = backend.open(config, directory, resumed_at)
+        for _, backend in _enabled_backends(run.keys):
+            logger = backend.open(run, directory, resumed_at)
             loggers[backend.title] = BackgroundLogger(logger) if backend.is_remote else logger
     except BaseException:
         for logger in loggers.values():
@@ -92,12 +168,14 @@ def open_loggers(config: RunConfig, directory: Path, resumed_at: int) -> dict[st
 class TensorBoardLogger:
     """TensorBoard event files; events after the step of a resume are purged, as those steps are logged again."""
 
-    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
+    def __init__(self, run: LoggedRun, directory: Path, resumed_at: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # lazily: the import takes a second
 
-        settings = config.root.exp_manager.summary_writer_kwargs.model_dump()
+        settings = run.keys.summary_writer_kwargs.model_dump()
         purge_step = resumed_at + 1 if resumed_at else None
-        self._writer: Any = SummaryWriter(str(directory / "tensorboard"), purge_step=purge_step, **settings)
+        folder = make_owned_directory(directory, "tensorboard")
+        check_owned(folder, *(path.name for path in folder.iterdir()))  # its names hold no more than time and host
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step, **settings)
 
     def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
         """Log one scalar per metric, named `group/metric`."""
@@ -112,7 +190,7 @@ class TensorBoardLogger:
 class CSVLogger:
     """`metrics.csv`: one row per line of metrics.jsonl, from which it is rewritten; missing metrics are empty cells."""
 
-    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
+    def __init__(self, run: LoggedRun, directory: Path, resumed_at: int) -> None:
         self._path = directory / "metrics.csv"
         self._rows: list[dict[str, Any]] = []
         records = directory / "metrics.jsonl"
@@ -131,7 +209,7 @@ class CSVLogger:
         if new:
             self._write_all()
             return
-        with self._path.open("a", newline="", encoding="utf-8") as file:
+        with open_to_append(self._path.parent, self._path.name, newline="") as file:
             csv.DictWriter(file, self._columns).writerow(row)
 
     def close(self, *, failed: bool) -> None:
@@ -152,12 +230,14 @@ class WandbLogger:
         UserError: the client cannot start.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
+    def __init__(self, run: LoggedRun, directory: Path, resumed_at: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        keys = config.root.exp_manager.wandb_logger_kwargs
+        keys = run.keys.wandb_logger_kwargs
         run_id = keys.id or (_read_run_id(directory, "wandb") if resumed_at else None) or secrets.token_hex(4)
         save_dir = user_path(keys.save_dir, "exp_manager.wandb_logger_kwargs.save_dir") if keys.save_dir else directory
+        if save_dir is directory:
+            check_owned(directory, "wandb", cure="remove the link, or set exp_manager.wandb_logger_kwargs.save_dir")
         try:
             with _redacted_argv():
                 self._run: Any = wandb.init(
@@ -172,7 +252,7 @@ class WandbLogger:
                     id=run_id,
                     resume="allow",
                     mode="offline" if keys.offline else None,
-                    config=dict(config.document),  # environment variables unresolved
+                    config=dict(run.document),
                     # The run prints its own lines; no client output, and no capture of the terminal.
                     settings=wandb.Settings(silent=True, console="off"),
                 )
@@ -201,11 +281,11 @@ class MLflowLogger:
         UserError: the server or store cannot be used.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, resumed_at: int) -> None:
+    def __init__(self, run: LoggedRun, directory: Path, resumed_at: int) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
-        keys = config.root.exp_manager.mlflow_logger_kwargs
+        keys = run.keys.mlflow_logger_kwargs
         self._metric: Any = Metric
         self._prefix = keys.prefix
         uri = keys.tracking_uri or snapshot().get("MLFLOW_TRACKING_URI")
@@ -213,6 +293,8 @@ class MLflowLogger:
             folder = directory
             if keys.save_dir:
                 folder = user_path(keys.save_dir, "exp_manager.mlflow_logger_kwargs.save_dir").absolute()
+            else:  # the database, and what SQLite may write beside it
+                check_owned(directory, *(f"mlflow.db{end}" for end in ("", "-journal", "-wal", "-shm")))
             folder.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{folder}/mlflow.db"
         try:
@@ -222,7 +304,7 @@ class MLflowLogger:
                 self._run_id: str = self._client.get_run(known).info.run_id
                 self._client.update_run(self._run_id, status="RUNNING")
             else:
-                self._run_id = self._create_run(keys, directory, keys.experiment_name or config.root.name)
+                self._run_id = self._create_run(keys, directory, keys.experiment_name or run.name)
         except Exception as error:
             fix = f"is there a server or store at {redact(uri)}?"
             raise _cannot_start("mlflow", "MLflow", error, fix) from error
@@ -253,94 +335,32 @@ class MLflowLogger:
         return run.info.run_id
 
 
-class BackgroundLogger:
-    """Run another logger in a background thread.
-
-    The first error of the thread is raised once, by the next `log`; records that could not be sent are counted.
-
-    Args:
-        logger: the wrapped logger.
-        close_timeout: longest time `close` waits for queued records.
-    """
-
-    def __init__(self, logger: MetricLogger, close_timeout: float = _CLOSE_TIMEOUT_SECONDS) -> None:
-        self._logger = logger
-        self._close_timeout = close_timeout
-        self._records: queue.Queue[tuple[int, Mapping[str, float], str] | None] = queue.Queue(_MAX_QUEUED_RECORDS)
-        self._error: Exception | None = None
-        self._raised = False
-        self._num_lost = 0
-        self._failed = False
-        self._thread = threading.Thread(target=self._run, name=type(logger).__name__, daemon=True)
-        self._thread.start()
-
-    def log(self, step: int, metrics: Mapping[str, float], group: str) -> None:
-        """Queue a record; never blocks."""
-        try:
-            self._records.put_nowait((step, dict(metrics), group))
-        except queue.Full:
-            self._num_lost += 1
-        if self._error is not None and not self._raised:
-            self._raised = True
-            raise self._error
-
-    def close(self, *, failed: bool) -> None:
-        """Wait up to `close_timeout` seconds for queued records.
-
-        Raises:
-            RuntimeError: records were not sent.
-        """
-        self._failed = failed
-        deadline = time.monotonic() + self._close_timeout
-        try:
-            self._records.put(None, timeout=self._close_timeout)
-        except queue.Full:
-            pass
-        else:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
-        lost = self._num_lost + self._records.qsize()
-        if lost or self._error is not None:
-            raise RuntimeError(f"{pluralize(lost, 'record')} could not be sent") from self._error
-        if self._thread.is_alive():
-            raise RuntimeError(f"it has not finished within {self._close_timeout:g} s")
-
-    def _run(self) -> None:
-        while (record := self._records.get()) is not None:
-            try:
-                self._logger.log(*record)
-            except Exception as error:
-                self._error = self._error or error
-                self._num_lost += 1
-        try:
-            self._logger.close(failed=self._failed)
-        except Exception as error:
-            self._error = self._error or error
-
-
 class _Backend(NamedTuple):
     """A kind of logger.
 
     Attributes:
         title: its name in messages.
         open: the class; see the arguments above.
+        settings: key of the block with its settings; empty without one.
         is_remote: it sends to a server: in a background thread, with an optional package of the name of its key.
     """
 
     title: str
-    open: Callable[[RunConfig, Path, int], MetricLogger]
+    open: Callable[[LoggedRun, Path, int], MetricLogger]
+    settings: str = ""
     is_remote: bool = False
 
 
 BACKENDS = {
-    "tensorboard": _Backend("TensorBoard", TensorBoardLogger),
+    "tensorboard": _Backend("TensorBoard", TensorBoardLogger, "summary_writer_kwargs"),
     "csv": _Backend("CSV", CSVLogger),
-    "wandb": _Backend("W&B", WandbLogger, is_remote=True),
-    "mlflow": _Backend("MLflow", MLflowLogger, is_remote=True),
+    "wandb": _Backend("W&B", WandbLogger, "wandb_logger_kwargs", is_remote=True),
+    "mlflow": _Backend("MLflow", MLflowLogger, "mlflow_logger_kwargs", is_remote=True),
 }
 """The loggers of `exp_manager.create_NAME_logger`, by NAME."""
 
 
-def _enabled_backends(keys: ExpManagerBlock) -> Iterator[tuple[str, _Backend]]:
+def _enabled_backends(keys: LoggerKeys) -> Iterator[tuple[str, _Backend]]:
     return ((name, backend) for name, backend in BACKENDS.items() if getattr(keys, f"create_{name}_logger"))
 
 
@@ -370,7 +390,7 @@ def _read_run_id(directory: Path, package: str) -> str | None:
         if path.stat().st_size > _MAX_RUN_IDS_BYTES:
             return None
         run_id = json.loads(path.read_text(encoding="utf-8"))[package]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return run_id if isinstance(run_id, str) and _RUN_ID.fullmatch(run_id) else None
 

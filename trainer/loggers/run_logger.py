@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from ..config.run_config import RunConfig
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
+from ..utils.owned_files import open_owned, open_to_append
 from ..utils.text import pluralize
-from .logger_backends import MetricLogger, open_loggers
+from .background_logger import MetricLogger
+from .logger_backends import LoggedRun, open_loggers
 from .progress_bar import ProgressDisplay
 from .step_report import StepReport
 
@@ -46,18 +48,21 @@ class RunLogger:
         self._warned: set[str] = set()
         if directory is None:
             return
-        path = directory / "metrics.jsonl"
         try:
-            _drop_lines_after(path, resumed_at, drop_validation)
-            self._metrics = path.open("a", encoding="utf-8")
-            self._log = (directory / "run.log").open("a", encoding="utf-8")
+            _drop_lines_after(directory / "metrics.jsonl", resumed_at, drop_validation)
+            self._metrics = open_to_append(directory, "metrics.jsonl")
+            self._log = open_to_append(directory, "run.log")
         except OSError as error:
+            self.close(failed=True)
             raise _cannot_write(error) from error
+        except UserError:
+            self.close(failed=True)
+            raise
 
     @classmethod
     def open(
         cls,
-        config: RunConfig,
+        run: LoggedRun,
         directory: Path,
         progress: ProgressDisplay,
         *,
@@ -71,7 +76,7 @@ class RunLogger:
         """
         logger = cls(directory, progress, resumed_at=resumed_at, drop_validation=drop_validation)
         try:
-            logger._loggers = open_loggers(config, directory, resumed_at)
+            logger._loggers = open_loggers(run, directory, resumed_at)
         except OSError as error:
             logger.close(failed=True)
             raise _cannot_write(error) from error
@@ -181,14 +186,14 @@ def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
     if not path.exists():
         return
     kept: list[str] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with os.fdopen(open_owned(path.parent, path.name, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 document = json.loads(line)
                 repeated = validates_again and document["step"] == step and "val_loss" in document
                 if line.endswith("\n") and document["step"] <= step and not repeated:
                     kept.append(line)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
     atomic_write(path, "".join(kept).encode())
 

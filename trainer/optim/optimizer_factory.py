@@ -15,8 +15,7 @@ from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Slice
 from ...models.memory.host_copies import CopyEngine
 from ...models.model_cost import count_parameters, outer_weights
-from ..config.lr_schedule import build_schedule
-from ..config.schema.optim import OptimBlock, optimizer_kind, optimizer_settings
+from ..config.schema.optim import OptimBlock, build_schedule, optimizer_kind, optimizer_settings
 from ..config.schema.root import AnyModelBlock
 from .adafactor import Adafactor
 from .adamw import AdamW

@@ -18,11 +18,11 @@ from ...models.config.families import FamilySlice, keys_by_stack
 from ...models.config.moe import has_experts
 from ...models.config.stack import StackSlice
 from ...models.config.t5 import T5Keys
+from ...models.layer import layer_weights
 from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from ...models.model_cost import stacks_with_cross_attention
 from ...models.moe.moe_layer import expert_rows
-from ...models.stack import layer_weights
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.root import AnyModelBlock
 from ..data.dataloader import PREFETCH_FACTOR

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ...kernels.attention.dispatch import BackendSelection
+from ...models.config.dense_stack import AttentionSlice
 from ...models.config.peft import LoRASlice
-from ...models.config.stack import AttentionSlice
 from ...models.dispatch.core_attention import attended_pairs, recomputes_from_log_sum_exp
 from ...models.layers.cost import StackInputs, recomputed_bytes
 from ...models.model_cost import training_flops_per_sample

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...models.config.t5 import T5Slice
+from ...models.layer import layer_weights
 from ...models.layers.position_embeddings import rotary_table_bytes
-from ...models.stack import layer_weights
 from ..config.schema.optim import optimizer_kind, optimizer_settings
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..optim.state_buckets import BUCKET_BYTES, StateShape, plan_buckets

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ...models.config.memory import OffloadSlice, RecomputeModule, RecomputeSlice
+from ...models.layer import layer_memory
 from ...models.layers.cost import LayerMemory, StackInputs
 from ...models.lm_head import LossMemory, token_loss_memory
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
@@ -21,7 +22,7 @@ from ...models.model_cost import (
     embedding_saved_bytes,
     head_saved_bytes,
 )
-from ...models.stack import final_norm_saved_bytes, layer_memory
+from ...models.stack import final_norm_saved_bytes
 from ...models.t5 import encoder_output_bytes
 from .run_inputs import RunInputs
 from .state_memory import (

@@ -23,6 +23,9 @@ from torch import Tensor
 
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_DEPTH = 64
+MAX_HEADER_BYTES = 32 << 20
+MAX_TENSORS = 200_000
+"""Tensors of a file; the largest known model has 91,000 in all of its files."""
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -189,14 +192,24 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for reading by name; the library checks its header against its size.
 
     Raises:
-        DamagedFileError: missing, not a regular file, or not a safetensors file.
+        DamagedFileError: missing, not a regular file, not a safetensors file, or with too many tensors.
     """
-    _open_regular(path).close()
+    with _open_regular(path) as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        if MAX_HEADER_BYTES < header_bytes < os.fstat(opened.fileno()).st_size:
+            raise DamagedFileError(_too_large(path, f"{header_bytes >> 20:,} MiB of names"))
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            if (count := len(file.keys())) > MAX_TENSORS:
+                raise DamagedFileError(_too_large(path, f"{count:,} tensors"))
             yield file
     except SafetensorError as error:
         raise DamagedFileError(f"{path.name} is not a safetensors file: {_one_line(error)}") from None
+
+
+def _too_large(path: Path, found: str) -> str:
+    limits = f"at most {MAX_TENSORS:,} tensors and {MAX_HEADER_BYTES >> 20} MiB of names are read"
+    return f"{path.name} has {found} in its header: {limits}; split it into several files"
 
 
 def tensor_dtype_name(tensor: Tensor) -> str:

@@ -54,19 +54,21 @@ def _gradients(
     if needs.kv:
         k_gradient, v_gradient = launch_dkdv(saved, problem)
     full_bias = needs.bias and bias is not None and bias.shape == (*q.shape[:1], q.shape[2], *problem[-2:])
-    if needs.q or full_bias or needs.distance_bias or needs.slopes:
+    summed_bias = needs.bias and bias is not None and not full_bias
+    if needs.q or needs.bias or needs.distance_bias or needs.slopes:
         scores_dtype = bias.dtype if bias is not None and full_bias else None
         dq, scores, far, slopes = launch_dq(
-            saved, problem, scores_dtype=scores_dtype, far_sums=needs.distance_bias, slope_sums=needs.slopes
-        )
+            saved, problem, scores_dtype=scores_dtype, correct_delta=summed_bias or needs.distance_bias,
+            far_sums=needs.distance_bias and problem.right != 0, slope_sums=needs.slopes,
+        )  # fmt: skip
         q_gradient = dq if needs.q else q_gradient
         if scores is not None:
             bias_gradient = scores
-        if far is not None and distance_bias is not None:
+        if needs.distance_bias and distance_bias is not None:
             distance_gradient = launch_distance_gradient(saved, problem, far).to(distance_bias.dtype)
         if slopes is not None and alibi_slopes is not None:
             slopes_gradient = slopes.to(alibi_slopes.dtype)
-    if needs.bias and bias is not None and not full_bias:
+    if summed_bias and bias is not None:
         bias_gradient = launch_bias_gradient(saved, problem).to(bias.dtype)
     return q_gradient, k_gradient, v_gradient, bias_gradient, distance_gradient, slopes_gradient
 
@@ -81,14 +83,16 @@ def _hopper_gradients(
 
     saved = launchers.prepare_backward(q, k, v, out, lse, out_gradient, lse_gradient, problem)
     q_gradient = k_gradient = v_gradient = distance_gradient = slopes_gradient = row_sums = diagonals = None
-    if needs.kv or needs.distance_bias:
+    if needs.q or needs.distance_bias or needs.slopes:
+        far_sums = needs.distance_bias and problem.right < 0
+        dq, row_sums = launchers.launch_dq(
+            saved, problem, correct_delta=needs.distance_bias, far_sums=far_sums, slope_sums=needs.slopes
+        )
+        q_gradient = dq if needs.q else q_gradient
+    if needs.kv or needs.distance_bias:  # after dq, which corrects the delta of the diagonals
         dk, dv, diagonals = launchers.launch_dkdv(saved, problem, diagonals=needs.distance_bias)
         if needs.kv:
             k_gradient, v_gradient = dk, dv
-    if needs.q or needs.distance_bias or needs.slopes:
-        far_sums = needs.distance_bias and problem.right < 0
-        dq, row_sums = launchers.launch_dq(saved, problem, far_sums=far_sums, slope_sums=needs.slopes)
-        q_gradient = dq if needs.q else q_gradient
     if diagonals is not None and problem.distance_bias is not None:
         reach, offset = problem.distance_bias.shape[1] // 2, problem.max_keys - problem.max_queries
         total = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ....kernels.attention.flags import KNOWN_FLAGS
 from ....models.config.key_block import Finding
 from ...utils.environment import format_variable
-from ...utils.redaction import has_user_info, is_ambiguous_secret, is_secret
+from ...utils.redaction import holds_secret, is_ambiguous_secret, is_secret, redact_value
 from ..schema.key_index import format_value
 from ..suggest import closest
 from .rule_context import RuleContext
@@ -34,6 +34,7 @@ def env_vars_match_environment(context: RuleContext) -> Iterator[Finding]:
         text = format_variable(value)
         exported = context.environment.get(name)
         if exported is not None and exported != text:
+            text, exported = redact_value(name, text), redact_value(name, exported)
             yield Finding.error(
                 (f"env_vars.{name}",),
                 f"`env_vars.{name}` ({text}) contradicts the environment, which has {name}={exported}",
@@ -54,7 +55,10 @@ def nvte_flags_are_known(context: RuleContext) -> Iterator[Finding]:
 def config_holds_no_secrets(context: RuleContext) -> Iterator[Finding]:
     """The configuration must hold no secrets: it is saved and logged, with `${oc.env:NAME}` unresolved."""
     variables, dataset = "env_vars", "model.data.dataset_kwargs"
-    found = [(variables, name, value, is_secret(name)) for name, value in context.root.env_vars.items()]
+    found = [
+        (variables, name, value, is_secret(name) or holds_secret(str(value)))
+        for name, value in context.root.env_vars.items()
+    ]
     found += [
         (dataset, name, value, _is_secret_argument(name, value))
         for name, value in context.root.model.data.dataset_kwargs.items()
@@ -64,7 +68,9 @@ def config_holds_no_secrets(context: RuleContext) -> Iterator[Finding]:
         # In the configuration of a checkpoint a reference is plain text.
         if is_bad and path not in context.from_environment and "${" not in str(value):
             export = f"export {name} before the run, or " if block == variables else ""
-            yield Finding.error(
+            yield Finding(
+                # Earlier versions recognized fewer names, and what they have saved must load.
+                "warning" if context.is_saved else "error",
                 (path,),
                 f"`{path}` looks like a secret; the configuration is saved and logged and must not hold one",
                 f"{export}write {path}=${{oc.env:VARIABLE}}",
@@ -74,7 +80,7 @@ def config_holds_no_secrets(context: RuleContext) -> Iterator[Finding]:
 def _is_secret_argument(name: str, value: object) -> bool:
     """Return True if a dataset argument looks like a secret; an ambiguous name (column, token) needs a long value."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-    if any(has_user_info(text) for text in texts):
+    if any(holds_secret(text) for text in texts):
         return True
     if not is_secret(name):
         return False

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ...utils.redaction import has_user_info
+from ...loggers.logger_backends import BACKENDS
+from ...utils.redaction import holds_secret
 from ...utils.text import parse_duration, pluralize
 from ..schema.exp_manager import TRAINING_METRICS, Metric
 from .rule_context import RuleContext, is_changed, no_effect
@@ -21,9 +22,11 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
     """Note settings of a disabled feature."""
     manager = context.root.exp_manager
     groups = (
-        (f"{_AT}.summary_writer_kwargs", f"{_AT}.create_tensorboard_logger", manager.create_tensorboard_logger),
-        (f"{_AT}.wandb_logger_kwargs", f"{_AT}.create_wandb_logger", manager.create_wandb_logger),
-        (f"{_AT}.mlflow_logger_kwargs", f"{_AT}.create_mlflow_logger", manager.create_mlflow_logger),
+        *(
+            (f"{_AT}.{backend.settings}", f"{_AT}.create_{name}_logger", getattr(manager, f"create_{name}_logger"))
+            for name, backend in BACKENDS.items()
+            if backend.settings
+        ),
         (_STOPPING, f"{_AT}.create_early_stopping_callback", manager.create_early_stopping_callback),
         (f"{_AT}.ema", f"{_AT}.ema.enable", manager.ema.enable),
         (_MEMORY, f"{_MEMORY}.enabled", context.root.model.memory_profile.enabled),
@@ -57,7 +60,7 @@ def mlflow_settings_act(context: RuleContext) -> Iterator[Finding]:
     keys, at = manager.mlflow_logger_kwargs, f"{_AT}.mlflow_logger_kwargs"
     if not manager.create_mlflow_logger:
         return
-    if keys.tracking_uri is not None and has_user_info(keys.tracking_uri):
+    if keys.tracking_uri is not None and holds_secret(keys.tracking_uri):
         yield Finding.error(
             (f"{at}.tracking_uri",),
             "`tracking_uri` must not hold a user or a password",
@@ -192,8 +195,8 @@ def fast_dev_run_disables_features(context: RuleContext) -> Iterator[Finding]:
     manager = context.root.exp_manager
     if not int(context.root.trainer.fast_dev_run):
         return
-    loggers = ("create_wandb_logger", "create_mlflow_logger", "create_csv_logger")
-    features = ("resume_if_exists", "resume_from_checkpoint", "create_early_stopping_callback", *loggers)
+    switches = [f"create_{name}_logger" for name in BACKENDS if name != "tensorboard"]  # which is on by default
+    features = ("resume_if_exists", "resume_from_checkpoint", "create_early_stopping_callback", *switches)
     ignored = [name for name in features if getattr(manager, name)]
     if ignored:
         yield Finding.info(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.config.moe import moe_slice
-from ....models.config.positions import BOUNDED_POSITION_TYPES, window_masks_nothing
+from ....models.config.position_rules import window_masks_nothing
+from ....models.config.positions import BOUNDED_POSITION_TYPES
 from ....models.config.stack import StackKeys
 from ..data_task import task_from_keys
 from ..parameter_layout import DISTRIBUTED_OPTIMIZERS

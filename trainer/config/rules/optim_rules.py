@@ -7,8 +7,16 @@ from dataclasses import fields
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
-from ..lr_schedule import SCHEDULES, phase_steps
-from ..schema.optim import PHASES, RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
+from ..lr_schedule import SCHEDULES
+from ..schema.optim import (
+    PHASES,
+    RELATIVE_STEP_KEYS,
+    OptimBlock,
+    SchedBlock,
+    optimizer_kind,
+    optimizer_settings,
+    phase_steps,
+)
 from .rule_context import RuleContext, no_effect, unused
 
 _AT = "model.optim"

@@ -21,6 +21,7 @@ class RuleContext:
         set_by_user: the subset of `given` set by the user, not by a packaged file.
         environment: the caller's environment variables.
         from_environment: paths whose values refer to the environment (`${oc.env:NAME}`); saved unresolved.
+        is_saved: the configuration was read back from a run or a checkpoint.
     """
 
     root: RootBlock
@@ -28,6 +29,7 @@ class RuleContext:
     set_by_user: frozenset[str]
     environment: Mapping[str, str]
     from_environment: frozenset[str] = frozenset()
+    is_saved: bool = False
 
 
 def is_changed(context: RuleContext, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Keys of `exp_manager`: run directory, loggers, checkpoints and early stopping, with NeMo's names."""
+"""Keys of `exp_manager`: run directory, checkpoints and early stopping, with NeMo's names; loggers in `LoggerKeys`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, extension_field
-from .trainer_and_data import NonEmptyText, block_default
+from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default
+from ...loggers.logger_backends import LoggerKeys
 
 Metric = Literal[
     "val_loss", "validation_loss", "bits_per_byte", "loss", "grad_norm", "reduced_train_loss", "train_loss"
@@ -91,65 +91,8 @@ class EmaBlock(ConfigBlock):
     """Steps between EMA updates."""
 
 
-class SummaryWriterBlock(ConfigBlock):
-    """`exp_manager.summary_writer_kwargs.*`: supported arguments of TensorBoard's SummaryWriter."""
-
-    max_queue: int = Field(10, ge=1)
-    """Maximum number of pending events before a flush."""
-    flush_secs: int = Field(120, ge=1)
-    """Seconds between flushes."""
-    filename_suffix: str = Field("", pattern=r"^[\w.\-]{0,64}$")
-    """Suffix of the event file names."""
-
-
-class WandbBlock(ConfigBlock):
-    """`exp_manager.wandb_logger_kwargs.*`: settings of Weights & Biases; the API key comes from WANDB_API_KEY only."""
-
-    project: NonEmptyText | None = None
-    """Project of the run; required."""
-    name: NonEmptyText | None = None
-    """Name of the run; null: the name of the run directory."""
-    entity: NonEmptyText | None = None
-    """User or team; null: the default of your account."""
-    group: NonEmptyText | None = None
-    """Group of the run."""
-    job_type: NonEmptyText | None = None
-    """Job type within a group."""
-    tags: list[NonEmptyText] = Field(default=[])
-    """Tags of the run."""
-    notes: NonEmptyText | None = None
-    """Longer description of the run."""
-    save_dir: NonEmptyText | None = None
-    """Directory of W&B's files; null: the run directory."""
-    id: Annotated[str, Field(pattern=r"^[\w\-]{1,64}$")] | None = None
-    """Run id; null: a new id, which is reused when the run is resumed."""
-    offline: bool = False
-    """Log offline; upload later with `wandb sync`."""
-
-
-class MlflowBlock(ConfigBlock):
-    """`exp_manager.mlflow_logger_kwargs.*`: settings of MLflow; credentials come from its environment variables."""
-
-    experiment_name: NonEmptyText | None = None
-    """Experiment of the run; null: the name of the run."""
-    run_name: NonEmptyText | None = None
-    """Name of the run; null: the name of the run directory."""
-    tracking_uri: NonEmptyText | None = None
-    """Tracking server or store; null: MLFLOW_TRACKING_URI, else a database in `save_dir`."""
-    save_dir: NonEmptyText | None = None
-    """Directory of the database `mlflow.db` if there is no tracking server; null: the run directory."""
-    prefix: str = Field("", max_length=64)
-    """Prefix of metric names."""
-    tags: dict[str, str | int | float | bool] = Field(default={})
-    """Tags of the run."""
-    artifact_location: NonEmptyText | None = None
-    """Artifact location of a new experiment; null: chosen by the server."""
-    run_id: Annotated[str, Field(pattern=r"^[\w\-]{1,64}$")] | None = None
-    """Existing MLflow run to log to; null: a new one, which is reused when the run is resumed."""
-
-
-class ExpManagerBlock(ConfigBlock):
-    """`exp_manager.*`: run directory, checkpoints and loggers."""
+class RunKeys(ConfigBlock):
+    """Run directory, checkpoints and early stopping, in `exp_manager`."""
 
     exp_dir: NonEmptyText | None = None
     """Parent directory of all runs; null: `./runs`."""
@@ -181,17 +124,7 @@ class ExpManagerBlock(ConfigBlock):
     """Metric and criteria of early stopping."""
     ema: EmaBlock = block_default(EmaBlock)
     """Exponential moving average of the weights."""
-    create_tensorboard_logger: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
-    summary_writer_kwargs: SummaryWriterBlock = block_default(SummaryWriterBlock)
-    """Arguments of TensorBoard's SummaryWriter."""
-    create_wandb_logger: bool = False
-    """Log to Weights & Biases (extra `wandb`)."""
-    wandb_logger_kwargs: WandbBlock = block_default(WandbBlock)
-    """Settings of Weights & Biases."""
-    create_mlflow_logger: bool = False
-    """Log to MLflow (extra `mlflow`)."""
-    mlflow_logger_kwargs: MlflowBlock = block_default(MlflowBlock)
-    """Settings of MLflow."""
-    create_csv_logger: bool = extension_field(False)
-    """Write metrics.csv beside metrics.jsonl."""
+
+
+class ExpManagerBlock(LoggerKeys, RunKeys):
+    """`exp_manager.*`: run directory, checkpoints and loggers."""

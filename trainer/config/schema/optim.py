@@ -7,12 +7,13 @@ The keys are flat, like NeMo's: each acts for the optimizers and schedules that 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, extension_field
-from .trainer_and_data import block_default
+from ....models.config.key_block import ConfigBlock, block_default, extension_field
+from ..lr_schedule import SCHEDULES, RelativeStep, ScheduleName
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -23,22 +24,7 @@ PHASES = ("warmup", "constant", "hold")
 class SchedBlock(ConfigBlock):
     """`model.optim.sched.*`: learning-rate schedule."""
 
-    name: Literal[
-        "CosineAnnealing",
-        "WarmupAnnealing",
-        "WarmupPolicy",
-        "WarmupHoldPolicy",
-        "WarmupHoldAnnealLinear",
-        "WarmupHoldAnnealOneMinusSquareRoot",
-        "InverseSquareRootAnnealing",
-        "T5InverseSquareRootAnnealing",
-        "NoamAnnealing",
-        "NoamHoldAnnealing",
-        "SquareAnnealing",
-        "SquareRootAnnealing",
-        "PolynomialDecayAnnealing",
-        "PolynomialHoldDecayAnnealing",
-    ] = "CosineAnnealing"
+    name: ScheduleName = "CosineAnnealing"
     """Schedule. Warmup-stable-decay (WSD) is WarmupHoldAnnealLinear or WarmupHoldAnnealOneMinusSquareRoot."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of linear warm-up."""
@@ -152,3 +138,34 @@ def optimizer_settings(optim: OptimBlock) -> dict[str, Any]:
         value = getattr(optim, key)
         settings[key] = default if value is None else value
     return settings
+
+
+def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
+    """Build the schedule of `model.optim.sched`; its length is `sched.max_steps`, or else the trainer's `max_steps`.
+
+    Ratios are fractions of that length, rounded down as in NeMo. Adafactor's `relative_step` is a separate schedule.
+    """
+    if optim.name == "adafactor" and optim.relative_step:
+        return RelativeStep(optim.warmup_init)
+    sched = optim.sched
+    length = sched.max_steps or max_steps
+    values = {
+        "lr": optim.lr,
+        "min_lr": sched.min_lr,
+        "max_steps": length,
+        **{f"{phase}_steps": phase_steps(sched, phase, length) for phase in PHASES},
+        "power": sched.power,
+        "decay_rate": sched.decay_rate,
+        "d_model": sched.d_model,
+    }
+    kind = SCHEDULES[sched.name]
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+
+def phase_steps(sched: SchedBlock, phase: str, length: int) -> int:
+    """Return the steps of one of `PHASES`, given as such, as a fraction of `length`, or not at all (0)."""
+    steps: int | None = getattr(sched, f"{phase}_steps")
+    ratio: float | None = getattr(sched, f"{phase}_ratio")
+    if steps is not None:
+        return steps
+    return int(ratio * length) if ratio is not None else 0

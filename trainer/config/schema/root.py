@@ -11,13 +11,13 @@ from pydantic import Discriminator, Field, Tag
 
 from ....models.config.bert import BertKeys
 from ....models.config.gpt import GPTKeys
-from ....models.config.key_block import ConfigBlock, extension_field
+from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default, extension_field
 from ....models.config.model import FAMILIES, Family
 from ....models.config.peft import PeftKeys
 from ....models.config.t5 import T5Keys
 from .exp_manager import ExpManagerBlock
 from .optim import OptimBlock
-from .trainer_and_data import DataBlock, MemoryProfileBlock, NonEmptyText, TokenizerBlock, TrainerBlock, block_default
+from .trainer_and_data import DataBlock, MemoryProfileBlock, TokenizerBlock, TrainerBlock
 
 RampUpBatchSize = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)]
 

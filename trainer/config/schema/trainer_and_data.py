@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ....models.config.key_block import ConfigBlock, extension_field
+from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default, extension_field
 
 Precision = Literal[64, "64", "64-true", 32, "32", "32-true", "bf16", "bf16-mixed", "bf16-true"]
 PositiveInt = Annotated[int, Field(ge=1)]
-NonEmptyText = Annotated[str, Field(min_length=1)]
-"""Non-empty text: an empty path or name usually comes from an unset shell variable."""
-BlockT = TypeVar("BlockT", bound=ConfigBlock)
-
-
-def block_default(kind: type[BlockT]) -> BlockT:
-    """Return the default of a nested block: the block with all its defaults."""
-    return kind.model_validate({})
 
 
 class TrainerBlock(ConfigBlock):

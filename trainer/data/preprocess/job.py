@@ -256,7 +256,7 @@ def _existing_outcome(job: Job, identity: Mapping[str, Any]) -> PreprocessResult
             summary = json.loads(summary_path.read_bytes())
             same_inputs = all(summary[name] == json.loads(json.dumps(identity[name])) for name in ("inputs", "options"))
             same_tokenizer = job.tokenizer is None or summary["tokenizer"] == job.tokenizer.to_dict()
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             same_inputs = same_tokenizer = False
         if same_inputs and same_tokenizer:
             return PreprocessResult(summary, [], already_done=True)
@@ -271,7 +271,7 @@ def _load_or_train_tokenizer(
     if path.is_file():
         try:
             return tokenizer_from_dict(json.loads(path.read_bytes()))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: {error}; remove {journal.folder} to start over") from None
     say(f"training a byte-level BPE of {job.vocab_size:,} tokens on a sample of at most 128 MiB")
     tokenizer = train_tokenizer(job.vocab_size, sources, units, job.reading)
@@ -314,6 +314,7 @@ def _publish(job: Job, tokenizer: Tokenizer, journal: Journal, summary: Mapping[
                 writer.add_index(journal.part_prefix(key))
         writer.finish()
     if job.vocab_size:
+        tokenizer_path(job.prefix).unlink(missing_ok=True)
         _write_atomically(tokenizer_path(job.prefix), tokenizer.to_dict()["definition"].encode())
     _write_atomically(metadata_path(job.prefix), json.dumps(summary, indent=1, ensure_ascii=False).encode() + b"\n")
     journal.remove()

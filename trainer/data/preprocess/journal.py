@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...utils.errors import EXIT_IO, UserError
+from ...utils.owned_files import check_owned, make_owned_directory, open_owned
 from ..sources.indexed_tokens import bin_path, idx_path
 from .read_documents import DAMAGED, RejectedDocument
 from .worker_process import DocumentCounts
@@ -39,7 +40,7 @@ class Journal:
         chunks: the number of chunks of each compressed input that was read to its end.
 
     Raises:
-        UserError: the folder belongs to another command, is in use, or cannot be written.
+        UserError: the folder belongs to another command, is in use, is or holds a link, or cannot be written.
     """
 
     def __init__(self, prefix: Path, identity: Mapping[str, Any], *, start_over: bool) -> None:
@@ -48,12 +49,14 @@ class Journal:
         self.chunks: dict[int, int] = {}
         with ExitStack() as opened:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = opened.enter_context((self.folder / _LOCK).open("wb"))
+                self.folder.parent.mkdir(parents=True, exist_ok=True)
+                make_owned_directory(self.folder.parent, self.folder.name)
+                check_owned(self.folder, _JOURNAL, _LOCK, TOKENIZER)
+                self._lock = opened.enter_context(self._open(_LOCK, os.O_WRONLY | os.O_CREAT, "wb"))
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 valid_bytes = self._read(json.loads(json.dumps(identity)), start_over)
                 self._remove_unfinished()
-                self._file: IO[bytes] = opened.enter_context((self.folder / _JOURNAL).open("ab"))
+                self._file = opened.enter_context(self._open(_JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab"))
                 self._file.truncate(valid_bytes)
                 if valid_bytes == 0:
                     self._write({"command": identity})
@@ -62,6 +65,9 @@ class Journal:
             except OSError as error:
                 raise UserError(f"cannot write {self.folder}: {error.strerror}", EXIT_IO) from None
             self._opened = opened.pop_all()
+
+    def _open(self, name: str, flags: int, mode: str) -> IO[bytes]:
+        return os.fdopen(open_owned(self.folder, name, flags), mode)
 
     def part_prefix(self, key: PartKey) -> Path:
         """Return the output prefix of a part."""
@@ -145,7 +151,7 @@ def _entries(path: Path) -> tuple[list[dict[str, Any]], int]:
             while (line := file.readline(_MAX_LINE)).endswith(b"\n"):
                 try:
                     entry = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     break
                 if not isinstance(entry, dict):
                     break

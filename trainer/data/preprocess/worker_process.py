@@ -21,6 +21,7 @@ import numpy as np
 
 from ...utils.environment import disable_tokenizer_threads
 from ...utils.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_IO, UserError
+from ...utils.signals import EXIT_CODES
 from ..sources.indexed_tokens import IndexedWriter, token_dtype
 from ..tokenizers.tokenizer import Tokenizer
 from ..tokenizers.tokenizer_document import tokenizer_from_dict
@@ -82,7 +83,8 @@ def run_worker(connection: Any) -> None:
     The worker exits immediately if its main process is killed.
     """
     threading.Thread(target=_exit_with_main, name="main", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the workers
+    for number in set(EXIT_CODES) - {signal.SIGTERM}:  # they may reach all processes; the main one ends the workers
+        signal.signal(number, signal.SIG_IGN)
     disable_tokenizer_threads()
     try:
         settings = json.loads(connection.recv_bytes())

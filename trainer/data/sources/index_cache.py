@@ -84,7 +84,7 @@ class IndexCache:
                 if array.dtype != dtype or array.shape != shape:
                     return None
                 arrays[part] = array.view(np.ndarray)
-        except (OSError, ValueError, KeyError, TypeError, EOFError):
+        except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError):
             return None
         return arrays
 

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_MAX_DECODERS = 32
+_MAX_GROWTH, _MAX_INSERTED = 4, 64
+"""Limits of a token's length after a `Replace` of the decoder."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _LOSSLESS_SPLITS = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
 """Behaviors of a pre-tokenizer that keep all text; the fifth is `Removed`."""
@@ -125,6 +128,8 @@ def _token_decoder(definition: Part) -> Callable[[str], bytes]:
     unknown = kinds - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece", "BPEDecoder"}
     if unknown:
         raise ValueError(f"its decoder {sorted(unknown)[0]!r} is not supported")
+    if len(decoders) > _MAX_DECODERS:
+        raise ValueError(f"its decoder has {len(decoders)} steps; at most {_MAX_DECODERS} are supported")
     if not decoders:
         return lambda token: f" {token}".encode()
 
@@ -132,7 +137,10 @@ def _token_decoder(definition: Part) -> Callable[[str], bytes]:
         for part in decoders:
             match part["type"]:
                 case "Replace" if isinstance(part.get("pattern"), dict) and "String" in part["pattern"]:
-                    token = token.replace(part["pattern"]["String"], part["content"])
+                    pattern, content, length = part["pattern"]["String"], part["content"], len(token)
+                    if length + token.count(pattern) * len(content) > _MAX_GROWTH * length + _MAX_INSERTED:
+                        raise ValueError("a `Replace` of its decoder makes tokens many times longer; remove it")
+                    token = token.replace(pattern, content)
                 case "ByteFallback" if byte := _BYTE_PIECE.fullmatch(token):
                     return bytes([int(byte[1], 16)])
                 case "Metaspace":
@@ -148,14 +156,14 @@ def _token_decoder(definition: Part) -> Callable[[str], bytes]:
 
 def _steps(definition: Part, name: str) -> list[Part]:
     """Return the steps of a normalizer, pre-tokenizer or decoder, with sequences flattened."""
-    queue, found = [definition.get(name)], []
-    while queue:
-        part = queue.pop(0)
+    waiting, found = [definition.get(name)], []
+    while waiting:
+        part = waiting.pop()
         if not isinstance(part, dict):
             continue
         if part.get("type") == "Sequence":
             inner = next((part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), [])
-            queue = [*inner, *queue]
+            waiting += reversed(inner)
         else:
             found.append(part)
     return found

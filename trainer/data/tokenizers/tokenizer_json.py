@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import UserError
+from .definition_bounds import unbounded_part
 from .gpt2_pretokenizer import CachedWordTokenizer, uses_gpt2_pre_tokenizer
+from .isolated_encoder import IsolatedEncoder
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import adds_prefix_space, is_byte_level, token_byte_counts, token_byte_strings
 from .tokenizer import PieceTokenizer, TokenIds, encode_utf8
@@ -26,6 +28,24 @@ MAX_DEFINITION_BYTES = 56 << 20
 """Maximum size of a definition as a JSON string; the tokenizer document of a checkpoint may have 64 MiB."""
 MAX_VOCAB_SIZE = 1 << 22
 """Maximum number of token ids; the largest known vocabularies have 262,144. Tables of this size are allocated."""
+_MAX_CACHED_ADDED_TOKENS = 2000
+"""Maximum number of added tokens for `CachedWordTokenizer`: its regular expression grows with them."""
+
+
+class _Library(NamedTuple):
+    """A definition, loaded.
+
+    Attributes:
+        parsed: the parsed definition.
+        tokenizer: the library's tokenizer; it has only tokens and model if the definition is run in another process.
+        vocabulary: id by token, added tokens included.
+        unbounded: the part of the definition without a known bound on its cost; None if there is none.
+    """
+
+    parsed: dict[str, Any]
+    tokenizer: tokenizers.Tokenizer
+    vocabulary: dict[str, int]
+    unbounded: str | None
 
 
 class JsonTokenizer(PieceTokenizer):
@@ -33,6 +53,7 @@ class JsonTokenizer(PieceTokenizer):
 
     Args:
         definition: the text of the file, as returned by `canonical_json`.
+        library: the definition, if it is already loaded.
 
     Raises:
         ValueError: the definition is too large, invalid, or has a part that is not supported.
@@ -40,16 +61,22 @@ class JsonTokenizer(PieceTokenizer):
 
     kind = "huggingface"
 
-    def __init__(self, definition: str, special: SpecialTokenIds) -> None:
-        self._parsed = _parse(definition)
-        self._tokenizer = _library_tokenizer(definition, self._parsed)
+    def __init__(self, definition: str, special: SpecialTokenIds, library: _Library | None = None) -> None:
+        library = library or _load(definition, _parse(definition))
+        self._parsed, self._tokenizer, self._vocabulary, unbounded = library
         self._definition = definition
-        self._vocabulary = self._tokenizer.get_vocab()
         added = {id_: token.content for id_, token in self._tokenizer.get_added_tokens_decoder().items()}
         pieces = token_byte_strings(self._parsed, self._vocabulary, added, special.ids())
         super().__init__(pieces, special, space_first=adds_prefix_space(self._parsed))
-        has_fast_path = is_byte_level(self._parsed, self._vocabulary) and uses_gpt2_pre_tokenizer(self._parsed)
+        has_fast_path = (
+            len(added) <= _MAX_CACHED_ADDED_TOKENS
+            and is_byte_level(self._parsed, self._vocabulary)
+            and uses_gpt2_pre_tokenizer(self._parsed)
+        )
         self._words = CachedWordTokenizer(self._tokenizer, self._dtype) if has_fast_path else None
+        self._isolated = IsolatedEncoder(definition, unbounded) if unbounded else None
+        if self._isolated is not None:
+            self._isolated.check()
 
     def encode(self, text: str) -> TokenIds:
         """Return the token ids of `text`, [N].
@@ -69,8 +96,12 @@ class JsonTokenizer(PieceTokenizer):
         try:
             if self._words is not None:
                 return [self._words.encode(text) for text in texts]
+            if self._isolated is not None:
+                return [encoded.ids.astype(self._dtype) for encoded in self._isolated.encode(texts)]
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of the Rust library is not an Exception
             for text in texts:
                 encode_utf8(text)  # the library's error for invalid Unicode is unclear
             reason = " ".join(str(error).split())[:200]
@@ -83,10 +114,15 @@ class JsonTokenizer(PieceTokenizer):
 
     def post_processor_tokens(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that the post-processor adds before and after a text, as transformers does."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        positions = [place for place, special in enumerate(encoding.special_tokens_mask) if not special]
-        first, last = (positions[0], positions[-1] + 1) if positions else (len(encoding.ids), len(encoding.ids))
-        return encoding.ids[:first], encoding.ids[last:]
+        if self._isolated is not None:
+            (encoded,) = self._isolated.encode(["a"], special=True)
+            ids, is_special = encoded.ids.tolist(), encoded.places.reshape(-1).tolist()
+        else:
+            encoding = self._tokenizer.encode("a", add_special_tokens=True)
+            ids, is_special = encoding.ids, encoding.special_tokens_mask
+        positions = [place for place, special in enumerate(is_special) if not special]
+        first, last = (positions[0], positions[-1] + 1) if positions else (len(ids), len(ids))
+        return ids[:first], ids[last:]
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text."""
@@ -105,6 +141,8 @@ class JsonTokenizer(PieceTokenizer):
             UserError: as `encode`.
         """
         ids = self.encode(text)
+        if self._isolated is not None:
+            return ids, self._isolated.encode([text], offsets=True)[0].places.astype(np.int64)
         offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
         return ids, np.array(offsets, np.int64).reshape(-1, 2)
 
@@ -142,12 +180,12 @@ def build_json_tokenizer(definition: str, named: Mapping[str, str], added: Seque
         ValueError: see `JsonTokenizer`.
     """
     parsed = _parse(definition)
-    library = _library_tokenizer(definition, parsed)
-    missing = [token for token in dict.fromkeys([*named.values(), *added]) if library.token_to_id(token) is None]
+    library = _load(definition, parsed)
+    missing = [token for token in dict.fromkeys([*named.values(), *added]) if token not in library.vocabulary]
     if missing:
-        definition = _with_special_tokens(parsed, library, missing)
-        library = _library_tokenizer(definition, parsed)
-    return JsonTokenizer(definition, find_special_tokens(named, library.token_to_id))
+        definition = _with_special_tokens(library, missing)
+        library = _load(definition, parsed)
+    return JsonTokenizer(definition, find_special_tokens(named, library.vocabulary.get), library)
 
 
 def with_added_tokens(document: Mapping[str, Any], tokens: Sequence[str]) -> JsonTokenizer:
@@ -156,15 +194,15 @@ def with_added_tokens(document: Mapping[str, Any], tokens: Sequence[str]) -> Jso
     Raises:
         ValueError: it is not the document of such a tokenizer.
     """
-    parsed = _parse(document["definition"])
-    definition = _with_special_tokens(parsed, _library_tokenizer(document["definition"], parsed), tokens)
+    definition = _with_special_tokens(_load(document["definition"], _parse(document["definition"])), tokens)
     return JsonTokenizer(definition, special_token_ids_from_dict(document["special"]))
 
 
-def _with_special_tokens(parsed: dict[str, Any], library: tokenizers.Tokenizer, tokens: Sequence[str]) -> str:
-    """Return a definition with additional special tokens."""
-    first = max(library.get_vocab().values()) + 1
+def _with_special_tokens(library: _Library, tokens: Sequence[str]) -> str:
+    """Return a definition with additional special tokens, which are also added to the parsed one."""
+    first = max(library.vocabulary.values()) + 1
     new = [added_token(id_, token) for id_, token in enumerate(tokens, first)]
+    parsed = library.parsed
     parsed["added_tokens"] = [*(parsed.get("added_tokens") or []), *new]
     return json_text(parsed)
 
@@ -180,23 +218,46 @@ def json_tokenizer_from_dict(document: Mapping[str, Any]) -> JsonTokenizer:
     return JsonTokenizer(document["definition"], special_token_ids_from_dict(document["special"]))
 
 
-def _library_tokenizer(definition: str, parsed: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _load(definition: str, parsed: dict[str, Any]) -> _Library:
+    """Load a definition; without the parts that transform a text if one of them has no known bound on its cost.
+
+    Raises:
+        ValueError: see `JsonTokenizer`.
+    """
     import tokenizers
 
-    if len(json.dumps(definition)) > MAX_DEFINITION_BYTES:
+    # A character has at most 12 bytes in JSON, as two escapes.
+    if 12 * len(definition) > MAX_DEFINITION_BYTES and len(json.dumps(definition)) > MAX_DEFINITION_BYTES:
         raise ValueError(f"it is larger than the {MAX_DEFINITION_BYTES >> 20} MiB that fit into a checkpoint")
     if isinstance(parsed.get("model"), dict) and parsed["model"].get("dropout"):
         raise ValueError("`model.dropout` makes tokens random; set it to null in the file")
+    for part in ("truncation", "padding"):
+        if parsed.get(part) is not None:
+            raise ValueError(f"`{part}` must be null: it would change every text; remove it from the file")
+    unbounded = unbounded_part(parsed)
+    if unbounded is not None:
+        transforms = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+        definition = json_text(parsed | dict.fromkeys(transforms))
     try:
         library = tokenizers.Tokenizer.from_str(definition)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of the Rust library is not an Exception
         raise ValueError(f"the tokenizers library rejects it: {' '.join(str(error).split())[:200]}") from None
-    ids = library.get_vocab().values()
+    vocabulary = library.get_vocab()
+    ids = vocabulary.values()
     if not ids or max(ids) >= MAX_VOCAB_SIZE:
         raise ValueError(f"token ids (largest: {max(ids, default='none')}) must exist and be below {MAX_VOCAB_SIZE:,}")
-    return library
+    return _Library(parsed, library, vocabulary, unbounded)
+
+
+def tokens_by_id(definition: str) -> dict[int, str]:
+    """Return the tokens of a definition; without running any other part of it.
+
+    Raises:
+        ValueError: see `JsonTokenizer`.
+    """
+    return {id_: token for token, id_ in _load(definition, _parse(definition)).vocabulary.items()}
 
 
 def _parse(definition: str) -> dict[str, Any]:

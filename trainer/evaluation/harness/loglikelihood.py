@@ -16,8 +16,9 @@ from ....models.build import LanguageModel
 from ....models.gpt import GPT
 from ....models.lm_head import token_logits
 from ....models.t5 import T5
+from ...config.run_precision import RunPrecision
 from ...data.tokenizers.tokenizer import Tokenizer
-from ...device.precision import PrecisionPlan
+from ...device.precision import autocast_context
 
 TOKENS_PER_BATCH = {"cuda": 1 << 15, "mps": 1 << 13, "cpu": 1 << 11}
 """Tokens per batch including padding, if no batch size is given."""
@@ -89,7 +90,7 @@ class LoglikelihoodScorer:
         self,
         model: LanguageModel,
         tokenizer: Tokenizer,
-        precision: PrecisionPlan,
+        precision: RunPrecision,
         device: torch.device,
         *,
         longest: int,
@@ -129,7 +130,7 @@ class LoglikelihoodScorer:
                     rows += [row] * len(continuation)
                     places += range(len(one.last) - len(continuation), len(one.last))
                     numbers += [number] * len(continuation)
-            with self._precision.autocast_context(self._device):
+            with autocast_context(self._precision, self._device):
                 hidden = self._hidden(batch)[self._tensor(rows), self._tensor(places)]
                 logs, hits = self._score_labels(hidden, self._tensor(labels))
             for number, log, hit in zip(numbers, logs, hits, strict=True):

@@ -59,7 +59,7 @@ def compute_delta_and_lse_base_2(
         out: contiguous (batch, rows, heads, head_dim).
         lse: (batch, heads, rows), natural.
         out_gradient: like `out`, from `make_tma_compatible`.
-        lse_gradient: like `lse`, None for 0.
+        lse_gradient: like `lse`, contiguous; None for 0.
     """
     batch, rows, heads, head_dim = out.shape
     delta, base_2 = (lse.new_empty(batch, heads, -(-rows // 4) * 4) for _ in range(2))
@@ -70,7 +70,7 @@ def compute_delta_and_lse_base_2(
             "out_pointer": out,
             "out_gradient_pointer": out_gradient,
             "lse_pointer": lse,
-            "lse_gradient_pointer": lse if lse_gradient is None else lse_gradient.contiguous(),
+            "lse_gradient_pointer": lse if lse_gradient is None else lse_gradient,
             "delta_pointer": delta,
             "base_2_pointer": base_2,
             "stride_b": strides[0],

@@ -69,12 +69,13 @@ def _produce(
 
 @jit
 def _consume(
-    dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
+    dq_descriptor, lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
     queries_ring, out_gradients, keys_ring, values_ring, outs,
     order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
     W: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, FAR_SUMS: gl.constexpr,
-    SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr, dtype: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, CORRECT_DELTA: gl.constexpr,
+    HAS_LSE_GRADIENT: gl.constexpr, FAR_SUMS: gl.constexpr, SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
+    dtype: gl.constexpr,
 ):  # fmt: skip
     """Consumer W: compute the gradient of its BLOCK_M rows of each tile."""
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -101,7 +102,8 @@ def _consume(
         lse += row_slope_terms(lse, slope, scale_log2, CAUSAL, HAS_SLOPE)
         delta = gl.load(delta_pointer + pair.to(gl.int64) * pitch + query, mask=query < queries, other=0.0)
         dq = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, out_layout)
-        row_sum = gl.zeros([BLOCK_M], gl.float32, rows_layout)
+        total = gl.zeros([BLOCK_M], gl.float32, rows_layout)
+        row_sum, weight_sum = total, total
         mbarrier.wait(queries_ring[1].index(W), iteration & 1)
         for i in range(num_tiles):
             wait_full(keys_ring, step, STAGES)
@@ -121,17 +123,23 @@ def _consume(
             product = warpgroup_mma_wait(0, deps=[pending_product])
             release(values_ring, step, STAGES)
             gradient = weight * (product - gl.expand_dims(delta, 1))
+            if CORRECT_DELTA:
+                tile_sum = gl.sum(gradient, 1)
+                total += tile_sum
             if FAR_SUMS:  # in blocks of 64 keys, since `diagonal_sums.py` sums the other blocks of 64
                 lowest = start - (first + BLOCK_M - 1) - offset
                 if lowest >= reach:
-                    row_sum += gl.sum(gradient, 1)
+                    row_sum += tile_sum
+                    weight_sum += gl.sum(weight, 1)
                 elif lowest + BLOCK_N - 64 >= reach:
                     column = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout)), 0)
                     row_sum += gl.sum(gl.where(column >= BLOCK_N - 64, gradient, 0.0), 1)
+                    weight_sum += gl.sum(gl.where(column >= BLOCK_N - 64, weight, 0.0), 1)
             if SLOPE_SUMS:
                 tile_row, tile_column = tile_coordinates(gradient)
                 distance = tile_column - tile_row + (start - first - offset).to(gl.float32)
                 row_sum -= gl.sum(gradient * gl.abs(distance), 1)
+                weight_sum -= gl.sum(weight * gl.abs(distance), 1)
             g = gl.convert_layout(gradient.to(dtype), weights_layout)
             pending_dq = warpgroup_mma(g, k, dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[pending_dq])
@@ -139,7 +147,13 @@ def _consume(
             step += 1
         if SEPARATE_OUT:
             mbarrier.arrive(queries_ring[2].index(W), count=1)
+        if CORRECT_DELTA:
+            if HAS_LSE_GRADIENT:
+                seen = (query < queries) & (lse != float("inf"))
+                total -= gl.load(lse_gradient_pointer + pair.to(gl.int64) * queries + query, mask=seen, other=0.0)
+            gl.store(delta_pointer + pair.to(gl.int64) * pitch + query, delta + total, mask=query < queries)
         if FAR_SUMS or SLOPE_SUMS:
+            row_sum -= total * weight_sum
             gl.store(row_sums_pointer + pair.to(gl.int64) * queries + query, row_sum, mask=query < queries)
         tma.store_wait(0)  # wait until the gradient of the previous tile has left the buffer
         out_buffer.reshape([BLOCK_M, HEAD_DIM]).store((dq * scale).to(dtype))
@@ -154,18 +168,19 @@ def _consume(
 @kernel
 def hopper_dq(
     q_descriptor, k_descriptor, v_descriptor, do_descriptor, dq_descriptor,
-    lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
+    lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
     order_pointer, order_width, heads, heads_per_group, queries, pitch, keys, scale, scale_log2, reach, extent,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr,
-    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, FAR_SUMS: gl.constexpr,
-    SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_DISTANCE: gl.constexpr, HAS_SLOPE: gl.constexpr, CORRECT_DELTA: gl.constexpr,
+    HAS_LSE_GRADIENT: gl.constexpr, FAR_SUMS: gl.constexpr, SLOPE_SUMS: gl.constexpr, SEPARATE_OUT: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of each tile of 2 BLOCK_M queries.
 
     Descriptors and distance as in `hopper_forward`. lse (base 2, +inf in fully masked rows) and delta: fp32 (batch,
     heads, pitch). row_sums: fp32 (batch, heads, queries); with FAR_SUMS the score gradients of a row, summed over
     blocks of 64 keys whose distances to the row's tile are all >= reach; with SLOPE_SUMS the row's contribution to the
-    gradient of its head's slope.
+    gradient of its head's slope. Both need CORRECT_DELTA, which corrects delta as `dq_kernel` does; lse_gradient: fp32
+    (batch, heads, queries).
     """
     dtype: gl.constexpr = q_descriptor.dtype
     offset = keys - queries
@@ -180,18 +195,20 @@ def hopper_dq(
     values_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, HEAD_DIM], layout), STAGES, 2)
     gl.warp_specialize([
         (_consume, (
-            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
+            dq_descriptor, lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer,
+            row_sums_pointer,
             queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
-            0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, FAR_SUMS, SLOPE_SUMS,
-            SEPARATE_OUT, dtype,
+            0, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,
+            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, dtype,
         )),
         (_consume, (
-            dq_descriptor, lse_pointer, delta_pointer, distance_pointer, slopes_pointer, row_sums_pointer,
+            dq_descriptor, lse_pointer, delta_pointer, lse_gradient_pointer, distance_pointer, slopes_pointer,
+            row_sums_pointer,
             queries_ring, out_gradients, keys_ring, values_ring, outs,
             order_pointer, order_width, heads, queries, pitch, offset, keys, scale, scale_log2, reach, extent,
-            1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, FAR_SUMS, SLOPE_SUMS,
-            SEPARATE_OUT, dtype,
+            1, BLOCK_M, BLOCK_N, STAGES, HEAD_DIM, CAUSAL, HAS_DISTANCE, HAS_SLOPE, CORRECT_DELTA, HAS_LSE_GRADIENT,
+            FAR_SUMS, SLOPE_SUMS, SEPARATE_OUT, dtype,
         )),
         (_produce, (
             q_descriptor, k_descriptor, v_descriptor, do_descriptor,

@@ -179,8 +179,8 @@ def launch_lse_(lse: Tensor, q: Tensor, k: Tensor, *, shift: int | None, scale: 
 class HopperBackwardInputs(NamedTuple):
     """Inputs of both backward kernels.
 
-    `lse` (base 2) and `delta` are (batch, heads, pitch), see `compute_delta_and_lse_base_2`; `distance` is from
-    `_distance`.
+    `lse_gradient` is (batch, heads, queries) or None for 0; `lse` (base 2) and `delta` are (batch, heads, pitch), see
+    `compute_delta_and_lse_base_2`; `distance` is from `_distance`.
     """
 
     q: Tensor
@@ -189,6 +189,7 @@ class HopperBackwardInputs(NamedTuple):
     out_gradient: Tensor
     lse: Tensor
     delta: Tensor
+    lse_gradient: Tensor | None
     distance: tuple[Tensor | None, int, int]
 
 
@@ -198,14 +199,18 @@ def prepare_backward(
 ) -> HopperBackwardInputs:  # fmt: skip
     """Compute the inputs of both backward kernels."""
     q, k, v, out_gradient = (make_tma_compatible(tensor) for tensor in (q, k, v, out_gradient))
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
     delta, base_2 = compute_delta_and_lse_base_2(out.contiguous(), lse, out_gradient, lse_gradient)
-    return HopperBackwardInputs(q, k, v, out_gradient, base_2, delta, _distance(problem))
+    return HopperBackwardInputs(q, k, v, out_gradient, base_2, delta, lse_gradient, _distance(problem))
 
 
 def launch_dq(
-    saved: HopperBackwardInputs, problem: FlashAttentionParams, *, far_sums: bool = False, slope_sums: bool = False
+    saved: HopperBackwardInputs, problem: FlashAttentionParams, *, correct_delta: bool, far_sums: bool, slope_sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient of q, contiguous, and with `far_sums` or `slope_sums` the row sums of `hopper_dq`."""
+    """Compute the gradient of q, contiguous, and with `far_sums` or `slope_sums` the row sums of `hopper_dq`.
+
+    `correct_delta`, implied by both, corrects `saved.delta` in place.
+    """
     q, k = saved.q, saved.k
     batch, queries, heads, head_dim = q.shape
     keys, groups = k.shape[1:3]
@@ -223,6 +228,7 @@ def launch_dq(
             dq_descriptor=_row_tiles(gradient, blocks.queries),
             lse_pointer=saved.lse,
             delta_pointer=saved.delta,
+            lse_gradient_pointer=saved.lse if saved.lse_gradient is None else saved.lse_gradient,
             distance_pointer=saved.lse if table is None else table,
             slopes_pointer=saved.lse if problem.alibi_slopes is None else problem.alibi_slopes.contiguous(),
             row_sums_pointer=saved.lse if row_sums is None else row_sums,
@@ -242,6 +248,8 @@ def launch_dq(
             CAUSAL=causal,
             HAS_DISTANCE=table is not None,
             HAS_SLOPE=problem.alibi_slopes is not None,
+            CORRECT_DELTA=correct_delta or far_sums or slope_sums,
+            HAS_LSE_GRADIENT=saved.lse_gradient is not None,
             FAR_SUMS=far_sums,
             SLOPE_SUMS=slope_sums,
             SEPARATE_OUT=head_dim <= 128,

@@ -78,23 +78,28 @@ def dq_kernel(
     q_pointer, k_pointer, v_pointer, out_gradient_pointer, lse_pointer, delta_pointer, q_gradient_pointer,
     bias_pointer, distance_pointer, slopes_pointer, padding_pointer, rng_pointer,
     cu_seqlens_q, cu_seqlens_k, tiles_pointer,
-    bias_gradient_pointer, far_pointer, slope_gradient_pointer,
+    lse_gradient_pointer, bias_gradient_pointer, far_pointer, slope_gradient_pointer,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh,
-    stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k, stride_far,
+    stride_bias_b, stride_bias_h, stride_bias_q, stride_bias_k,
     heads, heads_per_group, rows, max_queries, max_keys, left, right, reach,
     scale, softcap, keep_scale, threshold,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_PADDING: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr, WRITE_BIAS_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, SLOPE_SUMS: tl.constexpr,
+    PACKED: tl.constexpr, WRITE_BIAS_GRADIENT: tl.constexpr, CORRECT_DELTA: tl.constexpr,
+    HAS_LSE_GRADIENT: tl.constexpr, FAR_SUMS: tl.constexpr, SLOPE_SUMS: tl.constexpr,
     ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each program computes the gradient of BLOCK_M rows of q; grid and shapes as in `forward_kernel`.
 
     bias_gradient (WRITE_BIAS_GRADIENT): (batch, heads, queries, keys), gradient of each score, 0 on entry. far
-    (FAR_SUMS): (2, *shape of lse), per query the sum of its score gradients at distances <= -reach, and >= reach.
+    (FAR_SUMS): like lse, per query the sum of its score gradients at distances >= reach.
     slope_gradient (SLOPE_SUMS): like lse, each query's contribution to the gradient of the head's slope.
+
+    delta comes from the rounded output, so the score gradients of a row, which should sum to the gradient of its
+    log-sum-exp, have a residual proportional to the weights. Sums over many rows, or times distances, amplify it: with
+    CORRECT_DELTA, set for all sums of score gradients, they and delta are corrected by the sum of the row.
     """
     program = tl.program_id(0)
     head, tile_begin, tile_end, tile_step = 0, 0, 1, 1
@@ -133,9 +138,9 @@ def dq_kernel(
             padding_base = padding_pointer + tl.cast(sequence, tl.int64) * max_keys
 
         accumulator = tl.zeros((BLOCK_M, BLOCK_D), ACCUMULATE)
-        low_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
-        high_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
-        slope_gradient = tl.zeros((BLOCK_M,), ACCUMULATE)
+        row_sum = tl.zeros((BLOCK_M,), ACCUMULATE)
+        high_sum, high_weight = row_sum, row_sum
+        slope_gradient, slope_weight = row_sum, row_sum
         last = tl.minimum(first + BLOCK_M, queries) - 1
         bounds = tile_sections(
             first + offset, last + offset, keys, left, right, reach, BLOCK_N, HAS_LEFT, HAS_RIGHT, HAS_DISTANCE
@@ -160,7 +165,7 @@ def dq_kernel(
                         EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                     )  # fmt: skip
                     value_product = dot(out_gradient, tl.trans(v), zeros, PRECISION)
-                    _, gradient, before_cap = score_gradients(
+                    weight, _, gradient, before_cap = score_gradients(
                         exponent, slope, value_product, lse[:, None], delta[:, None], seed, counter,
                         query[:, None], key[None, :], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
                     )  # fmt: skip
@@ -170,26 +175,33 @@ def dq_kernel(
                         scores = bias_gradient_pointer + score_row[:, None] * keys + key[None, :]
                         rounded_gradient = rounded(gradient, bias_gradient_pointer.dtype.element_ty)
                         tl.store(scores, rounded_gradient, mask=inside[:, None] & (key < keys)[None, :])
+                    if CORRECT_DELTA:
+                        tile_sum = tl.sum(gradient, 1)
+                        row_sum += tile_sum
                     if FAR_SUMS:
                         if EDGE:
-                            distance = key[None, :] - query[:, None] - offset
-                            low_sum += tl.sum(tl.where(distance <= -reach, gradient, 0.0), 1)
-                            high_sum += tl.sum(tl.where(distance >= reach, gradient, 0.0), 1)
+                            is_far = key[None, :] - query[:, None] - offset >= reach
+                            high_sum += tl.sum(tl.where(is_far, gradient, 0.0), 1)
+                            high_weight += tl.sum(tl.where(is_far, weight, 0.0), 1)
                         else:
-                            tile_sum = tl.sum(gradient, 1)
-                            low_sum += tl.where(section == 1, tile_sum, 0.0)
                             high_sum += tl.where(section == 1, 0.0, tile_sum)
+                            high_weight += tl.where(section == 1, 0.0, tl.sum(weight, 1))
                     if SLOPE_SUMS:
                         distances = absolute_distances(query[:, None], key[None, :], offset, gradient)
                         slope_gradient -= tl.sum(gradient * distances, 1)
+                        slope_weight -= tl.sum(weight * distances, 1)
 
         dq_rows = row_pointer(q_gradient_pointer, sequence, head, start_q, stride_dqb, stride_dqs, stride_dqh)
         store_rows(dq_rows, first, stride_dqs, inside, accumulator * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+        if CORRECT_DELTA:
+            residual = row_sum
+            if HAS_LSE_GRADIENT:
+                residual -= tl.load(lse_gradient_pointer + row, mask=inside & (lse != float("inf")), other=0.0)
+            tl.store(delta_pointer + row, delta + residual, mask=inside)
         if FAR_SUMS:
-            tl.store(far_pointer + row, low_sum, mask=inside)
-            tl.store(far_pointer + stride_far + row, high_sum, mask=inside)
+            tl.store(far_pointer + row, high_sum - residual * high_weight, mask=inside)
         if SLOPE_SUMS:
-            tl.store(slope_gradient_pointer + row, slope_gradient, mask=inside)
+            tl.store(slope_gradient_pointer + row, slope_gradient - residual * slope_weight, mask=inside)
 
 
 @jit
@@ -275,7 +287,7 @@ def dkdv_kernel(
                             EDGE, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_PADDING,
                         )  # fmt: skip
                         value_product = dot(v, tl.trans(out_gradient), zeros, PRECISION)
-                        dropped, _, before_cap = score_gradients(
+                        _, dropped, _, before_cap = score_gradients(
                             exponent, slope, value_product, lse[None, :], delta[None, :], seed, counter,
                             query[None, :], key[:, None], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
                         )  # fmt: skip
@@ -294,7 +306,8 @@ def dkdv_kernel(
 class BackwardInputs(NamedTuple):
     """Inputs of the backward kernels.
 
-    `lse` and `delta` have the shape of the log-sum-exp of `launch_forward`; `out_gradient` is like `q`.
+    `lse`, `delta` and `lse_gradient`, None for 0, have the shape of the log-sum-exp of `launch_forward`; `out_gradient`
+    is like `q`.
     """
 
     q: Tensor
@@ -303,6 +316,7 @@ class BackwardInputs(NamedTuple):
     out_gradient: Tensor
     lse: Tensor
     delta: Tensor
+    lse_gradient: Tensor | None = None
 
     def kernel_arguments(self, problem: FlashAttentionParams) -> dict[str, object]:
         """Return the keyword arguments common to all kernels that recompute scores."""
@@ -326,16 +340,18 @@ def prepare_backward(
         with_contiguous_rows(out_gradient),
     )
     out, delta = with_contiguous_rows(out), torch.empty_like(lse)
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    saved = BackwardInputs(q, k, v, out_gradient, lse, delta, lse_gradient)
     rows, heads, head_dim = out.shape[-3:]
     batch = out.shape[0] if out.ndim == 4 else 1
     if not lse.numel():
-        return BackwardInputs(q, k, v, out_gradient, lse, delta)
+        return saved
     with device_guard(out):
         delta_kernel[(-(-rows // DELTA_BLOCK) * heads * batch,)](
             out,
             out_gradient,
             lse,
-            None if lse_gradient is None else lse_gradient.contiguous(),
+            lse_gradient,
             delta,
             **stride_arguments("o", out),
             **stride_arguments("do", out_gradient),
@@ -348,7 +364,7 @@ def prepare_backward(
             ACCUMULATE=tl.float64 if accumulator_dtype(out.dtype) == torch.float64 else tl.float32,
             num_warps=4,
         )
-    return BackwardInputs(q, k, v, out_gradient, lse, delta)
+    return saved
 
 
 def _allocate_like(tensor: Tensor, problem: FlashAttentionParams) -> Tensor:
@@ -361,6 +377,7 @@ def launch_dq(
     problem: FlashAttentionParams,
     *,
     scores_dtype: torch.dtype | None = None,
+    correct_delta: bool = False,
     far_sums: bool = False,
     slope_sums: bool = False,
     out: Tensor | None = None,
@@ -371,13 +388,14 @@ def launch_dq(
         saved: from `prepare_backward`.
         problem: parameters of the call.
         scores_dtype: also return the score gradients, in this dtype; dense calls only.
-        far_sums: also return the sums of score gradients over far distances.
-        slope_sums: also return the gradient of `alibi_slopes`.
+        correct_delta: correct `saved.delta` in place, for later sums of score gradients.
+        far_sums: also return the sums of score gradients over distances >= reach; implies `correct_delta`.
+        slope_sums: also return the gradient of `alibi_slopes`; implies `correct_delta`.
         out: tensor to write dq to, of any floating dtype; None allocates it.
 
     Returns:
-        dq like q; the score gradients (batch, heads, queries, keys); their sums per query over distances <= -reach, and
-        >= reach, (2, *shape of lse); the gradient of the slopes (heads,), in fp32 or fp64. None where not requested.
+        dq like q; the score gradients (batch, heads, queries, keys); their sums per query over distances >= reach,
+        like lse; the gradient of the slopes (heads,), in fp32 or fp64. None where not requested.
     """
     q = saved.q
     q_gradient = _allocate_like(q, problem) if out is None else out
@@ -386,7 +404,7 @@ def launch_dq(
     if scores_dtype is not None:
         scores = q.new_zeros((batch, heads, problem.max_queries, problem.max_keys), dtype=scores_dtype)
     if far_sums:
-        far = saved.lse.new_zeros((2, *saved.lse.shape))
+        far = torch.zeros_like(saved.lse)
     if not (batch and q.shape[-3]):
         return q_gradient, scores, far, saved.lse.new_zeros(heads) if slope_sums else None
     slopes = torch.zeros_like(saved.lse) if slope_sums else None
@@ -399,12 +417,14 @@ def launch_dq(
             **launch_options(config),
             q_gradient_pointer=q_gradient,
             tiles_pointer=tiles,
+            lse_gradient_pointer=saved.lse_gradient,
             bias_gradient_pointer=scores,
             far_pointer=far,
             slope_gradient_pointer=slopes,
-            stride_far=0 if far is None else saved.lse.numel(),
             heads_per_group=heads // saved.k.shape[-2],
             WRITE_BIAS_GRADIENT=scores is not None,
+            CORRECT_DELTA=correct_delta or far_sums or slope_sums,
+            HAS_LSE_GRADIENT=saved.lse_gradient is not None,
             FAR_SUMS=far_sums,
             SLOPE_SUMS=slope_sums,
         )

@@ -81,7 +81,7 @@ def tile_score_gradient(
     v = load_rows(v_rows, first_key, stride_vs, key_mask, HEAD_DIM, BLOCK_N, BLOCK_D, True)
     lse = load_lse(lse_pointer, row, inside)
     delta = tl.load(delta_pointer + row, mask=inside, other=0.0)
-    _, gradient, _ = score_gradients(
+    _, _, gradient, _ = score_gradients(
         exponent, slope, dot(out_gradient, tl.trans(v), zeros, PRECISION), lse[:, None], delta[:, None],
         seed, counter, query[:, None], key[None, :], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
     )  # fmt: skip
@@ -247,13 +247,27 @@ def launch_bias_gradient(saved: BackwardInputs, problem: FlashAttentionParams) -
     return partial.reshape(bias.shape)
 
 
-def launch_distance_gradient(saved: BackwardInputs, problem: FlashAttentionParams, far: Tensor) -> Tensor:
-    """Compute the gradient of `distance_bias`, (heads, 2 reach + 1), fp32 or fp64; `far` is from `launch_dq`."""
+def launch_distance_gradient(saved: BackwardInputs, problem: FlashAttentionParams, far: Tensor | None) -> Tensor:
+    """Compute the gradient of `distance_bias`, (heads, 2 reach + 1), fp32 or fp64.
+
+    The sum over distances <= -reach is the remainder: the score gradients of a row sum to the gradient of its
+    log-sum-exp.
+
+    Args:
+        saved: with the delta that `launch_dq` corrected.
+        problem: parameters of the call.
+        far: score gradients at distances >= reach, from `launch_dq`; None for 0.
+    """
     q, distance_bias = saved.q, problem.distance_bias
     assert distance_bias is not None
     heads, reach = distance_bias.shape[0], distance_bias.shape[1] // 2
-    low, high = far.transpose(1, 2).flatten(2).sum(2) if far.ndim == 4 else far.sum(2)
-    between = low.new_zeros(heads, 2 * reach - 1)
+    across = (1,) if problem.packed else (0, 2)
+    high, total = saved.lse.new_zeros(heads), saved.lse.new_zeros(heads)
+    if far is not None:
+        high = far.sum(across)
+    if saved.lse_gradient is not None:  # fully masked rows do not contribute
+        total = saved.lse_gradient.masked_fill(saved.lse == float("-inf"), 0.0).sum(across)
+    between = high.new_zeros(heads, 2 * reach - 1)
     # range of the distances that occur in the call, without the two clipped ends
     nearest = max(1 - reach, 1 - problem.max_keys, *([-problem.left] if problem.left >= 0 else []))
     farthest = min(reach - 1, problem.max_queries - 1, *([problem.right] if problem.right >= 0 else []))
@@ -266,7 +280,7 @@ def launch_distance_gradient(saved: BackwardInputs, problem: FlashAttentionParam
         tiles = None if problem.cu_seqlens_q is None else tile_list(problem.cu_seqlens_q, rows, block)
         bound = -(-rows // block) * (batch if tiles is None else 1)
         splits = max(1, min(bound, TARGET_PROGRAMS // (diagonals * heads)))
-        partial = low.new_empty(splits, heads, diagonals, 2, block)
+        partial = high.new_empty(splits, heads, diagonals, 2, block)
         with device_guard(q):
             distance_gradient_kernel[(splits * heads * diagonals,)](
                 **saved.kernel_arguments(problem),
@@ -285,4 +299,5 @@ def launch_distance_gradient(saved: BackwardInputs, problem: FlashAttentionParam
         begin = nearest - (first_diagonal - 1) * block
         count = farthest - nearest + 1
         between[:, nearest + reach - 1 : nearest + reach - 1 + count] = by_distance[:, begin : begin + count]
+    low = total - between.sum(1) - high
     return torch.cat([low[:, None], between, high[:, None]], dim=1)

@@ -270,7 +270,7 @@ def score_gradients(
     exponent, slope, value_product, lse, delta, seed, first_counter, query, key, max_keys, threshold, keep_scale,
     HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights after dropout, the gradient of the biased scores, and that of the scores before the softcap.
+    """Return the weights, those after dropout, the gradient of the biased scores, and that before the softcap.
 
     `value_product` is dO v^T; `lse` (base 2) and `delta`, per query, are broadcastable to the tile.
     """
@@ -284,7 +284,7 @@ def score_gradients(
     before_cap = gradient
     if HAS_SOFTCAP:
         before_cap = gradient * slope
-    return dropped, gradient, before_cap
+    return weight, dropped, gradient, before_cap
 
 
 @jit

@@ -1,0 +1,350 @@
+"""Transformer layer: residual branches of attention and MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config.dense_stack import AttentionSlice
+from .config.memory import RecomputeModule
+from .config.moe import MoESlice
+from .config.stack import StackSlice
+from .layers.attention import Backends, attention_arguments
+from .layers.context import LayerContext
+from .layers.cost import LayerMemory, PartMemory, SavedTensors, StackInputs, Weights
+from .layers.cross_attention import CrossAttention, cross_attention_memory, cross_attention_weights
+from .layers.fused_linear import can_skip_norm_output
+from .layers.mlp import MLP, build_mlp, mlp_memory, mlp_weights
+from .layers.norm import (
+    BranchInput,
+    LayerNorm,
+    RMSNorm,
+    build_norm,
+    norm_parameters,
+    norm_saved_bytes,
+    norm_saves_input,
+    norm_statistics_bytes,
+)
+from .layers.self_attention import SelfAttention, attention_weights, build_self_attention, self_attention_memory
+from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
+from .moe.moe_layer import MoE, build_moe, expert_rows, moe_memory, moe_weights, runs_eager_experts
+
+BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
+
+
+class Layer(RecomputableModule):
+    """Transformer layer: residual branches of self-attention, optional cross-attention, and MLP or MoE.
+
+    Recomputed: everything but the layer input.
+
+    With the residual stream x and a branch f: `pre_ln`: x + f(norm(x)) (arXiv 2002.04745). `post_ln`: norm(x + f(x))
+    (arXiv 1706.03762). `normformer`: pre-norm, with norms after each attention and inside the MLP (arXiv 2110.09456).
+    `parallel_ln`: every branch reads the layer input x, x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX,
+    arXiv 2204.06745).
+
+    Args:
+        attention_norm: norm of the self-attention branch.
+        attention: self-attention.
+        cross_attention_norm: norm of the cross-attention branch, None without one.
+        cross_attention: attention over the encoder output, None in a stack without it.
+        mlp_norm: norm of the MLP branch.
+        mlp: dense feed-forward, or a mixture of experts.
+        dropout: dropout of each branch output before the residual add, in training.
+        block: placement of the norms.
+        attention_output_norm: norm of the self-attention output, for `normformer`.
+        cross_attention_output_norm: norm of the cross-attention output, for `normformer`.
+
+    Attributes:
+        attention_adapter: bottleneck adapter on the self-attention output (`peft.bottleneck`), or None.
+        mlp_adapter: bottleneck adapter on the MLP output, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention_norm: LayerNorm | RMSNorm,
+        attention: SelfAttention,
+        mlp_norm: LayerNorm | RMSNorm,
+        mlp: MLP | MoE,
+        dropout: float,
+        cross_attention_norm: LayerNorm | RMSNorm | None = None,
+        cross_attention: CrossAttention | None = None,
+        block: BlockType = "pre_ln",
+        attention_output_norm: LayerNorm | RMSNorm | None = None,
+        cross_attention_output_norm: LayerNorm | RMSNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.block: BlockType = block
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.attention_output_norm = attention_output_norm
+        self.cross_attention_norm = cross_attention_norm
+        self.cross_attention = cross_attention
+        self.cross_attention_output_norm = cross_attention_output_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.attention_adapter: nn.Module | None = None
+        self.mlp_adapter: nn.Module | None = None
+        self.dropout = dropout
+        self.uses_rng = dropout > 0
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        """Run the layer without updating its buffers, so that it can be recomputed.
+
+        Args:
+            hidden: (batch, tokens, hidden_size).
+            context: all other inputs.
+
+        Returns:
+            The new residual stream (batch, tokens, hidden_size), and the router statistics for `update_statistics`.
+        """
+        if self.is_recomputed:
+            return run_with_recompute(self._run, self.preserve_rng_state, hidden, context)
+        return self._run(hidden, context)
+
+    def update_statistics(self, sums: Tensor | None) -> None:
+        """Accumulate router statistics; to be called once per forward, which may itself run twice."""
+        if sums is not None and self.training and isinstance(self.mlp, MoE):
+            self.mlp.update_statistics(sums)
+
+    def _run(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+        layer_input = hidden
+        # The residual add is fused into the output projection if no dropout, norm or adapter comes in between.
+        fusable = self.block != "post_ln" and not (self.training and self.dropout)
+        read = self._branch_input(self.attention_norm, hidden, layer_input, self.attention.qkv)
+        fused = fusable and self.attention_adapter is None and self.attention_output_norm is None
+        residual = read.residual if fused else None
+        output = self.attention(read.hidden, context, read.norm, residual)
+        if self.attention_adapter is not None:
+            output = self.attention_adapter(output)
+        output_norm = self.attention_output_norm
+        hidden = output if fused else self._add_residual(read.residual, output, self.attention_norm, output_norm)
+        if self.cross_attention is not None and self.cross_attention_norm is not None:
+            read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
+            output_norm = self.cross_attention_output_norm
+            fused = fusable and output_norm is None
+            output = self.cross_attention(read.hidden, context, read.norm, read.residual if fused else None)
+            norm = self.cross_attention_norm
+            hidden = output if fused else self._add_residual(read.residual, output, norm, output_norm)
+        sums = None
+        fused = fusable and self.mlp_adapter is None
+        if isinstance(self.mlp, MoE):
+            read = self._branch_input(
+                self.mlp_norm, hidden, layer_input, None, has_several_readers=not self.mlp.recompute
+            )
+            output, sums = self.mlp.forward_with_statistics(
+                read.hidden,
+                context.padding if context.routed is None else context.routed,
+                read.norm,
+                use_capacity=context.kind != "generation",
+                router_input=read.second_hidden,
+                residual=read.residual if fused else None,
+            )
+        else:
+            read = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up)
+            output = self.mlp(read.hidden, read.norm, read.residual if fused else None)
+        if fused:
+            return output, sums
+        if self.mlp_adapter is not None:
+            output = self.mlp_adapter(output)
+        return self._add_residual(read.residual, output, self.mlp_norm), sums
+
+    def _branch_input(
+        self,
+        norm: LayerNorm | RMSNorm,
+        hidden: Tensor,
+        layer_input: Tensor,
+        projection: nn.Linear | None,
+        *,
+        has_several_readers: bool = False,
+    ) -> BranchInput:
+        """Return the residual stream and the input of a branch, normed here or by the branch itself.
+
+        Args:
+            norm: norm of the branch.
+            hidden: residual stream.
+            layer_input: residual stream at the start of the layer.
+            projection: the only reader of the norm output; None if there are several.
+            has_several_readers: several operations of the branch save the norm output, so recomputing it saves nothing.
+        """
+        if self.block == "post_ln":
+            return BranchInput(hidden, hidden)
+        source = layer_input if self.block == "parallel_ln" else hidden
+        skips_output = projection is not None and can_skip_norm_output(projection, norm)
+        if (norm.recompute or skips_output) and not has_several_readers and should_recompute(self):
+            return BranchInput(hidden, source, norm=norm)
+        # The fused norm saves the residual stream. The layer input is saved anyway; a sum would cost extra memory if
+        # its summands are saved (other block types) or if one of them is narrower (autocast).
+        is_saved = hidden is layer_input or (
+            self.block == "pre_ln" and not torch.is_autocast_enabled(hidden.device.type)
+        )
+        if isinstance(norm, RMSNorm) and is_saved:
+            return norm.forward_with_residual(hidden, has_several_readers)
+        return BranchInput(hidden, norm(source))
+
+    def _add_residual(
+        self,
+        hidden: Tensor,
+        output: Tensor,
+        norm: LayerNorm | RMSNorm,
+        output_norm: LayerNorm | RMSNorm | None = None,
+    ) -> Tensor:
+        """Add a branch output to the residual stream, with its output norm, dropout and post-norm."""
+        if output_norm is not None:
+            output = output_norm(output)
+        if self.training and self.dropout:
+            output = F.dropout(output, self.dropout)
+        hidden = hidden + output
+        return norm(hidden) if self.block == "post_ln" else hidden
+
+
+def build_layer(
+    stack: StackSlice,
+    number: int,
+    backends: Backends,
+    cross_attention: AttentionSlice | None,
+    cross_backends: Backends | None,
+) -> Layer:
+    """Build layer `number` of a stack, counted from 0."""
+    normformer = stack.block == "normformer"
+    norm = partial(build_norm, stack.norm, stack.hidden_size)
+    cross = None
+    if cross_attention is not None:
+        arguments = attention_arguments(stack, cross_attention, cross_backends or {})
+        cross = CrossAttention(stack.hidden_size, **arguments)
+    return Layer(
+        block=stack.block,
+        attention_norm=norm(),
+        attention=build_self_attention(stack, backends),
+        attention_output_norm=norm() if normformer else None,
+        cross_attention_norm=None if cross is None else norm(),
+        cross_attention=cross,
+        cross_attention_output_norm=norm() if cross is not None and normformer else None,
+        mlp_norm=norm(),
+        mlp=build_mlp(stack) if stack.moe is None or not stack.moe.layers[number] else build_moe(stack, stack.moe),
+        dropout=stack.hidden_dropout,
+    )
+
+
+# ---------------------------------------------------------------- cost
+
+
+def layer_weights(
+    stack: StackSlice, cross: AttentionSlice | None = None, *, has_experts: bool = False, active: bool = False
+) -> Weights:
+    """Return the weights of a layer with or without experts and cross-attention; `active` as in `moe_weights`."""
+    weights = attention_weights(stack.attention, stack) + _mlp_weights(stack, has_experts=has_experts, active=active)
+    branches = 2
+    if cross is not None:
+        weights, branches = weights + cross_attention_weights(cross, stack), 3
+    norms = branches * norm_parameters(stack.norm, stack.hidden_size)
+    if stack.block == "normformer":  # also of the attentions' outputs, and inside the MLP
+        norms += (branches - 1) * norm_parameters(stack.norm, stack.hidden_size)
+        norms += norm_parameters(stack.norm, stack.mlp.ffn_hidden_size)
+    return weights + Weights(others=norms)
+
+
+def _mlp_weights(stack: StackSlice, *, has_experts: bool, active: bool = False) -> Weights:
+    if has_experts and stack.moe is not None:
+        return moe_weights(stack, stack.moe, active=active)
+    return mlp_weights(stack, stack.mlp.ffn_hidden_size)
+
+
+def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
+    """Return memory and matmuls of a layer with or without experts.
+
+    Eager and compiled layers differ. In eager mode autograd saves what each operation saves: an RMSNorm in 16 bits
+    saves its input and the normalized input in fp32. Compiled, the partitioner saves the inputs of matmuls and
+    attention, the operands of residual additions, and little else: pointwise results are recomputed. The tests compare
+    both with what torch really saves.
+    """
+    stack, widths, moe = inputs.stack, inputs.widths, inputs.stack.moe if is_moe else None
+    mlp = mlp_memory(inputs, stack.mlp.ffn_hidden_size) if moe is None else moe_memory(inputs, moe)
+    mlp_part, weights = _mlp_weights(stack, has_experts=is_moe), layer_weights(stack, inputs.cross, has_experts=is_moe)
+    own, cross = self_attention_memory(inputs), cross_attention_memory(inputs)
+    attentions = (own,) if cross is None else (own, cross)
+    mlp_saved, saved = [*mlp.saved], [*own.saved, *_stream_and_norms(inputs, moe), *(cross.saved if cross else ())]
+    if widths.casts_weights:
+        norms = 2 * norm_parameters(stack.norm, stack.hidden_size)
+        saved.append(SavedTensors("weights", (weights.numel - mlp_part.numel - norms) * widths.compute))
+        mlp_saved.append(SavedTensors("weights", mlp_part.numel * widths.compute, "moe" if moe else None))
+    keeps_boundary = inputs.compiled or _norm_saves_stream(inputs) or stack.block == "post_ln"
+    residual = inputs.residual_elements * widths.residual
+    # gradients of the layer's output and of its input; compiled, the second overwrites the first
+    mlp_base = residual * (1 if inputs.compiled else 2)
+    mlp_base += mlp_part.matrices[-1].elements * widths.weights if moe is None else 0
+    attention_base = 2 * residual + weights.numel * widths.weights
+    return LayerMemory(
+        inputs=inputs,
+        weights=weights,
+        mlp_weights=mlp_part,
+        expert_rows=expert_rows(moe, inputs.tokens) if moe is not None else 0,
+        saves_input=keeps_boundary,
+        norm_input_bytes=_norm_input_bytes(inputs, keeps_boundary=keeps_boundary),
+        mlp=PartMemory(_existing(mlp_saved), mlp_base + mlp.working, recompute_inputs=mlp.recompute_inputs),
+        attention=PartMemory(
+            _existing(saved),
+            attention_base + max(each.working for each in attentions),
+            attention_base + max(each.working_recomputed for each in attentions),
+            sum(each.recompute_inputs for each in attentions),
+        ),
+    )
+
+
+def _existing(saved: Iterable[SavedTensors]) -> tuple[SavedTensors, ...]:
+    return tuple(each for each in saved if each.num_bytes)
+
+
+def _norm_saves_stream(inputs: StackInputs) -> bool:
+    """Return True if an eager norm saves the residual stream itself instead of an fp32 copy."""
+    return norm_saves_input(inputs.stack.norm, inputs.widths.residual)
+
+
+def _norm_input_bytes(inputs: StackInputs, *, keeps_boundary: bool) -> int:
+    """Return the bytes of the residual stream saved, besides the layer's input, for each recomputed norm."""
+    stack = inputs.stack
+    if inputs.compiled and stack.block == "parallel_ln" and stack.norm.kind == "layernorm":
+        return inputs.residual_elements * 4  # the compiler shares one normalized fp32 input among all norms
+    return 0 if keeps_boundary else inputs.residual_elements * inputs.widths.residual
+
+
+def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTensors]:
+    """Return the tensors saved of the residual stream, of norms and of dropouts."""
+    stack, e, s = inputs.stack, inputs.widths.compute, inputs.widths.residual
+    elements, keeps_stream = inputs.residual_elements, _norm_saves_stream(inputs)
+    branches = inputs.num_branches
+    # inputs of the first projection of each sublayer; with post-LN the residual stream, of which the layer's input
+    # is counted elsewhere
+    projections = [inputs.saves_norm_output("attention_qkv")] * (branches - 1)
+    projections += [inputs.saves_norm_output("mlp_fc1")] * (moe is None)
+    normed = projections.count(True) - (stack.block == "post_ln")
+    module: RecomputeModule | None = "norm" if stack.block != "post_ln" else None
+    saved = [SavedTensors("norm", normed * elements * e, module)]
+    # router and experts save one input; experts that gather rows save those rows instead
+    if moe is not None and (not runs_eager_experts(inputs, moe) or moe.shared_ffn_hidden_size):
+        saved.append(SavedTensors("norm", elements * e, module, "moe"))
+    norms = branches + (branches if stack.block == "normformer" else 0)
+    saved.append(SavedTensors("norm", norms * norm_statistics_bytes(stack.norm, inputs.tokens)))
+    sequential = stack.block != "parallel_ln"  # in a parallel block all sublayers read the layer's input
+    if inputs.compiled and sequential:
+        # the output of the first sublayer; the residual stream before each further one
+        saved.append(SavedTensors("stream", elements * e + (branches - 2) * elements * s))
+        saved += [SavedTensors("stream", elements * s)] if stack.block == "post_ln" else []
+    elif not inputs.compiled:
+        streams = branches if stack.block == "post_ln" else (branches - 1) * sequential
+        saved += [SavedTensors("stream", streams * elements * s)] if keeps_stream else []
+        extra, moe_norms = norm_saved_bytes(stack.norm, elements, s), int(moe is not None)
+        saved += [
+            SavedTensors("norm", (branches - moe_norms) * extra, module),
+            SavedTensors("norm", moe_norms * extra, module, "moe"),
+        ]
+        if stack.block == "normformer":
+            saved.append(SavedTensors("norm", (branches - 1) * (extra + keeps_stream * elements * e)))
+    if stack.hidden_dropout:
+        saved.append(SavedTensors("dropout", branches * elements))
+    return saved
