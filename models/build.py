@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention.backends.registry import detect_installed_software, get_attention_function
+from ..kernels.attention.backends.registry import get_attention_function
 from ..kernels.attention.call_spec import AttentionCall, DType, InstalledSoftware
 from ..kernels.attention.dispatch import BackendSelection, NoBackendError
 from ..kernels.attention.flags import AttentionFlags
+from ..kernels.attention.installed_software import detect_installed_software
 from .assemble import Backends, LanguageModel, assemble
 from .bert import BERT
 from .config.batch_shape import BatchSpec

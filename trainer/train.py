@@ -61,12 +61,15 @@ def train(config: RunConfig) -> int:
     return run_training(config).exit_code
 
 
-def run_training(config: RunConfig, ranks: DistributedContext | None = None) -> TrainingResult:
+def run_training(
+    config: RunConfig, ranks: DistributedContext | None = None, *, seconds: float | None = None
+) -> TrainingResult:
     """Train as configured, from scratch or from a checkpoint.
 
     Args:
         config: the same on every rank.
         ranks: the initialized ranks of the run; None for a single process.
+        seconds: shorten the run, of a single process, and its learning rate schedule if training would take longer.
 
     Raises:
         UserError: the configuration is not supported on this machine, training diverged, or the disk is full.
@@ -74,7 +77,7 @@ def run_training(config: RunConfig, ranks: DistributedContext | None = None) -> 
     with open_run(config, ranks or DistributedContext()) as run:
         state = build_training_state(run)
         _record_start(run, state)
-        loop = build_training_loop(run, state)
+        loop = build_training_loop(run, state, seconds)
         stop_reason = _fit(run, loop)
         return _finish(run, state, loop, stop_reason)
 
@@ -115,7 +118,7 @@ def _fit(run: RunContext, loop: TrainingLoop) -> str | None:
     finally:
         loop.profilers.close()
         loop.saver.wait()
-    if module.step >= max_steps and not callback.validation_pending:
+    if module.step >= callback.limit.max_steps and not callback.validation_pending:
         return None
     return callback.stop_reason or stop_reason or run.stop.reason
 

@@ -11,8 +11,8 @@ from cuda_sync import forbid_device_sync
 from tiny_run import tiny_document
 from torch import Tensor
 
-from stoker.kernels.attention.backends.registry import torch_version
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.attention.installed_software import torch_version
 from stoker.models.build import build_model
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.gpt import GPTKeys

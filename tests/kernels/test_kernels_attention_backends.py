@@ -17,16 +17,14 @@ from attention_cases import attend, told
 from tiers import cases, full_only, looped
 from torch import Tensor
 
+from stoker.kernels.attention import installed_software
 from stoker.kernels.attention.backend_support import BACKENDS, BACKENDS_BY_NAME, BackendName
-from stoker.kernels.attention.backends import registry, transformer_engine, unfused
-from stoker.kernels.attention.backends.registry import (
-    ATTENTION_FUNCTIONS,
-    detect_installed_software,
-    get_attention_function,
-)
+from stoker.kernels.attention.backends import transformer_engine, unfused
+from stoker.kernels.attention.backends.registry import ATTENTION_FUNCTIONS, get_attention_function
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.call_spec import AttentionCall
 from stoker.kernels.attention.dispatch import BackendSelection
+from stoker.kernels.attention.installed_software import detect_installed_software
 from stoker.kernels.attention.packed_sequences import PackedSequences, unpadded_cu_seqlens
 from stoker.kernels.attention.reference import reference_attention, reference_backend, visibility_mask
 from stoker.kernels.launch import INTERPRETED
@@ -530,10 +528,10 @@ def test_versions_come_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     found = detect_installed_software()
     assert (found.triton, found.te, found.flash_attn) == ((3, 6), (2, 20), (2, 8, 3))
     assert (found.flash_attn_3, found.flash_attn_4, found.te_problem) == (False, True, "")
-    registry._te_problem.cache_clear()
+    installed_software._te_problem.cache_clear()
     broken = detect_installed_software("cuda").te_problem  # it is not here at all, which its metadata denies
     assert broken.startswith("transformer_engine is installed but cannot be imported: ModuleNotFoundError")
-    registry._te_problem.cache_clear()
+    installed_software._te_problem.cache_clear()
 
 
 def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

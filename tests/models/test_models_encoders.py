@@ -14,11 +14,11 @@ from attention_cases import attend
 from tiers import extra, full_only, looped
 from torch import Tensor
 
-from stoker.kernels.attention.backends.registry import detect_installed_software
 from stoker.kernels.attention.backends.sdpa import sdpa_math
 from stoker.kernels.attention.backends.triton import triton_attention
 from stoker.kernels.attention.backends.unfused import UnfusedAttention
 from stoker.kernels.attention.flags import AttentionFlags
+from stoker.kernels.attention.installed_software import detect_installed_software
 from stoker.kernels.attention.packed_sequences import PackedSequences, unpadded_cu_seqlens, unpadded_key_cu_seqlens
 from stoker.kernels.attention.reference import reference_backend
 from stoker.kernels.launch import INTERPRETED

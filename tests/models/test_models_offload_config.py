@@ -299,7 +299,9 @@ def test_what_a_run_says() -> None:
     model: Any = model_of()
     run = resolve_run(root)
     told = list(describe_offload(run, model, torch.device("cpu")))
-    assert told == ["warning: `model.cpu_offloading` (True) has no effect on cpu"]
+    assert told == [
+        "warning: `model.cpu_offloading` (True) has no effect on cpu, which uses host memory (~model.cpu_offloading)"
+    ]
     enable_offloading(model, run.family, DeferredCopies)
     (line,) = describe_offload(run, model, CUDA)
     assert line.startswith("CPU offloading of the first 3 layers: activations and weights (")

@@ -16,6 +16,7 @@ from stoker.models.build import build_model, get_stacks, num_parameters
 from stoker.models.config.peft import peft_slice
 from stoker.models.model_cost import training_flops_per_sample
 from stoker.models.peft.apply import trainable_parameters
+from stoker.trainer.core.run_summary import module_table
 from stoker.trainer.plan import memory_check
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_plan import Plan
@@ -48,6 +49,11 @@ def test_counts_are_those_of_the_model(scheme: str, tmp_path: Path) -> None:
     assert counts[:2] == (num_parameters(run.model), trained)
     assert sum(numbers for numbers, _ in counts.trainable_tensors) == trained
     assert f"{scheme}: {trained:,} parameters are trained" in (run.directory / "run.log").read_text()
+    head, *rows = (line.split() for line in module_table(run.model))
+    assert head == ["module", "type", "trainable", "parameters"]
+    assert rows[-1] == ["total", f"{trained:,}", f"{num_parameters(run.model):,}"]
+    columns = [[int(row[place].replace(",", "")) for row in rows] for place in (-2, -1)]
+    assert all(sum(column[:-1]) == column[-1] for column in columns)
 
 
 def test_frozen_weights_have_neither_gradients_nor_state() -> None:

@@ -386,6 +386,27 @@ def test_a_run_on_the_host_is_not_planned_for_a_card_in_silence(capsys):
     assert "`trainer.accelerator` (cpu)" in json.loads(capsys.readouterr().out)["notes"][0]
 
 
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
+@pytest.mark.parametrize(
+    "key", ["model.cpu_offloading", "model.cpu_offloading_optimizer", "exp_manager.ema.cpu_offload"]
+)
+def test_offloading_that_does_nothing_here_is_one_note(capsys, accelerator, key):
+    """The plan is for a GPU, where it acts: a warning that it does not would contradict the lines above it."""
+    if accelerator == "auto" and torch.cuda.is_available():
+        pytest.skip("the plan is for this machine")
+    ema = ["exp_manager.ema.enable=True"] if "ema" in key else []
+    keys = ["model=gpt_tiny", "data=mock", f"trainer.accelerator={accelerator}", f"{key}=True", *ema]
+    assert main(["plan", *keys, "--json"]) == EXIT_OK
+    told = json.loads(capsys.readouterr().out)
+    assert not any("no effect" in found["message"] for found in told["findings"])
+    (note,) = (note for note in told["notes"] if "no effect" in note)
+    assert f"where `{key}` (True) has no effect; this plan is for an NVIDIA H100" in note
+    assert {"cpu": "trains on the host", "auto": "a run here uses the CPU"}[accelerator] in note
+    assert main(["config", *keys]) == EXIT_OK
+    warned = capsys.readouterr().err
+    assert (f"{key.rpartition('.')[2]}` has no effect" in warned) == (accelerator == "cpu" and not ema)
+
+
 def test_auto_is_every_gpu_of_the_machine(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert main(["plan", LLAMA, "model.global_batch_size=16", "--device", "h200", "--json"]) == EXIT_OK

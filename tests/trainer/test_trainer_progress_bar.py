@@ -1,12 +1,14 @@
 """Terminal output: aligned lines, or a live progress bar where there is a terminal."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 from tiers import looped
 
 from stoker.trainer.loggers.progress_bar import ProgressDisplay, format_step, format_validation
+from stoker.trainer.loggers.run_logger import RunLogger
 from stoker.trainer.loggers.step_report import StepReport
 from stoker.trainer.utils.text import format_duration
 
@@ -48,8 +50,10 @@ def shown(*, live, terminal):
     return output.getvalue()
 
 
-def test_a_terminal_gets_the_panel():
+def test_a_terminal_gets_the_panel_below_the_lines():
     text = shown(live=True, terminal=True)
+    assert "step   120/10000  loss  2.3457" in text
+    assert "step   120/10000  val loss 2.5000" in text
     for part in (
         "a [plain] line",
         "step 120 / 10,000",
@@ -68,8 +72,31 @@ def test_everything_else_gets_lines(live, terminal):
     assert "val loss 2.5000" in text
 
 
+def test_the_panel_leaves_room_for_an_echoed_interrupt_and_keeps_the_cursor():
+    """A full line would wrap at the ^C, and the next redraw would leave the top border behind."""
+    text = shown(live=True, terminal=True)
+    borders = re.findall("[╭╰][^╮╯]*[╮╯]", text)
+    assert borders
+    assert max(map(len, borders)) <= 100 - len("^C") - 1
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert text.index("\x1b[?25h") < text.index("╭")
+
+
 def test_the_estimate_is_the_time_of_the_steps_that_are_left():
     panel = ProgressDisplay(200, live=False)
     assert panel.remaining_seconds() is None
     panel.show_step(REPORT)
     assert panel.remaining_seconds() == 80 * 0.25
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_run_log_has_the_same_lines(tmp_path, live):
+    progress = ProgressDisplay(10_000, live=False)
+    progress._console = Console(file=io.StringIO(), force_terminal=True)
+    progress._use_live = live
+    with RunLogger(tmp_path, progress) as logger:
+        logger.log_step(REPORT)
+        logger.log_validation(120, {"val_loss": 2.5})
+    step, validation = (tmp_path / "run.log").read_text().splitlines()
+    assert step.endswith(format_step(REPORT, 10_000, 2470.0))
+    assert validation.endswith("step   120/10000  val loss 2.5000")

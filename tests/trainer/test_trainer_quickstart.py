@@ -1,5 +1,9 @@
 import argparse
 import json
+import shlex
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -7,12 +11,17 @@ import torch
 from config_helpers import gpt
 from tiers import looped
 
+from stoker.trainer import train
 from stoker.trainer.cli import quickstart, thread_tuning
+from stoker.trainer.cli.main import main
 from stoker.trainer.cli.thread_tuning import StepTiming, median_step_time, tune_num_threads
 from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.data.datasets.samples import EvaluationWindows
 from stoker.trainer.utils.errors import UserError
 from tests.helpers.resolved import build_data
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Clock:
@@ -138,10 +147,11 @@ def test_a_typo_ends_before_anything_is_started(tmp_path: Path) -> None:
 
 
 def test_quickstart_beats_unigram_and_says_where_everything_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny model and a text that is easy to learn, so that a few seconds are enough."""
     threads = torch.get_num_threads()
+    monkeypatch.setattr(quickstart.shutil, "which", lambda name: name)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a text\n" for number in range(4000)))
     run = tmp_path / "run"
@@ -165,3 +175,68 @@ def test_quickstart_beats_unigram_and_says_where_everything_is(
         assert word in printed
     assert "import " in printed
     assert (run / "checkpoints" / "step-60" / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    more = {
+        "generate": ["--max-new-tokens", "2"],
+        "evaluate": ["--limit-batches", "1"],
+        "quickstart": ["--help"],
+        "train": [
+            "trainer.fast_dev_run=True",
+            "model.num_layers=1",
+            "model.encoder_seq_length=32",
+            "trainer.accelerator=cpu",
+        ],
+    }
+    suggested = [shlex.split(line, comments=True) for line in printed.partition("next:\n")[2].splitlines()]
+    assert [words[1] for words in suggested] == ["generate", "evaluate", "quickstart", "train", "config"]
+    for command, *words in suggested:
+        assert command == "stoker"
+        try:
+            assert main([*words, *more.get(words[0], [])]) == 0, f"{words}\n{capsys.readouterr().err}"
+        except SystemExit as end:
+            assert end.code == 0  # noqa: PT017
+
+
+@pytest.mark.parametrize(("overrides", "seconds"), [([], 19.0), (["trainer.max_steps=7"], None)])
+def test_training_has_the_time_that_is_left_unless_its_length_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], seconds: float | None
+) -> None:
+    given: list[float | None] = []
+
+    class StartedError(Exception):
+        pass
+
+    def run_training(config: RunConfig, *, seconds: float | None = None) -> None:
+        given.append(seconds)
+        raise StartedError
+
+    model = types.SimpleNamespace(attention_decisions={"training": types.SimpleNamespace(table=str)})
+    monkeypatch.setattr(thread_tuning, "measure_step_time", lambda *_: (StepTiming(0.05, 1, {}), model))
+    monkeypatch.setattr(train, "run_training", run_training)
+    with pytest.raises(StartedError):
+        _run("--seconds", "20", "--dir", str(tmp_path), "data=mock", "trainer.accelerator=cpu", *overrides)
+    assert given == [seconds]
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_the_script_names_the_environment_in_which_its_suggestions_run(tmp_path: Path, code: int) -> None:
+    here = tmp_path / "a checkout"
+    (here / "scripts").mkdir(parents=True)
+    for name in ("quickstart.sh", "environment.sh"):
+        (here / "scripts" / name).write_text((ROOT / "scripts" / name).read_text())
+    for name in ("pyproject.toml", "constraints.txt", ".venv/bin/stoker", ".venv/.stoker-installed-base"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(f"#!/bin/sh\necho next: $*\nexit {code}\n")
+    (here / ".venv" / "bin" / "stoker").chmod(0o755)
+    (here / ".venv" / "bin" / "activate").write_text(f'PATH="{here}/.venv/bin:$PATH"')
+    plain = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    script = ["bash", str(here / "scripts" / "quickstart.sh"), "--seconds", "5"]
+    ended = subprocess.run(script, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert "next: quickstart --seconds 5\n" in ended.stdout
+    suggestion = ended.stdout.partition("first:")[2].strip()
+    assert bool(suggestion) == (code == 0)
+    if suggestion:
+        again = ["bash", "-c", f"{suggestion} && stoker generate"]
+        done = subprocess.run(again, cwd=tmp_path, env=plain, capture_output=True, text=True, check=True)
+        assert done.stdout == "next: generate\n"

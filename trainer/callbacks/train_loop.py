@@ -38,6 +38,7 @@ from .expert_load import ExpertLoadMetrics
 from .preemption import SIGNAL_FLAGS, AllReduceFlags, StopFlag, StopHandler, local_flags
 from .profiler import ProfilerList
 from .reporting import StepReporter, ThroughputFactors
+from .step_limit import StepLimit
 
 ValidateFunction = Callable[[int | None, Callable[[], bool] | None], EvaluationResult]
 """Run a validation of a number of global batches (None: as configured); the second argument is polled between batches,
@@ -63,8 +64,11 @@ class TrainLoopCallback(pl.Callback):
         resumed_metrics: metrics of the step the run resumes from.
         all_reduce_flags: called once after every step, and between validation batches.
         flags_are_async: `all_reduce_flags` returns the result of the previous call.
+        limit: when the run ends; by default after `trainer.max_steps`.
+        on_shorten: called when `limit` has shortened the run.
 
     Attributes:
+        limit: when the run ends.
         validation: the last validation result.
         validation_pending: the validation of the last step was interrupted and is still to be run.
         checkpoint: the last checkpoint written.
@@ -91,9 +95,13 @@ class TrainLoopCallback(pl.Callback):
         ema: EMA | None = None,
         profilers: ProfilerList | None = None,
         expert_load: ExpertLoadMetrics | None = None,
+        limit: StepLimit | None = None,
+        on_shorten: Callable[[], None] | None = None,
     ) -> None:
         state = state or LoopState.model_validate({})
         self._keys = keys
+        self.limit = limit or StepLimit(keys.max_steps)
+        self._on_shorten = on_shorten
         self._params = manager.checkpoint_callback_params
         self._interval = self._params.train_time_interval
         self._logger = logger
@@ -139,7 +147,7 @@ class TrainLoopCallback(pl.Callback):
             metrics = dict(self._resumed_metrics) | validation
             if self._early_stopping is not None and step % self._keys.val_check_interval == 0:
                 stopping = self._check_progress(self._early_stopping, step, metrics)
-                if stopping is not None and step < self._keys.max_steps:
+                if stopping is not None and step < self.limit.max_steps:
                     self.stop_reason = f"{STOP_REASON_PREFIX} ({stopping})"
             if self._save is not None:  # replace the checkpoint of this step by one with its validation metrics
                 self._save_checkpoint(module, metrics)
@@ -175,13 +183,15 @@ class TrainLoopCallback(pl.Callback):
             if self._ema is not None:
                 assert pl_module.unwrapped_optimizer.grad_norm is not None
                 self._ema.update(pl_module.step, pl_module.unwrapped_optimizer.grad_norm)
+            if self.limit.after_step(pl_module.step) and self._on_shorten is not None:
+                self._on_shorten()
             self.stop_reason = self._after_step(pl_module)
-        trainer.should_stop |= self.stop_reason is not None
+        trainer.should_stop |= self.stop_reason is not None or pl_module.step >= self.limit.max_steps
 
     def _after_step(self, module: LanguageModule) -> str | None:
         """Log, validate and save as due after this step; return the reason to stop now, or None."""
         step = module.step
-        last = step == self._keys.max_steps
+        last = step == self.limit.max_steps
         flags = self._reduce_flags()
         reason = None if last else self._stop.apply_flags(flags)
         checks = step % self._keys.val_check_interval == 0
@@ -219,6 +229,7 @@ class TrainLoopCallback(pl.Callback):
                 self._save_checkpoint(module, metrics)
             if validates or saves:
                 self._reporter.restart_clock(module)
+                self.limit.resume_clock()
         return reason
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

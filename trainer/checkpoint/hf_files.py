@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ..utils.errors import UserError
-from ..utils.safetensors_io import DamagedFileError, read_json
 
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -49,6 +48,8 @@ def read_object(folder: Path, name: str) -> dict[str, Any] | None:
     path = resolve_in_folder(folder, name)
     if path is None:
         return None
+    from ..utils.safetensors_io import DamagedFileError, read_json  # imports torch
+
     try:
         document = read_json(path)
     except DamagedFileError as error:
@@ -74,6 +75,42 @@ def is_hf_folder(path: Path) -> bool:
     if not path.is_dir() or has_checkpoints(path):
         return False
     return has_weights(path) or "model_type" in (read_object(path, CONFIG) or {})
+
+
+def is_model_folder(path: Path) -> bool:
+    """Return True if a path may hold a model: a stoker run or checkpoint, or a Hugging Face or PEFT folder."""
+    return path.is_dir() and (has_checkpoints(path) or is_hf_folder(path) or is_peft_folder(path))
+
+
+def check_pretrained_path(path: Path, key: str) -> None:
+    """Check that the path of pretrained weights exists and is not a GGUF file.
+
+    Raises:
+        UserError: it does not, or is.
+    """
+    if path.suffix == ".gguf":
+        raise UserError(
+            f"`{key}`: {path} is a GGUF file; convert it to a checkpoint first: stoker convert {path} FOLDER"
+        )
+    if not path.exists():
+        raise UserError(
+            f"`{key}`: no usable checkpoint in {path}: there is no such folder; import a Hugging Face hub model with "
+            "`stoker convert ORG/NAME FOLDER`"
+        )
+
+
+def missing_model_hint(path: Path) -> str:
+    """Return the hint to show for a path that holds no stoker checkpoint."""
+    if not path.exists():
+        return "there is no such folder"
+    if is_peft_folder(path):
+        return (
+            "it is an adapter in peft format; set model.peft.restore_from_path to it, or convert it to a checkpoint: "
+            f"stoker convert {path} FOLDER"
+        )
+    if is_hf_folder(path):
+        return f"it is a Hugging Face model; convert it to a checkpoint: stoker convert {path} FOLDER"
+    return "give a run directory or a `step-N` directory"
 
 
 def is_peft_folder(path: Path) -> bool:

@@ -21,7 +21,6 @@ checkpoints and applies retention.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -41,7 +40,8 @@ from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, local_shard
 from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, verify_file
-from .hf_files import is_hf_folder, is_peft_folder
+from .checkpoint_paths import STEP_NAME, checkpoint_paths
+from .hf_files import missing_model_hint
 from .loop_state import LoopState
 from .sharded_safetensors import FullTensors, OverlaidTensors, open_full_tensors, read_shards, shard_files
 
@@ -49,7 +49,6 @@ FORMAT = 1
 WEIGHTS, ADAPTER, OPTIMIZER, EMA_WEIGHTS = "model", "adapter", "optimizer", "ema"
 """Kinds of tensor files."""
 STATE, CONFIG, TOKENIZER, MANIFEST = "state.json", "config.json", "tokenizer.json", "manifest.json"
-_NAME = re.compile(r"step-(\d{1,15})")
 
 
 class BaseRecord(ConfigBlock):
@@ -310,7 +309,7 @@ def open_checkpoint(path: Path, *, with_optimizer: bool = True, verify: bool = T
     except ValidationError as error:
         first = error.errors()[0]
         raise DamagedFileError(f"{STATE}: `{'.'.join(map(str, first['loc']))}`: {first['msg']}") from None
-    if (named := _NAME.fullmatch(path.name)) and int(named[1]) != state.step:
+    if (named := STEP_NAME.fullmatch(path.name)) and int(named[1]) != state.step:
         raise DamagedFileError(f"it holds step {state.step}, not the step it is named after")
     return Checkpoint(path, state, tuple(records))
 
@@ -342,7 +341,7 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
     Raises:
         UserError: there is none, or the `step-N` directory given is damaged.
     """
-    if _NAME.fullmatch(path.name) or (path / MANIFEST).exists():
+    if STEP_NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         try:
             return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), []
         except DamagedFileError as error:
@@ -353,31 +352,7 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
         warnings += found
         if checkpoint is not None:
             return checkpoint, warnings
-    raise UserError([f"no usable checkpoint in {path}: {_hint(path)}", *warnings])
-
-
-def _hint(path: Path) -> str:
-    """Return the hint to show for a path that holds no checkpoint."""
-    if not path.exists():
-        return "there is no such folder"
-    if is_peft_folder(path):
-        return (
-            "it is an adapter in peft format; set model.peft.restore_from_path to it, or convert it to a checkpoint: "
-            f"stoker convert {path} FOLDER"
-        )
-    if is_hf_folder(path):
-        return f"it is a Hugging Face model; convert it to a checkpoint: stoker convert {path} FOLDER"
-    return "give a run directory or a `step-N` directory"
-
-
-def checkpoint_paths(directory: Path) -> list[Path]:
-    """Return the `step-N` directories in a directory, valid or not, by ascending step."""
-    try:
-        entries = list(directory.iterdir())
-    except OSError:
-        return []
-    numbered = [(int(match[1]), path) for path in entries if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered)]
+    raise UserError([f"no usable checkpoint in {path}: {missing_model_hint(path)}", *warnings])
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:

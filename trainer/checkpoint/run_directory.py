@@ -26,7 +26,7 @@ from ..utils.durable_files import atomic_write
 from ..utils.environment import snapshot, user_path
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.owned_files import check_owned, open_owned
-from .reader import checkpoint_paths
+from .checkpoint_paths import cannot_write_run, check_run_is_new, directory_key
 from .run_environment import describe_environment
 
 try:
@@ -34,9 +34,11 @@ try:
 except ImportError:  # Windows: a run directory is not locked
     fcntl = None
 
+RESOLVED_CONFIG = "config.resolved.json"
+"""The configuration of a run, in its directory."""
 _LOCK_FILE = "run.lock"
 _WRITTEN = (
-    *(_LOCK_FILE, "config.resolved.json", "environment.json", "metrics.jsonl", "run.log", "metrics.csv"),
+    *(_LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv"),
     *("loggers.json", "expert_load.json", "expert_load.png", "quickstart.json", "tensorboard", "files", "profile"),
 )
 """What a run writes to its directory, besides the checkpoints."""
@@ -89,21 +91,14 @@ def open_run_directory(config: RunConfig) -> RunDirectory:
             path = create_run_directory(keys, config.root.name, made)
             checkpoints = checkpoint_directory(keys, path)
             _check_links(path, owns_checkpoints=not dirpath)
-            locks.append(_lock(path, "trains", _directory_key(keys)))
+            locks.append(_lock(path, "trains", directory_key(keys)))
             held.append(path)
             if dirpath and keys.create_checkpoint_callback:
                 locks.append(_lock(checkpoints, "saves its checkpoints", "checkpoint_callback_params.dirpath"))
                 held.append(checkpoints)
-            # A `dirpath` that this run neither saves to nor resumes from may belong to another run.
-            existing = checkpoint_paths(checkpoints) if keys.create_checkpoint_callback or not dirpath else []
-            if existing and not keys.resume_if_exists:
-                raise UserError(
-                    f"{checkpoints} already holds checkpoints up to {existing[-1].name}; resume from there with "
-                    f"exp_manager.resume_if_exists=True, or write elsewhere with another "
-                    f"exp_manager.{_checkpoint_key(keys)}"
-                )
+            check_run_is_new(keys, checkpoints)
         except OSError as error:
-            raise _cannot_write(error, keys.explicit_log_dir or keys.exp_dir or "runs", keys) from error
+            raise cannot_write_run(error, keys.explicit_log_dir or keys.exp_dir or "runs", keys) from error
         cleanup.pop_all()
     return RunDirectory(path, checkpoints, tuple(locks), made)
 
@@ -119,7 +114,7 @@ def save_run_record(
         UserError: the files cannot be written (exit code 74).
     """
     try:
-        config.save(directory.path / "config.resolved.json")
+        config.save(directory.path / RESOLVED_CONFIG)
         environment = {**describe_environment(device, snapshot()), "processes": processes}
         atomic_write(directory.path / "environment.json", (json.dumps(environment, indent=2) + "\n").encode())
         for name in config.root.exp_manager.files_to_copy:
@@ -127,7 +122,7 @@ def save_run_record(
             with os.fdopen(copy, "wb") as target, _file_to_copy(name).open("rb") as source:
                 shutil.copyfileobj(source, target)
     except OSError as error:
-        raise _cannot_write(error, str(directory.path), config.root.exp_manager) from error
+        raise cannot_write_run(error, str(directory.path), config.root.exp_manager) from error
     directory.created.clear()
 
 
@@ -141,26 +136,6 @@ def _file_to_copy(name: str) -> Path:
     if not path.is_file() or not os.access(path, os.R_OK):
         raise UserError(f"`exp_manager.files_to_copy` ({name}) is not a readable file")
     return path
-
-
-def _checkpoint_key(keys: ExpManagerBlock) -> str:
-    """Return the keys below `exp_manager` that determine the checkpoint directory."""
-    if keys.checkpoint_callback_params.dirpath:
-        return "checkpoint_callback_params.dirpath"
-    return "explicit_log_dir" if keys.explicit_log_dir else "name or exp_dir"
-
-
-def _directory_key(keys: ExpManagerBlock) -> str:
-    """Return the key below `exp_manager` that determines the run directory."""
-    return "explicit_log_dir" if keys.explicit_log_dir else "exp_dir"
-
-
-def _cannot_write(error: OSError, path: str, keys: ExpManagerBlock) -> UserError:
-    return UserError(
-        f"cannot write the run directory {error.filename or path}: {error.strerror or error}; set "
-        f"exp_manager.{_directory_key(keys)} to a directory that can be written",
-        EXIT_IO,
-    )
 
 
 def _check_paths(keys: ExpManagerBlock, made: list[Path]) -> None:

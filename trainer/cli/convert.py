@@ -21,7 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face model folder (config.json, weights, tokenizer), a hub id (org/name, "
         "org/name@revision), a GGUF file of a Llama model, or a stoker run directory or checkpoint",
     )
-    parser.add_argument("target", metavar="TARGET", type=Path, help="the new folder")
+    parser.add_argument("target", metavar="TARGET", type=Path, help="the output folder; a new one without --overwrite")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace TARGET, once the conversion has succeeded, if it is the output of an earlier one",
+    )
     parser.add_argument("--merge", action="store_true", help="SOURCE is an adapter: merge it into its base weights")
     parser.add_argument(
         "--base",
@@ -60,17 +65,25 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: SOURCE cannot be converted, with every reason; or TARGET cannot be written.
     """
+    from ..checkpoint.hf_files import is_peft_folder
+    from ..conversion.output_folder import check_is_apart, check_target
+
+    # Before the imports below, which take seconds.
+    check_target(args.target, overwrite=args.overwrite)
+    for given in (Path(args.source), *filter(None, [args.base])):
+        check_is_apart(args.target, given)
+    if not is_peft_folder(Path(args.source)):
+        _format_not_of(Path(args.source), args.source)
     environment.prepare_process()
     from ..conversion.convert_adapters import convert_adapter, is_adapter
     from ..conversion.from_hf import convert_to_stoker
-    from ..conversion.output_folder import check_target_is_free
     from ..conversion.tensor_source import DTYPES
     from ..conversion.to_hf import convert_to_hf
 
-    check_target_is_free(args.target)
     source = Path(args.source)
     dtype = DTYPES[args.dtype] if args.dtype else None
     options = {"dtype": dtype, "tokenizer": args.tokenizer, "model_type": args.model_type, "ema": args.ema}
+    options["overwrite"] = args.overwrite
     if source.is_dir() and is_adapter(source):
         if args.ignore_field:
             raise UserError(
@@ -90,7 +103,14 @@ def run(args: argparse.Namespace) -> int:
             from ..conversion.hub import download
 
             source = download(args.source)
-        lines = convert_to_stoker(source, args.target, dtype=dtype, tokenizer=args.tokenizer, ignored=args.ignore_field)
+        lines = convert_to_stoker(
+            source,
+            args.target,
+            dtype=dtype,
+            tokenizer=args.tokenizer,
+            ignored=args.ignore_field,
+            overwrite=args.overwrite,
+        )
     print("\n".join(lines))
     return EXIT_OK
 

@@ -23,7 +23,7 @@ from ..utils import environment
 from ..utils.errors import EXIT_FAILURE, EXIT_OK
 
 Level = Literal["ok", "note", "warning", "error"]
-_LABEL_WIDTH = 14
+_LABEL_WIDTH = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _kernels() -> list[Finding]:
         version = _version(extra) or (importlib.util.find_spec(module) and "of unknown version")
         installed = f"{version} is installed (`stoker explain attention` shows where it is used)"
         says = installed if version else "not installed, not needed"
-        findings.append(Finding(name[:_LABEL_WIDTH], says, "note"))
+        findings.append(Finding(name, says, "note"))
     return findings
 
 

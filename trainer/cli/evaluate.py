@@ -12,6 +12,7 @@ from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from . import evaluate_tasks as tasks
 from .common_arguments import add_checkpoint_arguments, model_path, positive_int
+from .early_checks import check_model_path
 
 if TYPE_CHECKING:
     from ..conversion.load_model import LoadedModel
@@ -44,10 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the metrics."""
-    environment.prepare_process()
     path = model_path(args)
+    environment.prepare_process()
     if tasks.has_tasks(args):
         return tasks.run(args, path)
+    check_model_path(path)
     from ..conversion.load_model import load_model
     from ..evaluation.held_out_loss import evaluate, loss_function
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..utils.errors import EXIT_OK, UserError
 from .common_arguments import positive_int
+from .early_checks import check_model_path
 
 TASKS = Path(__file__).parents[1] / "evaluation/harness/tasks"
 """Folder of stoker's own tasks, which need no network."""
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace, checkpoint: Path) -> int:
         raise UserError(f"--tasks-dir {args.tasks_dir}: there is no such folder")
     if args.num_fewshot is not None and args.num_fewshot < 0:
         raise UserError(f"--num-fewshot {args.num_fewshot} must be at least 0")
+    check_model_path(checkpoint)
     from lm_eval import evaluator  # pyright: ignore[reportMissingImports]
 
     from ..evaluation.harness.lm_eval_model import StokerLM

@@ -129,7 +129,7 @@ def _layers(keys: FamilyKeys) -> str:
 
 def _this_machine(keys: TrainerBlock) -> tuple[str, tuple[int, int] | None, InstalledSoftware, str]:
     """Return device type, compute capability, installed software and a description of it."""
-    from ...kernels.attention.backends.registry import detect_installed_software
+    from ...kernels.attention.installed_software import detect_installed_software
     from ..device.choose_device import choose_device, compute_capability
 
     try:

@@ -22,6 +22,7 @@ from .common_arguments import (
     parse_int,
     positive_int,
 )
+from .early_checks import check_model_path
 
 if TYPE_CHECKING:
     from ..conversion.load_model import LoadedModel
@@ -141,6 +142,7 @@ def run(args: argparse.Namespace) -> int:
     path = model_path(args)
     prompts = _prompts(args)
     _check_options(args)
+    check_model_path(path)
     environment.prepare_process()
     from ...models.t5 import T5
     from ..conversion.load_model import load_model

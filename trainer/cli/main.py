@@ -54,6 +54,7 @@ VERBS = {
     "train": Verb("train a model", composes=True, accepts_imports=True),
     "finetune": Verb("fine-tune a pretrained model, all parameters or an adapter", composes=True, accepts_imports=True),
     "config": Verb("show every effective value and where it comes from", composes=True, accepts_imports=True),
+    "list": Verb("list presets, configuration keys or attention backends, with a line on each"),
     "explain": Verb("show which attention backend a run uses, and why not the others", accepts_imports=True),
     "plan": Verb("estimate memory and time of a run, and suggest settings that fit", accepts_imports=True),
     "generate": Verb("continue a text with a trained model"),
@@ -161,6 +162,8 @@ def _verb_functions(
         return _add_config_verb_arguments, _config
     # imported when it is the one that runs: some import torch
     match name:
+        case "list":
+            from . import list_names as module
         case "explain":
             from . import explain as module
         case "plan":
@@ -231,6 +234,9 @@ def _train(args: argparse.Namespace) -> int:
         from .rank_entry import train_as_rank
 
         return train_as_rank(config, placement)
+    from .early_checks import check_run_paths
+
+    check_run_paths(config)
     # User modules may have imported torch, which reads some variables once at import: `env_vars` need a new process.
     if args.restart or not placement.is_single or (args.imports and config.root.env_vars):
         return _start(args, config, placement)

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """
     config = load_config(args)
     # these import torch, which takes seconds: only after the configuration has been validated
+    from ..core.run_summary import host_offload_keys
     from ..plan.report import plan_document, report_lines
     from ..plan.run_plan import make_plan, useless_recompute_notes
     from ..plan.search import search, suggest_changes
@@ -58,7 +59,16 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(resolved, target, vocab_size=vocab_size)
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
-    notes = [*_notes(root.trainer, args.device, target), *useless_recompute_notes(plan), *filter(None, [unknown])]
+    offloaded = host_offload_keys(resolved) if target.gpu is not None else ()
+    # On the planned GPU these act: that they do nothing on the accelerator of the configuration is part of a note.
+    findings = [
+        found for found in config.findings if found.keys not in {(key, "trainer.accelerator") for key in offloaded}
+    ]
+    notes = [
+        *_notes(root.trainer, args.device, target, offloaded),
+        *useless_recompute_notes(plan),
+        *filter(None, [unknown]),
+    ]
     if args.fit:
         if plan.time is None:
             notes.append(
@@ -66,14 +76,14 @@ def run(args: argparse.Namespace) -> int:
                 "and changes the fewest keys"
             )
         best, least = search(root, target, plan)
-        return _print_fit(args, given, plan, best, least, config.findings, notes)
+        return _print_fit(args, given, plan, best, least, findings, notes)
     changes = [] if plan.fits else suggest_changes(root, target, plan)
     if args.json:
-        print(json.dumps(plan_document(plan, changes, given) | _notes_document(config.findings, notes), indent=2))
+        print(json.dumps(plan_document(plan, changes, given) | _notes_document(findings, notes), indent=2))
         return EXIT_OK
     for line in report_lines(plan, changes, given):
         print(line)
-    _print_notes(config.findings, notes)
+    _print_notes(findings, notes)
     return EXIT_OK
 
 
@@ -85,18 +95,22 @@ def _given(config: RunConfig, overrides: Sequence[str]) -> CurrentOverrides:
     return CurrentOverrides(frozenset(key for key, origin in config.origins.items() if origin.kind != "default"), typed)
 
 
-def _notes(keys: TrainerBlock, device: str | None, target: Target) -> Iterator[str]:
+def _notes(keys: TrainerBlock, device: str | None, target: Target, offloaded: Sequence[str]) -> Iterator[str]:
     """Yield notes on what the plan assumes about devices."""
     import torch
+
+    from ..core.run_summary import no_effect_on_host
 
     accelerator, nodes = keys.accelerator, keys.num_nodes
     if target.gpu is None:
         return
     name = f"an {target.gpu.name}"
+    without = f", where {no_effect_on_host(offloaded)}" if offloaded else ""
     if accelerator in ("cpu", "mps"):
-        yield f"`trainer.accelerator` ({accelerator}) trains on the host; this plan is for {name} instead"
+        yield f"`trainer.accelerator` ({accelerator}) trains on the host{without}; this plan is for {name} instead"
     elif device is None and not torch.cuda.is_available():
-        yield f"no CUDA device is available; this plan is for {name}; choose another with --device"
+        here = f": a run here uses the CPU{without}" if without and accelerator == "auto" else ""
+        yield f"no CUDA device is available{here}; this plan is for {name}; choose another with --device"
     if device is not None and device[:1].isdigit():
         yield f"`--device` ({device}) is a memory size alone: this plan is for {name} with that much memory"
     if nodes > 1:

@@ -1,6 +1,7 @@
 """`stoker quickstart`: train a small GPT on this machine within a time budget, and evaluate it against baselines.
 
-It runs `stoker train experiment=quickstart` with `max_steps` chosen so that the cosine schedule ends in time.
+It runs `stoker train experiment=quickstart` with `max_steps` chosen so that the cosine schedule ends in time, and
+shortened with the schedule if the machine becomes slower.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import argparse
 import json
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,9 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the step time, train, evaluate, sample, and print a report."""
     overrides = [*_directory_overrides(args.dir), *args.overrides]
-    # Before torch is imported, so that a mistyped override fails within a second.
+    # Before torch is imported, so that a mistyped override or path fails within a second.
     experiment = "quickstart"
     config = _load(experiment, overrides)
+    from .early_checks import check_run_paths
+
+    check_run_paths(config)
     environment.prepare_process(config.root.env_vars)
 
     import torch
@@ -85,10 +91,12 @@ def run(args: argparse.Namespace) -> int:
     print("attention backends for training, in order of preference:")
     print(model.attention_decisions["training"].table())
     del model
+    chosen = config.origins["trainer.max_steps"].kind == "override"
     config = _load(experiment, [*overrides, *_length_overrides(config, pace, args.seconds)])
     print(f"speed {_describe_pace(pace)}: {pluralize(config.root.trainer.max_steps, 'step')} in that time\n")
 
-    result = run_training(config)
+    # On a machine that becomes slower, fewer steps, unless the user has chosen their number.
+    result = run_training(config, seconds=None if chosen else args.seconds * (1 - _MEASURING_FRACTION))
     if result.exit_code != EXIT_OK:
         return result.exit_code
     comparison = _compare(result, device)
@@ -167,17 +175,19 @@ def _report(root: RootBlock, result: TrainingResult, comparison: Comparison | No
         if comparison.model >= comparison.unigram:
             lines.append("the model is no better than byte frequencies: give it more time, --seconds 300")
         lines.append("")
-    quoted = shlex.quote(directory)
+    # `stoker` is not on the PATH after `python -m stoker` in an environment that is not activated.
+    command = "stoker" if shutil.which("stoker") else f"{shlex.quote(sys.executable)} -m stoker"
+    quoted, text = shlex.quote(directory), shlex.quote(argparse.__file__)
     lines += [
         f"run directory {directory}: checkpoints/, metrics.jsonl, run.log, quickstart.json"
         + (", tensorboard/" if root.exp_manager.create_tensorboard_logger else ""),
         "",
         "next:",
-        f"  stoker generate --checkpoint {quoted} --prompt 'def main('",
-        f"  stoker evaluate --checkpoint {quoted} --split test",
-        "  stoker quickstart --seconds 600",
-        "  stoker train data=text model.data.path=FILE trainer.max_steps=2000",
-        "  stoker config model=gpt_125m",
+        f"  {command} generate --checkpoint {quoted} --prompt 'def main('",
+        f"  {command} evaluate --checkpoint {quoted} --split {'validation' if result.data.test is None else 'test'}",
+        f"  {command} quickstart --seconds 600",
+        f"  {command} train data=text model.data.path={text} trainer.max_steps=200  # or any text file or folder",
+        f"  {command} config model=gpt_125m",
     ]
     return "\n".join(lines)
 
@@ -217,7 +227,7 @@ def _length_overrides(config: RunConfig, pace: StepTiming, seconds: float) -> li
     limit = config.root.trainer.limit_val_batches
     validation_steps = _NUM_VALIDATIONS * (limit if isinstance(limit, int) else 0) / 3
     steps = max(_NUM_VALIDATIONS, round(seconds * (1 - _MEASURING_FRACTION) / pace.step_seconds - validation_steps))
-    # A time limit ends the run on a machine that becomes much slower.
+    # A time limit ends the run on a machine that stalls; a slower one shortens it (`callbacks/step_limit.py`).
     latest = round(2 * seconds) + 30
     values = {
         "trainer.max_steps": steps,

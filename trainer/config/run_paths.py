@@ -8,9 +8,12 @@ import shutil
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..utils.environment import user_path
-from .schema.exp_manager import ExpManagerBlock
+
+if TYPE_CHECKING:
+    from .schema.exp_manager import ExpManagerBlock
 
 
 def create_run_directory(keys: ExpManagerBlock, name: str, created: list[Path] | None = None) -> Path:

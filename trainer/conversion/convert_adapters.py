@@ -55,6 +55,7 @@ def convert_adapter(
     tokenizer: str | None,
     model_type: str | None,
     ema: bool = False,
+    overwrite: bool = False,
 ) -> list[str]:
     """Convert an adapter to another format, or merge it into its base model.
 
@@ -82,7 +83,7 @@ def convert_adapter(
             raise UserError(f"{source} is in peft format: convert it to a stoker adapter first, without --merge")
         if ema:
             raise UserError(f"--ema: {source} is in peft format, which has no moving average")
-        return convert_from_peft(source, target, base, dtype)
+        return convert_from_peft(source, target, base, dtype, overwrite=overwrite)
     checkpoint, complaints = find_checkpoint(source)
     checkpoint = checkpoint.with_ema() if ema else checkpoint
     run = checkpoint_config(checkpoint).resolved
@@ -92,11 +93,13 @@ def convert_adapter(
         weights = None if base is None else _base_of(checkpoint, base)
         return [
             *complaints,
-            *convert_to_peft(checkpoint, run, target, dtype=dtype, model_type=model_type, base=weights),
+            *convert_to_peft(
+                checkpoint, run, target, dtype=dtype, model_type=model_type, base=weights, overwrite=overwrite
+            ),
         ]
     weights = _base_of(checkpoint, base)
     if to == "stoker":
-        return [*complaints, *_merge_to_stoker(checkpoint, run, weights, target, dtype)]
+        return [*complaints, *_merge_to_stoker(checkpoint, run, weights, target, dtype, overwrite=overwrite)]
     return convert_to_hf(
         checkpoint.path,
         target,
@@ -105,6 +108,7 @@ def convert_adapter(
         model_type=model_type,
         base=weights,
         ema=ema,
+        overwrite=overwrite,
     )
 
 
@@ -117,7 +121,13 @@ def _base_of(checkpoint: Checkpoint, named: Path | None) -> PretrainedWeights:
 
 
 def _merge_to_stoker(
-    checkpoint: Checkpoint, run: ResolvedRun, base: PretrainedWeights, target: Path, dtype: torch.dtype | None
+    checkpoint: Checkpoint,
+    run: ResolvedRun,
+    base: PretrainedWeights,
+    target: Path,
+    dtype: torch.dtype | None,
+    *,
+    overwrite: bool,
 ) -> list[str]:
     tokenizer = checkpoint_tokenizer(checkpoint)
     document = checkpoint.config_document
@@ -125,7 +135,7 @@ def _merge_to_stoker(
     state, tokenizer_document = _fresh(checkpoint.state), checkpoint.tokenizer_document_with_chat
     with damage_as_user_error(checkpoint), open_merged(checkpoint, run, tokenizer, base) as merged:
         tensors = cast_tensors(merged, dtype)
-        with atomic_folder(target) as folder:
+        with atomic_folder(target, overwrite=overwrite) as folder:
             write_converted_checkpoint(folder, WEIGHTS, tensors, state, document, tokenizer_document)
     return [f"{target}: {checkpoint.path} merged into {base.path}"]
 
@@ -148,7 +158,9 @@ def _fresh(state: RunState) -> RunState:
 # ---------------------------------------------------------------- from peft
 
 
-def convert_from_peft(source: Path, target: Path, base: Path | None, dtype: torch.dtype | None) -> list[str]:
+def convert_from_peft(
+    source: Path, target: Path, base: Path | None, dtype: torch.dtype | None, *, overwrite: bool = False
+) -> list[str]:
     """Convert a folder in peft format to an adapter checkpoint; arguments as in `convert_adapter`."""
     folder = read_peft_folder(source)
     named = folder.config.get("base_model_name_or_path")
@@ -167,7 +179,7 @@ def convert_from_peft(source: Path, target: Path, base: Path | None, dtype: torc
     tensors = convert_adapter_tensors(folder, whole.resolved, tokenizer, shapes)
     source_tensors = cast_tensors(host_tensors(tensors), dtype)
     state = initial_state(whole.resolved).model_copy(update={"base": weights.record()})
-    with atomic_folder(target) as place:
+    with atomic_folder(target, overwrite=overwrite) as place:
         write_converted_checkpoint(place, ADAPTER, source_tensors, state, whole.document, tokenizer.to_dict())
     numbers = sum(tensor.numel() for tensor in tensors.values())
     return [f"{target}: {folder.kind} with {numbers:,} parameters, of {weights.path}"]

@@ -13,6 +13,7 @@ from ...models.config.gpt import GPTKeys
 from ...models.config.memory import MemoryKeys
 from ...models.config.model import Family
 from ...models.config.t5 import T5Keys
+from ..checkpoint.hf_files import check_pretrained_path
 from ..config import dotted_paths
 from ..config.dotted_paths import MISSING
 from ..config.draft import Draft
@@ -229,6 +230,7 @@ def starting_point(path: Path) -> StartingPoint:
     Raises:
         UserError: there is no supported model at `path`; lists all reasons.
     """
+    check_pretrained_path(path, RESTORE_KEY)  # before the imports below, which take seconds
     from .from_hf import open_source
     from .pretrained import find_pretrained, has_tokenizer, map_hf_model
 

@@ -86,6 +86,7 @@ def convert_to_stoker(
     dtype: torch.dtype | None = None,
     tokenizer: str | None = None,
     ignored: Collection[str] = (),
+    overwrite: bool = False,
 ) -> list[str]:
     """Convert a Hugging Face model folder or GGUF file to a stoker checkpoint.
 
@@ -103,7 +104,7 @@ def convert_to_stoker(
     with open_source(source) as found:
         incoming = map_source(found, tokenizer, ignored)
         tensors = mapped_tensors(incoming, cast_tensors(found.tensors, dtype))
-        with atomic_folder(target) as folder:
+        with atomic_folder(target, overwrite=overwrite) as folder:
             _write(folder, target.absolute(), source, incoming, tensors)
     numbers = sum(num_elements(shape) for entry in incoming.placed for _, shape in entry.hf_tensors)
     kinds = ", ".join(sorted({_dtype_name(spec) for spec in tensors.specs.values()}))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...models.model_cost import count_parameters
-from ..checkpoint.hf_files import is_hf_folder
+from ..checkpoint.hf_files import check_pretrained_path, is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
 from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
 from ..config.resolved_run import ResolvedRun
@@ -98,15 +98,7 @@ def find_pretrained(path: Path, key: str = RESTORE_KEY, *, verify: bool = True) 
     """
     if is_hf_folder(path):
         return PretrainedWeights(path, None)
-    if path.suffix == ".gguf":
-        raise UserError(
-            f"`{key}`: {path} is a GGUF file; convert it to a checkpoint first: stoker convert {path} FOLDER"
-        )
-    if not path.exists():
-        raise UserError(
-            f"`{key}`: no usable checkpoint in {path}: there is no such folder; import a Hugging Face hub model with "
-            "`stoker convert ORG/NAME FOLDER`"
-        )
+    check_pretrained_path(path, key)
     checkpoint, complaints = find_checkpoint(path, verify=verify)
     if checkpoint.is_adapter:
         base = checkpoint.state.base

@@ -72,6 +72,7 @@ def convert_to_hf(
     shard_bytes: int = SHARD_BYTES,
     base: PretrainedWeights | None = None,
     ema: bool = False,
+    overwrite: bool = False,
 ) -> list[str]:
     """Convert a stoker checkpoint to a Hugging Face model folder.
 
@@ -98,7 +99,7 @@ def convert_to_hf(
     opened = checkpoint.open_weights() if base is None else open_merged(checkpoint, run, ours, base)
     with damage_as_user_error(checkpoint), opened as tensors:
         _check_weights(checkpoint, outgoing, tensors)
-        with atomic_folder(target) as folder:
+        with atomic_folder(target, overwrite=overwrite) as folder:
             specs = _write_weights(folder, outgoing, cast_tensors(tensors, dtype), shard_bytes)
             _write_tokenizer(folder, run.data, ours, checkpoint, tokenizer)
             kinds = [spec.dtype for spec in specs.values()]

@@ -35,6 +35,7 @@ def convert_to_peft(
     dtype: torch.dtype | None = None,
     model_type: str | None = None,
     base: PretrainedWeights | None = None,
+    overwrite: bool = False,
 ) -> list[str]:
     """Write a folder that peft loads on top of the base model in transformers.
 
@@ -74,7 +75,7 @@ def convert_to_peft(
         **config,
     }
     written = cast_tensors(host_tensors(tensors), dtype)
-    with atomic_folder(target) as folder:
+    with atomic_folder(target, overwrite=overwrite) as folder:
         write_safetensors_stream(folder / ADAPTER_TENSORS, written.specs, written.read, {"format": "pt"})
         write_json(folder / ADAPTER_CONFIG, document)
     numbers = sum(tensor.numel() for tensor in tensors.values())

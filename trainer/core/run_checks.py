@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from ...kernels.attention.backends.registry import detect_installed_software
+from ...kernels.attention.backend_support import BACKENDS_BY_NAME
+from ...kernels.attention.dispatch import BackendSelection
+from ...kernels.attention.installed_software import detect_installed_software
 from ...models.build import TORCH_DTYPES, ModelPlan, call_context, plan_model
+from ...models.config.families import family_slice, keys_by_stack
 from ..config.resolved_run import DataSpec, ResolvedRun
+from ..config.run_config import DEFAULT_ORIGIN, RunConfig
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.trainer_and_data import DataBlock
 from ..data.build_datasets import Data
@@ -34,6 +40,38 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
+
+
+def check_default_dropout(config: RunConfig, run: ResolvedRun, device: torch.device, plan: ModelPlan) -> list[str]:
+    """Return a warning if the default `attention_dropout` alone leaves training with unfused attention."""
+    defaults = {
+        at.rstrip("."): stack.attention_dropout
+        for at, stack in keys_by_stack(run.model).items()
+        if stack.attention_dropout
+        and (origin := config.origins.get(f"model.{at}attention_dropout")) is not None
+        and origin == DEFAULT_ORIGIN
+    }
+    unfused = [label for label, chosen in plan.decisions.items() if _is_unfused(chosen) and chosen.call.dropout]
+    if not defaults or not unfused:
+        return []
+    without = {"attention_dropout": 0.0}
+    changes = {stack: getattr(run.model, stack).model_copy(update=without) for stack in defaults if stack} or without
+    model = run.model.model_copy(update=changes)
+    family = family_slice(model, vocab_size=run.data.vocab_size or 1, batch_spec=run.batch_spec)
+    other = choose_attention(replace(run, model=model, family=family), device).decisions
+    faster = sorted({other[label].backend for label in unfused if not _is_unfused(other[label])})
+    if not faster:
+        return []
+    keys = [f"model.{stack}{'.' * bool(stack)}attention_dropout" for stack in defaults]
+    return [
+        f"{' and '.join(f'`{key}`' for key in keys)} ({', '.join(f'{value:g}' for value in defaults.values())}, the "
+        f"default) {'rules' if len(keys) == 1 else 'rule'} out {' and '.join(faster)}, so training uses unfused "
+        f"attention; if you need no dropout there: {' '.join(f'{key}=0' for key in keys)}"
+    ]
+
+
+def _is_unfused(chosen: BackendSelection) -> bool:
+    return BACKENDS_BY_NAME[chosen.backend].family == "unfused"
 
 
 def check_metrics(manager: ExpManagerBlock, data: Data) -> list[str]:

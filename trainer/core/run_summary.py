@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from ...models.build import LanguageModel, get_stacks, num_parameters
 from ...models.config.families import keys_by_stack
@@ -18,6 +19,8 @@ from ..data.build_datasets import Data
 from ..lightning.cuda_graph import WARM_UP_MICRO_BATCHES
 from ..optim.base_optimizer import Optimizer
 from ..utils.text import pluralize
+
+_OPTIMIZER_KEY, _EMA_KEY = "model.cpu_offloading_optimizer", "exp_manager.ema.cpu_offload"
 
 
 def summarize_run(
@@ -70,8 +73,42 @@ def summarize_run(
         f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each"
     )
     if run.trainer.enable_model_summary:
-        for name, part in model.named_children():
-            yield f"  {name:<24} {type(part).__name__:<20} {num_parameters(part):>15,}"
+        yield from module_table(model)
+
+
+def module_table(model: nn.Module) -> Iterator[str]:
+    """Yield a table of the modules of a model with their parameters, of which shared ones count in the first only."""
+    parts = [(name, type(part).__name__, part.parameters()) for name, part in model.named_children()]
+    parts.append(("(model)", type(model).__name__, model.parameters(recurse=False)))
+    seen: set[nn.Parameter] = set()
+    rows: list[tuple[str, str, int, int]] = []
+    for name, kind, parameters in parts:
+        new = set(parameters) - seen
+        seen |= new
+        trained = sum(parameter.numel() for parameter in new if parameter.requires_grad)
+        if new or name != "(model)":
+            rows.append((name, kind, trained, sum(parameter.numel() for parameter in new)))
+    rows.append(("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
+    frozen = rows[-1][2] < rows[-1][3]
+    yield f"  {'module':<24} {'type':<20} " + f"{'trainable':>15} " * frozen + f"{'parameters':>15}"
+    for name, kind, trained, total in rows:
+        yield f"  {name:<24} {kind:<20} " + f"{trained:>15,} " * frozen + f"{total:>15,}"
+
+
+def host_offload_keys(run: ResolvedRun) -> tuple[str, ...]:
+    """Return the keys of a run that move tensors to host memory."""
+    stacks = zip(keys_by_stack(run.model), run.family.stacks, strict=True)
+    keys = [f"model.{at}cpu_offloading" for at, part in stacks if part.offload is not None]
+    keys += [_OPTIMIZER_KEY] * run.model.cpu_offloading_optimizer
+    keys += [_EMA_KEY] * (run.exp_manager.ema.enable and run.exp_manager.ema.cpu_offload)
+    return tuple(keys)
+
+
+def no_effect_on_host(keys: Sequence[str], device_type: str = "") -> str:
+    """Return the clause that the keys have no effect on a device which uses host memory."""
+    names = " and ".join(f"`{key}` (True)" for key in keys)
+    on = f" on {device_type}, which uses host memory ({' '.join(f'~{key}' for key in keys)})" if device_type else ""
+    return f"{names} {'has' if len(keys) == 1 else 'have'} no effect{on}"
 
 
 def describe_offload(run: ResolvedRun, model: LanguageModel, device: torch.device) -> Iterator[str]:
@@ -85,7 +122,7 @@ def describe_offload(run: ResolvedRun, model: LanguageModel, device: torch.devic
         of_stack = f" of the {at[:-1]}" if at else ""
         if stack.activation_offload is None and stack.weight_offload is None:
             if run.trainer.accelerator == "auto":  # else a configuration rule has warned already
-                yield f"warning: `model.{at}cpu_offloading` (True) has no effect on {device.type}"
+                yield f"warning: {no_effect_on_host([f'model.{at}cpu_offloading'], device.type)}"
             continue
         tensors: list[str] = []
         if stack.activation_offload is not None:
@@ -115,13 +152,13 @@ def describe_optimizer_offload(run: ResolvedRun, optimizer: Optimizer, device: t
     """Yield lines about `model.cpu_offloading_optimizer` and `exp_manager.ema.cpu_offload`, if they are set."""
     ema = run.exp_manager.ema
     if ema.enable and ema.cpu_offload and device.type != "cuda":
-        yield f"warning: `exp_manager.ema.cpu_offload` (True) has no effect on {device.type}"
+        yield f"warning: {no_effect_on_host([_EMA_KEY], device.type)}"
     if not run.model.cpu_offloading_optimizer:
         return
     host = optimizer.host_state
     if host is None:
         if run.trainer.accelerator == "auto":  # else a configuration rule has warned already
-            yield f"warning: `model.cpu_offloading_optimizer` (True) has no effect on {device.type}"
+            yield f"warning: {no_effect_on_host([_OPTIMIZER_KEY], device.type)}"
         return
     held, moved, slots = (
         f"{size / 2**30:,.2f} GiB" for size in (host.plan.host_bytes, host.plan.moved_bytes, sum(host.plan.slot_bytes))

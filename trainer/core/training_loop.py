@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,10 +15,12 @@ from ...models.model_cost import training_flops_per_sample
 from ..callbacks.expert_load import build_expert_load_metrics
 from ..callbacks.profiler import ProfilerList, build_profilers
 from ..callbacks.reporting import ThroughputFactors
+from ..callbacks.step_limit import StepLimit
 from ..callbacks.train_loop import SaveFunction, TrainLoopCallback, ValidateFunction
 from ..checkpoint.async_saver import CheckpointSaver
 from ..checkpoint.loop_state import LoopState
 from ..checkpoint.reader import EMA_WEIGHTS, OPTIMIZER, tensors_to_save
+from ..checkpoint.run_directory import RESOLVED_CONFIG
 from ..checkpoint.run_environment import device_name
 from ..checkpoint.writer import CheckpointContent, apply_retention
 from ..config.resolved_run import ResolvedRun
@@ -31,6 +34,7 @@ from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
 from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
 from ..lightning.expert_balance import build_expert_balancer
 from ..lightning.lightning_module import LanguageModule
+from ..optim.optimizer_factory import recorded_settings
 from ..plan.hardware import bf16_peak_flops
 from ..utils.local_shard import local_shard
 from .run_context import RunContext
@@ -54,8 +58,8 @@ class TrainingLoop:
     profilers: ProfilerList
 
 
-def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
-    """Build the training loop of a run from its step on."""
+def build_training_loop(run: RunContext, state: TrainingState, seconds: float | None = None) -> TrainingLoop:
+    """Build the training loop of a run from its step on, to be shortened if it takes more than `seconds`."""
     resolved, keys, ranks, start, log = run.resolved, run.resolved.model, run.ranks, state.start, run.logger.log
     schedule = BatchSchedule(
         keys.global_batch_size,
@@ -64,6 +68,7 @@ def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
         ramp_up=parse_ramp_up(keys.rampup_batch_size, keys.global_batch_size),
     )
     module = _build_module(run, state, schedule)
+    limit = StepLimit(resolved.trainer.max_steps, seconds)
     saver = CheckpointSaver(
         run.directory.checkpoints,
         ranks,
@@ -80,7 +85,7 @@ def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
         run.stop,
         build_throughput(resolved, state.model, run.device),
         validate=_build_validation(run, state),
-        save=_build_save(run, state, module, schedule, saver),
+        save=_build_save(run, state, module, schedule, saver, limit),
         checkpoint_directory=run.directory.checkpoints,
         consumed_samples=schedule.consumed_samples,
         state=start.loop,
@@ -98,6 +103,8 @@ def build_training_loop(run: RunContext, state: TrainingState) -> TrainingLoop:
             state=start.loop.expert_load,
             report=log,
         ),
+        limit=limit,
+        on_shorten=lambda: _shorten(run, module, limit.max_steps),
     )
     return TrainingLoop(module, callback, saver, profilers)
 
@@ -121,6 +128,21 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, ranks
         ),
     )
+
+
+def _shorten(run: RunContext, module: LanguageModule, max_steps: int) -> None:
+    """Let the learning rate schedule, the log and the record of a run end after `max_steps`."""
+    module.schedule = build_schedule(run.resolved.model.optim, max_steps)
+    run.logger.shorten(max_steps)
+    replace(run.config, document=_config_document(run, max_steps)).save(run.directory.path / RESOLVED_CONFIG)
+
+
+def _config_document(run: RunContext, max_steps: int) -> dict[str, Any]:
+    """Return the configuration as saved, with the steps that the run has after all."""
+    document = run.config.document
+    if max_steps == run.resolved.trainer.max_steps:
+        return document
+    return document | {"trainer": document["trainer"] | {"max_steps": max_steps}}
 
 
 def _report_on_every_rank(run: RunContext) -> Callable[[str], None]:
@@ -189,16 +211,21 @@ def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction
 
 
 def _build_save(
-    run: RunContext, state: TrainingState, module: LanguageModule, schedule: BatchSchedule, saver: CheckpointSaver
+    run: RunContext,
+    state: TrainingState,
+    module: LanguageModule,
+    schedule: BatchSchedule,
+    saver: CheckpointSaver,
+    limit: StepLimit,
 ) -> SaveFunction | None:
     """Return a function that saves a checkpoint of a step, or None if no checkpoint would be kept."""
-    keys = run.resolved.exp_manager
+    keys, start = run.resolved.exp_manager, state.start
     params = keys.checkpoint_callback_params
     if not keys.create_checkpoint_callback or (params.save_top_k == 0 and not params.save_last):
         return None
 
     def save(step: int, metrics: Mapping[str, float], loop: LoopState) -> Path:
-        run_state = state.start.model_copy(
+        run_state = start.model_copy(
             update={
                 "step": step,
                 "updates": state.optimizer.step_count,
@@ -206,6 +233,7 @@ def _build_save(
                 "val_loss": metrics.get("val_loss"),
                 "metrics": {name: value for name, value in metrics.items() if name != "val_loss"},
                 "loop": loop,
+                "optimizer": start.optimizer | recorded_settings(run.resolved.model.optim, limit.max_steps),
             }
         )
         kind, state_dict = tensors_to_save(module.model)
@@ -216,7 +244,7 @@ def _build_save(
         if state.ema is not None:
             tensors[EMA_WEIGHTS] = state.ema.local_shards()
         tokenizer = tokenizer_state(run.data.tokenizer)
-        return saver.save(CheckpointContent(run_state, tensors, run.config.document, tokenizer))
+        return saver.save(CheckpointContent(run_state, tensors, _config_document(run, limit.max_steps), tokenizer))
 
     return save
 

@@ -28,7 +28,7 @@ def assumed_software(keys: FamilyKeys, device: str) -> InstalledSoftware:
 
     A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
     """
-    from ...kernels.attention.backends.registry import detect_installed_software
+    from ...kernels.attention.installed_software import detect_installed_software
 
     local, stacks = detect_installed_software(), keys_by_stack(keys).values()
     if device == "cpu":

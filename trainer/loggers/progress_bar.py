@@ -1,4 +1,4 @@
-"""Training progress on the terminal: a live progress panel on a TTY, aligned log lines elsewhere."""
+"""Training progress on the terminal: aligned log lines, and below them a live progress panel on a TTY."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ..utils.text import format_duration
 from .step_report import StepReport
 
 _REDRAW_SECONDS = 0.2
+_MARGIN = 4
+"""Columns right of the panel, for the ^C a terminal echoes: if that wraps, the next redraw misses the top border."""
 
 
 class ProgressDisplay:
@@ -16,7 +18,7 @@ class ProgressDisplay:
 
     Args:
         max_steps: steps of the whole run.
-        live: show the live panel; falls back to lines if the output is not a terminal.
+        live: show the live panel, if the output is a terminal.
         title: heading of the panel.
     """
 
@@ -24,7 +26,7 @@ class ProgressDisplay:
         from rich.console import Console
 
         self._console = Console(soft_wrap=True, highlight=False)
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self._title = title
         self._live: Any = None
         self._use_live = live and self._console.is_terminal
@@ -38,28 +40,30 @@ class ProgressDisplay:
         console = self._live.console if self._live is not None else self._console
         console.print(line, markup=False)
 
-    def show_step(self, report: StepReport) -> None:
-        """Show the metrics of a step."""
+    def show_step(self, report: StepReport) -> str:
+        """Show the metrics of a step; return them as a line."""
         self._report = report
         self._step_seconds = report.step_seconds or self._step_seconds
+        line = format_step(report, self.max_steps, self.remaining_seconds())
+        self.print(line)
         if self._use_live:
             self._draw()
-        else:
-            self.print(format_step(report, self._max_steps, self.remaining_seconds()))
+        return line
 
-    def show_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Show the metrics of a validation."""
+    def show_validation(self, step: int, metrics: dict[str, float]) -> str:
+        """Show the metrics of a validation; return them as a line."""
         self._val_loss = metrics["val_loss"]
-        if self._use_live and self._live is not None:
+        line = format_validation(step, self.max_steps, metrics)
+        self.print(line)
+        if self._live is not None:
             self._draw(force=True)
-        else:
-            self.print(format_validation(step, self._max_steps, metrics))
+        return line
 
     def remaining_seconds(self) -> float | None:
         """Estimate the remaining time in seconds, without validation and checkpoints; None before the first report."""
         if self._report is None or self._step_seconds is None:
             return None
-        return (self._max_steps - self._report.step) * self._step_seconds
+        return (self.max_steps - self._report.step) * self._step_seconds
 
     def close(self) -> None:
         """Stop the live panel; its last state stays on the screen."""
@@ -78,6 +82,7 @@ class ProgressDisplay:
 
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
+            self._console.show_cursor(True)  # a killed process would leave it hidden
         self._live.update(self._render(), refresh=True)
 
     def _render(self) -> Any:
@@ -92,7 +97,7 @@ class ProgressDisplay:
         for _ in range(4):
             grid.add_column()
         cells = [
-            f"step {report.step:,} / {self._max_steps:,}",
+            f"step {report.step:,} / {self.max_steps:,}",
             f"loss {report.loss:.4f}",
             f"val loss {_optional(self._val_loss, '.4f')}",
             f"lr {report.lr:.3g}",
@@ -107,10 +112,10 @@ class ProgressDisplay:
             grid.add_row(*cells[first : first + 4])
         outer = Table.grid()
         outer.add_row(grid)
-        outer.add_row(ProgressBar(total=self._max_steps, completed=report.step))
+        outer.add_row(ProgressBar(total=self.max_steps, completed=report.step))
         remaining = self.remaining_seconds()
         eta = f"{format_duration(remaining)} left" if remaining is not None else ""
-        return Frame(outer, title=self._title, subtitle=eta, expand=False)
+        return Frame(outer, title=self._title, subtitle=eta, width=max(1, self._console.width - _MARGIN))
 
 
 def format_step(report: StepReport, max_steps: int, remaining: float | None) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..utils.durable_files import atomic_write
 from ..utils.errors import EXIT_IO, UserError
 from ..utils.owned_files import open_owned, open_to_append
+from ..utils.text import pluralize
 from .background_logger import MetricLogger
 from .logger_backends import LoggedRun, open_loggers
 from .progress_bar import ProgressDisplay
@@ -115,13 +116,19 @@ class RunLogger:
         """Log the metrics of a step."""
         self._write(report.step, report.to_metrics(), "train")
         if self._progress is not None:
-            self._progress.show_step(report)
+            self.log_to_file(self._progress.show_step(report))
 
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a validation: `val_loss` and those measured with it."""
         self._write(step, metrics, "validation")
         if self._progress is not None:
-            self._progress.show_validation(step, metrics)
+            self.log_to_file(self._progress.show_validation(step, metrics))
+
+    def shorten(self, max_steps: int) -> None:
+        """Show and log that the run ends after `max_steps`."""
+        if self._progress is not None:
+            self._progress.max_steps = max_steps
+        self.log_to_file(f"shortened to {pluralize(max_steps, 'step')}, to end in time")
 
     def close(self, *, failed: bool = False) -> None:
         """Flush and close everything; a second call does nothing.

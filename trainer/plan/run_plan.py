@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.attention.backends.registry import detect_installed_software
 from ...kernels.attention.call_spec import InstalledSoftware
+from ...kernels.attention.installed_software import detect_installed_software
 from ...models.build import ModelPlan
 from ...models.config.memory import RecomputeModule, RecomputeSlice
 from ...models.memory.host_copies import SLAB_BYTES

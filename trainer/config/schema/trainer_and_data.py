@@ -41,7 +41,7 @@ class TrainerBlock(ConfigBlock):
     gradient_clip_val: float | None = Field(1.0, ge=0)
     """Clip the global gradient norm to this; 0 or null: off."""
     enable_progress_bar: bool = True
-    """Show a live progress bar when the output is a terminal; plain lines otherwise."""
+    """Show a live progress panel below the log lines when the output is a terminal."""
     enable_model_summary: bool = True
     """Print the table of modules and parameters before training."""
     num_sanity_val_steps: int = Field(0, ge=0)

@@ -1,0 +1,55 @@
+"""Log lines at the start of a run: the table of modules, and a default that makes attention slow."""
+
+import pytest
+import torch
+
+from stoker.models.build import num_parameters
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.resolved_run import resolve_run
+from stoker.trainer.core.run_checks import check_default_dropout, choose_attention
+from stoker.trainer.core.run_summary import module_table
+from tests.helpers.resolved import build_data, build_model
+
+CPU = torch.device("cpu")
+GPT = ("model=gpt_tiny", "~model.attention_dropout")
+T5 = ("model=t5_tiny", "~model.encoder.attention_dropout", "~model.decoder.attention_dropout")
+
+
+@pytest.mark.parametrize("model", ["gpt_tiny", "t5_tiny", "bert_tiny"])
+def test_the_table_of_modules_sums_up(model):
+    root = load_run_config(overrides=[f"model={model}", "data=mock"]).root
+    built = build_model(root, build_data(root))
+    head, *rows = (line.split() for line in module_table(built))
+    assert head == ["module", "type", "parameters"]
+    numbers = [int(row[-1].replace(",", "")) for row in rows]
+    assert rows[-1][0] == "total"
+    assert sum(numbers[:-1]) == numbers[-1] == num_parameters(built)
+
+
+def dropout_warnings(*overrides: str) -> list[str]:
+    config = load_run_config(overrides=["data=mock", *overrides])
+    run = resolve_run(config.root)
+    return check_default_dropout(config, run, CPU, choose_attention(run, CPU))
+
+
+def test_default_dropout_that_takes_attention_to_unfused_is_a_warning():
+    (line,) = dropout_warnings(*GPT)
+    assert "`model.attention_dropout` (0.1, the default) rules out sdpa_flash" in line
+    assert line.endswith("model.attention_dropout=0")
+    cure = line.rpartition(": ")[2].split()
+    assert dropout_warnings(GPT[0], *cure) == []
+
+
+@pytest.mark.parametrize(
+    "chosen", [["model.attention_dropout=0.1"], [GPT[1], "model.attention_backend=unfused"], ["~model.hidden_dropout"]]
+)
+def test_chosen_dropout_or_attention_is_not(chosen):
+    assert dropout_warnings(GPT[0], *chosen) == []
+
+
+def test_a_run_prints_it(tmp_path, capsys):
+    from stoker.trainer.train import run_training
+
+    options = ["trainer.fast_dev_run=True", "model.num_layers=1", "trainer.accelerator=cpu"]
+    run_training(load_run_config(overrides=["data=mock", *GPT, *options, f"exp_manager.explicit_log_dir={tmp_path}"]))
+    assert "warning: `model.attention_dropout` (0.1, the default)" in capsys.readouterr().out
