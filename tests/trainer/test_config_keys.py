@@ -242,7 +242,7 @@ def test_code_is_never_named(name: str, tmp_path: Path) -> None:
         ("model.num_layers=null", "model.num_layers=12"),
         ("model.num_layers=[2]", ""),
         ("model.num_layers=99999999999999999999999", ""),
-        ("model.bias=1", "model.bias=true"),
+        ("model.bias='true'", "without quotes"),
         ("model.bias=maybe", ""),
         ("model.optim.lr=nan", ""),
         ("model.optim.lr=inf", ""),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...models.config.key_block import Finding
 from ...models.config.model import Family
+from ..utils.errors import UserError
 from ..utils.redaction import redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .overrides import ValueOverride
 
 _NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
+_GENERATE = "`stoker generate --checkpoint DIR --prompt TEXT`, whose options stand for the keys of `inference`"
 _SCHED = "model.optim.sched"
 _STEPS_OR_RATIO = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
@@ -128,6 +130,7 @@ class Draft:
         """Resolve and validate after all overrides are applied.
 
         Raises:
+            UserError: a configuration of another program of NeMo.
             ConfigError: the configuration is not valid.
         """
         self._infer_family()
@@ -199,7 +202,10 @@ class Draft:
         return self.origins.get(path, DEFAULT_ORIGIN).kind
 
     def _infer_family(self) -> None:
-        """Infer `model.family` of a NeMo file from its keys, and reject files of unsupported models."""
+        """Infer `model.family` of a NeMo file from its keys, and reject files of other programs and models."""
+        if isinstance(options := self.tree.get("inference"), dict) and options:
+            origin = self.origin_text(f"inference.{next(iter(options))}")
+            raise UserError(f"{origin}: a file of NeMo's text generation, not of training; use {_GENERATE}")
         other = infer_family.unsupported_model(self.tree)
         if other is not None:  # further problems would be misleading
             path, model_name = other

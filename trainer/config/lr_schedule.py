@@ -29,8 +29,8 @@ class CosineAnnealing:
     lr: float
     min_lr: float
     max_steps: int
-    warmup_steps: int
-    constant_steps: int = 0
+    warmup_steps: float
+    constant_steps: float = 0
 
     def __call__(self, step: int) -> float:
         """Return the learning rate after `step` completed steps."""
@@ -55,7 +55,7 @@ class WarmupPolicy:
     lr: float
     min_lr: float
     max_steps: int
-    warmup_steps: int
+    warmup_steps: float
 
     def __call__(self, step: int) -> float:
         """Return the learning rate after `step` completed steps."""
@@ -66,12 +66,12 @@ class WarmupPolicy:
         return self.lr if step < self.decay_start else self._decayed_lr(step)
 
     @property
-    def decay_start(self) -> int:
+    def decay_start(self) -> float:
         """The step at which the decay begins."""
         return self.warmup_steps
 
     @property
-    def decay_steps(self) -> int:
+    def decay_steps(self) -> float:
         """Steps from `decay_start` to `max_steps`."""
         return self.max_steps - self.decay_start
 
@@ -131,10 +131,10 @@ class WarmupHoldPolicy(WarmupPolicy):
     polynomial and linear schedules ignore the warm-up in the decay and are discontinuous.
     """
 
-    hold_steps: int = 0
+    hold_steps: float = 0
 
     @property
-    def decay_start(self) -> int:
+    def decay_start(self) -> float:
         """The step at which the decay begins."""
         return self.warmup_steps + self.hold_steps
 
@@ -186,7 +186,7 @@ class NoamAnnealing:
 
     lr: float
     min_lr: float
-    warmup_steps: int
+    warmup_steps: float
     d_model: int
 
     def __call__(self, step: int) -> float:
@@ -208,7 +208,7 @@ class T5InverseSquareRootAnnealing:
 
     min_lr: float
     max_steps: int
-    constant_steps: int
+    constant_steps: float
 
     def __call__(self, step: int) -> float:
         """Return the learning rate after `step` completed steps."""
@@ -272,9 +272,9 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
-def phase_steps(sched: SchedBlock, phase: str, length: int) -> int:
+def phase_steps(sched: SchedBlock, phase: str, length: int) -> float:
     """Return the steps of one of `PHASES`, given as such, as a fraction of `length`, or not at all (0)."""
-    steps: int | None = getattr(sched, f"{phase}_steps")
+    steps: float | None = getattr(sched, f"{phase}_steps")
     ratio: float | None = getattr(sched, f"{phase}_ratio")
     if steps is not None:
         return steps

@@ -41,13 +41,18 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
 
 
 def wandb_has_a_project(context: RuleContext) -> Iterator[Finding]:
-    """`create_wandb_logger` needs a project."""
-    manager = context.root.exp_manager
-    if manager.create_wandb_logger and manager.wandb_logger_kwargs.project is None:
+    """`create_wandb_logger` needs a project; null leaves it to W&B (WANDB_PROJECT), as in NeMo."""
+    manager, path = context.root.exp_manager, f"{_AT}.wandb_logger_kwargs.project"
+    if not manager.create_wandb_logger or manager.wandb_logger_kwargs.project is not None:
+        return
+    if path in context.set_by_user:
+        rule = "`project` is null: the project is WANDB_PROJECT, or W&B's `uncategorized`"
+        yield Finding.info((path,), rule, f"{path}=NAME")
+    else:
         yield Finding.error(
-            (f"{_AT}.wandb_logger_kwargs.project", f"{_AT}.create_wandb_logger"),
+            (path, f"{_AT}.create_wandb_logger"),
             "`create_wandb_logger` needs a `project`",
-            f"{_AT}.wandb_logger_kwargs.project=NAME",
+            f"{path}=NAME",
         )
 
 

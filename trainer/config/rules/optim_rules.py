@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -162,7 +163,7 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
 
 
 def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
-    """Warm-up, hold and constant phase must leave steps for the decay."""
+    """Warn if warm-up, hold and constant phase leave no steps for the decay, as in NeMo's short test runs."""
     sched, total = context.root.model.optim.sched, _schedule_length(context)
     acting = _schedule_fields(sched)
     if _uses_relative_step(context) or "max_steps" not in acting or "warmup_steps" not in acting:
@@ -178,11 +179,13 @@ def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
         first = next(name for name, steps in steps_of_phase.items() if steps)
         by_ratio = getattr(sched, f"{first}_steps") is None
         length = f"{_SCHED}.max_steps" if sched.max_steps else "trainer.max_steps"
-        listed = " and ".join(f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items())
-        yield Finding.error(
+        listed = " and ".join(
+            f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items() if steps
+        )
+        yield Finding.warning(
             (f"{_SCHED}.{first}_{'ratio' if by_ratio else 'steps'}", length),
-            f"{listed} must leave steps for the decay, but the schedule has {total}",
-            f"use fewer, or {length}={taken + max(1, total)}",
+            f"no steps are left for the decay by {listed}, since the schedule has {total}",
+            f"use fewer, or {length}={math.ceil(taken) + max(1, total)}",
         )
 
 

@@ -36,8 +36,9 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
     keys = context.root.model.tokenizer
     at, library = "model.tokenizer", keys.library
     needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
+    supported = library != "megatron" or keys.type in (None, "GPT2BPETokenizer")
     for name in needed:
-        if getattr(keys, name) is None:
+        if supported and getattr(keys, name) is None:
             yield Finding.error(
                 (f"{at}.{name}", f"{at}.library"),
                 f"`library: {library}` needs `{name}`; stoker does not download tokenizers",
@@ -49,7 +50,7 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
             "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
             f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
         )
-    if library == "megatron" and keys.type not in (None, "GPT2BPETokenizer"):
+    if not supported:
         yield Finding.error(
             (f"{at}.type", f"{at}.library"),
             f"`library: megatron` supports one `type`, GPT2BPETokenizer, not {keys.type}",

@@ -40,15 +40,15 @@ class SchedBlock(ConfigBlock):
         "PolynomialHoldDecayAnnealing",
     ] = "CosineAnnealing"
     """Schedule. Warmup-stable-decay (WSD) is WarmupHoldAnnealLinear or WarmupHoldAnnealOneMinusSquareRoot."""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None = None
     """Steps of linear warm-up."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """`warmup_steps` as a fraction of `max_steps`; set one of the two."""
-    constant_steps: int | None = Field(None, ge=0)
+    constant_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None = None
     """Steps at `min_lr` at the end (CosineAnnealing), or at the peak (T5InverseSquareRootAnnealing)."""
     constant_ratio: float | None = Field(None, ge=0, le=1)
     """`constant_steps` as a fraction of `max_steps`; set one of the two."""
-    hold_steps: int | None = Field(None, ge=0)
+    hold_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None = None
     """Steps at the peak after warm-up (schedules with Hold in their name)."""
     hold_ratio: float | None = Field(None, ge=0, le=1)
     """`hold_steps` as a fraction of `max_steps`; set one of the two."""
