@@ -384,7 +384,8 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
     ("typed", "rule", "fix"),
     [
         ("model.num_layers", "is not an override", "write model.num_layers=VALUE; it takes an integer"),
-        ("model.optim.lr=1,2", "several values", "model.optim.lr=[1,2]"),
+        ("model.optim.lr=1,2", "several values", "it takes a number > 0"),
+        ("model.optim.betas=0.9,0.95", "several values", "model.optim.betas=[0.9,0.95]"),
         ("model=[a", "cannot be read", "quote"),
         ("model/deep=x", "no group `model/deep`", "groups are"),
         ("model.num_layers=range(1,3)", "several values", ""),

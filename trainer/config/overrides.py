@@ -21,6 +21,8 @@ from . import dotted_paths
 from .override_typos import detect_override_typos, quoted_override
 from .problems import Problem
 from .schema.key_index import find_key, format_value
+from .validate import accepts_value
+from .yaml_reader import parse_scalar
 
 MAX_LENGTH = 64 * 1024
 _MAX_SHOWN = 200
@@ -196,6 +198,9 @@ def _edit(override: Override, typed: str) -> ValueOverride:
         raw = typed.partition("=")[2]
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and known is not None and known.is_text:
             return ValueOverride(path, raw, False, typed)
+        if known is None or not accepts_value(known, [parse_scalar(item) for item in raw.split(",")]):
+            takes = "" if known is None else f"it takes {known.kind}; "
+            raise OverrideError("holds several values", f"{takes}quote text, or train with each: stoker train -m")
         raise OverrideError(
             "holds several values", f"write a list as {path}=[{raw}], quote text, or train with each: stoker train -m"
         )

@@ -23,7 +23,7 @@ _RENAMED_KEYS = {
 }
 _SPLITS, _PREFIX, _TYPO = "model.data.splits_string", "model.data.data_prefix", "model.deteministic_mode"
 _NULL_AS_DEFAULT = ("trainer.deterministic", "trainer.enable_progress_bar", "trainer.enable_model_summary")
-"""Keys for which Lightning's null is the default here; in NeMo also blocks of `exp_manager`, and lists that are empty by default."""
+"""Keys whose null is the default, in Lightning; in NeMo also blocks of `exp_manager`, and lists empty by default."""
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 _GATED = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu", "relu": "reglu"}
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq", "flex")
@@ -74,7 +74,7 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
     yield from _sample_length(tree, moved)
     if dotted_paths.get(tree, _TYPO) not in (None, MISSING, False, 0):
         rule = "`deteministic_mode` has no effect: a typo in one of NVIDIA's files, which NeMo ignores too"
-        yield Finding.warning((_TYPO,), rule, "trainer.deterministic=true")
+        yield Finding.warning((_TYPO,), rule, f"~{_TYPO} trainer.deterministic=true")
 
 
 def _nulls_and_switches(tree: Tree, family: Family) -> Iterator[Finding]:

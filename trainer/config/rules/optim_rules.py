@@ -177,15 +177,15 @@ def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
     taken = sum(steps_of_phase.values())
     if taken and taken >= total:
         first = next(name for name, steps in steps_of_phase.items() if steps)
-        by_ratio = getattr(sched, f"{first}_steps") is None
+        by_ratio = {name for name in steps_of_phase if getattr(sched, f"{name}_steps") is None}
         length = f"{_SCHED}.max_steps" if sched.max_steps else "trainer.max_steps"
-        listed = " and ".join(
-            f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items() if steps
-        )
+        listed = " and ".join(f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items())
+        share = sum(getattr(sched, f"{name}_ratio") or 0 for name in by_ratio)
+        fixed = sum(steps for name, steps in steps_of_phase.items() if name not in by_ratio)
         yield Finding.warning(
-            (f"{_SCHED}.{first}_{'ratio' if by_ratio else 'steps'}", length),
+            (f"{_SCHED}.{first}_{'ratio' if first in by_ratio else 'steps'}", length),
             f"no steps are left for the decay by {listed}, since the schedule has {total}",
-            f"use fewer, or {length}={math.ceil(taken) + max(1, total)}",
+            "use fewer" + (f", or {length}={math.ceil(fixed / (1 - share)) + max(1, total)}" if share < 1 else ""),
         )
 
 

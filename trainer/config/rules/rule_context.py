@@ -50,6 +50,12 @@ def defaults_to_fp32(context: RuleContext) -> bool:
     return trainer.precision is None and trainer.accelerator in ("cpu", "mps")
 
 
+def choose_data(context: RuleContext, name: str, data_impl: str) -> str:
+    """Return the override that chooses a data source: a group, or the key if the user has set that one."""
+    path = "model.data.data_impl"
+    return f"{path}={data_impl}" if path in context.set_by_user else f"data={name}"
+
+
 def no_effect(path: str, other: str, when: str) -> Finding:
     """Return a warning that a key has no effect because of another; `when` begins with `with` or `without`."""
     return Finding.warning((path, other), f"`{path.rpartition('.')[2]}` has no effect {when}", f"~{path}")

@@ -16,7 +16,7 @@ def tokenizer_needs_text_data(context: RuleContext) -> Iterator[Finding]:
         yield Finding.warning(
             ("model.tokenizer.library", "model.data.data_impl"),
             f"`{library}` has no effect with `data_impl: mock`: random tokens have no text",
-            "tokenizer=byte",
+            "model.tokenizer.library=byte-level",
         )
 
 
