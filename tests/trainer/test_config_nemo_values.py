@@ -1,5 +1,6 @@
 """Values that NeMo's own files hold and NeMo runs: they load, with a warning where they have no effect."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from config_helpers import gpt, load, problems, write
 from tiers import looped
 
+from stoker.trainer.cli.main import main
 from stoker.trainer.config.dotted_paths import get
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.lr_schedule import build_schedule
@@ -139,6 +141,25 @@ def test_samples_longer_than_a_learned_table_are_refused() -> None:
 def test_word_pieces_need_no_merges() -> None:
     found = problems(f"{TOKENIZER}.library=megatron", f"{TOKENIZER}.type=BertWordPieceLowerCase", "model=bert_base")
     assert list(found) == [f"{TOKENIZER}.type"]
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+def test_transformer_engine_is_a_warning_until_a_run_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model, cure in (
+        ("model=gpt_tiny", "model.transformer_engine=null"),
+        ("model=t5_tiny", "model.encoder.transformer_engine=null model.decoder.transformer_engine=null"),
+    ):
+        words = [model, "data=mock", "model.transformer_engine=True", "trainer.accelerator=cpu"]
+        for verb in ("config", "plan"):
+            assert main([verb, *words]) == 0
+            captured = capsys.readouterr()
+            assert cure in " ".join((captured.out + captured.err).split())
+        assert main(["train", *words]) == 2
+        assert f"not installed; use {cure}, or pip install" in " ".join(capsys.readouterr().err.split())
+        assert not load(model, "data=mock", *cure.split()).findings
 
 
 INFERENCE = """

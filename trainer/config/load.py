@@ -58,7 +58,7 @@ def load_run_config(
     draft.packaged = frozenset(composition.packaged_paths)
     draft.prefer_users_form()
     draft.problems.extend(parsed.problems)
-    draft.findings.extend(composition.notes)
+    draft.findings.extend((*composition.notes, *parsed.notes))
     for edit in parsed.value_overrides:
         draft.apply(edit)
     if fill_defaults is not None:

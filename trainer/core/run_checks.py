@@ -6,6 +6,7 @@ import torch
 
 from ...kernels.attention.backends.registry import detect_installed_software
 from ...models.build import TORCH_DTYPES, ModelPlan, call_context, plan_model
+from ...models.config.families import keys_by_stack
 from ..config.resolved_run import DataSpec, ResolvedRun
 from ..config.schema.exp_manager import ExpManagerBlock
 from ..config.schema.trainer_and_data import DataBlock
@@ -33,7 +34,14 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
             peft=run.peft,
         )
     except ValueError as error:
-        raise UserError(str(error).splitlines()) from None
+        stacks = (at for at, stack in keys_by_stack(run.model).items() if stack.transformer_engine)
+        cure = " ".join(f"model.{at}transformer_engine=null" for at in stacks)
+        raise UserError(str(error).replace("use transformer_engine=null", f"use {cure}").splitlines()) from None
+
+
+def attention_warnings(model_plan: ModelPlan) -> list[str]:
+    """Return one warning for each requirement on attention that this device cannot meet."""
+    return list(dict.fromkeys(chosen.warning for chosen in model_plan.decisions.values() if chosen.warning))
 
 
 def check_metrics(manager: ExpManagerBlock, data: Data) -> list[str]:
