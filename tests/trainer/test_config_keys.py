@@ -251,7 +251,7 @@ def test_code_is_never_named(name: str, tmp_path: Path) -> None:
         ("model.optim.betas=[0.9,x]", ""),
         ("model.activation=swiglue", "model.activation=swiglu"),
         ("model.normalization=layer_norm", "model.normalization=layernorm"),
-        ("trainer.max_steps=-1", "steps"),
+        ("trainer.max_steps=-2", ""),
         ("trainer.max_time=10:30:00", "quote"),
         ("trainer.limit_val_batches=1.5", ""),
         ("trainer.devices=two", ""),

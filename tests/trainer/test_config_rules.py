@@ -67,7 +67,6 @@ HYBRID = [
         (["name=../x"], "name", "below"),
         (["exp_manager.name=/x"], "exp_manager.name", "below"),
         (["exp_manager.version=a/../../x"], "exp_manager.version", "below"),
-        (["trainer.max_epochs=3"], "trainer.max_epochs", "max_steps"),
         (["trainer.max_time=00:00:00:00"], "trainer.max_time", "at least one second"),
         (["exp_manager.max_time_per_run=00:00:00:00"], "exp_manager.max_time_per_run", "at least one second"),
         (["env_vars.HF_TOKEN=abc"], "env_vars.HF_TOKEN", "secret"),

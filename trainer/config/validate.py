@@ -137,8 +137,6 @@ def _fix(key: SchemaKey, value: Any) -> str:
         return f"write {key.path}={'true' if value else 'false'}"
     if isinstance(value, str):
         return _fix_for_text(key, value)
-    if key.path == "trainer.max_steps" and value == -1:
-        return "set a number of steps, which the schedule needs; NeMo's -1 is not supported"
     return ""
 
 

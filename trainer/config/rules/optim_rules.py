@@ -10,7 +10,7 @@ from ....models.config.key_block import Finding
 from ...utils.text import pluralize
 from ..lr_schedule import SCHEDULES, phase_steps
 from ..schema.optim import PHASES, RELATIVE_STEP_KEYS, OptimBlock, SchedBlock, optimizer_kind, optimizer_settings
-from .rule_context import RuleContext, no_effect, unused
+from .rule_context import RuleContext, no_effect, step_limit, unused
 
 _AT = "model.optim"
 _SCHED = "model.optim.sched"
@@ -19,7 +19,7 @@ _COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "sched"})
 
 def _schedule_length(context: RuleContext) -> int:
     """Return the number of steps of the schedule."""
-    return context.root.model.optim.sched.max_steps or context.root.trainer.max_steps
+    return context.root.model.optim.sched.max_steps or step_limit(context)
 
 
 def _uses_relative_step(context: RuleContext) -> bool:
@@ -131,7 +131,7 @@ def min_lr_is_reached(context: RuleContext) -> Iterator[Finding]:
     """Some schedules use `min_lr` only after their last step."""
     without_floor = ("WarmupPolicy", "WarmupHoldPolicy", "InverseSquareRootAnnealing", "T5InverseSquareRootAnnealing")
     sched, path = context.root.model.optim.sched, f"{_SCHED}.min_lr"
-    never = sched.name in without_floor and _schedule_length(context) >= context.root.trainer.max_steps
+    never = sched.name in without_floor and _schedule_length(context) >= step_limit(context)
     if never and not _uses_relative_step(context) and sched.min_lr and path in context.set_by_user:
         yield no_effect(path, f"{_SCHED}.name", f"with `{sched.name}` before the schedule has ended")
 
@@ -152,7 +152,7 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             (f"{_SCHED}.warmup_steps", f"{_SCHED}.name"),
             "`NoamHoldAnnealing` needs warm-up steps, which scale its decay",
-            f"{_SCHED}.warmup_steps={max(1, length // 10)}",
+            f"{_SCHED}.warmup_steps={max(1, min(1000, length // 10))}",
         )
     if name == "T5InverseSquareRootAnnealing" and not phase_steps(sched, "constant", length):
         yield Finding.error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -42,6 +43,12 @@ def num_processes(context: RuleContext) -> int:
     """Return the number of processes; `devices: auto` counts as one until the run starts."""
     trainer = context.root.trainer
     return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
+
+
+def step_limit(context: RuleContext) -> int:
+    """Return `trainer.max_steps`; if that is -1, a number that no run reaches: the data decide its length."""
+    steps = context.root.trainer.max_steps
+    return sys.maxsize if steps == -1 else steps
 
 
 def defaults_to_fp32(context: RuleContext) -> bool:
