@@ -7,7 +7,7 @@ import random
 import pytest
 from cures import complaint, cures_in, follow, load_messages, random_overrides
 from test_random_runs import POOLS
-from tiers import cases, looped
+from tiers import cases, full_only, looped
 
 from stoker.trainer.utils.errors import UserError
 
@@ -170,3 +170,15 @@ def test_random_keys() -> None:
 
 def test_random_models() -> None:
     check_models(random.Random(5), 12)
+
+
+@full_only
+@pytest.mark.parametrize("seed", range(8))
+def test_all_random_keys(seed: int) -> None:
+    assert check_random(random.Random(seed), 750) > 200
+
+
+@full_only
+@pytest.mark.parametrize("seed", range(4))
+def test_all_random_models(seed: int) -> None:
+    check_models(random.Random(seed), 400)
