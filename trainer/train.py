@@ -102,9 +102,10 @@ def _fit(run: RunContext, loop: TrainingLoop) -> str | None:
     """Train up to `max_steps`; return why training stopped before that, or None."""
     module, callback, max_steps = loop.module, loop.callback, run.resolved.trainer.max_steps
     if run.first_step >= max_steps and not callback.validation_pending:
+        epochs = run.resolved.trainer.max_epochs
+        limit = "`trainer.max_steps` (" if epochs is None else f"`trainer.max_epochs` ({epochs}: "
         run.logger.log(
-            f"this run is finished: step {run.first_step:,} of `trainer.max_steps` ({max_steps:,}); raise it "
-            "to continue training"
+            f"this run is finished: step {run.first_step:,} of {limit}{max_steps:,}); raise it to continue training"
         )
     try:
         if callback.validation_pending:

@@ -45,12 +45,18 @@ class NoBackendError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BackendSelection:
-    """The backend selected for one kind of call, and all candidates with their reasons in order of preference."""
+    """The backend selected for one kind of call, and all candidates with their reasons in order of preference.
+
+    Attributes:
+        notes: what the choice costs, for the log.
+        warning: a setting that the device cannot meet; empty if there is none.
+    """
 
     call: AttentionCall
     backend: str
     rows: tuple[BackendCandidate, ...]
     notes: tuple[str, ...] = ()
+    warning: str = ""
 
     @property
     def needs_mask(self) -> bool:
@@ -229,7 +235,8 @@ def select_backend(
 
     Args:
         call: specification of the call.
-        use_flash_attention: None keeps every family, True removes unfused, False removes flash.
+        use_flash_attention: None keeps every family, True removes unfused, False removes flash. On a CPU, whose only
+            flash kernel supports neither dropout nor a trained bias, True falls back to unfused, with a warning.
         attention_backend: `auto`, one family or one backend; never overridden.
         transformer_engine: True prefers TransformerEngine within each family, False removes it, None does neither.
         flags: the NVTE_* switches, which can remove backends.
@@ -258,7 +265,14 @@ def select_backend(
     order, why = preference_order(call, installed, transformer_engine)
     usable = _usable(installed, flags)
     rows = tuple(_row(BACKENDS_BY_NAME[name], call, usable, requested, removed) for name in order)
-    chosen = next((row for row in rows if row.accepted), None)
+    chosen, warning = next((row for row in rows if row.accepted), None), ""
+    if chosen is None and use_flash_attention and requested == "auto" and call.device == "cpu":
+        missing = next(row.reason for row in rows if row.backend == "sdpa_flash")
+        if flags.flash and flags.unfused:
+            warning = f"`use_flash_attention` (True) cannot be met here: {missing}; attention is unfused"
+            del removed["unfused"]
+            rows = tuple(_row(BACKENDS_BY_NAME[name], call, usable, requested, removed) for name in order)
+            chosen, why = next((row for row in rows if row.accepted), None), f"{why}; {missing}"
     if chosen is None:
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *format_candidates(rows)]), rows)
     explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"
@@ -267,7 +281,7 @@ def select_backend(
     if chosen.backend == "triton" and call.device == "cuda":
         kernels = "Hopper" if uses_hopper_kernels(call, usable) else "portable"
         notes = (*notes, f"triton runs its {kernels} kernels here.")
-    return BackendSelection(call, chosen.backend, rows, notes)
+    return BackendSelection(call, chosen.backend, rows, notes, warning)
 
 
 def _memory_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:

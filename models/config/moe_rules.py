@@ -116,7 +116,7 @@ def ffn_dropout_needs_dense_layers(keys: MoEKeys) -> Iterator[Finding]:
             "ffn_dropout",
             _EXPERTS,
             "where every layer has experts",
-            f"use moe_dropout={keys.ffn_dropout:g}, or ffn_dropout=0",
+            f"use ffn_dropout=0 and moe_dropout={keys.ffn_dropout:g}, or ffn_dropout=0",
         )
 
 

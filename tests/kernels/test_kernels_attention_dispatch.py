@@ -439,12 +439,33 @@ def test_a_wish_that_was_removed_names_both() -> None:
 
 
 def test_nothing_left_prints_every_row() -> None:
-    with pytest.raises(NoBackendError) as caught:
-        select_backend(dataclasses.replace(CPU, dropout=0.1), use_flash_attention=True, flags=ON, installed=NEW)
-    text = str(caught.value)
-    assert all(backend.name in text for backend in BACKENDS)
-    assert "not support dropout (0.1)" in text
-    assert "removed by `use_flash_attention: True`" in text
+    dropping = dataclasses.replace(CPU, dropout=0.1)
+    for off, reasons in (
+        ({"unfused": False}, ("not support dropout (0.1)", "removed by NVTE_UNFUSED_ATTN=0")),
+        ({"flash": False}, ("removed by NVTE_FLASH_ATTN=0", "removed by `use_flash_attention: True`")),
+    ):
+        flags = dataclasses.replace(ON, **off)
+        with pytest.raises(NoBackendError) as caught:
+            select_backend(dropping, use_flash_attention=True, flags=flags, installed=NEW)
+        text = str(caught.value)
+        assert all(backend.name in text for backend in BACKENDS)
+        assert all(reason in text for reason in reasons)
+
+
+def test_flash_on_a_cpu_falls_back_where_its_kernel_cannot_run() -> None:
+    met = select_backend(CPU, use_flash_attention=True, flags=ON, installed=NEW)
+    assert (met.backend, met.warning) == ("sdpa_flash", "")
+    for call, why in (
+        (dataclasses.replace(CPU, dropout=0.1), "dropout (0.1)"),
+        (dataclasses.replace(CPU, bias="distance_with_gradient", reach=8), "a bias with gradient"),
+    ):
+        unmet = select_backend(call, use_flash_attention=True, flags=ON, installed=NEW)
+        assert unmet.backend == "unfused"
+        assert unmet.warning.startswith("`use_flash_attention` (True) cannot be met here: ")
+        assert why in unmet.warning
+        assert why in next(row.reason for row in unmet.rows if row.backend == "sdpa_flash")
+        with pytest.raises(NoBackendError):
+            select_backend(call, attention_backend="flash", flags=ON, installed=NEW)
 
 
 def test_unknown_name() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
 
-from stoker.trainer.config import overrides
+from stoker.trainer.config import dotted_paths, overrides
 from stoker.trainer.config.compose import PACKAGED_CONF, Composer
 from stoker.trainer.config.load import load_run_config
 from stoker.trainer.config.problems import ConfigError
@@ -116,30 +116,35 @@ def test_blocks_merge() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "key"),
+    ("typed", "key", "value"),
     [
-        (["trainer.max_steps=10", "trainer.max_steps=20"], "trainer.max_steps"),
-        (["trainer.max_steps=10", "+trainer.max_steps=20", "++trainer.max_steps=30"], "trainer.max_steps"),
-        (["trainer.max_steps=10", "~trainer.max_steps"], "trainer.max_steps"),
-        (["model.optim.lr=0.1", "~model.optim"], "model.optim.lr"),
-        (["model.optim={lr: 0.1}", "model.optim.lr=0.2"], "model.optim.lr"),
-        (["model.optim.lr=1", "model.optim.lr=1.0"], "model.optim.lr"),
-        (["model.peft=null", "model.peft.peft_scheme=lora"], "model.peft"),
-        (["env_vars={A: '1'}", "env_vars={B: '2'}"], "env_vars"),
-        (["model=gpt_tiny", "model=gpt_125m"], "model"),
-        (["experiment=quickstart", "+experiment=moe_pystd"], "experiment"),
+        (["trainer.max_steps=10", "trainer.max_steps=20"], "trainer.max_steps", 20),
+        (["trainer.max_steps=10", "+trainer.max_steps=20", "++trainer.max_steps=30"], "trainer.max_steps", 30),
+        (["trainer.max_steps=10", "~trainer.max_steps"], "trainer.max_steps", 100000),
+        (["~trainer.max_steps", "trainer.max_steps=10"], "trainer.max_steps", 10),
+        (["model.optim.lr=0.1", "~model.optim"], "model.optim.lr", 2e-4),
+        (["model.optim={lr: 0.1}", "model.optim.lr=0.2"], "model.optim.lr", 0.2),
+        (["model.optim.lr=0.2", "model.optim={lr: 0.1}"], "model.optim.lr", 0.1),
+        (["exp_manager.ema=null", "exp_manager.ema.decay=0.5"], "exp_manager.ema.decay", 0.5),
+        (["env_vars={A: '1'}", "env_vars={B: '2'}"], "env_vars", {"B": "2"}),
+        (["model=gpt_125m", "model=gpt_tiny"], "model.hidden_size", 128),
+        (["data=mock", "+data=pystd"], "model.data.data_impl", "pystd"),
     ],
 )
-def test_what_is_given_with_two_meanings_is_refused(typed: list[str], key: str) -> None:
-    problem = problems(*typed)[key]
+def test_of_a_repeated_override_the_last_wins(typed: list[str], key: str, value: object) -> None:
+    config = load_run_config(overrides=typed, environ={})
+    assert dotted_paths.get(config.root.model_dump(), key) == value
     *others, last = typed
-    assert problem.rule == f"is given more than once: {', '.join(others)} and {last}"
-    assert problem.fix == "keep one of them"
+    notes = [finding.message for finding in config.findings if "given before it on the command line" in finding.message]
+    if others[0].startswith("~"):
+        assert not notes
+    else:
+        assert notes == [f"`{last}` replaces {', '.join(others)}, given before it on the command line"]
 
 
 def test_two_secrets_are_not_shown() -> None:
-    (problem,) = overrides.parse_overrides(["a.api_key=hush", "a.api_key=hush2"], lambda group: False).problems
-    assert problem.rule == "is given more than once: a.api_key=*** and a.api_key=***"
+    (note,) = overrides.parse_overrides(["a.api_key=hush", "a.api_key=hush2"], lambda group: False).notes
+    assert note.message == "`a.api_key=***` replaces a.api_key=***, given before it on the command line"
 
 
 @pytest.mark.parametrize(
@@ -373,7 +378,8 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
     ("typed", "rule", "fix"),
     [
         ("model.num_layers", "is not an override", "write model.num_layers=VALUE; it takes an integer"),
-        ("model.optim.lr=1,2", "several values", "model.optim.lr=[1,2]"),
+        ("model.optim.lr=1,2", "several values", "it takes a number > 0"),
+        ("model.optim.betas=0.9,0.95", "several values", "model.optim.betas=[0.9,0.95]"),
         ("model=[a", "cannot be read", "quote"),
         ("model/deep=x", "no group `model/deep`", "groups are"),
         ("model.num_layers=range(1,3)", "several values", ""),

@@ -8,8 +8,30 @@ from config_helpers import load, write
 
 from stoker.trainer.config.load import config_from_document, load_saved_config
 from stoker.trainer.config.problems import ConfigError
+from stoker.trainer.config.render import as_json
 from stoker.trainer.config.schema.key_index import schema_keys
 from stoker.trainer.utils.errors import UserError
+
+
+def test_values_of_the_environment_are_shown_unless_secret(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "shown",
+        "defaults: [train, _self_]\nname: ${oc.env:RUN}\nmodel:\n  seed: ${oc.env:SEED}\nexp_manager:\n"
+        "  exp_dir: /x/${oc.env:HF_TOKEN}\n  explicit_log_dir: ${.exp_dir}/y\n  version: ${name}\n"
+        "env_vars:\n  AUTH: ${oc.env:HF_TOKEN}\n  PLACE: ${oc.env:URL}\n",
+    )
+    environ = {"RUN": "mine", "SEED": "7", "HF_TOKEN": "hush", "URL": "https://user:password@host/"}
+    config = load(name="shown", directory=tmp_path, environ=environ)
+    shown = {row.path: row.value for row in config.key_reports}
+    assert (shown["name"], shown["model.seed"], shown["exp_manager.version"]) == ("mine", "7", "mine")
+    assert shown["exp_manager.exp_dir"] == "/x/${oc.env:HF_TOKEN}"
+    assert shown["exp_manager.explicit_log_dir"] == "${.exp_dir}/y"
+    assert shown["env_vars.AUTH"] == "${oc.env:HF_TOKEN}"
+    assert "password" not in shown["env_vars.PLACE"]
+    document = json.loads(as_json(config.key_reports, config.findings, config, None))["keys"]
+    assert (document["model.seed"]["value"], document["env_vars.AUTH"]["value"]) == (7, "${oc.env:HF_TOKEN}")
+    assert config.document["model"]["seed"] == "${oc.env:SEED}"  # saved unresolved
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -29,11 +29,6 @@ OPTIM, SCHED = "model.optim.", "model.optim.sched."
         ),
         ([f"{SCHED}name=T5InverseSquareRootAnnealing"], SCHED + "constant_steps", "constant_steps"),
         ([f"{SCHED}hold_steps=5", f"{SCHED}hold_ratio=0.1"], SCHED + "hold_ratio", "set the same value"),
-        (
-            [f"{SCHED}name=WarmupHoldAnnealLinear", f"{SCHED}hold_ratio=0.99"],
-            SCHED + "warmup_ratio",
-            "must leave steps for the decay",
-        ),
         ([f"{SCHED}name=CosineAnnealingExp"], SCHED + "name", "must be one of"),
         ([f"{SCHED}name=StepLR"], SCHED + "name", "depend on the step only"),
         ([f"{SCHED}name=ReduceLROnPlateau"], SCHED + "name", "depend on the step only"),

@@ -46,7 +46,11 @@ T5_PIECES = (*T5, "data=mmap", "model.data.data_prefix=x", "model.data.respect_d
             "125 sentinels are too few",
         ),
         (["model=t5_tiny", "model.seq_length=3"], TYPE, "samples of at least 4 tokens, not 3"),
-        ([*T5, "model.data.seq_length=256"], DATA + "seq_length", "must equal `seq_length` (512)"),
+        (
+            [*T5, "model.encoder.position_embedding_type=learned_absolute", "model.data.seq_length=1024"],
+            DATA + "seq_length",
+            "must equal `seq_length` (512)",
+        ),
     ],
 )
 def test_refused(overrides: list[str], key: str, says: str) -> None:

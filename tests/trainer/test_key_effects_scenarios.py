@@ -31,7 +31,7 @@ from config_harness import (
     Changes,
     ConfigHarness,
 )
-from config_helpers import load, problems
+from config_helpers import gpt, load, problems
 from deferred_copies import DeferredCopies
 from deferred_copies import install as install_deferred_copies
 from key_observables import (
@@ -547,10 +547,12 @@ def installed_data_get_their_arguments(harness: ConfigHarness) -> None:
 
 
 @story(DATA + "seq_length")
-def a_second_length_must_be_the_first(harness: ConfigHarness) -> None:
-    both = ["data=mock", "model.encoder_seq_length=32"]
+def a_second_length_is_that_of_samples(harness: ConfigHarness) -> None:
+    both = ["data=mock", "model.encoder_seq_length=32", "model.position_embedding_type=learned_absolute"]
     assert load(*both, "model.data.seq_length=32").root.model.data.seq_length == 32
     assert list(problems(*both, "model.data.seq_length=64")) == [DATA + "seq_length"]
+    shorter = gpt(load(*both, "model.data.seq_length=16").root)
+    assert (shorter.data.seq_length, shorter.encoder_seq_length, shorter.max_position_embeddings) == (16, 16, 32)
     assert len(first_batch(harness, {DATA + "seq_length": 4})[0]) == 4
 
 

@@ -131,7 +131,10 @@ def test_keys_and_flags_act(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "`NVTE_FLASH_ATTN` (off) must be 0 or 1" in capsys.readouterr().err
 
 
-def test_nothing_left_is_exit_2_with_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_left_is_exit_2_with_every_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     words = ("--arch", "cpu", "model.use_flash_attention=True", "model.attention_dropout=0.1")
     answer = explain(capsys, *words, code=2)
     assert backends(answer) == [None, "sdpa_flash", "sdpa_flash"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...models.config.key_block import Finding
 from ...models.config.model import Family
-from ..utils.redaction import redact, redact_value
+from ..utils.errors import UserError
+from ..utils.redaction import is_secret, redact, redact_value
 from . import dotted_paths, expand_t5, infer_family, validate
 from .dotted_paths import MISSING, Tree
 from .interpolation import InterpolationError, MissingKeyError, Resolver, has_interpolation
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from .overrides import ValueOverride
 
 _NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
+_GENERATE = "`stoker generate --checkpoint DIR --prompt TEXT`, whose options stand for the keys of `inference`"
+_ENVIRONMENT_NAME = re.compile(r"oc\.env:\s*(\w+)")
 _SCHED = "model.optim.sched"
 _STEPS_OR_RATIO = {
     f"{_SCHED}.{part}_{one}": f"{_SCHED}.{part}_{other}"
@@ -134,6 +138,7 @@ class Draft:
         """Resolve and validate after all overrides are applied.
 
         Raises:
+            UserError: a configuration of another program of NeMo.
             ConfigError: the configuration is not valid.
         """
         self._infer_family()
@@ -204,7 +209,10 @@ class Draft:
         return self.origins.get(path, DEFAULT_ORIGIN).kind
 
     def _infer_family(self) -> None:
-        """Infer `model.family` of a NeMo file from its keys, and reject files of unsupported models."""
+        """Infer `model.family` of a NeMo file from its keys, and reject files of other programs and models."""
+        if isinstance(options := self.tree.get("inference"), dict) and options:
+            origin = self.origin_text(f"inference.{next(iter(options))}")
+            raise UserError(f"{origin}: a file of NeMo's text generation, not of training; use {_GENERATE}")
         other = infer_family.unsupported_model(self.tree)
         if other is not None:  # further problems would be misleading
             path, model_name = other
@@ -337,8 +345,19 @@ class Draft:
         rows = []
         for path, value in dotted_paths.leaves(self._document(root)):
             shown = self._shown(path) if path in wrong else format_value(value)
+            if path in self._from_environment and path not in wrong:
+                shown = self._resolved_unless_secret(path, shown)
             rows.append(KeyReport(path, shown, KeyState.ACTS, self.origin_text(path), "error" if path in wrong else ""))
         return rows
+
+    def _resolved_unless_secret(self, path: str, reference: str) -> str:
+        """Return a value from the environment as text; the reference if path, variable or value is a secret."""
+        text = format_value(dotted_paths.get(self._resolved, path))
+        variables = _ENVIRONMENT_NAME.findall(reference)
+        hidden = [value for name, value in self.variables.items() if is_secret(name) and value and value in text]
+        if hidden or any(map(is_secret, (path, *variables))) or redact_value(path, text) != text:
+            return reference
+        return text
 
     def _document(self, root: RootBlock) -> Tree:
         """Return the effective keys as saved; values from the environment stay unresolved."""

@@ -8,6 +8,7 @@ from ...models.config.key_block import Finding
 from ...models.config.t5 import DecoderKeys
 from . import dotted_paths
 from .dotted_paths import Tree
+from .override_typos import quoted_override
 from .schema.key_index import STACKS, format_value, schema_keys
 from .schema.root import family_of
 
@@ -52,5 +53,5 @@ def expand_stack_keys(tree: Tree, kind_of: Callable[[str], str], moved: dict[str
             tuple(targets),
             f"`{path}` belongs to a stack and is applied to "
             + ("both, the encoder and the decoder" if len(targets) > 1 else readers),
-            " ".join(f"{target}={shown}" for target in targets),
+            " ".join((f"~{path}", *(quoted_override(target, shown) for target in targets))),
         )

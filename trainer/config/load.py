@@ -45,7 +45,7 @@ def load_run_config(
         ConfigError: the configuration is not valid; holds all problems.
     """
     from .compose import Composer
-    from .overrides import duplicate_keys, parse_overrides
+    from .overrides import parse_overrides
 
     environ = environment.snapshot() if environ is None else environ
     try:
@@ -61,8 +61,8 @@ def load_run_config(
     draft.stage = composition.stage
     draft.packaged = frozenset(composition.packaged_paths)
     draft.prefer_users_form()
-    draft.problems.extend(dict.fromkeys([*parsed.problems, *stray, *duplicate_keys(edits)]))
-    draft.findings.extend(composition.notes)
+    draft.problems.extend(dict.fromkeys([*parsed.problems, *stray]))
+    draft.findings.extend((*composition.notes, *parsed.notes))
     for edit in edits:
         draft.apply(edit)
     if fill_defaults is not None:

@@ -27,8 +27,8 @@ class CosineAnnealing:
     lr: float
     min_lr: float
     max_steps: int
-    warmup_steps: int
-    constant_steps: int = 0
+    warmup_steps: float
+    constant_steps: float = 0
 
     def __call__(self, step: int) -> float:
         """Return the learning rate after `step` completed steps."""
@@ -53,7 +53,7 @@ class WarmupPolicy:
     lr: float
     min_lr: float
     max_steps: int
-    warmup_steps: int
+    warmup_steps: float
 
     def __call__(self, step: int) -> float:
         """Return the learning rate after `step` completed steps."""
@@ -64,12 +64,12 @@ class WarmupPolicy:
         return self.lr if step < self.decay_start else self._decayed_lr(step)
 
     @property
-    def decay_start(self) -> int:
+    def decay_start(self) -> float:
         """The step at which the decay begins."""
         return self.warmup_steps
 
     @property
-    def decay_steps(self) -> int:
+    def decay_steps(self) -> float:
         """Steps from `decay_start` to `max_steps`."""
         return self.max_steps - self.decay_start
 
@@ -129,10 +129,10 @@ class WarmupHoldPolicy(WarmupPolicy):
     polynomial and linear schedules ignore the warm-up in the decay and are discontinuous.
     """
 
-    hold_steps: int = 0
+    hold_steps: float = 0
 
     @property
-    def decay_start(self) -> int:
+    def decay_start(self) -> float:
         """The step at which the decay begins."""
         return self.warmup_steps + self.hold_steps
 
@@ -184,7 +184,7 @@ class NoamAnnealing:
 
     lr: float
     min_lr: float
-    warmup_steps: int
+    warmup_steps: float
     d_model: int
 
     def __call__(self, step: int) -> float:
@@ -206,7 +206,7 @@ class T5InverseSquareRootAnnealing:
 
     min_lr: float
     max_steps: int
-    constant_steps: int
+    constant_steps: float
 
     def __call__(self, step: int) -> float:
         """Return the learning rate after `step` completed steps."""

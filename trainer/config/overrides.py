@@ -1,8 +1,7 @@
 """Parse command-line overrides: group choices (`model=gpt_125m`) and values (`trainer.max_steps=100`).
 
-`k=v`, `+k=v` and `++k=v` all set the key; `~k` resets it to its default. Values follow Hydra's grammar. Identical
-duplicates are allowed; contradicting ones are problems. `~key` may precede `key=value` (reset, then set), but not
-follow it, since the value would be lost.
+`k=v`, `+k=v` and `++k=v` all set the key; `~k` resets it to its default. Values follow Hydra's grammar. Of several
+overrides of one key or group the last one wins, as in Hydra; a note names those that differ from it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
+from ...models.config.key_block import Finding
 from ..utils.redaction import is_secret, redact
 from . import dotted_paths
 from .override_typos import detect_override_typos, quoted_override
 from .problems import Problem
 from .schema.key_index import find_key, format_value
+from .validate import accepts_value
+from .yaml_reader import parse_scalar
 
 MAX_LENGTH = 64 * 1024
 _MAX_SHOWN = 200
@@ -57,12 +59,14 @@ class ParsedOverrides:
     Attributes:
         group_choices: group choices, for Hydra.
         value_overrides: value overrides, in the order given.
-        problems: overrides that could not be parsed or contradict each other.
+        problems: overrides that could not be parsed.
+        notes: overrides that later ones replace.
     """
 
     group_choices: tuple[Override, ...]
     value_overrides: tuple[ValueOverride, ...]
     problems: tuple[Problem, ...]
+    notes: tuple[Finding, ...] = ()
 
 
 def parse_overrides(overrides: Sequence[str], is_group: Callable[[str], bool]) -> ParsedOverrides:
@@ -83,8 +87,9 @@ def parse_overrides(overrides: Sequence[str], is_group: Callable[[str], bool]) -
                 edits.append(_edit(override, typed))
         except OverrideError as error:
             problems.append(Problem(typed, None, "command line", error.rule, error.fix))
-    problems += [*duplicate_choices(choices), *duplicate_keys(edits)]
-    return ParsedOverrides(tuple(choices), tuple(edits), tuple(problems))
+    notes = (*_replaced_choices(choices), *_replaced_keys(edits))
+    last = {_group_of(choice): choice for choice in choices}
+    return ParsedOverrides(tuple(last.values()), tuple(edits), tuple(problems), notes)
 
 
 class OverrideError(Exception):
@@ -198,29 +203,36 @@ def _edit(override: Override, typed: str) -> ValueOverride:
         raw = typed.partition("=")[2]
         if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and known is not None and known.is_text:
             return ValueOverride(path, raw, False, typed)
+        if known is None or not accepts_value(known, [parse_scalar(item) for item in raw.split(",")]):
+            takes = "" if known is None else f"it takes {known.kind}; "
+            raise OverrideError("holds several values", f"{takes}quote text, or train with each: stoker train -m")
         raise OverrideError(
             "holds several values", f"write a list as {path}=[{raw}], quote text, or train with each: stoker train -m"
         )
     return ValueOverride(path, override.value(), override.is_delete(), typed)
 
 
-def duplicate_keys(edits: Iterable[ValueOverride]) -> Iterator[Problem]:
-    """Yield a problem for each key with contradicting value overrides."""
+def _replaced_keys(edits: Iterable[ValueOverride]) -> Iterator[Finding]:
+    """Yield a note for each key with different value overrides."""
     seen = _SeenOverrides()
     for edit in edits:
         for path, value in _assigned_values(edit):
             seen.add(path, value, edit.typed)
-    yield from seen.problems()
+    yield from seen.notes()
 
 
-def duplicate_choices(choices: Iterable[Override]) -> Iterator[Problem]:
-    """Yield a problem for each group with contradicting choices."""
+def _group_of(choice: Override) -> str:
+    return choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
+
+
+def _replaced_choices(choices: Iterable[Override]) -> Iterator[Finding]:
+    """Yield a note for each group with different choices."""
     seen = _SeenOverrides()
     for choice in choices:
-        group = choice.key_or_group if choice.package is None else f"{choice.key_or_group}@{choice.package}"
+        group = _group_of(choice)
         value = _RESET if choice.is_delete() else format_value(choice.value())
         seen.add(group, value, choice.input_line or group)
-    yield from seen.problems()
+    yield from seen.notes()
 
 
 def duplicate_problem(key: str, words: Sequence[str]) -> Problem:
@@ -256,10 +268,11 @@ class _SeenOverrides:
             above = dotted_paths.parent_of(above)
         self._at[path] = (value, typed)
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield one problem per contradicted path."""
+    def notes(self) -> Iterator[Finding]:
+        """Yield one note per path with different values."""
         for path, words in self._contradictions.items():
-            yield duplicate_problem(path, words)
+            *others, last = map(redact, words)
+            yield Finding.info((path,), f"`{last}` replaces {', '.join(others)}, given before it on the command line")
 
     def _contradict(self, path: str, word: str, typed: str) -> None:
         words = self._contradictions.setdefault(path, [word])

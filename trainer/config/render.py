@@ -72,6 +72,8 @@ def as_json(
         value: Any = row.value
         if config is not None and row.state is KeyState.ACTS:
             value = dotted_paths.get(config.document, row.path)
+            if row.value != format_value(value):  # a reference to the environment, shown resolved
+                value = dotted_paths.get(config.root.model_dump(mode="json"), row.path)
         keys[row.path] = {
             "value": value,
             "state": row.state.value if row.state else "unknown",

@@ -71,9 +71,9 @@ def nearest_keys(path: str, known: tuple[tuple[str, bool], ...], count: int = 3)
     for candidate, acts in known:
         above, _, last = candidate.rpartition(".")
         score = float(edit_distance(path, candidate, limit))
-        if score > limit:
-            score = float("inf")
         shortest = min(len(name), len(last))
+        if score > limit or (above == parent and score > max(1, shortest // 2)):  # `foo` is not `fp8`
+            score = float("inf")
         near = min(2, shortest // 3)
         if last not in edits_of:
             edits_of[last] = edit_distance(name, last, near)

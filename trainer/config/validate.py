@@ -131,15 +131,28 @@ def _fix(key: SchemaKey, value: Any) -> str:
         return f"leave it out{default}"
     if key.path.endswith((".max_time", ".max_time_per_run", ".train_time_interval")):
         return "quote it: days, hours, minutes, seconds"
-    if isinstance(value, float) and value.is_integer() and "integer" in key.kind and abs(value) <= _LARGEST:
+    if isinstance(value, float) and value.is_integer() and accepts_value(key, int(value)):
         return f"write {key.path}={int(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and key.kind == "true or false" and value in (0, 1):
         return f"write {key.path}={'true' if value else 'false'}"
     if isinstance(value, str):
         return _fix_for_text(key, value)
-    if key.path == "trainer.max_steps" and value == -1:
-        return "set a number of steps, which the schedule needs; NeMo's -1 is not supported"
     return ""
+
+
+def accepts_value(key: SchemaKey, value: Any) -> bool:
+    """Return True if a key accepts a value, as far as its type says."""
+    for family in FAMILIES:
+        if key.path in schema_keys(family) and not _too_large(value):
+            tree: Tree = {}
+            dotted_paths.put(tree, "model.family", family)
+            dotted_paths.put(tree, key.path, value)
+            try:
+                RootBlock.model_validate(tree)
+            except ValidationError:
+                continue
+            return True
+    return False
 
 
 def _fix_for_text(key: SchemaKey, value: str) -> str:
@@ -147,5 +160,7 @@ def _fix_for_text(key: SchemaKey, value: str) -> str:
     if not isinstance(plain, str) and plain is not None:
         return f"write {format_value(plain)} without quotes"
     if "integer" in key.kind and (match := _COUNT.fullmatch(value)):
-        return f"write {key.path}={int(re.sub('[,_ ]', '', match[1])) * _SUFFIXES[match[2].lower()]}"
+        count = int(re.sub("[,_ ]", "", match[1])) * _SUFFIXES[match[2].lower()]
+        if accepts_value(key, count):
+            return f"write {key.path}={count}"
     return f"such as {key.path}={format_value(key.default)}" if key.default is not None else ""

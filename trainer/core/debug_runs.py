@@ -31,12 +31,14 @@ def fast_dev_run(config: RunConfig) -> RunConfig:
     if not steps:
         return config
     sched = root.model.optim.sched
+    length = root.trainer.max_steps if root.trainer.max_steps > 0 else None
     optim = root.model.optim.model_copy(
-        update={"sched": sched.model_copy(update={"max_steps": sched.max_steps or root.trainer.max_steps})}
+        update={"sched": sched.model_copy(update={"max_steps": sched.max_steps or length})}
     )
     trainer = root.trainer.model_copy(
         update={
             "max_steps": steps,
+            "max_epochs": None,
             "log_every_n_steps": 1,
             "val_check_interval": steps,
             "limit_val_batches": steps if root.trainer.limit_val_batches else 0,

@@ -39,7 +39,14 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
             peft=run.peft,
         )
     except ValueError as error:
-        raise UserError(str(error).splitlines()) from None
+        stacks = (at for at, stack in keys_by_stack(run.model).items() if stack.transformer_engine)
+        cure = " ".join(f"model.{at}transformer_engine=null" for at in stacks)
+        raise UserError(str(error).replace("use transformer_engine=null", f"use {cure}").splitlines()) from None
+
+
+def attention_warnings(model_plan: ModelPlan) -> list[str]:
+    """Return one warning for each requirement on attention that this device cannot meet."""
+    return list(dict.fromkeys(chosen.warning for chosen in model_plan.decisions.values() if chosen.warning))
 
 
 def check_default_dropout(config: RunConfig, run: ResolvedRun, device: torch.device, plan: ModelPlan) -> list[str]:

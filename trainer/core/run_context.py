@@ -36,7 +36,8 @@ from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_host_memory, is_out_of_memory
 from .debug_runs import fast_dev_run, overfit_batches
 from .resume import find_resume_checkpoint
-from .run_checks import check_default_dropout, check_metrics, check_splits, choose_attention
+from .run_checks import attention_warnings, check_default_dropout, check_metrics, check_splits, choose_attention
+from .run_length import resolve_run_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +104,15 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         graphs = uses_cuda_graph(resolved, device, model_plan.decisions)
         stop = stack.enter_context(StopHandler(resolved.trainer.max_time, resolved.exp_manager.max_time_per_run))
         data = build_data_by_rank(resolved, ranks)  # before the run directory: unreadable data leaves none behind
+        resolved = resolve_run_length(resolved, data.train.samples)
         warnings = [
+            *attention_warnings(model_plan),
             *check_default_dropout(config, resolved, device, model_plan),
             *check_metrics(resolved.exp_manager, data),
             *check_splits(resolved.data, data),
         ]
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
-        logger = stack.enter_context(_open_logger(config, ranks, directory, resumed))
+        logger = stack.enter_context(_open_logger(config, resolved, ranks, directory, resumed))
         for line in [f"run directory {directory.path}", *lines, *(f"warning: {text}" for text in warnings)]:
             logger.log(line)
         plan = make_plan(resolved, local_target(resolved, device), vocab_size=data.vocab_size, model_plan=model_plan)
@@ -193,11 +196,15 @@ def _open_directory_and_checkpoint(
 
 
 def _open_logger(
-    config: RunConfig, ranks: DistributedContext, directory: RunDirectory, resumed: Checkpoint | None
+    config: RunConfig,
+    resolved: ResolvedRun,
+    ranks: DistributedContext,
+    directory: RunDirectory,
+    resumed: Checkpoint | None,
 ) -> RunLogger:
     if not ranks.is_rank_zero:
         return RunLogger.disabled()
-    keys = config.root.trainer
+    keys = resolved.trainer
     return RunLogger.open(
         LoggedRun(config.root.name, config.root.exp_manager, config.document),
         directory.path,

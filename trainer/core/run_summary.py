@@ -67,8 +67,9 @@ def summarize_run(
     yield from describe_offload(run, model, device)
     if cuda_graph:
         yield f"micro batches run as a CUDA graph after {WARM_UP_MICRO_BATCHES} warm-up micro batches"
+    epochs = "" if run.trainer.max_epochs is None else f" ({pluralize(run.trainer.max_epochs, 'epoch')})"
     yield (
-        f"{pluralize(run.trainer.max_steps, 'step')} of {pluralize(keys.global_batch_size, 'sample')} in "
+        f"{pluralize(run.trainer.max_steps, 'step')}{epochs} of {pluralize(keys.global_batch_size, 'sample')} in "
         f"{pluralize(run.micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
         f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each"
     )

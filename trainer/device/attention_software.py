@@ -26,14 +26,14 @@ def run_flags(run: ResolvedRun) -> AttentionFlags:
 def assumed_software(keys: FamilyKeys, device: str) -> InstalledSoftware:
     """Return the software of this machine, as assumed on another device.
 
-    A GPU is assumed to have cuDNN and Triton, and packages that a configuration key requires to be installed.
+    A GPU is assumed to have cuDNN and Triton. Packages that a configuration key requires are assumed to be installed.
     """
     from ...kernels.attention.installed_software import detect_installed_software
 
     local, stacks = detect_installed_software(), keys_by_stack(keys).values()
-    if device == "cpu":
-        return local
     needs_te = any(stack.transformer_engine or stack.attention_backend.startswith("te_") for stack in stacks)
+    if device == "cpu":
+        return replace(local, te=local.te or (ASSUMED_TE if needs_te else None))
     needs_flash_attn = any(stack.attention_backend in ("flash_attn", "te_flash") for stack in stacks)
     return replace(
         local,

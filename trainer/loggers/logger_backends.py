@@ -58,7 +58,7 @@ class WandbBlock(ConfigBlock):
     """`exp_manager.wandb_logger_kwargs.*`: settings of Weights & Biases; the API key comes from WANDB_API_KEY only."""
 
     project: NonEmptyText | None = None
-    """Project of the run; required."""
+    """Project of the run; must be given, null: WANDB_PROJECT, or W&B's `uncategorized`."""
     name: NonEmptyText | None = None
     """Name of the run; null: the name of the run directory."""
     entity: NonEmptyText | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def pluralize(count: int, singular: str, plural: str = "") -> str:
+def pluralize(count: float, singular: str, plural: str = "") -> str:
     """Return `1 step` or `2,000 steps`; `plural` is the plural if it is not `singular` + s."""
     return f"{count:,} {singular if count == 1 else plural or f'{singular}s'}"
 

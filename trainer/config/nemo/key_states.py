@@ -15,10 +15,11 @@ from .. import dotted_paths
 from ..dotted_paths import MISSING, Tree
 from ..override_typos import quoted_override
 from ..problems import Problem
-from ..schema.key_index import enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
+from ..schema.key_index import SchemaKey, enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from ..schema.root import family_of
 from ..suggest import nearest_keys
-from .key_table import KeyRow, KeyState, find_row, has_rows_below, key_table, unsupported_values
+from ..validate import validate_types
+from .key_table import KeyRow, KeyState, UnsupportedValue, find_row, has_rows_below, key_table, unsupported_values
 
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_"})
 _GPT_TO_T5 = {
@@ -176,11 +177,28 @@ class KeyStates:
 
     def _fix(self, row: KeyRow, path: str, value: Any) -> str:
         """Return the overrides that fix a refused key, moving its value to the key that replaces it."""
+        if row.fix is not None and self._family == "bert" and "ptuning" in row.fix:
+            return f"~{path}"
         if row.fix is not None:
             return row.fix.format(path=path)
         if row.same_as in self._keys:
-            return f"~{path} {quoted_override(row.same_as, format_value(value))}"
+            return self._move(path, self._keys[row.same_as], value)
         return f"~{path}" if not row.accepts or row.accepts[0] is None else f"{path}={format_value(row.accepts[0])}"
+
+    def _move(self, path: str, key: SchemaKey, value: Any) -> str:
+        """Return the overrides that move a value to the key that takes it; if it does not take this one, say what."""
+        unsupported = _unsupported(key.path, value)
+        if unsupported is not None and unsupported.use:
+            return f"~{path} {key.path}={unsupported.use}"
+        tree: Tree = {}
+        dotted_paths.put(tree, "model.family", self._family)
+        dotted_paths.put(tree, key.path, value)
+        _, problems, _ = validate_types(tree, self._origin_of)
+        if not problems:
+            return f"~{path} {quoted_override(key.path, format_value(value))}"
+        if problems[0].fix.startswith(f"write {key.path}="):
+            return f"~{path} {problems[0].fix.removeprefix('write ')}"
+        return f"~{path}, or {key.path}=VALUE in place of it, which takes {key.kind}"
 
     def _why_accepted(self, row: KeyRow) -> str:
         if not row.switch:
@@ -191,8 +209,7 @@ class KeyStates:
         return f"no effect while {row.switch} is off"
 
     def _acting_verdict(self, path: str, value: Any) -> Verdict:
-        known = unsupported_values().get(without_stack(path), {})
-        unsupported = None if isinstance(value, bool | list | dict) else known.get(value)
+        unsupported = _unsupported(path, value)
         if unsupported is None:
             return Verdict(path, value, KeyState.ACTS)
         key = self._keys[path]
@@ -245,6 +262,12 @@ class KeyStates:
     def _is_set(self, verdict: Verdict) -> bool:
         row = find_row(verdict.path, self._family)
         return verdict.value not in (None, MISSING) and bool(row and row.switch)
+
+
+def _unsupported(path: str, value: Any) -> UnsupportedValue | None:
+    """Return why a value of a key that acts is not supported; None if nothing is known against it."""
+    known = unsupported_values().get(without_stack(path), {})
+    return None if isinstance(value, bool | list | dict) else known.get(value)
 
 
 def _families_with(path: str) -> list[Family]:

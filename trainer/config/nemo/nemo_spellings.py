@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
+from ....models.config.model import Family
+from ....models.config.positions import BOUNDED_POSITION_TYPES
 from .. import dotted_paths
 from ..dotted_paths import MISSING, Tree
-from ..schema.key_index import STACKS, format_value, schema_keys, without_stack
+from ..schema.key_index import STACKS, format_value, schema_blocks, schema_keys, without_stack
 from ..schema.root import family_of
 from .key_table import unsupported_values
 
@@ -20,6 +22,9 @@ _RENAMED_KEYS = {
     f"{_WANDB}.version": f"{_WANDB}.id",
     _GRAD_SYNC_DTYPE: "model.fsdp_grad_reduce_dtype",
 }
+_SPLITS, _PREFIX, _TYPO = "model.data.splits_string", "model.data.data_prefix", "model.deteministic_mode"
+_NULL_AS_DEFAULT = ("trainer.deterministic", "trainer.enable_progress_bar", "trainer.enable_model_summary")
+"""Keys whose null is the default, in Lightning; in NeMo also blocks of `exp_manager`, and lists empty by default."""
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 _GATED = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu", "relu": "reglu"}
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq", "flex")
@@ -65,6 +70,72 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             default = keys[path].default
             dotted_paths.remove(tree, path)
             yield Finding.info((path,), f"null is read as the default, {default}", f"{path}={default}")
+
+    yield from _nulls_and_switches(tree, family)
+    yield from _sample_length(tree, moved)
+    if dotted_paths.get(tree, _TYPO) not in (None, MISSING, False, 0):
+        rule = "`deteministic_mode` has no effect: a typo in one of NVIDIA's files, which NeMo ignores too"
+        yield Finding.warning((_TYPO,), rule, f"~{_TYPO} trainer.deterministic=true")
+
+
+def _nulls_and_switches(tree: Tree, family: Family) -> Iterator[Finding]:
+    """Read null as the default where NeMo does, and 0 and 1 as booleans, as OmegaConf and Python do."""
+    keys = schema_keys(family)
+    null_blocks = [path for path in schema_blocks(family) if path.startswith("exp_manager.")]
+    switches: list[str] = []
+    for path, value in list(dotted_paths.leaves(tree)):
+        key = keys.get(path)
+        if value is None and (path in null_blocks or path in _NULL_AS_DEFAULT or (key and key.default in ([], {}))):
+            dotted_paths.remove(tree, path)
+        elif key and key.kind.startswith("true or false") and "integer" not in key.kind and _is_bit(value):
+            dotted_paths.put(tree, path, bool(value))
+            switches.append(path)
+    if switches:
+        names = ", ".join(f"`{path}`" for path in switches)
+        fixes = " ".join(f"{path}={format_value(dotted_paths.get(tree, path))}" for path in switches)
+        yield Finding.info(tuple(switches), f"0 and 1 are read as false and true: {names}", fixes)
+    if dotted_paths.get(tree, _SPLITS, 0) is None and isinstance(dotted_paths.get(tree, _PREFIX), dict):
+        dotted_paths.remove(tree, _SPLITS)  # each split has its own data
+
+
+def _is_bit(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value in (0, 1)
+
+
+def _sample_length(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
+    """Let `data.seq_length` differ from the model's length, as in NeMo: the model's remains its number of positions.
+
+    Longer samples need positions without a learned table; otherwise they are left, and refused later.
+    """
+    family = family_of(tree.get("model"))
+    model_key = "model.seq_length" if family == "t5" else "model.encoder_seq_length"
+    stack, rows_key, keys = STACKS[family][0], "model.max_position_embeddings", schema_keys(family)
+    tokens = dotted_paths.get(tree, "model.data.seq_length")
+    length = dotted_paths.get(tree, model_key, keys[model_key].default)
+    rows = dotted_paths.get(tree, rows_key)
+    if not _is_count(tokens) or not _is_count(length) or tokens == length or not (rows is None or _is_count(rows)):
+        return
+    kind_key = f"{stack}.position_embedding_type"
+    kind = dotted_paths.get(tree, kind_key, keys[kind_key].default)
+    if tokens > max(length, rows or 0) and str(kind).startswith("learned_"):
+        return
+    dotted_paths.put(tree, model_key, tokens)
+    moved[model_key] = "model.data.seq_length"
+    fix = f"{model_key}={tokens}"
+    if length > max(tokens, rows or 0) and kind in BOUNDED_POSITION_TYPES:
+        dotted_paths.put(tree, rows_key, length)
+        moved[rows_key] = model_key
+        fix += f" {rows_key}={length}"
+    yield Finding.warning(
+        ("model.data.seq_length", model_key),
+        f"samples have `data.seq_length` ({tokens}) tokens, not `{model_key.removeprefix('model.')}` ({length}): "
+        "the model is trained on that length",
+        fix,
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def has_nemo_file_names(tree: Tree) -> bool:

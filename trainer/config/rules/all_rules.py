@@ -7,12 +7,15 @@ found at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from types import FunctionType, ModuleType
 
 from ....models.config.families import model_rules
 from ....models.config.key_block import Finding
+from .. import dotted_paths
+from ..schema.key_index import schema_keys
 from . import (
     checkpoint_rules,
     data_rules,
@@ -29,6 +32,8 @@ from . import (
 )
 from .rule_context import RuleContext
 
+_ASSIGNED = re.compile(r"(?<![\w.])[a-z]\w*(?==)")
+"""A name without its path that a fix assigns to."""
 Rule = Callable[[RuleContext], Iterator[Finding]]
 
 _MODULES = (
@@ -61,8 +66,22 @@ def run_rules(context: RuleContext) -> list[Finding]:
     """Return the findings of all rules, with full paths, without warnings that concern defaults only."""
     found = [finding for rule in RULES for finding in rule(context)]
     for finding in model_rules(context.root.model):
-        found.append(replace(finding, keys=tuple(f"model.{key}" for key in finding.keys)))
+        keys = tuple(f"model.{key}" for key in finding.keys)
+        found.append(
+            replace(finding, keys=keys, fix=_with_paths(finding.fix, keys, schema_keys(context.root.model.family)))
+        )
     return [finding for finding in found if finding.level == "error" or _concerns_user(finding, context)]
+
+
+def _with_paths(fix: str, keys: tuple[str, ...], known: Container[str]) -> str:
+    """Return a fix with full paths in place of names, which are in a block of one of the `keys`, or below `model`."""
+    blocks = [*(dotted_paths.parent_of(key) for key in keys), "model"]
+
+    def full_path(name: re.Match[str]) -> str:
+        paths = (f"{block}.{name[0]}" for block in blocks)
+        return next((path for path in paths if path in known), name[0])
+
+    return _ASSIGNED.sub(full_path, fix)
 
 
 def _concerns_user(finding: Finding, context: RuleContext) -> bool:

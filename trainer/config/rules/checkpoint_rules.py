@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...utils.text import pluralize
-from .rule_context import RuleContext, no_effect, unused
+from .rule_context import RuleContext, no_effect, step_limit, unused
 
 
 def names_stay_below_exp_dir(context: RuleContext) -> Iterator[Finding]:
@@ -72,7 +72,7 @@ def checkpoint_params_need_callback(context: RuleContext) -> Iterator[Finding]:
 
 def some_checkpoint_is_saved(context: RuleContext) -> Iterator[Finding]:
     """Warn if checkpoints are enabled but none is ever due or kept."""
-    manager, steps = context.root.exp_manager, context.root.trainer.max_steps
+    manager, steps = context.root.exp_manager, step_limit(context)
     params = manager.checkpoint_callback_params
     if not manager.create_checkpoint_callback or params.save_last:
         return
@@ -125,10 +125,10 @@ def checkpoint_interval_fits_run(context: RuleContext) -> Iterator[Finding]:
     manager, trainer = context.root.exp_manager, context.root.trainer
     params = manager.checkpoint_callback_params
     is_timed = params.every_n_train_steps is not None or params.train_time_interval is not None
-    if not manager.create_checkpoint_callback or is_timed or trainer.max_steps < 1000:
+    if not manager.create_checkpoint_callback or is_timed or step_limit(context) < 1000:
         return
     key = "trainer.val_check_interval"
-    if trainer.val_check_interval > trainer.max_steps and key in context.given:
+    if trainer.val_check_interval > step_limit(context) and key in context.given:
         yield Finding.info(
             ("exp_manager.checkpoint_callback_params.every_n_train_steps", key),
             f"checkpoints are saved every `val_check_interval` ({trainer.val_check_interval}) steps: only the end of "

@@ -13,7 +13,7 @@ from ..schema.key_index import format_value
 from ..schema.root import T5ModelBlock
 from ..schema.trainer_and_data import DataBlock
 from ..suggest import closest
-from .rule_context import RuleContext, no_effect, unused
+from .rule_context import RuleContext, choose_data, no_effect, unused
 
 _AT = "model.data"
 _IMPL = f"{_AT}.data_impl"
@@ -42,20 +42,22 @@ def path_matches_data_impl(context: RuleContext) -> Iterator[Finding]:
     data = context.root.model.data
     if data.data_impl == "jsonl" and data.train_ds.file_names is not None:
         return
+    pystd = choose_data(context, "pystd", "pystd")
+    docstring = choose_data(context, "docstring", "pystd_docstring")
     if data.data_impl in _IMPLS_WITH_PATH and not data.path:
         yield Finding.error(
             ("model.data.path", "model.data.data_impl"),
             f"`data_impl: {data.data_impl}` needs a file or folder to read"
             f"{', or a name on the hub' * (data.data_impl == 'huggingface')}",
             "model.data.path=FILE_OR_FOLDER"
-            + (", or data=pystd to train on the Python standard library" if data.data_impl == "text" else "")
-            + (", or data=docstring" if data.data_impl == "jsonl" and not data.chat else ""),
+            + (f", or {pystd} to train on the Python standard library" if data.data_impl == "text" else "")
+            + (f", or {docstring}" if data.data_impl == "jsonl" and not data.chat else ""),
         )
     elif data.data_impl in BUILT_IN_DATASETS and data.data_impl not in _IMPLS_WITH_PATH and data.path is not None:
         yield Finding.error(
             ("model.data.path", "model.data.data_impl"),
             f"`path` is read with `data_impl: {'`, `'.join(_IMPLS_WITH_PATH)}` only, but it is `{data.data_impl}`",
-            "data=text, or ~model.data.path",
+            f"{choose_data(context, 'text', 'text')}, or ~model.data.path",
         )
 
 
@@ -66,7 +68,7 @@ def data_prefix_matches_data_impl(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             (_PREFIX, _IMPL),
             "`data_impl: mmap` needs the path of a .bin/.idx pair, without suffix",
-            f"{_PREFIX}=PATH, or data=pystd to train on the Python standard library",
+            f"{_PREFIX}=PATH, or {choose_data(context, 'pystd', 'pystd')} to train on the Python standard library",
         )
     elif data.data_prefix and data.data_impl in BUILT_IN_DATASETS and data.data_impl != "mmap":
         yield Finding.error(
@@ -184,7 +186,7 @@ def document_ends_need_eod_token(context: RuleContext) -> Iterator[Finding]:
             yield Finding.error(
                 (f"{_AT}.{name}", "model.tokenizer.library"),
                 f"`{name}` needs an end-of-document token, which `char` does not have",
-                f"tokenizer=byte, or {_AT}.{name}=false",
+                f"model.tokenizer.library=byte-level, or {_AT}.{name}=false",
             )
 
 

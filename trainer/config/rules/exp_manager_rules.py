@@ -10,7 +10,7 @@ from ...loggers.logger_backends import BACKENDS
 from ...utils.redaction import holds_secret
 from ...utils.text import parse_duration, pluralize
 from ..schema.exp_manager import TRAINING_METRICS, Metric
-from .rule_context import RuleContext, is_changed, no_effect
+from .rule_context import RuleContext, is_changed, no_effect, step_limit
 
 _AT = "exp_manager"
 _CALLBACK = f"{_AT}.checkpoint_callback_params"
@@ -44,13 +44,18 @@ def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:
 
 
 def wandb_has_a_project(context: RuleContext) -> Iterator[Finding]:
-    """`create_wandb_logger` needs a project."""
-    manager = context.root.exp_manager
-    if manager.create_wandb_logger and manager.wandb_logger_kwargs.project is None:
+    """`create_wandb_logger` needs a project; null leaves it to W&B (WANDB_PROJECT), as in NeMo."""
+    manager, path = context.root.exp_manager, f"{_AT}.wandb_logger_kwargs.project"
+    if not manager.create_wandb_logger or manager.wandb_logger_kwargs.project is not None:
+        return
+    if path in context.set_by_user:
+        rule = "`project` is null: the project is WANDB_PROJECT, or W&B's `uncategorized`"
+        yield Finding.info((path,), rule, f"{path}=NAME")
+    else:
         yield Finding.error(
-            (f"{_AT}.wandb_logger_kwargs.project", f"{_AT}.create_wandb_logger"),
+            (path, f"{_AT}.create_wandb_logger"),
             "`create_wandb_logger` needs a `project`",
-            f"{_AT}.wandb_logger_kwargs.project=NAME",
+            f"{path}=NAME",
         )
 
 
@@ -89,7 +94,7 @@ def monitored_metrics_are_measured(context: RuleContext) -> Iterator[Finding]:
                 f"early stopping monitors `{stopping.monitor}`, which is never measured: {reason}",
                 f"{_STOPPING}.monitor=loss, or {_AT}.create_early_stopping_callback=false",
             )
-        elif root.trainer.val_check_interval > root.trainer.max_steps:
+        elif root.trainer.val_check_interval > step_limit(context):
             yield Finding.warning(
                 (f"{_AT}.create_early_stopping_callback", "trainer.val_check_interval", "trainer.max_steps"),
                 f"early stopping is checked every `val_check_interval` ({root.trainer.val_check_interval}) steps, "
@@ -145,12 +150,23 @@ def ema_is_used(context: RuleContext) -> Iterator[Finding]:
         yield no_effect(
             f"{_AT}.ema.enable", f"{_AT}.create_checkpoint_callback", "without validation of it and without checkpoints"
         )
-    if manager.ema.every_n_steps > root.trainer.max_steps:
+    if manager.ema.every_n_steps > step_limit(context):
         yield Finding.warning(
             (f"{_AT}.ema.every_n_steps", "trainer.max_steps"),
             f"the EMA is never updated: `every_n_steps` ({manager.ema.every_n_steps}) is larger than `max_steps` "
             f"({root.trainer.max_steps})",
             f"{_AT}.ema.every_n_steps=1",
+        )
+
+
+def a_run_ends(context: RuleContext) -> Iterator[Finding]:
+    """`max_steps: -1` needs `max_epochs`: the schedule needs a length, and NeMo fails without one."""
+    trainer = context.root.trainer
+    if trainer.max_steps == -1 and trainer.max_epochs in (None, -1):
+        yield Finding.error(
+            ("trainer.max_steps", "trainer.max_epochs"),
+            "`max_steps` (-1) needs `max_epochs`: a run, and its schedule, must have a length in steps or in epochs",
+            "trainer.max_steps=100000, or trainer.max_epochs=1",
         )
 
 
@@ -209,7 +225,7 @@ def profiled_steps_are_reached(context: RuleContext) -> Iterator[Finding]:
     """Ranges of profiled steps must be valid and within the run."""
     trainer, memory = context.root.trainer, context.root.model.memory_profile
     path, limit = "trainer.profile_steps", "trainer.fast_dev_run" if int(trainer.fast_dev_run) else "trainer.max_steps"
-    steps = int(trainer.fast_dev_run) or trainer.max_steps
+    steps = int(trainer.fast_dev_run) or step_limit(context)
     if trainer.profiler == "pytorch":
         yield from _step_range_findings(path, path, trainer.profile_steps[0], trainer.profile_steps[1], limit, steps)
     elif path in context.set_by_user:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
-from ..data_task import task_name
+from ..data_task import PAIR_TASKS, task_name
 from ..prompt_template import prompt_template_from_config
 from ..schema.key_index import format_value
 from ..schema.root import ModelBlock
 from ..schema.trainer_and_data import DataBlock
-from .rule_context import RuleContext, no_effect, unused
+from .rule_context import RuleContext, choose_data, no_effect, unused
 
 _AT = "model.data"
 _SET = f"{_AT}.train_ds"
@@ -39,7 +39,7 @@ def each_split_has_files(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             (_FILES, f"{_AT}.data_impl"),
             f"`file_names` are read with `data_impl: jsonl` only, but it is `{data.data_impl}`",
-            f"{_AT}.data_impl=jsonl, or ~{_FILES}",
+            f"{_AT}.data_impl=jsonl, or ~{_FILES}" if context.root.model.family in PAIR_TASKS else f"~{_FILES}",
         )
         return
     if data.path is not None:
@@ -84,7 +84,7 @@ def chat_needs_gpt(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             (_CHAT, f"{_AT}.data_impl"),
             f"`chat` (True) needs `data_impl: jsonl` or `huggingface`, but it is `{data.data_impl}`",
-            f"data=chat, or {_CHAT}=false",
+            f"{choose_data(context, 'chat', 'jsonl')}, or {_CHAT}=false",
         )
 
 
@@ -147,7 +147,7 @@ def sft_needs_eos_token(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             ("model.tokenizer.library", f"{_AT}.dataset_type"),
             "`char` has no eos token to end an answer, and is built from plain text",
-            "tokenizer=byte, or the model's tokenizer",
+            "model.tokenizer.library=byte-level, or the model's tokenizer",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
@@ -34,6 +35,18 @@ def query_key_scaling_is_for_fp16(context: RuleContext) -> Iterator[Finding]:
                 "mathematical result",
                 f"{at}apply_query_key_layer_scaling=false",
             )
+
+
+def transformer_engine_is_installed(context: RuleContext) -> Iterator[Finding]:
+    """`transformer_engine: True` needs the package; `config` and `plan` warn, for they may be for another machine."""
+    stacks = [at for at, stack in _stacks(context) if stack.transformer_engine]
+    if stacks and find_spec("transformer_engine") is None:
+        paths = tuple(f"{at}transformer_engine" for at in stacks)
+        yield Finding.warning(
+            paths,
+            "`transformer_engine` (True) needs TransformerEngine, which is not installed: `stoker train` refuses it",
+            f"{' '.join(f'{path}=null' for path in paths)}, or pip install 'stoker[te]'",
+        )
 
 
 def main_weights_need_bf16(context: RuleContext) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -17,7 +18,7 @@ from ..schema.optim import (
     optimizer_settings,
     phase_steps,
 )
-from .rule_context import RuleContext, no_effect, unused
+from .rule_context import RuleContext, no_effect, step_limit, unused
 
 _AT = "model.optim"
 _SCHED = "model.optim.sched"
@@ -26,7 +27,7 @@ _COMMON_KEYS = frozenset({"name", "lr", "weight_decay", "sched"})
 
 def _schedule_length(context: RuleContext) -> int:
     """Return the number of steps of the schedule."""
-    return context.root.model.optim.sched.max_steps or context.root.trainer.max_steps
+    return context.root.model.optim.sched.max_steps or step_limit(context)
 
 
 def _uses_relative_step(context: RuleContext) -> bool:
@@ -138,7 +139,7 @@ def min_lr_is_reached(context: RuleContext) -> Iterator[Finding]:
     """Some schedules use `min_lr` only after their last step."""
     without_floor = ("WarmupPolicy", "WarmupHoldPolicy", "InverseSquareRootAnnealing", "T5InverseSquareRootAnnealing")
     sched, path = context.root.model.optim.sched, f"{_SCHED}.min_lr"
-    never = sched.name in without_floor and _schedule_length(context) >= context.root.trainer.max_steps
+    never = sched.name in without_floor and _schedule_length(context) >= step_limit(context)
     if never and not _uses_relative_step(context) and sched.min_lr and path in context.set_by_user:
         yield no_effect(path, f"{_SCHED}.name", f"with `{sched.name}` before the schedule has ended")
 
@@ -159,7 +160,7 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             (f"{_SCHED}.warmup_steps", f"{_SCHED}.name"),
             "`NoamHoldAnnealing` needs warm-up steps, which scale its decay",
-            f"{_SCHED}.warmup_steps={max(1, length // 10)}",
+            f"{_SCHED}.warmup_steps={max(1, min(1000, length // 10))}",
         )
     if name == "T5InverseSquareRootAnnealing" and not phase_steps(sched, "constant", length):
         yield Finding.error(
@@ -170,7 +171,7 @@ def schedule_has_required_keys(context: RuleContext) -> Iterator[Finding]:
 
 
 def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
-    """Warm-up, hold and constant phase must leave steps for the decay."""
+    """Warn if warm-up, hold and constant phase leave no steps for the decay, as in NeMo's short test runs."""
     sched, total = context.root.model.optim.sched, _schedule_length(context)
     acting = _schedule_fields(sched)
     if _uses_relative_step(context) or "max_steps" not in acting or "warmup_steps" not in acting:
@@ -184,13 +185,15 @@ def schedule_phases_fit(context: RuleContext) -> Iterator[Finding]:
     taken = sum(steps_of_phase.values())
     if taken and taken >= total:
         first = next(name for name, steps in steps_of_phase.items() if steps)
-        by_ratio = getattr(sched, f"{first}_steps") is None
+        by_ratio = {name for name in steps_of_phase if getattr(sched, f"{name}_steps") is None}
         length = f"{_SCHED}.max_steps" if sched.max_steps else "trainer.max_steps"
         listed = " and ".join(f"{phases[name]} ({pluralize(steps, 'step')})" for name, steps in steps_of_phase.items())
-        yield Finding.error(
-            (f"{_SCHED}.{first}_{'ratio' if by_ratio else 'steps'}", length),
-            f"{listed} must leave steps for the decay, but the schedule has {total}",
-            f"use fewer, or {length}={taken + max(1, total)}",
+        share = sum(getattr(sched, f"{name}_ratio") or 0 for name in by_ratio)
+        fixed = sum(steps for name, steps in steps_of_phase.items() if name not in by_ratio)
+        yield Finding.warning(
+            (f"{_SCHED}.{first}_{'ratio' if first in by_ratio else 'steps'}", length),
+            f"no steps are left for the decay by {listed}, since the schedule has {total}",
+            "use fewer" + (f", or {length}={math.ceil(fixed / (1 - share)) + max(1, total)}" if share < 1 else ""),
         )
 
 

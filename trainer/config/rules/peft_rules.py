@@ -26,14 +26,16 @@ _BLOCKS = {
 
 def unused_scheme_settings(context: RuleContext) -> Iterator[Finding]:
     """Warn about settings of a scheme that is not the chosen one."""
-    scheme = context.root.model.peft.peft_scheme
+    scheme, family = context.root.model.peft.peft_scheme, context.root.model.family
     for name, block in _BLOCKS.items():
         given = sorted(path for path in context.set_by_user if path.startswith(f"{_AT}.{block}."))
         if given and scheme != name:
             yield Finding.warning(
                 (given[0], _SCHEME),
                 f"`{block}` has no effect with `peft_scheme` ({scheme or 'null'})",
-                f"{_SCHEME}={name}" if scheme in (None, "none") else f"~{_AT}.{block}",
+                f"{_SCHEME}={name}"
+                if scheme in (None, "none") and (name != "ptuning" or family != "bert")
+                else f"~{_AT}.{block}",
             )
 
 
@@ -156,8 +158,17 @@ def virtual_tokens_fit(context: RuleContext) -> Iterator[Finding]:
     positions = max(model.max_position_embeddings or 0, length)
     if length + number > positions:
         key = "seq_length" if isinstance(model, T5ModelBlock) else "encoder_seq_length"
+        if number < positions:  # the positions stay those of the model, which pretrained ones have to match
+            table = (
+                f" model.max_position_embeddings={positions}"
+                if positions > (model.max_position_embeddings or 0)
+                else ""
+            )
+            cure = f"model.{key}={positions - number}{table}"
+        else:
+            cure = f"model.max_position_embeddings={length + number}"
         yield Finding.error(
             (f"{_AT}.p_tuning.virtual_tokens", f"{_AT}.peft_scheme", f"model.{key}", "model.max_position_embeddings"),
             f"`virtual_tokens` ({number}) and `{key}` ({length}) must fit into the model's {positions} positions",
-            f"model.{key}={max(1, positions - number)}",
+            cure,
         )

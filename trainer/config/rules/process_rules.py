@@ -89,9 +89,20 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     model = context.root.model
     if not model.rampup_batch_size:
         return
-    start, increment, _ = model.rampup_batch_size
+    start, increment, samples = model.rampup_batch_size
     unit = model.micro_batch_size * num_processes(context)
     path = "model.rampup_batch_size"
+    whole = [unit * max(1, round(value / unit)) for value in (start, increment)]
+    for what, value in (("start", start), ("increment", increment)):
+        if value % unit:
+            yield Finding.error(
+                (path, "model.micro_batch_size"),
+                f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
+                f"processes ({unit})",
+                f"{path}=[{whole[0]},{whole[1]},{samples}]",
+            )
+    if whole != [start, increment]:
+        return
     if start > model.global_batch_size:
         yield Finding.error(
             (path, "model.global_batch_size"),
@@ -104,14 +115,6 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
             f"`global_batch_size` ({model.global_batch_size}) is not reached from {start} in steps of {increment}",
             f"model.global_batch_size={start + (model.global_batch_size - start) // increment * increment + increment}",
         )
-    for what, value in (("start", start), ("increment", increment)):
-        if value % unit:
-            yield Finding.error(
-                (path, "model.micro_batch_size"),
-                f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
-                f"processes ({unit})",
-                f"{unit * max(1, round(value / unit))}",
-            )
 
 
 def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -46,10 +47,22 @@ def num_processes(context: RuleContext) -> int:
     return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
 
 
+def step_limit(context: RuleContext) -> int:
+    """Return `trainer.max_steps`; if that is -1, a number that no run reaches: the data decide its length."""
+    steps = context.root.trainer.max_steps
+    return sys.maxsize if steps == -1 else steps
+
+
 def defaults_to_fp32(context: RuleContext) -> bool:
     """Return True if `precision: null` means 32, as on CPU and MPS."""
     trainer = context.root.trainer
     return trainer.precision is None and trainer.accelerator in ("cpu", "mps")
+
+
+def choose_data(context: RuleContext, name: str, data_impl: str) -> str:
+    """Return the override that chooses a data source: a group, or the key if the user has set that one."""
+    path = "model.data.data_impl"
+    return f"{path}={data_impl}" if path in context.set_by_user else f"data={name}"
 
 
 def no_effect(path: str, other: str, when: str) -> Finding:

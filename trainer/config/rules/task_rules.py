@@ -148,7 +148,7 @@ def sentinels_suffice(context: RuleContext) -> Iterator[Finding]:
         yield Finding.error(
             ("model.tokenizer.library", "model.family"),
             f"`char` has no eos token, which `family: {model.family}` needs",
-            "tokenizer=byte",
+            "model.tokenizer.library=byte-level",
         )
         return
     task = _task(context)

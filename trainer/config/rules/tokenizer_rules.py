@@ -38,8 +38,9 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
     keys, is_mock = context.root.model.tokenizer, context.root.model.data.data_impl == "mock"
     at, library = "model.tokenizer", keys.library
     needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
+    supported = library != "megatron" or keys.type in (None, "GPT2BPETokenizer")
     for name in needed:
-        if getattr(keys, name) is None and not is_mock:
+        if supported and getattr(keys, name) is None and not is_mock:
             yield Finding.error(
                 (f"{at}.{name}", f"{at}.library"),
                 f"`library: {library}` needs `{name}`; stoker does not download tokenizers",
@@ -51,7 +52,7 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
             "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
             f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
         )
-    if library == "megatron" and keys.type not in (None, "GPT2BPETokenizer"):
+    if not supported:
         yield Finding.error(
             (f"{at}.type", f"{at}.library"),
             f"`library: megatron` supports one `type`, GPT2BPETokenizer, not {keys.type}",

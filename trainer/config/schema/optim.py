@@ -26,15 +26,15 @@ class SchedBlock(ConfigBlock):
 
     name: ScheduleName = "CosineAnnealing"
     """Schedule. Warmup-stable-decay (WSD) is WarmupHoldAnnealLinear or WarmupHoldAnnealOneMinusSquareRoot."""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None = None
     """Steps of linear warm-up."""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
     """`warmup_steps` as a fraction of `max_steps`; set one of the two."""
-    constant_steps: int | None = Field(None, ge=0)
+    constant_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None = None
     """Steps at `min_lr` at the end (CosineAnnealing), or at the peak (T5InverseSquareRootAnnealing)."""
     constant_ratio: float | None = Field(None, ge=0, le=1)
     """`constant_steps` as a fraction of `max_steps`; set one of the two."""
-    hold_steps: int | None = Field(None, ge=0)
+    hold_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0)] | None = None
     """Steps at the peak after warm-up (schedules with Hold in their name)."""
     hold_ratio: float | None = Field(None, ge=0, le=1)
     """`hold_steps` as a fraction of `max_steps`; set one of the two."""
@@ -162,9 +162,9 @@ def build_schedule(optim: OptimBlock, max_steps: int) -> Any:
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
-def phase_steps(sched: SchedBlock, phase: str, length: int) -> int:
+def phase_steps(sched: SchedBlock, phase: str, length: int) -> float:
     """Return the steps of one of `PHASES`, given as such, as a fraction of `length`, or not at all (0)."""
-    steps: int | None = getattr(sched, f"{phase}_steps")
+    steps: float | None = getattr(sched, f"{phase}_steps")
     ratio: float | None = getattr(sched, f"{phase}_ratio")
     if steps is not None:
         return steps

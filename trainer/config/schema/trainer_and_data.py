@@ -26,15 +26,20 @@ class TrainerBlock(ConfigBlock):
     precision: Precision | None = None
     """`bf16` trains bf16 weights with fp32 main weights (see `model.megatron_amp_O2`), `32` trains in fp32, `64` in
     fp64; null: bf16 on GPUs with sm_80 or later, 32 elsewhere."""
-    max_steps: int = Field(100000, ge=1)
-    """Number of optimizer steps; also the default length of the learning-rate schedule."""
+    max_steps: PositiveInt | Literal[-1] = 100000
+    """Number of optimizer steps; also the default length of the learning-rate schedule. -1: no limit but
+    `max_epochs`."""
+    max_epochs: PositiveInt | Literal[-1] | None = None
+    """Passes over the training samples after which the run ends, in full global batches, if `max_steps` is not reached
+    earlier; the default length of the learning-rate schedule is then theirs. null or -1: no limit."""
     max_time: str | None = Field(None, pattern=r"^\d{1,4}:\d\d:\d\d:\d\d$", examples=["00:04:00:00"])
     """Save a checkpoint and stop after this wall-clock time: `DD:HH:MM:SS`, quoted."""
     log_every_n_steps: int = Field(10, ge=1)
     """Steps between log lines; metrics stay on the device in between. On a GPU the line for a step is printed while
     the next step runs."""
-    val_check_interval: int = Field(100, ge=1)
-    """Optimizer steps between validation runs."""
+    val_check_interval: PositiveInt | Annotated[float, Field(gt=0, le=1)] = 100
+    """Optimizer steps between validation runs (int), or fraction of `max_steps` (float), with `max_epochs` of an
+    epoch."""
     limit_val_batches: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] = 50
     """Global batches per validation run (int), or fraction of the validation samples (float; 1.0: all of them); 0
     disables validation."""

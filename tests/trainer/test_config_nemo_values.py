@@ -1,0 +1,207 @@
+"""Values that NeMo's own files hold and NeMo runs: they load, with a warning where they have no effect."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_helpers import gpt, load, problems, write
+from tiers import looped
+
+from stoker.trainer.cli.main import main
+from stoker.trainer.config.dotted_paths import get
+from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.schema.optim import build_schedule
+from stoker.trainer.utils.errors import UserError
+
+SCHED, DATA, TOKENIZER = "model.optim.sched", "model.data", "model.tokenizer"
+
+
+def messages(*overrides: str, level: str) -> list[str]:
+    return [finding.message for finding in load(*overrides).findings if finding.level == level]
+
+
+@looped(
+    "overrides",
+    [
+        ["trainer.max_steps=1000", f"{SCHED}.warmup_steps=2000"],
+        [f"{SCHED}.warmup_ratio=0.6", f"{SCHED}.constant_ratio=0.4"],
+        [f"{SCHED}.max_steps=10", f"{SCHED}.constant_steps=10"],
+        [f"{SCHED}.name=WarmupHoldAnnealLinear", f"{SCHED}.hold_ratio=0.99"],
+    ],
+)
+def test_phases_longer_than_the_schedule_are_a_warning(overrides: list[str]) -> None:
+    (found,) = messages(*overrides, level="warning")
+    assert "no steps are left for the decay" in found
+
+
+def test_a_schedule_shorter_than_its_warm_up_is_only_warm_up() -> None:
+    config = load("trainer.max_steps=10", f"{SCHED}.warmup_steps=40", "model.optim.lr=0.41")
+    schedule = build_schedule(config.root.model.optim, 10)
+    assert [schedule(step) for step in range(11)] == pytest.approx([0.01 * (step + 1) for step in range(11)])
+
+
+def test_warm_up_may_be_a_fraction_of_a_step() -> None:
+    config = load(f"{SCHED}.warmup_steps=2.5", "model.optim.lr=0.35")
+    schedule = build_schedule(config.root.model.optim, 100)
+    assert [schedule(step) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+    assert schedule(3) < 0.35
+    assert problems(f"{SCHED}.warmup_steps=-0.5")[f"{SCHED}.warmup_steps"].rule.startswith("must be an integer >= 0")
+
+
+@looped(
+    ("override", "path", "value"),
+    [
+        ("exp_manager.resume_if_exists=0", "exp_manager.resume_if_exists", False),
+        ("exp_manager.ema.enable=1", "exp_manager.ema.enable", True),
+        ("model.bias=0", "model.bias", False),
+        ("trainer.deterministic=1", "trainer.deterministic", True),
+        ("trainer.fast_dev_run=1", "trainer.fast_dev_run", 1),
+        ("trainer.deterministic=null", "trainer.deterministic", False),
+        (f"{TOKENIZER}.additional_special_tokens=null", f"{TOKENIZER}.additional_special_tokens", []),
+        ("exp_manager.files_to_copy=null", "exp_manager.files_to_copy", []),
+        ("exp_manager.summary_writer_kwargs=null", "exp_manager.summary_writer_kwargs.max_queue", 10),
+        ("env_vars=null", "env_vars", {}),
+    ],
+)
+def test_values_are_read_as_in_nemo(override: str, path: str, value: Any) -> None:
+    found = get(load(override).root.model_dump(), path)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@looped("override", ["exp_manager.resume_if_exists=2", "model.bias=1.0", "model.bias=null", "model.tokenizer=null"])
+def test_other_values_are_still_refused(override: str) -> None:
+    assert list(problems(override)) == [override.partition("=")[0]]
+
+
+@looped(
+    "override",
+    [
+        "model.num_micro_batches_with_partial_activation_checkpoints=0",
+        "exp_manager.save_nemo_on_validation_end=True",
+        "exp_manager.checkpoint_callback_params.save_nemo_on_validation_end=True",
+        f"{DATA}.data_impl_kwargs={{}}",
+        f"{DATA}.data_impl_kwargs.text_mmap.newline_int=10",
+        f"{DATA}.data_impl_kwargs={{csv_mmap: {{data_col: 1}}}}",
+    ],
+)
+def test_keys_of_nemo_without_effect(override: str) -> None:
+    assert not messages(override, level="warning")
+
+
+def test_the_typo_of_nemo_warns() -> None:
+    (found,) = messages("model.deteministic_mode=True", level="warning")
+    assert "a typo" in found
+    assert not messages("model.deteministic_mode=False", level="warning")
+
+
+def test_a_wandb_project_of_null_is_left_to_wandb() -> None:
+    on = "exp_manager.create_wandb_logger=True"
+    path = "exp_manager.wandb_logger_kwargs.project"
+    assert any("WANDB_PROJECT" in message for message in messages(on, f"{path}=null", level="info"))
+    assert list(problems(on)) == [path]
+
+
+def test_splits_string_of_null_goes_with_a_prefix_for_each_split() -> None:
+    mmap = [f"{DATA}.data_impl=mmap", f"{DATA}.splits_string=null"]
+    assert load(*mmap, f"{DATA}.data_prefix={{train:[a],validation:[b],test:[c]}}")
+    assert list(problems(*mmap, f"{DATA}.data_prefix=[a]")) == [f"{DATA}.splits_string"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples", "expected"),
+    [
+        ("learned_absolute", 256, (256, 512)),
+        ("rope", 256, (256, 512)),
+        ("alibi", 256, (256, None)),
+        ("rope", 1024, (1024, None)),
+        ("none", 1024, (1024, None)),
+    ],
+)
+def test_samples_may_be_shorter_or_longer_than_the_model(
+    kind: str, samples: int, expected: tuple[int, int | None]
+) -> None:
+    length = ["model.encoder_seq_length=512", f"model.position_embedding_type={kind}"]
+    config = load(*length, f"{DATA}.seq_length={samples}")
+    (warning,) = [finding for finding in config.findings if finding.level == "warning"]
+    assert f"samples have `data.seq_length` ({samples}) tokens" in warning.message
+    model = gpt(config.root)
+    assert (model.encoder_seq_length, model.max_position_embeddings) == expected
+    assert not load(*length, f"{DATA}.seq_length={samples}", *warning.fix.split()).findings
+
+
+def test_samples_longer_than_a_learned_table_are_refused() -> None:
+    learned = ["model.encoder_seq_length=512", "model.position_embedding_type=learned_absolute"]
+    assert list(problems(*learned, f"{DATA}.seq_length=1024")) == [f"{DATA}.seq_length"]
+    config = load(*learned, f"{DATA}.seq_length=1024", "model.max_position_embeddings=2048")
+    assert gpt(config.root).encoder_seq_length == 1024
+
+
+def test_word_pieces_need_no_merges() -> None:
+    found = problems(f"{TOKENIZER}.library=megatron", f"{TOKENIZER}.type=BertWordPieceLowerCase", "model=bert_base")
+    assert list(found) == [f"{TOKENIZER}.type"]
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+def test_transformer_engine_is_a_warning_until_a_run_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model, cure in (
+        ("model=gpt_tiny", "model.transformer_engine=null"),
+        ("model=t5_tiny", "model.encoder.transformer_engine=null model.decoder.transformer_engine=null"),
+    ):
+        words = [model, "data=mock", "model.transformer_engine=True", "trainer.accelerator=cpu"]
+        for verb in ("config", "plan"):
+            assert main([verb, *words]) == 0
+            captured = capsys.readouterr()
+            assert cure in " ".join((captured.out + captured.err).split())
+        assert main(["train", *words]) == 2
+        assert f"not installed; use {cure}, or pip install" in " ".join(capsys.readouterr().err.split())
+        assert not load(model, "data=mock", *cure.split()).findings
+
+
+INFERENCE = """
+inference:
+  greedy: False
+  top_k: 0
+  top_p: 0.9
+  temperature: 1.0
+  add_BOS: True
+  tokens_to_generate: 30
+  all_probs: False
+  repetition_penalty: 1.2
+  min_tokens_to_generate: 0
+  compute_logprob: False
+  end_strings: ["<|endoftext|>"]
+trainer: {devices: 1, num_nodes: 1, accelerator: gpu, logger: False, precision: 16, use_distributed_sampler: False}
+tensor_model_parallel_size: -1
+pipeline_model_parallel_size: -1
+pipeline_model_parallel_split_rank: -1
+megatron_amp_O2: False
+gpt_model_file: null
+checkpoint_dir: null
+checkpoint_name: null
+hparams_file: null
+prompts: ["Q: How are you?", "Q: How big is the universe?"]
+server: False
+port: 5555
+web_server: False
+share: False
+username: test
+password: test2
+web_port: 9889
+chat: False
+chatbot_config: {value: False, attributes: [{name: Quality, min: 0, max: 4, key: quality, type: int, default: 4}]}
+"""
+
+
+def test_a_file_of_text_generation_ends_in_one_line(tmp_path: Path) -> None:
+    write(tmp_path, "megatron_gpt_inference", INFERENCE)
+    with pytest.raises(UserError) as caught:
+        load_run_config("megatron_gpt_inference", tmp_path, [], {})
+    (line,) = caught.value.lines
+    assert line.endswith("stand for the keys of `inference`")
+    assert "megatron_gpt_inference.yaml:3: a file of NeMo's text generation" in line
+    assert "stoker generate --checkpoint DIR" in line
