@@ -198,6 +198,12 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
         lambda place: (place.folder / "model.safetensors").write_bytes(pickle.dumps(Payload(place.marker))),
         "is not a safetensors file",
     ),
+    "no_values": (
+        lambda place: _torch_file(
+            place, {**tensors_of(place.folder), "model.norm.weight": torch.zeros(12, device="meta")}
+        ),
+        "is of dtype meta, which is not supported",
+    ),
     "zip_bomb": (_packed, "is compressed, which torch.save never does"),
     "overlapping_spans": (
         lambda place: _safetensors(place, {"a": _span(0, 144), "b": _span(72, 216)}, bytes(216)),

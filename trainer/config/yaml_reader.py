@@ -116,6 +116,8 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
         raise YamlError(f"is not YAML: {error.problem}", mark.line + 1 if mark else None) from None
     except yaml.YAMLError as error:
         raise YamlError(f"is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeEncodeError:  # of a lone surrogate, which JSON can hold
+        raise YamlError("is not YAML: it holds a lone surrogate") from None
     if node is None:
         return file
     if not isinstance(node, yaml.MappingNode):
