@@ -316,6 +316,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda documents: documents["config"]["model"].update({"encoder_seq_length": "${oc.env:HOME}"}),
         "environment variables are not resolved here",
     ),
+    "a_lone_surrogate": (
+        lambda documents: documents["config"]["model"].update({"encoder_seq_length": "\ud800"}),
+        "must be an integer >= 1 and <= 16777216, but is text",
+    ),
+    "a_table_of_positions_larger_than_memory": (
+        lambda documents: documents["config"]["model"].update({"encoder_seq_length": 10**9}),
+        "must be an integer >= 1 and <= 16777216",
+    ),
     "a_million_layers": (
         lambda documents: documents["config"]["model"].update({"num_layers": 10**6}),
         "which has 11,232,036,900 parameters: its weights have 238,888 bytes",
