@@ -10,7 +10,7 @@ from pydantic import Field
 
 from .key_block import ConfigBlock, Finding, extension_field
 from .position_rules import window_masks_nothing, xpos_needs_causal_mask
-from .positions import BOUNDED_POSITION_TYPES
+from .positions import BOUNDED_POSITION_TYPES, MAX_POSITIONS
 from .stack import StackKeys, StackSlice, stack_rules
 
 Family = Literal["gpt", "t5", "bert"]
@@ -40,9 +40,9 @@ class ModelKeys(ConfigBlock):
 class SingleStackKeys(ModelKeys, StackKeys):
     """`model.*` of a family with one stack."""
 
-    encoder_seq_length: int = Field(512, ge=1)
+    encoder_seq_length: int = Field(512, ge=1, le=MAX_POSITIONS)
     """Sequence length in tokens."""
-    max_position_embeddings: int | None = Field(None, ge=1)
+    max_position_embeddings: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     """Rows of the learned position embedding; null: `encoder_seq_length`."""
 
 

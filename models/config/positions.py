@@ -26,6 +26,8 @@ PositionEmbedding = Literal[
 Window = Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=2, max_length=2)]
 BOUNDED_POSITION_TYPES = ("learned_absolute", "learned_parameters", "rope", "xpos")
 """Position embedding types with a table, which bounds the sequence length."""
+MAX_POSITIONS = 1 << 24
+"""Longest sequence of a configuration: a table has a row for each position, and the file may be untrusted."""
 
 SCALING_KEYS = ("rotary_scaling_factor", "rotary_original_length", "rotary_low_turns", "rotary_high_turns")
 _ROTARY_KEYS = (

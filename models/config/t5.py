@@ -12,7 +12,7 @@ from .dense_stack import AttentionSlice
 from .key_block import Finding, extension_field
 from .model import ModelKeys, ModelSlice, resolve_vocab_sizes
 from .position_rules import relative_buckets_are_valid, window_masks_nothing, xpos_needs_causal_mask
-from .positions import BOUNDED_POSITION_TYPES
+from .positions import BOUNDED_POSITION_TYPES, MAX_POSITIONS
 from .stack import StackKeys, StackSlice, stack_rules, stack_slice
 
 
@@ -36,9 +36,9 @@ class T5Keys(ModelKeys):
     """The encoder stack, bidirectional."""
     decoder: DecoderKeys = DecoderKeys.model_validate({})
     """The decoder stack, causal."""
-    seq_length: int = Field(512, ge=1)
+    seq_length: int = Field(512, ge=1, le=MAX_POSITIONS)
     """Sequence length of the encoder in tokens; that of the decoder is `data.seq_length_dec`."""
-    max_position_embeddings: int | None = Field(None, ge=1)
+    max_position_embeddings: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     """Rows of the learned position embedding of each stack; null: its sequence length."""
     share_token_embeddings: bool = True
     """Share the token embedding between encoder and decoder."""

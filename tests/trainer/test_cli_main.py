@@ -413,6 +413,12 @@ def test_segments_of_device_memory_grow_unless_the_caller_has_settings(monkeypat
         assert {name: value for name, value in variables.items() if "ALLOC" in name} == expected
 
 
+def test_errors_quote_no_terminal_sequence(capsys: Captured) -> None:
+    assert main.main(["generate", "a\x1b[31m\u202eb\nc"]) == 2
+    err = capsys.readouterr().err
+    assert "a\\x1b[31m\\u202eb\nc" in err
+
+
 def test_processes_that_crash_in_the_same_second_keep_a_trace_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "stoker-crash-now")

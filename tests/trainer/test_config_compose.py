@@ -511,6 +511,28 @@ def test_a_product_beyond_all_sizes(value: str) -> None:
     assert "`multiply` gives a number beyond 128 bits" in says
 
 
+@pytest.mark.parametrize("word", ["name=\udcff", "env_vars.A=\udcff", "model.seed=\udcff", "\udcff=1"])
+def test_bytes_that_are_not_text(word: str) -> None:
+    assert "is not UTF-8 text" in refusal(word)
+
+
+@pytest.mark.parametrize("word", ["a." * 3000 + "b=1", "~" + "a." * 3000 + "b"])
+def test_keys_of_thousands_of_names(word: str) -> None:
+    assert "is nested deeper than 64 levels" in refusal(word)
+
+
+@pytest.mark.parametrize(
+    "word", ["env_vars.HF_TOKEN=hunter2,b", "env_vars.HF_TOKEN.a=hunter2", "env_vars.HF_TOKEN=a b,hunter2"]
+)
+def test_errors_show_no_secret(word: str) -> None:
+    assert "hunter2" not in refusal(word)
+
+
+def test_a_byte_order_mark_before_the_package(tmp_path: Path) -> None:
+    write(tmp_path / "own" / "experiment", "a", "\ufeff# @package _global_\nname: marked\n")
+    assert load_run_config(None, tmp_path / "own", ["experiment=a"], {}).root.name == "marked"
+
+
 def test_names_longer_than_those_of_files() -> None:
     assert "there is no such key" in refusal("model." + "a" * 5000 + "=1")
     assert "there is no model" in refusal("model=" + "a" * 5000)

@@ -198,6 +198,12 @@ WEIGHTS: dict[str, tuple[Callable[[Place], object], str]] = {
         lambda place: (place.folder / "model.safetensors").write_bytes(pickle.dumps(Payload(place.marker))),
         "is not a safetensors file",
     ),
+    "no_values": (
+        lambda place: _torch_file(
+            place, {**tensors_of(place.folder), "model.norm.weight": torch.zeros(12, device="meta")}
+        ),
+        "is of dtype meta, which is not supported",
+    ),
     "zip_bomb": (_packed, "is compressed, which torch.save never does"),
     "overlapping_spans": (
         lambda place: _safetensors(place, {"a": _span(0, 144), "b": _span(72, 216)}, bytes(216)),
@@ -309,6 +315,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "environment": (
         lambda documents: documents["config"]["model"].update({"encoder_seq_length": "${oc.env:HOME}"}),
         "environment variables are not resolved here",
+    ),
+    "a_lone_surrogate": (
+        lambda documents: documents["config"]["model"].update({"encoder_seq_length": "\ud800"}),
+        "must be an integer >= 1 and <= 16777216, but is text",
+    ),
+    "a_table_of_positions_larger_than_memory": (
+        lambda documents: documents["config"]["model"].update({"encoder_seq_length": 10**9}),
+        "must be an integer >= 1 and <= 16777216",
     ),
     "a_million_layers": (
         lambda documents: documents["config"]["model"].update({"num_layers": 10**6}),

@@ -323,6 +323,10 @@ def test_a_tokenizer_that_leads_elsewhere(
     (folder / "tokenizer.json").symlink_to(secret)
     told = refusal(capsys, folder, tmp_path / "ours", options=())
     assert "tokenizer.json is a link that leads out of its folder" in told
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("tokenizer.json")
+    told = refusal(capsys, folder, tmp_path / "ours", options=())
+    assert "tokenizer.json is a link that leads back to itself" in told
 
 
 def _words(folder: Path, *special: str, **settings: str) -> None:

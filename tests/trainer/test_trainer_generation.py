@@ -341,6 +341,11 @@ def test_a_file_of_prompts_that_are_none(trained: Path, tmp_path: Path, capsys: 
     file.write_text("\n")
     assert generate(trained, "--prompts-file", str(file)) == 2
     assert "holds no prompt" in capsys.readouterr().err
+    file.write_text(json.dumps({"prompt": "a" * (4 << 20)}))
+    assert generate(trained, "--prompts-file", str(file)) == 2
+    assert "line 1: has more than 4,194,304 characters" in capsys.readouterr().err
+    assert generate(trained, "--prompt-file", str(file)) == 2
+    assert "has more than 4,194,304 characters" in capsys.readouterr().err
     assert generate(trained, "--prompts-file", str(tmp_path / "none")) == 2
     assert "No such file" in capsys.readouterr().err
 

@@ -38,6 +38,12 @@ CPU = torch.device("cpu")
         "SSH_PASSPHRASE",
         "sessionToken",
         "HF_TOKEN_B64",
+        "PGPASSWORD",
+        "SSHPASS",
+        "REDISCLI_AUTH",
+        "SESSION_COOKIE",
+        "AWS_CREDS",
+        "env_vars.HF_TOKEN.a",
     ],
 )
 def test_names_of_secrets(name):

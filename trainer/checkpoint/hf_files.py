@@ -25,7 +25,10 @@ def resolve_in_folder(folder: Path, name: str) -> Path | None:
     """
     if not _FILE_NAME.fullmatch(name):
         raise UserError(f"{folder}: {name[:80]!r} is not the plain name of a file")
-    path = (folder / name).resolve()
+    try:
+        path = (folder / name).resolve()
+    except (OSError, RuntimeError):  # RuntimeError before Python 3.13
+        raise UserError(f"{folder / name} is a link that leads back to itself; replace it by the file") from None
     if not path.exists():
         return None
     top = folder.resolve()

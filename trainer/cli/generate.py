@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from ..generation.text_generator import Generator
 
 _MAX_PROBLEMS = 10
+_MAX_PROMPT = 4 << 20
+"""Characters of a prompt: a tokenizer can need 100 times its size in memory, and minutes for 64 MiB."""
+_TOO_LONG = f"has more than {_MAX_PROMPT:,} characters, the limit of a prompt"
 _MORE_PROMPTS = "and {:,} prompts more"
 _MAX_TOKENS = 1_000_000
 _BATCHES_PER_GROUP = 16
@@ -214,7 +217,10 @@ def _prompts(args: argparse.Namespace) -> list[_Prompt]:
         UserError: a file cannot be read; lists every invalid line.
     """
     if args.prompt_file is not None:
-        return [_Prompt(_read(args.prompt_file, "--prompt-file"))]
+        text = _read(args.prompt_file, "--prompt-file")
+        if len(text) > _MAX_PROMPT:
+            raise UserError(f"--prompt-file: {args.prompt_file} {_TOO_LONG}")
+        return [_Prompt(text)]
     if args.prompts_file is None:
         return [_Prompt(text) for text in args.prompt] or [_Prompt("")]
     prompts: list[_Prompt] = []
@@ -223,6 +229,8 @@ def _prompts(args: argparse.Namespace) -> list[_Prompt]:
         if not line.strip():
             continue
         try:
+            if len(line) > _MAX_PROMPT:
+                raise ValueError(_TOO_LONG)
             prompts.append(_prompt_of(line, chat=args.chat))
         except ValueError as error:
             problems.append(f"line {number}: {error}")

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -306,8 +307,14 @@ def _print_findings(findings: Sequence[Any]) -> None:
 
 
 def _print_error(text: str) -> None:
+    # Messages quote files: a name in them may hold terminal sequences.
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", _escape, text)
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
+
+
+def _escape(control: re.Match[str]) -> str:
+    return control[0].encode("unicode_escape").decode()
 
 
 def _crash(error: Exception, arguments: list[str]) -> int:

@@ -22,9 +22,11 @@ from .override_typos import detect_override_typos, quoted_override
 from .problems import Problem
 from .schema.key_index import find_key, format_value
 from .validate import accepts_value
-from .yaml_reader import parse_scalar
+from .yaml_reader import MAX_DEPTH, parse_scalar
 
 MAX_LENGTH = 64 * 1024
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""What Python puts in place of a byte of the command line that is not UTF-8."""
 _MAX_SHOWN = 200
 _RESET = "~"
 _MISSING_NAME_FIX = "write {}, with the name of a key for NAME"
@@ -116,8 +118,12 @@ def parse_override(parser: OverridesParser, typed: str) -> Override:
         raise OverrideError(f"is longer than {MAX_LENGTH // 1024} KiB", "write it into a YAML file")
     if "=" not in typed and not typed.startswith("~"):
         raise OverrideError("is not an override", _missing_value_fix(typed))
+    if _LONE_SURROGATE.search(typed):
+        raise OverrideError("is not UTF-8 text", "write it in UTF-8")
     key, _, value = typed.partition("=")
     name = key.lstrip("+~")
+    if name.count(".") >= MAX_DEPTH:
+        raise OverrideError(f"is nested deeper than {MAX_DEPTH} levels", "`stoker config` lists every key")
     if not all(name.split(".")):
         whole = ".".join(part for part in name.split(".") if part)
         fix = (
@@ -206,8 +212,9 @@ def _edit(override: Override, typed: str) -> ValueOverride:
         if known is None or not accepts_value(known, [parse_scalar(item) for item in raw.split(",")]):
             takes = "" if known is None else f"it takes {known.kind}; "
             raise OverrideError("holds several values", f"{takes}quote text, or train with each: stoker train -m")
+        listed = quoted_override(path, f"[{raw}]") if is_secret(path) else f"{path}=[{raw}]"
         raise OverrideError(
-            "holds several values", f"write a list as {path}=[{raw}], quote text, or train with each: stoker train -m"
+            "holds several values", f"write a list as {listed}, quote text, or train with each: stoker train -m"
         )
     return ValueOverride(path, override.value(), override.is_delete(), typed)
 

@@ -93,7 +93,7 @@ def read_yaml(path: Path) -> YamlFile:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise YamlError(f"is larger than {MAX_BYTES // 1024} KiB; a configuration is a few KiB of text")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise YamlError(f"is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
@@ -116,6 +116,8 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
         raise YamlError(f"is not YAML: {error.problem}", mark.line + 1 if mark else None) from None
     except yaml.YAMLError as error:
         raise YamlError(f"is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeEncodeError:  # of a lone surrogate, which JSON can hold
+        raise YamlError("is not YAML: it holds a lone surrogate") from None
     if node is None:
         return file
     if not isinstance(node, yaml.MappingNode):
@@ -139,7 +141,7 @@ def parse_scalar(text: str) -> Any:
     try:
         node = yaml.compose(text, Loader=_Loader)
         return _build(node, "", {}) if isinstance(node, yaml.ScalarNode) else text
-    except (yaml.YAMLError, YamlError):
+    except (yaml.YAMLError, YamlError, UnicodeEncodeError):
         return text
 
 
@@ -170,7 +172,9 @@ def _check_bounds(text: str) -> None:
             if aliases > MAX_ALIASES:
                 raise YamlError(f"has more than {MAX_ALIASES} aliases (`*name`)", line)
             if event.anchor not in weights:
-                raise YamlError(f"alias `*{event.anchor}` is inside its own anchor", line)
+                is_open = any(anchor == event.anchor for anchor, _ in open_nodes)
+                what = "is inside its own anchor" if is_open else f"has no anchor `&{event.anchor}` before it"
+                raise YamlError(f"alias `*{event.anchor}` {what}", line)
             total += weights[event.anchor]
         elif isinstance(event, yaml.NodeEvent):
             tag = getattr(event, "tag", None)
@@ -197,6 +201,16 @@ def _build(node: yaml.Node, path: str, lines: dict[str, int], dots: bool = False
         return _build_mapping(node, path, lines, dots)
     if isinstance(node, yaml.SequenceNode):
         return [_build(item, f"{path}[{index}]", {}, dots) for index, item in enumerate(node.value)]
+    try:
+        return _scalar(node)
+    except ValueError as error:
+        if isinstance(error, YamlError):
+            raise
+        kind = "an integer" if node.tag.endswith(":int") else "a number"
+        raise YamlError(f"has a value written as {kind} that is none; quote it", node.start_mark.line + 1) from None
+
+
+def _scalar(node: yaml.Node) -> Any:
     text: str = node.value
     match node.tag.rpartition(":")[2]:
         case "null":

@@ -98,6 +98,8 @@ def _reason(error: Exception) -> str:
 
 
 def _dtype(tensor: Tensor) -> str:
+    if tensor.is_meta:  # without values
+        return "meta"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return str(tensor.layout).removeprefix("torch.")
     try:

@@ -20,6 +20,9 @@ _SECRET_WORDS = frozenset(
         "passcode",
         "credential",
         "credentials",
+        "creds",
+        "cookie",
+        "cookies",
         "bearer",
         "authorization",
         "jwt",
@@ -40,8 +43,10 @@ _QUALIFIED = frozenset({"key", "keys", "token", "tokens"})
 """Secret after a qualifier, wherever it is: `PRIVATE_KEY_B64`, `api_tokens`."""
 _LAST_WORDS = frozenset({"key", "token"})
 """Secret at the end of a name only: `HF_TOKEN` is, `model.moe_token_dropping` is not."""
-_SHORT_WORDS = frozenset({"pass", "pat", "pwd"})
-"""Secret at the end of a name, after another word: `DB_PASS`, `GITHUB_PAT`; `PWD` is the working directory."""
+_SECRET_ENDINGS = ("password", "passwd", "passphrase", "sshpass")
+"""Secret at the end of a word: `PGPASSWORD`."""
+_SHORT_WORDS = frozenset({"auth", "pass", "pat", "pwd"})
+"""Secret at the end of a name, after another word: `DB_PASS`, `REDISCLI_AUTH`; `PWD` is the working directory."""
 _HARMLESS_BEFORE = frozenset(
     ["backward", "backwards", "each", "first", "forward", "last", "multi", "one", "per", "second", "single", "two"]
 ) | {
@@ -81,6 +86,9 @@ def is_secret(name: str) -> bool:
     `WANDB_API_KEY`, `HF_TOKEN`, `authToken`, `DB_PASS`, `db.password` do; `TOKENIZERS_PARALLELISM`, `max_tokens`,
     `pass_through` and `model.apply_query_key_layer_scaling` do not, nor do special tokens and names of JSON fields.
     """
+    first, *below = name.removeprefix("env_vars.").split(".")
+    if below and name.startswith("env_vars."):  # a block in place of a value
+        return is_secret(first) or is_secret(".".join(below))
     if _SPECIAL_TOKENS in name or name.rpartition(".")[2] in _FIELDS:
         return False
     return _words(name)[-1] in _LAST_WORDS or not is_ambiguous_secret(name)
@@ -89,7 +97,7 @@ def is_secret(name: str) -> bool:
 def is_ambiguous_secret(name: str) -> bool:
     """Return True if only a final `key` or `token` makes a name secret: `label_token`, but also `text_key`."""
     words = _words(name)
-    if not _SECRET_WORDS.isdisjoint(words):
+    if not _SECRET_WORDS.isdisjoint(words) or any(word.endswith(_SECRET_ENDINGS) for word in words):
         return False
     *_, before, last = ["", *_words(name.rpartition(".")[2])]
     if last in _SHORT_WORDS and before not in _HARMLESS_BEFORE and (before or last == "pass"):

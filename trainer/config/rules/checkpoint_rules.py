@@ -8,6 +8,9 @@ from ....models.config.key_block import Finding
 from ...utils.text import pluralize
 from .rule_context import RuleContext, no_effect, step_limit, unused
 
+_NAME_MAX = 255
+"""Bytes of a file name on Linux and macOS."""
+
 
 def names_stay_below_exp_dir(context: RuleContext) -> Iterator[Finding]:
     """`name` and `version` must be directories below `exp_dir`."""
@@ -17,11 +20,21 @@ def names_stay_below_exp_dir(context: RuleContext) -> Iterator[Finding]:
         ("exp_manager.name", root.exp_manager.name),
         ("exp_manager.version", root.exp_manager.version),
     ):
-        if isinstance(value, str) and (value.startswith("/") or ".." in value.split("/") or "\0" in value):
+        if not isinstance(value, str):
+            continue
+        if value.startswith("/") or ".." in value.split("/") or "\0" in value:
             yield Finding.error(
                 (path,),
                 f"`{path}` must be a name below `exp_manager.exp_dir`, without `..`",
                 "use a plain name, or exp_manager.explicit_log_dir=DIRECTORY",
+            )
+        elif not value.isprintable() or any(
+            len(part.encode(errors="replace")) > _NAME_MAX for part in value.split("/")
+        ):
+            yield Finding.error(
+                (path,),
+                f"`{path}` is part of a path: it must be printable, and no name in it longer than {_NAME_MAX} bytes",
+                "use a plain name",
             )
 
 

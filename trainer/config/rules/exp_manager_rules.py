@@ -63,14 +63,15 @@ def mlflow_settings_act(context: RuleContext) -> Iterator[Finding]:
     """Check MLflow's tracking URI (no credentials) and settings without effect."""
     manager = context.root.exp_manager
     keys, at = manager.mlflow_logger_kwargs, f"{_AT}.mlflow_logger_kwargs"
-    if not manager.create_mlflow_logger:
-        return
-    if keys.tracking_uri is not None and holds_secret(keys.tracking_uri):
+    # Without a logger too: the configuration is saved.
+    if (manager.create_mlflow_logger or not context.is_saved) and holds_secret(keys.tracking_uri or ""):
         yield Finding.error(
             (f"{at}.tracking_uri",),
             "`tracking_uri` must not hold a user or a password",
             "export MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
         )
+    if not manager.create_mlflow_logger:
+        return
     if keys.save_dir is not None and (keys.tracking_uri is not None or "MLFLOW_TRACKING_URI" in context.environment):
         where = f"{at}.tracking_uri" if keys.tracking_uri is not None else "MLFLOW_TRACKING_URI"
         yield no_effect(f"{at}.save_dir", where, f"with `{where.rpartition('.')[2]}`, where the runs are stored")

@@ -170,7 +170,7 @@ def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
         return "a block of names and values"
     text = _NAMES.get(bare, getattr(bare, "__name__", str(bare)))
     bounds = _bounds(annotation)
-    limits = [f"{sign} {bounds[name]:g}" for name, sign in _SIGNS.items() if name in bounds]
+    limits = [f"{sign} {bounds[name]:.10g}" for name, sign in _SIGNS.items() if name in bounds]
     if limits:
         text += " " + " and ".join(limits)
     if bare is str and examples:
