@@ -52,6 +52,7 @@ def test_a_missing_package_is_one_line_with_its_cure(monkeypatch):
 def test_a_full_disk_is_one_line(tmp_path):
     log = RunLogger(tmp_path, None)
     full = os.open("/dev/full", os.O_WRONLY)
+    assert log._log is not None
     os.dup2(full, log._log.fileno())
     os.close(full)
     with pytest.raises(UserError, match=r"^cannot write the run's logs: No space left on device$"):

@@ -355,7 +355,8 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
         warnings += found
         if checkpoint is not None:
             return checkpoint, warnings
-    raise UserError([f"no usable checkpoint in {path}: {_hint(path)}", *warnings])
+    hint = "all are damaged" if warnings else _hint(path)
+    raise UserError([f"no usable checkpoint in {path}: {hint}", *warnings])
 
 
 def _hint(path: Path) -> str:
