@@ -191,12 +191,20 @@ def test_a_bug_leaves_a_file_and_one_line(capsys: Captured, tmp_path: Path, monk
     assert "stoker config model=x" in file.read_text()
 
 
+def wrapping(error: BaseException) -> RuntimeError:
+    """What Python 3.11 raises when Ctrl-C interrupts a `__set_name__`, as during the import of Hydra."""
+    wrapper = RuntimeError("Error calling __set_name__ on 'Field' instance 'parent_base_dir' in 'InputDefault'")
+    wrapper.__cause__ = error
+    return wrapper
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
         (UserError(["one", "two"], 2), 2, "one\ntwo"),
         (UserError("full", 74), 74, "full"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (wrapping(KeyboardInterrupt()), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 74, "/x: No space left on device"),
         (OSError(errno.EROFS, "Read-only file system"), 74, "Read-only"),
     ],

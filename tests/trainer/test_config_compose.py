@@ -431,7 +431,7 @@ def test_words_beside_a_broken_one_keep_their_meaning() -> None:
         ("", "such as trainer.max_steps=100000"),
         ("10k", "write trainer.max_steps=10000"),
         ("'1,000'", "write trainer.max_steps=1000"),
-        ("-1", "NeMo's -1 is not supported"),
+        ("-1", "trainer.max_steps=100000, or trainer.max_epochs=1"),
     ],
 )
 def test_a_count_that_is_none_gets_the_word_to_write(value: str, fix: str) -> None:

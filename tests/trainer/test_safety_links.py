@@ -143,7 +143,7 @@ def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     import os
 
     os.mkfifo(tmp_path / "run.log")
-    with pytest.raises(UserError, match=r"cannot write the run's logs: .*run\.log"):
+    with pytest.raises(UserError, match=r"cannot write the run's logs: .*run\.log: "):
         RunLogger(tmp_path, None)
     os.mkfifo(tmp_path / "run.lock")
     with pytest.raises(UserError, match=r"run\.lock is not a regular file, .* remove it"):

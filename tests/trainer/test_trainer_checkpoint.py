@@ -170,6 +170,8 @@ def test_two_checkpoints_with_each_others_names_are_found(tmp_path):
     checkpoint, complaints = newest_checkpoint(tmp_path)
     assert checkpoint is None
     assert "step-2 is damaged (it holds step 1, not the step it is named after)" in complaints[0]
+    with pytest.raises(UserError, match=r"no usable checkpoint in .*: all are damaged"):
+        find_checkpoint(tmp_path)
 
 
 def test_a_manifest_cannot_name_other_files(tmp_path):

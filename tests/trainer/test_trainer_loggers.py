@@ -2,8 +2,10 @@
 
 import csv
 import json
+import os
 import sys
 import threading
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from stoker.trainer.loggers.logger_backends import (
     check_loggers,
     open_loggers,
 )
+from stoker.trainer.loggers.run_logger import RunLogger
 from stoker.trainer.utils.errors import UserError
 
 
@@ -43,6 +46,19 @@ def test_a_missing_package_is_one_line_with_its_cure(monkeypatch):
         with pytest.raises(UserError, match=rf"pip install 'stoker\[{name}\]'") as error:
             check_loggers(ExpManagerBlock.model_validate({f"create_{name}_logger": True}))
         assert len(error.value.lines) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device on which every write fails")
+def test_a_full_disk_is_one_line(tmp_path):
+    log = RunLogger(tmp_path, None)
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert log._log is not None
+    os.dup2(full, log._log.fileno())
+    os.close(full)
+    with pytest.raises(UserError, match=r"^cannot write the run's logs: No space left on device$"):
+        log.log_to_file("done")
+    with suppress(OSError):  # of the line that is still buffered
+        log.close()
 
 
 def rows(path):

@@ -115,8 +115,9 @@ def test_no_checkpoint_to_resume(tmp_path):
 def test_only_damaged_checkpoints_are_no_reason_to_start_over(tmp_path):
     run_training(tiny_config(tmp_path, trainer__max_steps=4))
     (tmp_path / "checkpoints" / "step-4" / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged"):
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged") as error:
         run_training(tiny_config(tmp_path))
+    assert "using the one before it" not in str(error.value)
 
 
 # ---------------------------------------------------------------- signals and kills
@@ -225,6 +226,12 @@ def test_a_directory_that_cannot_be_made_is_exit_code_74(tmp_path):
     with pytest.raises(UserError, match="cannot write the run directory") as error:
         run_training(tiny_config(tmp_path / "file" / "run"))
     assert error.value.exit_code == EXIT_IO
+
+
+def test_a_file_in_place_of_the_checkpoints_is_refused_before_training(tmp_path):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match=r"checkpoints is not a directory; remove it"):
+        run_training(tiny_config(tmp_path))
 
 
 # ---------------------------------------------------------------- what is written, and where

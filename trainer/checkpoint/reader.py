@@ -318,13 +318,15 @@ def newest_checkpoint(
     directory: Path, *, with_optimizer: bool = True, verify: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest valid checkpoint in a directory, and one message for each damaged one that was skipped."""
-    warnings: list[str] = []
+    damaged: list[str] = []
     for path in reversed(checkpoint_paths(directory)):
         try:
-            return open_checkpoint(path, with_optimizer=with_optimizer, verify=verify), warnings
+            checkpoint = open_checkpoint(path, with_optimizer=with_optimizer, verify=verify)
         except DamagedFileError as error:
-            warnings.append(f"{path} is damaged ({error}); using the one before it")
-    return None, warnings
+            damaged.append(f"{path} is damaged ({error})")
+        else:
+            return checkpoint, [f"{message}; using the one before it" for message in damaged]
+    return None, damaged
 
 
 def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = True) -> tuple[Checkpoint, list[str]]:
@@ -352,7 +354,8 @@ def find_checkpoint(path: Path, *, with_optimizer: bool = False, verify: bool = 
         warnings += found
         if checkpoint is not None:
             return checkpoint, warnings
-    raise UserError([f"no usable checkpoint in {path}: {missing_model_hint(path)}", *warnings])
+    hint = "all are damaged" if warnings else missing_model_hint(path)
+    raise UserError([f"no usable checkpoint in {path}: {hint}", *warnings])
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:

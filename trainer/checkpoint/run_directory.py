@@ -160,7 +160,7 @@ def _check_paths(keys: ExpManagerBlock, made: list[Path]) -> None:
 
 
 def _check_links(path: Path, *, owns_checkpoints: bool) -> None:
-    """Check that the run directory holds no link in place of what the run writes there.
+    """Check that the run directory holds no link in place of what the run writes there, and no file `checkpoints`.
 
     Raises:
         UserError: it does.
@@ -169,6 +169,8 @@ def _check_links(path: Path, *, owns_checkpoints: bool) -> None:
     if owns_checkpoints:
         cure = "remove the link, or set exp_manager.checkpoint_callback_params.dirpath to the directory it points to"
         check_owned(path, "checkpoints", cure=cure)
+        if (path / "checkpoints").exists() and not (path / "checkpoints").is_dir():
+            raise UserError(f"{path / 'checkpoints'} is not a directory; remove it")
 
 
 def _lock(path: Path, activity: str, key: str) -> int | None:

@@ -91,13 +91,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error("\n".join(error.lines))
         return error.exit_code
     except KeyboardInterrupt:
-        _print_error("interrupted")
-        return EXIT_INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:
         # The reader of the output (head, less) has exited; closing stdout would raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:
+        if _wraps_interrupt(error):
+            return _interrupted()
         if isinstance(error, OSError) and error.errno in _FULL:
             _print_error(f"{error.filename or 'the disk'}: {error.strerror}")
             return EXIT_IO
@@ -315,6 +316,18 @@ def _print_error(text: str) -> None:
 
 def _escape(control: re.Match[str]) -> str:
     return control[0].encode("unicode_escape").decode()
+
+
+def _interrupted() -> int:
+    _print_error("interrupted")
+    return EXIT_INTERRUPTED
+
+
+def _wraps_interrupt(error: BaseException | None) -> bool:
+    """Return whether a KeyboardInterrupt caused `error`: Python 3.11 wraps one in `__set_name__`, as in an import."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _crash(error: Exception, arguments: list[str]) -> int:

@@ -199,4 +199,5 @@ def _drop_lines_after(path: Path, step: int, validates_again: bool) -> None:
 
 
 def _cannot_write(error: OSError) -> UserError:
-    return UserError(f"cannot write the run's logs: {error.filename or ''} {error.strerror or error}".strip(), EXIT_IO)
+    where = f"{error.filename}: " if error.filename else ""  # a failed write, unlike an open, names no file
+    return UserError(f"cannot write the run's logs: {where}{error.strerror or error}", EXIT_IO)
