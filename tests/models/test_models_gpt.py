@@ -268,8 +268,11 @@ def test_decisions() -> None:
     assert "not support dropout (0.1)" in model.attention_decisions["training"].table()
     flags = AttentionFlags(flash=False)
     assert {decision.backend for decision in gpt(flags=flags).attention_decisions.values()} == {"unfused"}
+    wished = gpt(attention_dropout=0.1, use_flash_attention=True).attention_decisions["training"]
+    assert wished.backend == "unfused"
+    assert "cannot be met here: " in wished.warning
     with pytest.raises(NoBackendError, match=r"dropout \(0.1\)"):
-        gpt(attention_dropout=0.1, use_flash_attention=True)
+        gpt(attention_dropout=0.1, attention_backend="flash")
 
 
 def test_each_kind_runs_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:

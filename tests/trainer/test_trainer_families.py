@@ -199,9 +199,9 @@ def test_samples_that_are_made_differently_are_told_when_a_run_goes_on(
 
 
 def test_flash_on_a_cpu_is_refused_with_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flash = [f"model.{stack}.use_flash_attention=True" for stack in ("encoder", "decoder")]
+    flash = [f"model.{stack}.attention_backend=flash" for stack in ("encoder", "decoder")]
     where = f"exp_manager.explicit_log_dir={tmp_path / 'run'}"
-    assert main.main(["train", "model=t5_base", "trainer=cpu", *flash, where]) == 2
+    assert main.main(["train", "model=t5_base", "data=mock", "trainer=cpu", "trainer.max_steps=1", *flash, where]) == 2
     said = capsys.readouterr().err
     assert re.findall("attention `(.*?)`", said) == ["encoder", "decoder", "cross"]  # all at once
     assert said.count("not support dropout (0.1) or a bias with gradient") == 2
