@@ -390,6 +390,7 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
         ("model.optim.betas=(0.9,0.95)", "cannot be read", "write 'model.optim.betas=[0.9,0.95]'"),
         ("no.such=(a", "cannot be read", "quote it: 'no.such=\"(a\"'"),
         ("10", "is not an override", "write NAME=10"),
+        ("conf of mine/run.yaml", "is not an override", "write --config-dir 'conf of mine' --config-name run"),
     ],
 )
 def test_unreadable_overrides(typed: str, rule: str, fix: str) -> None:

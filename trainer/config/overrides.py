@@ -7,8 +7,10 @@ overrides of one key or group the last one wins, as in Hydra; a note names those
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -145,7 +147,10 @@ def parse_override(parser: OverridesParser, typed: str) -> Override:
 
 
 def _missing_value_fix(word: str) -> str:
-    """Return the fix for a word without `=`: a key without its value, or a value without its key."""
+    """Return the fix for a word without `=`: a YAML file, a key without its value, or a value without its key."""
+    if word.endswith((".yaml", ".yml")):
+        file = PurePath(word)
+        return f"write --config-dir {shlex.quote(str(file.parent))} --config-name {shlex.quote(file.stem)}"
     known = find_key(word.lstrip("+"))
     if known is not None:
         return f"write {word}=VALUE; it takes {known.kind}"
