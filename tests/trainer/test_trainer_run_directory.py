@@ -68,7 +68,7 @@ def test_a_refused_run_takes_nothing_from_one_that_trains(tmp_path: Path) -> Non
     """Both find the directory missing; one has it, the other must not remove it."""
     config = tiny_config(tmp_path / "run")
     with open_run_directory(config) as first, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "exists", lambda self: self != first.path)
+        patch.setattr(Path, "exists", lambda self: self not in (first.path, first.checkpoints))
         with pytest.raises(UserError, match="another process trains in"):
             open_run_directory(config)
         patch.undo()
