@@ -7,8 +7,10 @@ overrides of one key or group the last one wins, as in Hydra; a note names those
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -149,6 +151,9 @@ def _missing_value_fix(word: str) -> str:
     known = find_key(word.lstrip("+"))
     if known is not None:
         return f"write {word}=VALUE; it takes {known.kind}"
+    if word.endswith((".yaml", ".yml")):
+        folder, name = shlex.quote(str(PurePath(word).parent)), shlex.quote(PurePath(word).stem)
+        return f"for a configuration file, write --config-dir {folder} --config-name {name}"
     if re.fullmatch(r"\+{0,2}[A-Za-z_][\w./]*", word):
         return f"write {word}=VALUE, with a value in its place"
     return _MISSING_NAME_FIX.format(quoted_override("NAME", word))
