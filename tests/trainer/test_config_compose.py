@@ -391,6 +391,8 @@ def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
         ("no.such=(a", "cannot be read", "quote it: 'no.such=\"(a\"'"),
         ("10", "is not an override", "write NAME=10"),
         ("conf of mine/run.yaml", "is not an override", "write --config-dir 'conf of mine' --config-name run"),
+        ("conf/my gpt.yaml", "is not an override", "write --config-dir conf --config-name 'my gpt'"),
+        ("gpt.yaml", "is not an override", "write --config-dir . --config-name gpt"),
     ],
 )
 def test_unreadable_overrides(typed: str, rule: str, fix: str) -> None:

@@ -125,6 +125,10 @@ model:
         ("add_lm_head: true", "", "bert", "model.add_lm_head is set"),
         ("add_pooler: false", "seq_length_dec: 64", "t5", "model.data.seq_length_dec is set"),
         ("", "dataset_type: t5", "t5", "model.data.dataset_type is t5"),
+        ("\nexp_manager: {name: megatron_t5_glue}", "", "t5", "exp_manager.name is megatron_t5_glue"),
+        ("\nname: megatron_bert", "", "bert", "name is megatron_bert"),
+        ("\nname: megatron_t5x", "", "gpt", ""),
+        ("mcore_gpt: true\nname: megatron_t5", "", "gpt", ""),
         ("bert_binary_head: false\n  mcore_gpt: true", "", "gpt", ""),
         ("bert_binary_head: false\n  family: gpt", "", "gpt", ""),
     ],
@@ -282,6 +286,16 @@ def test_a_key_of_another_family_is_named_as_such() -> None:
     found = problems("model=t5_tiny", "model.logits_soft_cap=30", "model.logits_soft_capp=30")
     assert found["model.logits_soft_cap"].rule == "there is no such key in a model of `family: t5`, only with gpt"
     assert found["model.logits_soft_capp"].rule == "there is no such key"
+
+
+def test_bert_without_its_head_is_refused() -> None:
+    assert problems("model=bert_tiny", "model.skip_head=true")["model.skip_head"].fix == "~model.skip_head"
+    load("model=bert_tiny", "model.skip_head=false")
+
+
+def test_a_list_of_text_or_numbers_is_asked_for_in_the_plural() -> None:
+    rule = problems("model.data.data_prefix=100")["model.data.data_prefix"].rule
+    assert rule == "must be text, or a list of text or numbers, or a block of names and values, or null"
 
 
 def test_a_list_of_two_numbers_is_asked_for_in_the_plural() -> None:

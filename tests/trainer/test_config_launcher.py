@@ -146,6 +146,17 @@ def test_missing_variables_are_asked_for_once(tmp_path: Path) -> None:
     load(*found.fix.split(), name="gpt/tiny", directory=tmp_path / "training")
 
 
+def test_an_unsupported_key_is_refused_before_its_variable_is_set(tmp_path: Path) -> None:
+    write(tmp_path, "glue", "model: {data: {train_ds: {file_path: '${data_dir}/train.tsv'}}}\n")
+    (found,) = problems(name="glue", directory=tmp_path).values()
+    assert (found.key, found.value, found.rule) == (
+        "model.data.train_ds.file_path",
+        "${data_dir}/train.tsv",
+        "refused: use file_names",
+    )
+    assert found.fix == "~model.data.train_ds.file_path model.data.train_ds.file_names=[FILE]"
+
+
 def test_variable_of_the_run_is_named_as_an_override(tmp_path: Path) -> None:
     write(tmp_path, "a", "run: {time_limit: x}\nexp_manager: {explicit_log_dir: '${fine_tuning.run.convert_dir}'}\n")
     found = problems(name="a", directory=tmp_path)

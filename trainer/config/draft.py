@@ -261,8 +261,12 @@ class Draft:
             unset = found.sources & resolver.unset
             if unset:
                 self._unset[path] = unset
-            dotted_paths.put(self._resolved, path, MISSING if unset else found.value)
-            if path in schema_keys(self._family) or find_row(path, self._family) is None:
+            row = None if path in schema_keys(self._family) else find_row(path, self._family)
+            value = MISSING if unset else found.value
+            if row is not None and not row.same_as and any(map(launcher_files.is_variable, unset)):
+                value = raw  # a value was given: a key that is not supported is refused before the variable is set
+            dotted_paths.put(self._resolved, path, value)
+            if row is None:
                 self._used_variables.update(filter(launcher_files.is_variable, found.sources))
 
     def _reference_suggestion(self, error: InterpolationError) -> str:

@@ -14,6 +14,7 @@ _DECODER_LENGTH = "model.data.seq_length_dec"
 _TASK = "model.data.dataset_type"
 _TASKS_OF_T5 = ("t5", "t5_prefix_lm", "t5_prompt", "seq2seq", "ul2", "ul2_prompt", "bart")
 _KEYS_OF_BERT = tuple(f"model.{name}" for name in ("mcore_bert", "bert_binary_head", "add_pooler", "add_lm_head"))
+_NAMES = ("name", "exp_manager.name")
 _WORD_PIECES = "BertWordPiece"
 _SOURCE, _RETRO_DATA = "model.data.data_impl", "retmmap"
 _UNSUPPORTED = {"mamba": "Mamba", "griffin": "Griffin", "jamba": "Jamba", "retro": "RETRO"}
@@ -44,6 +45,10 @@ def infer_family(tree: Tree) -> tuple[Family, str] | None:
     pieces = dotted_paths.get(tree, "model.tokenizer.type")
     if isinstance(pieces, str) and pieces.startswith(_WORD_PIECES):
         return "bert", f"model.tokenizer.type is {pieces}"
+    for path in _NAMES:  # a file that fine-tunes leaves the architecture to its checkpoint
+        name = dotted_paths.get(tree, path)
+        if isinstance(name, str) and (match := re.match(r"megatron_(t5|bert)(?![^\W_])", name)):
+            return ("t5" if match[1] == "t5" else "bert"), f"{path} is {name}"
     return None
 
 
@@ -51,7 +56,7 @@ def unsupported_model(tree: Tree) -> tuple[str, str] | None:
     """Return the key that identifies an unsupported NeMo model, and the model's name; None if there is none."""
     if _names_family(tree):
         return None
-    for path in ("name", "exp_manager.name"):
+    for path in _NAMES:
         name = dotted_paths.get(tree, path)
         if isinstance(name, str) and (match := re.match(rf"megatron_({'|'.join(_UNSUPPORTED)})", name)):
             return path, _UNSUPPORTED[match[1]]

@@ -148,12 +148,12 @@ def parse_override(parser: OverridesParser, typed: str) -> Override:
 
 def _missing_value_fix(word: str) -> str:
     """Return the fix for a word without `=`: a YAML file, a key without its value, or a value without its key."""
-    if word.endswith((".yaml", ".yml")):
-        file = PurePath(word)
-        return f"write --config-dir {shlex.quote(str(file.parent))} --config-name {shlex.quote(file.stem)}"
     known = find_key(word.lstrip("+"))
     if known is not None:
         return f"write {word}=VALUE; it takes {known.kind}"
+    if word.endswith((".yaml", ".yml")):
+        folder, name = shlex.quote(str(PurePath(word).parent)), shlex.quote(PurePath(word).stem)
+        return f"for a configuration file, write --config-dir {folder} --config-name {name}"
     if re.fullmatch(r"\+{0,2}[A-Za-z_][\w./]*", word):
         return f"write {word}=VALUE, with a value in its place"
     return _MISSING_NAME_FIX.format(quoted_override("NAME", word))

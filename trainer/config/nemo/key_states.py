@@ -180,7 +180,7 @@ class KeyStates:
         if row.fix is not None and self._family == "bert" and "ptuning" in row.fix:
             return f"~{path}"
         if row.fix is not None:
-            return row.fix.format(path=path)
+            return row.fix.format(path=path, block=dotted_paths.parent_of(path))
         if row.same_as in self._keys:
             return self._move(path, self._keys[row.same_as], value)
         return f"~{path}" if not row.accepts or row.accepts[0] is None else f"{path}={format_value(row.accepts[0])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -164,8 +165,8 @@ def _describe_member(annotation: Any, examples: list[Any] | None) -> str:
         bounds = _bounds(annotation)
         size = f"{bounds['min_length']} " if bounds.get("min_length") == bounds.get("max_length", -1) else ""
         (item,) = get_args(bare)
-        one = _describe(item).removeprefix("a ").removeprefix("an ")
-        return f"a list of {size}{one.replace('number', 'numbers').replace('integer', 'integers')}"
+        one = re.sub(r"\b(?:an? )?(number|integer)\b", r"\1s", _describe(item)).removeprefix("a ").removeprefix("an ")
+        return f"a list of {size}{one.replace(', or ', ' or ')}"
     if get_origin(bare) is dict:
         return "a block of names and values"
     text = _NAMES.get(bare, getattr(bare, "__name__", str(bare)))
