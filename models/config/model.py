@@ -1,4 +1,4 @@
-"""What model families share besides their stacks: vocabulary, embeddings, loss, seed, compilation, one stack."""
+"""Keys and slices shared by the model families besides stacks: vocabulary, embeddings, loss, seed, compilation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SingleStackKeys(ModelKeys, StackKeys):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSlice:
-    """What the models of all families have.
+    """Slice common to the models of all families.
 
     Attributes:
         vocab_size: vocabulary size without padding.

@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 
 
 class LayerContext(NamedTuple):
-    """What a layer gets besides the hidden states; all of it is shared by the layers of a stack, except caches.
+    """Inputs of a layer besides the hidden states; shared by all layers of a stack, except caches.
 
     A tuple of tensors, which torch.compile, recomputation and FSDP2 hooks support as an argument.
 

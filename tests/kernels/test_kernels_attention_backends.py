@@ -280,7 +280,7 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
 
 @pytest.mark.parametrize(("name", "option"), cases(((name, option) for name in TAKEN for option in OPTIONS), fast=30))
 def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a backend takes gives the reference's output and gradients; what it does not take is an error."""
+    """A call a backend takes gives the reference's output and gradients; any other is an error."""
     pretend_extras(monkeypatch)
     if name == "triton" and not INTERPRETED:
         pytest.skip("on a CPU Triton needs its interpreter")
@@ -571,7 +571,7 @@ def gpu_call(**changes: Any) -> AttentionCall:
 
 
 def skip_unless_it_runs(name: str, call: AttentionCall) -> None:
-    """What the table refuses here is skipped, in the table's words."""
+    """A backend that the table refuses here is skipped, in the table's words."""
     if (reason := BACKENDS_BY_NAME[name].why_not(call, detect_installed_software("cuda"))) is not None:
         pytest.skip(f"{name}: {reason}")
 

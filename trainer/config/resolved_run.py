@@ -1,4 +1,4 @@
-"""What follows from the configuration of a run before its data are known, derived once and without torch."""
+"""Facts that follow from the configuration of a run before its data are known, derived once and without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .schema.trainer_and_data import DataBlock, TokenizerBlock, TrainerBlock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """What the tokenizer and the samples of a run are built from.
+    """Inputs of the tokenizer and the samples of a run.
 
     Attributes:
         keys: `model.data`.
@@ -60,7 +60,7 @@ class ResolvedRun:
         trainer: `trainer`.
         exp_manager: `exp_manager`.
         model: `model`.
-        data: what its tokenizer and samples are built from.
+        data: inputs of its tokenizer and samples.
         batch_spec: shape of a sample.
         family: slices of the model and its stacks, with recomputation and offloading of every layer; for a vocabulary
             of one token if `override_vocab_size` is not set (`with_vocabulary`).

@@ -59,7 +59,7 @@ class RunConfig:
 
     @cached_property
     def resolved(self) -> ResolvedRun:
-        """What follows from the keys, for one process without a GPU (`resolve_run` for others)."""
+        """The keys, resolved for one process without a GPU (`resolve_run` for others)."""
         return resolve_run(self.root)
 
     @property
