@@ -15,6 +15,7 @@ from stoker.kernels.moe.routing import RoutingResult
 from stoker.models.config.gpt import GPTKeys
 from stoker.models.config.stack import stack_slice
 from stoker.models.gpt import GPT
+from stoker.models.layers.compiling import configure_dynamo
 from stoker.models.layers.norm import BranchInput, RMSNorm
 from stoker.models.memory import recompute
 from stoker.models.moe import router as router_module
@@ -303,3 +304,17 @@ def test_router_arithmetic_is_wide_in_a_narrow_model() -> None:
     assert choice.gates.dtype == torch.float32
     assert torch.equal(choice.experts, expected.indices)
     torch.testing.assert_close(choice.gates, expected.values.softmax(dim=1))
+
+
+def test_a_router_compiled_under_autocast_keeps_its_gradient_wide() -> None:
+    configure_dynamo()
+    router = find_moe_layers(gpt(torch.float32))["decoder.layers.0.mlp"].router
+    tokens = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    # a graph of the whole region, as inductor makes it, but run by plain operations
+    for forward in (router, torch.compile(router, backend="aot_eager", fullgraph=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            gates = forward(tokens, None, torch.ones(())).assignment.gates
+        (gradient,) = torch.autograd.grad(gates[:, 0].sum(), router.weight)
+        found.append(gradient)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
