@@ -91,6 +91,8 @@ def test_package_and_defaults_are_taken_out() -> None:
         ("a: 1\n---\nb: 2", "more than one document", 2),
         ("- 1\n- 2", "must hold keys", 1),
         ("a: [1", "is not YAML", 2),
+        ("a:\n  {b: ${c}}", 'write it in quotes: "${name}"', 2),
+        ("a: {b: [1, ${multiply:2, 3}]}", 'write it in quotes: "${name}"', 1),
         ("a: &x [*x]", "is inside its own anchor", 1),
         ("trainer.max_steps: 3", "must be one name", 1),
         ("? [a, b]\n: 1", "must be a name", 1),
