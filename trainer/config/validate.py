@@ -83,6 +83,8 @@ def _problem(path: str, value: Any, origin_of: Origins, family: Family) -> Probl
         rule, fix = "must be text, a number, true or false", ""
     else:
         rule, fix = f"must be a block of keys: {schema_blocks(family).get(path, '')}", f"write its keys below `{path}:`"
+        if value is None:
+            fix = f"~{path}, or {fix}"
     return Problem(path, format_value(value), origin_of(path), rule, fix)
 
 
@@ -123,7 +125,7 @@ def _fix(key: SchemaKey, value: Any) -> str:
         return f"write {key.path}=null"
     if isinstance(value, str) and key.choices:
         near = closest(value, [str(choice) for choice in key.choices])
-        return f"did you mean {key.path}={near}?" if near else ""
+        return f"did you mean {key.path}={near}?" if near else _example(key)
     if isinstance(value, str) and "${" in value:
         return "environment variables are not resolved here; set the key"
     if value is None:
@@ -163,4 +165,8 @@ def _fix_for_text(key: SchemaKey, value: str) -> str:
         count = int(re.sub("[,_ ]", "", match[1])) * _SUFFIXES[match[2].lower()]
         if accepts_value(key, count):
             return f"write {key.path}={count}"
+    return _example(key)
+
+
+def _example(key: SchemaKey) -> str:
     return f"such as {key.path}={format_value(key.default)}" if key.default is not None else ""
