@@ -153,7 +153,7 @@ MCORE, FALCON = "model.mcore_customization_config", "model.name=megatron_falcon_
 
 def test_keys_of_falcons_layer_act_in_that_layer_only() -> None:
     on = [f"{MCORE}.parallel_attention=true", f"{MCORE}.new_decoder_architecture=true"]
-    assert not messages(*on, level="warning")
+    assert "only the layer of `name: megatron_falcon_gpt` reads it" in messages(*on, level="warning")[0]
     assert load(FALCON, f"{MCORE}.parallel_attention=false", f"{MCORE}.new_decoder_architecture=false")
     for override, said in zip(on, ("share a norm", "is `transformer_block_type: parallel_ln`"), strict=True):
         (problem,) = problems(FALCON, override).values()
@@ -208,6 +208,20 @@ def test_a_rule_waits_for_the_value_that_another_fix_replaces() -> None:
     assert list(problems("model.global_batch_size=64", micro)) == ["model.global_batch_size"]
 
 
+def test_a_ramp_up_waits_for_the_number_of_devices_and_the_global_batch() -> None:
+    ramp, batch = "model.rampup_batch_size=[16,7,1000]", ["model.micro_batch_size=3", "model.global_batch_size=100"]
+    sizes = [ramp, *batch, "trainer.devices=16"]
+    assert list(problems(*sizes, "model.tensor_model_parallel_size=2")) == ["model.tensor_model_parallel_size"]
+    found = problems(ramp.replace("16,7", "48,48"), *sizes[1:])
+    assert [problem.fix for problem in found.values()] == ["model.global_batch_size=96"]
+
+
+def test_an_emptied_block_of_unsupported_keys_is_accepted(tmp_path: Path) -> None:
+    write(tmp_path, "a", "defaults: [train, _self_]\nmodel: {data: {chat_prompt_tokens: {end_of_turn: x}}}")
+    (problem,) = problems(name="a", directory=tmp_path).values()
+    assert load(problem.fix, name="a", directory=tmp_path)
+
+
 def test_a_fix_shows_what_a_key_takes() -> None:
     monitor, weights = (
         "exp_manager.checkpoint_callback_params.monitor",
@@ -215,6 +229,7 @@ def test_a_fix_shows_what_a_key_takes() -> None:
     )
     assert problems(f"{monitor}=validation_exact_string_match")[monitor].fix == f"such as {monitor}=val_loss"
     assert problems("model.tokenizer=null")["model.tokenizer"].fix.startswith("~model.tokenizer, or write its keys")
+    assert problems(f"{DATA}.test_ds=[a]")[f"{DATA}.test_ds"].fix == f"'{DATA}.test_ds.file_names=[a]'"
     found = problems(f"{DATA}.data_impl=jsonl", f"{DATA}.train_ds.file_names=[a]", f"{weights}=???")
     assert found[weights].fix == f"{weights}=[VALUE]"
 

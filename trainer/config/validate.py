@@ -12,6 +12,7 @@ from ...models.config.model import FAMILIES, Family
 from . import dotted_paths
 from .dotted_paths import Tree
 from .nemo.other_frameworks import translate_values
+from .override_typos import quoted_override
 from .problems import Problem
 from .schema.key_index import SchemaKey, enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from .schema.root import RootBlock, family_of
@@ -85,6 +86,8 @@ def _problem(path: str, value: Any, origin_of: Origins, family: Family) -> Probl
         rule, fix = f"must be a block of keys: {schema_blocks(family).get(path, '')}", f"write its keys below `{path}:`"
         if value is None:
             fix = f"~{path}, or {fix}"
+        elif isinstance(value, list) and f"{path}.file_names" in schema_keys(family):
+            fix = quoted_override(f"{path}.file_names", format_value(value))
     return Problem(path, format_value(value), origin_of(path), rule, fix)
 
 

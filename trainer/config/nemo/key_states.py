@@ -278,7 +278,7 @@ class KeyStates:
             path = dotted_paths.join(parent, name)
             if not isinstance(value, dict) or (path in self._keys and not value):
                 yield path, value
-            elif value or path not in self._blocks:
+            elif value or not (path in self._blocks or (find_row(path) is None and has_rows_below(path))):
                 below = list(self._given_leaves(value, path))
                 yield from below or [(path, value)]
 

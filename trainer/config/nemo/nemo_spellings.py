@@ -18,6 +18,7 @@ _SOURCE, _FILES = "model.data.data_impl", f"{_TRAIN}.file_names"
 _WANDB = "exp_manager.wandb_logger_kwargs"
 _GRAD_SYNC_DTYPE = "model.optim.grad_sync_dtype"
 _MCORE, _NAME, _BLOCK = "model.mcore_customization_config", "model.name", "model.transformer_block_type"
+_FALCON = "megatron_falcon_gpt"
 _RENAMED_KEYS = {
     "run.name": "name",
     f"{_WANDB}.dir": f"{_WANDB}.save_dir",
@@ -231,16 +232,18 @@ def _answer_only_loss(tree: Tree) -> Iterator[Finding]:
 
 def _falcon_layer(tree: Tree) -> Iterator[Finding]:
     """Reject Falcon's parallel layers, which `model.name` chooses in NeMo; other layers do not read their keys."""
-    two_norms, parallel = (f"{_MCORE}.{name}" for name in ("new_decoder_architecture", "parallel_attention"))
-    if dotted_paths.get(tree, _NAME) != "megatron_falcon_gpt" or dotted_paths.get(tree, _BLOCK) == "parallel_ln":
+    keys = [f"{_MCORE}.{name}" for name in ("new_decoder_architecture", "parallel_attention")]
+    given = [path for path in keys if dotted_paths.get(tree, path) is True]
+    if not given or dotted_paths.get(tree, _BLOCK) == "parallel_ln":
         return
-    for path, rule in (
-        (two_norms, "Falcon's layer, with a norm each for attention and MLP, is `transformer_block_type: parallel_ln`"),
-        (parallel, "Falcon's layer, in which attention and MLP share a norm; `parallel_ln` has a norm for each"),
-    ):
-        if dotted_paths.get(tree, path) is True:
-            yield Finding.error((path, _NAME), f"refused: {rule}", f"{_BLOCK}=parallel_ln")
-            return
+    if dotted_paths.get(tree, _NAME) != _FALCON:
+        rule = f"no effect, as in NeMo: only the layer of `name: {_FALCON}` reads it"
+        yield Finding.warning((*given, _NAME), rule, " ".join(f"~{path}" for path in given))
+        return
+    two_norms = "with a norm each for attention and MLP, is `transformer_block_type: parallel_ln`"
+    one_norm = "in which attention and MLP share a norm; `parallel_ln` has a norm for each"
+    rule = f"refused: Falcon's layer, {two_norms if given[0] == keys[0] else one_norm}"
+    yield Finding.error((given[0], _NAME), rule, f"{_BLOCK}=parallel_ln")
 
 
 def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator[Finding]:
