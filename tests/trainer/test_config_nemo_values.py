@@ -208,6 +208,11 @@ def test_a_rule_waits_for_the_value_that_another_fix_replaces() -> None:
     assert list(problems("model.global_batch_size=64", micro)) == ["model.global_batch_size"]
 
 
+def test_a_wrong_value_of_the_block_named_like_its_family_is_named() -> None:
+    assert list(problems("model=bert_base", "model.bert.token_types=[]")) == ["model.bert.token_types"]
+    assert not problems("model.optim.betas='2'")["model.optim.betas"].fix.startswith("write model.optim.betas=[2]")
+
+
 def test_a_ramp_up_waits_for_the_number_of_devices_and_the_global_batch() -> None:
     ramp, batch = "model.rampup_batch_size=[16,7,1000]", ["model.micro_batch_size=3", "model.global_batch_size=100"]
     sizes = [ramp, *batch, "trainer.devices=16"]

@@ -60,8 +60,8 @@ def _invalid_paths(error: ValidationError, given: Tree) -> Iterable[str]:
     keys, blocks = schema_keys(family), schema_blocks(family)
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         path = ""
-        for step in item["loc"]:
-            if path == "model" and step in FAMILIES:  # tag of the family's union member, not a key
+        for index, step in enumerate(item["loc"]):
+            if index == 1 and path == "model" and step in FAMILIES:  # tag of the family's union member, not a key
                 continue
             longer = dotted_paths.join(path, str(step))
             # A step may also be a member of a union (`model.data.data_prefix`), which is not in the tree.
@@ -122,7 +122,7 @@ def _fix(key: SchemaKey, value: Any) -> str:
         mapped = [f"{name} is {part}{ours.replace(',', ' and ')}" for name, ours in foreign]
         ours = dict.fromkeys(own for _, names in foreign for own in names.split(","))
         return f"{', '.join(mapped)}: {key.path}=[{','.join(ours)}]"
-    if isinstance(value, str) and key.kind.startswith("a list") and value in re.split(r"[ ,]+", key.kind):
+    if isinstance(value, str) and value in re.split(r"[ ,]+", key.kind) and accepts_value(key, [value]):
         return f"write {key.path}=[{value}]"
     if isinstance(value, str) and value.lower() in ("none", "no", "off") and key.kind.endswith("or null"):
         return f"write {key.path}=null"
