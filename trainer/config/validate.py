@@ -162,7 +162,7 @@ def accepts_value(key: SchemaKey, value: Any) -> bool:
 
 def _fix_for_text(key: SchemaKey, value: str) -> str:
     plain = parse_scalar(value)
-    if not isinstance(plain, str) and plain is not None:
+    if not isinstance(plain, str) and plain is not None and accepts_value(key, plain):
         return f"write {format_value(plain)} without quotes"
     if "integer" in key.kind and (match := _COUNT.fullmatch(value)):
         count = int(re.sub("[,_ ]", "", match[1])) * _SUFFIXES[match[2].lower()]
