@@ -161,6 +161,9 @@ def sinkhorn_balances_alone(keys: MoEKeys) -> Iterator[Finding]:
     default_note = ", the default of a T5" if keys.moe_router_load_balancing_type is None else ""
     is_sinkhorn = f"`{_BALANCING}` (sinkhorn{default_note})"
     modern = f"{_BALANCING}=aux_loss moe_router_topk=2" if default_note else f"{_BALANCING}=aux_loss"
+    needs_coefficient = (keys.moe_router_topk or 2) != keys.num_moe_experts and not getattr(keys, _BIAS)
+    if needs_coefficient and not keys.moe_aux_loss_coeff:
+        modern += f" {_AUX}=0.01"
     for name, why in (
         (_AUX, "balances the load itself"),
         (_FACTOR, "has no capacity"),

@@ -327,6 +327,17 @@ def test_values_that_are_refused(override: str, rule: str) -> None:
     assert rule in problem.rule
 
 
+def test_a_cure_that_adds_a_balancing_loss_gives_it_a_coefficient() -> None:
+    key, coefficient = "model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff"
+    experts = ["model.num_moe_experts=8", "model.moe_router_topk=2"]
+    fixes = [problems(*experts, f"{key}=seq_aux_loss", *more)[key].fix for more in ([], [f"{coefficient}=0.1"])]
+    assert fixes == [f"{key}=aux_loss {coefficient}=0.01", f"{key}=aux_loss"]
+    factor = "model.moe_expert_capacity_factor"
+    fix = problems(*experts, f"{key}=sinkhorn", f"{factor}=1.0")[factor].fix
+    assert f"{key}=aux_loss {coefficient}=0.01, or" in fix
+    assert not load(*experts, *fixes[0].split()).findings
+
+
 def test_what_means_nothing_here_is_accepted() -> None:
     config = load(
         "+model.moe_shared_expert_overlap=true",

@@ -138,9 +138,105 @@ def test_samples_longer_than_a_learned_table_are_refused() -> None:
     assert gpt(config.root).encoder_seq_length == 1024
 
 
-def test_word_pieces_need_no_merges() -> None:
-    found = problems(f"{TOKENIZER}.library=megatron", f"{TOKENIZER}.type=BertWordPieceLowerCase", "model=bert_base")
-    assert list(found) == [f"{TOKENIZER}.type"]
+def test_word_pieces_are_told_the_files_of_the_other_type_at_once() -> None:
+    library = f"{TOKENIZER}.library=megatron"
+    (problem,) = problems(library, f"{TOKENIZER}.type=BertWordPieceLowerCase", "model=bert_base").values()
+    cure = problem.fix.partition(", or ")[0].replace("FILE", "a.json").split()
+    assert [word.partition("=")[0] for word in cure] == [
+        f"{TOKENIZER}.{x}" for x in ("type", "vocab_file", "merge_file")
+    ]
+    assert load(library, *cure, "model=bert_base")
+
+
+MCORE, FALCON = "model.mcore_customization_config", "model.name=megatron_falcon_gpt"
+
+
+def test_keys_of_falcons_layer_act_in_that_layer_only() -> None:
+    on = [f"{MCORE}.parallel_attention=true", f"{MCORE}.new_decoder_architecture=true"]
+    assert "only the layer of `name: megatron_falcon_gpt` reads it" in messages(*on, level="warning")[0]
+    assert load(FALCON, f"{MCORE}.parallel_attention=false", f"{MCORE}.new_decoder_architecture=false")
+    for override, said in zip(on, ("share a norm", "is `transformer_block_type: parallel_ln`"), strict=True):
+        (problem,) = problems(FALCON, override).values()
+        assert said in problem.rule
+        assert gpt(load(FALCON, override, problem.fix).root).transformer_block_type == "parallel_ln"
+
+
+def test_files_that_fine_tune_a_t5_hold_keys_of_a_gpt() -> None:
+    t5, train, held_out = "model=t5_small", f"{DATA}.train_ds.max_seq_length", f"{DATA}.validation_ds.max_seq_length"
+    assert not messages(t5, "model.answer_only_loss=True", level="warning")
+    assert problems(t5, "model.answer_only_loss=False")["model.answer_only_loss"].fix == "~model.answer_only_loss"
+    found = problems(t5, f"{train}=256", f"{held_out}=128")
+    assert [problem.fix for problem in found.values()] == [f"~{train} model.seq_length=256", f"~{held_out}"]
+    moved = f"{DATA}.train_ds.max_src_seq_length"
+    assert problems(t5, f"{moved}=256")[moved].fix == f"~{moved} model.seq_length=256"
+
+
+def test_a_prompt_template_holds_the_line_breaks() -> None:
+    path, template = f"{DATA}.train_ds.separate_prompt_and_response_with_newline", f"{DATA}.train_ds.prompt_template"
+    assert list(problems(f"{path}=True")) == [path]
+    config = load(f"{path}=True", f"'{template}={{input}} {{output}}'".strip("'"))
+    assert any(path in finding.keys and "line breaks" in finding.message for finding in config.findings)
+
+
+def test_the_context_is_truncated_in_older_files() -> None:
+    pairs = [f"{DATA}.data_impl=jsonl", f"{DATA}.train_ds.file_names=[a]", f"{DATA}.validation_ds.file_names=[b]"]
+    fields = [f"{DATA}.{name}.truncation_field=context" for name in ("train_ds", "validation_ds")]
+    assert load(*pairs, *fields).root.model.data.train_ds.truncation_field == "input"
+    assert not messages(*pairs, *fields, level="warning")
+    other = f"'{DATA}.train_ds.prompt_template={{question}} {{output}}'".strip("'")
+    assert list(problems(*pairs, fields[0], other)) == [f"{DATA}.train_ds.truncation_field"]
+
+
+def test_a_refused_block_is_one_error(tmp_path: Path) -> None:
+    write(
+        tmp_path, "a", "defaults: [train, _self_]\nmodel: {train_ds: {batch_size: 1, shuffle: false, drop_last: true}}"
+    )
+    (problem,) = problems(name="a", directory=tmp_path).values()
+    assert (problem.key, len(problem.also), problem.fix) == ("model.train_ds.batch_size", 2, "~model.train_ds")
+    assert load(problem.fix, name="a", directory=tmp_path)
+
+
+def test_text_files_of_pairs_are_replaced_by_jsonl_files() -> None:
+    path = f"{DATA}.train_ds.src_file_name"
+    assert problems(f"{path}=a.txt")[path].fix == f"~{path} {DATA}.train_ds.file_names=[FILE]"
+
+
+def test_a_rule_waits_for_the_value_that_another_fix_replaces() -> None:
+    path, micro = f"{DATA}.train_ds.global_batch_size", "model.micro_batch_size=3"
+    (problem,) = problems(f"{path}=64", micro).values()
+    assert (problem.key, problem.fix) == (path, f"~{path} model.global_batch_size=64")
+    assert list(problems("model.global_batch_size=64", micro)) == ["model.global_batch_size"]
+
+
+def test_a_wrong_value_of_the_block_named_like_its_family_is_named() -> None:
+    assert list(problems("model=bert_base", "model.bert.token_types=[]")) == ["model.bert.token_types"]
+    assert problems("model.optim.betas='2'")["model.optim.betas"].fix == "such as model.optim.betas=[0.9, 0.98]"
+
+
+def test_a_ramp_up_waits_for_the_number_of_devices_and_the_global_batch() -> None:
+    ramp, batch = "model.rampup_batch_size=[16,7,1000]", ["model.micro_batch_size=3", "model.global_batch_size=100"]
+    sizes = [ramp, *batch, "trainer.devices=16"]
+    assert list(problems(*sizes, "model.tensor_model_parallel_size=2")) == ["model.tensor_model_parallel_size"]
+    found = problems(ramp.replace("16,7", "48,48"), *sizes[1:])
+    assert [problem.fix for problem in found.values()] == ["model.global_batch_size=96"]
+
+
+def test_an_emptied_block_of_unsupported_keys_is_accepted(tmp_path: Path) -> None:
+    write(tmp_path, "a", "defaults: [train, _self_]\nmodel: {data: {chat_prompt_tokens: {end_of_turn: x}}}")
+    (problem,) = problems(name="a", directory=tmp_path).values()
+    assert load(problem.fix, name="a", directory=tmp_path)
+
+
+def test_a_fix_shows_what_a_key_takes() -> None:
+    monitor, weights = (
+        "exp_manager.checkpoint_callback_params.monitor",
+        f"{DATA}.train_ds.concat_sampling_probabilities",
+    )
+    assert problems(f"{monitor}=validation_exact_string_match")[monitor].fix == f"such as {monitor}=val_loss"
+    assert problems("model.tokenizer=null")["model.tokenizer"].fix.startswith("~model.tokenizer, or write its keys")
+    assert problems(f"{DATA}.test_ds=[a]")[f"{DATA}.test_ds"].fix == f"'{DATA}.test_ds.file_names=[a]'"
+    found = problems(f"{DATA}.data_impl=jsonl", f"{DATA}.train_ds.file_names=[a]", f"{weights}=???")
+    assert found[weights].fix == f"{weights}=[VALUE]"
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
@@ -195,6 +291,27 @@ web_port: 9889
 chat: False
 chatbot_config: {value: False, attributes: [{name: Quality, min: 0, max: 4, key: quality, type: int, default: 4}]}
 """
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("trainer: {devices: 1}\ngpt_model_file: null\nmodel_type: gpt\n", 2, "evaluation or export of a model"),
+        ("model: {}\ncommon_inference_params:\n  top_k: 1\n", 3, "text generation"),
+        ("inference:\n  greedy: true\nquantization:\n  algorithm: int4\n", 4, "quantization"),
+    ],
+)
+def test_files_of_other_programs_end_in_one_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+    write(tmp_path, "a", text)
+    with pytest.raises(UserError, match=rf"a\.yaml:{line}: a file of NeMo's {said}, not of training"):
+        load(name="a", directory=tmp_path)
+
+
+@looped("key", ["hyena.d_model", "mm_cfg.llm.freeze", "vision_pretraining_type", "num_soft_negatives"])
+def test_other_models_are_one_error(key: str, tmp_path: Path) -> None:
+    write(tmp_path, "a", "model: {num_layers: 2}")
+    (problem,) = problems(f"model.{key}=1", name="a", directory=tmp_path).values()
+    assert problem.rule.startswith("a configuration of NeMo's ")
 
 
 def test_a_file_of_text_generation_ends_in_one_line(tmp_path: Path) -> None:

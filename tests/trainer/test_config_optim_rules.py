@@ -29,7 +29,8 @@ OPTIM, SCHED = "model.optim.", "model.optim.sched."
         ),
         ([f"{SCHED}name=T5InverseSquareRootAnnealing"], SCHED + "constant_steps", "constant_steps"),
         ([f"{SCHED}hold_steps=5", f"{SCHED}hold_ratio=0.1"], SCHED + "hold_ratio", "set the same value"),
-        ([f"{SCHED}name=CosineAnnealingExp"], SCHED + "name", "must be one of"),
+        ([f"{SCHED}name=CosineAnealing"], SCHED + "name", "must be one of"),
+        ([f"{SCHED}name=CosineAnnealingExp"], SCHED + "name", "it is CosineAnnealing, with max_steps"),
         ([f"{SCHED}name=StepLR"], SCHED + "name", "depend on the step only"),
         ([f"{SCHED}name=ReduceLROnPlateau"], SCHED + "name", "depend on the step only"),
         ([f"{SCHED}name=PolynomialDecayAnnealing", f"{SCHED}cycle=true"], SCHED + "cycle", "no second cycle"),
@@ -45,7 +46,7 @@ def test_what_cannot_be_is_refused(overrides, key, said):
 
 
 def test_an_unknown_schedule_is_told_the_nearest():
-    assert problems(f"{SCHED}name=CosineAnnealingExp")[SCHED + "name"].fix.endswith("=CosineAnnealing?")
+    assert problems(f"{SCHED}name=CosineAnealing")[SCHED + "name"].fix.endswith("=CosineAnnealing?")
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 _NO_SUCH_MODEL = "start from a preset (model=gpt_125m, t5_small or bert_base) instead of this file"
 _GENERATE = "`stoker generate --checkpoint DIR --prompt TEXT`, whose options stand for the keys of `inference`"
+_EVALUATE = "`stoker evaluate`, `stoker generate` or `stoker convert`, each with the path of a checkpoint"
+_MODEL_FILE = "gpt_model_file"
+_OTHER_PROGRAMS = (
+    ("quantization", "quantization", "`stoker finetune` with a file without it: weights stay in 16 or 32 bits"),
+    ("inference", "text generation", _GENERATE),
+    ("common_inference_params", "text generation", _GENERATE),
+    (_MODEL_FILE, "evaluation or export of a model", _EVALUATE),
+)
+"""Keys of files of other programs of NeMo: key or block, program, and what to use instead."""
 _ENVIRONMENT_NAME = re.compile(r"oc\.env:\s*(\w+)")
 _SCHED = "model.optim.sched"
 _STEPS_OR_RATIO = {
@@ -166,8 +175,10 @@ class Draft:
         root = facts.root
         self.problems.extend(wrong_types)
         wrong |= needed.union(problem.key for problem in self.problems)
+        # A rule about a value that a fix above replaces would contradict that fix, or be moot after it.
+        unknown = wrong.union(*(problem.paths_in_fix() for problem in self.problems))
         # With an invalid parallel size the data-parallel size is unknown.
-        unknown = wrong | ({"trainer.devices"} if wrong & PARALLEL_SIZE_KEYS else set())
+        unknown |= {"trainer.devices"} if wrong & PARALLEL_SIZE_KEYS else set()
         for finding in all_rules.run_rules(facts):
             if not unknown.intersection(finding.keys):
                 self._add_finding(finding)
@@ -210,9 +221,12 @@ class Draft:
 
     def _infer_family(self) -> None:
         """Infer `model.family` of a NeMo file from its keys, and reject files of other programs and models."""
-        if isinstance(options := self.tree.get("inference"), dict) and options:
-            origin = self.origin_text(f"inference.{next(iter(options))}")
-            raise UserError(f"{origin}: a file of NeMo's text generation, not of training; use {_GENERATE}")
+        for name, program, instead in _OTHER_PROGRAMS:
+            options = self.tree.get(name)
+            if (options and isinstance(options, dict)) or (name == _MODEL_FILE and name in self.tree):
+                first = f"{name}.{next(iter(options))}" if isinstance(options, dict) else name
+                origin = self.origin_text(first)
+                raise UserError(f"{origin}: a file of NeMo's {program}, not of training; use {instead}")
         other = infer_family.unsupported_model(self.tree)
         if other is not None:  # further problems would be misleading
             path, model_name = other

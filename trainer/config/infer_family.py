@@ -21,7 +21,10 @@ _UNSUPPORTED = {"mamba": "Mamba", "griffin": "Griffin", "jamba": "Jamba", "retro
 _UNSUPPORTED_KEYS = (
     (re.compile(r"model\.(mamba|hybrid)_\w+"), "Mamba"),
     (re.compile(r"model\.retro\..+|model\.data\.retro_data\..+"), "RETRO"),
-    (re.compile(r"model\.activations_checkpoint_recurrent"), "Griffin, or Mamba,"),
+    (re.compile(r"model\.activations_checkpoint_recurrent"), "Griffin or Mamba"),
+    (re.compile(r"model\.hyena\..+"), "Hyena"),
+    (re.compile(r"model\.(mm_cfg\..+|vision\..+|unet_config\..+|vision_pretraining_type)"), "multimodal models"),
+    (re.compile(r"model\.(num_soft_negatives|use_all_possible_negatives)"), "embedding models"),
 )
 """Keys of unsupported models, which no file of a supported model has."""
 

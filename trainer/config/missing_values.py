@@ -10,7 +10,7 @@ from . import dotted_paths, validate
 from .dotted_paths import MISSING, Tree
 from .nemo.launcher_files import is_variable
 from .problems import Problem
-from .schema.key_index import schema_keys
+from .schema.key_index import find_key, schema_keys
 
 _SOURCE = "model.data.data_impl"
 _ANY_VALUES = (MISSING, "x", "y1", "1,1,1", [MISSING], ["x"], [1.0], [0.5], 1, 2, 0.5, 0.25, True, False)
@@ -86,7 +86,9 @@ def missing_value_problems(causes: Mapping[str, Sequence[str]], origin_of: Calla
     for path in (cause for cause in causes if cause not in variables):
         others = ", ".join(other for other in causes[path] if other != path)
         rule = "must be given before a run can start" + (f", also for {others}" if others else "")
-        yield Problem(path, MISSING, origin_of(path), rule, f"{path}=VALUE")
+        key = find_key(path)
+        value = "[VALUE]" if key is not None and key.kind.startswith("a list") else "VALUE"
+        yield Problem(path, MISSING, origin_of(path), rule, f"{path}={value}")
     if variables:
         keys = list(dict.fromkeys(path for name in variables for path in causes[name]))
         listed = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

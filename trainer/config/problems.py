@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from ..utils.errors import UserError
 from ..utils.redaction import redact, redact_value
 from ..utils.text import pluralize
 from .nemo.key_table import KeyState
+
+_PATH = re.compile(r"(?<![\w.])[a-z]\w*(?:\.\w+)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ class Problem:
         if self.value is not None:
             object.__setattr__(self, "value", redact_value(self.key, self.value))
         object.__setattr__(self, "key", redact(self.key))
+
+    def paths_in_fix(self) -> list[str]:
+        """Return the keys that the fix names: they will have another value."""
+        return _PATH.findall(self.fix)
 
     def lines(self) -> list[str]:
         """Return the lines for a terminal: origin and key, rule, other keys, fix."""

@@ -12,6 +12,7 @@ from ...models.config.model import FAMILIES, Family
 from . import dotted_paths
 from .dotted_paths import Tree
 from .nemo.other_frameworks import translate_values
+from .override_typos import quoted_override
 from .problems import Problem
 from .schema.key_index import SchemaKey, enclosing_open_block, format_value, schema_blocks, schema_keys, without_stack
 from .schema.root import RootBlock, family_of
@@ -59,8 +60,8 @@ def _invalid_paths(error: ValidationError, given: Tree) -> Iterable[str]:
     keys, blocks = schema_keys(family), schema_blocks(family)
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         path = ""
-        for step in item["loc"]:
-            if path == "model" and step in FAMILIES:  # tag of the family's union member, not a key
+        for index, step in enumerate(item["loc"]):
+            if index == 1 and path == "model" and step in FAMILIES:  # tag of the family's union member, not a key
                 continue
             longer = dotted_paths.join(path, str(step))
             # A step may also be a member of a union (`model.data.data_prefix`), which is not in the tree.
@@ -83,6 +84,10 @@ def _problem(path: str, value: Any, origin_of: Origins, family: Family) -> Probl
         rule, fix = "must be text, a number, true or false", ""
     else:
         rule, fix = f"must be a block of keys: {schema_blocks(family).get(path, '')}", f"write its keys below `{path}:`"
+        if value is None:
+            fix = f"~{path}, or {fix}"
+        elif isinstance(value, list) and f"{path}.file_names" in schema_keys(family):
+            fix = quoted_override(f"{path}.file_names", format_value(value))
     return Problem(path, format_value(value), origin_of(path), rule, fix)
 
 
@@ -117,13 +122,13 @@ def _fix(key: SchemaKey, value: Any) -> str:
         mapped = [f"{name} is {part}{ours.replace(',', ' and ')}" for name, ours in foreign]
         ours = dict.fromkeys(own for _, names in foreign for own in names.split(","))
         return f"{', '.join(mapped)}: {key.path}=[{','.join(ours)}]"
-    if isinstance(value, str) and key.kind.startswith("a list") and value in re.split(r"[ ,]+", key.kind):
+    if isinstance(value, str) and value in re.split(r"[ ,]+", key.kind) and accepts_value(key, [value]):
         return f"write {key.path}=[{value}]"
     if isinstance(value, str) and value.lower() in ("none", "no", "off") and key.kind.endswith("or null"):
         return f"write {key.path}=null"
     if isinstance(value, str) and key.choices:
         near = closest(value, [str(choice) for choice in key.choices])
-        return f"did you mean {key.path}={near}?" if near else ""
+        return f"did you mean {key.path}={near}?" if near else _example(key)
     if isinstance(value, str) and "${" in value:
         return "environment variables are not resolved here; set the key"
     if value is None:
@@ -157,10 +162,14 @@ def accepts_value(key: SchemaKey, value: Any) -> bool:
 
 def _fix_for_text(key: SchemaKey, value: str) -> str:
     plain = parse_scalar(value)
-    if not isinstance(plain, str) and plain is not None:
+    if not isinstance(plain, str) and plain is not None and accepts_value(key, plain):
         return f"write {format_value(plain)} without quotes"
     if "integer" in key.kind and (match := _COUNT.fullmatch(value)):
         count = int(re.sub("[,_ ]", "", match[1])) * _SUFFIXES[match[2].lower()]
         if accepts_value(key, count):
             return f"write {key.path}={count}"
+    return _example(key)
+
+
+def _example(key: SchemaKey) -> str:
     return f"such as {key.path}={format_value(key.default)}" if key.default is not None else ""

@@ -33,6 +33,8 @@ _FLOAT = re.compile(
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
 _BOOL = re.compile(r"(?:yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF)$")
+_BARE_REFERENCE = re.compile(r"[{\[,:]\s*(\$\{|\?\?\?)")
+"""An interpolation or `???` without quotes, which YAML reads as text before a block, and as the mark of a key."""
 _NULL = re.compile(r"(?:~|null|Null|NULL|)$")
 
 
@@ -113,7 +115,9 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        raise YamlError(f"is not YAML: {error.problem}", mark.line + 1 if mark else None) from None
+        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+        cure = '; inside { } and [ ], write "${name}" and "???" in quotes' if _BARE_REFERENCE.search(line) else ""
+        raise YamlError(f"is not YAML: {error.problem}{cure}", mark.line + 1 if mark else None) from None
     except yaml.YAMLError as error:
         raise YamlError(f"is not YAML: {' '.join(str(error).split())}") from None
     except UnicodeEncodeError:  # of a lone surrogate, which JSON can hold

@@ -92,6 +92,7 @@ class Verdict:
         note: description or reason, for a key that does not act.
         error: the error; empty if the key is accepted.
         fix: the way out of the error.
+        block: the refused block it belongs to; errors of one block are one problem.
     """
 
     path: str
@@ -100,6 +101,7 @@ class Verdict:
     note: str = ""
     error: str = ""
     fix: str = ""
+    block: str = ""
 
 
 class KeyStates:
@@ -119,6 +121,7 @@ class KeyStates:
         self._keys = schema_keys(self._family)
         self._blocks = schema_blocks(self._family)
         self._suggestions = 0
+        self._moves: dict[str, Any] = {}
         self.verdicts = [self._verdict(path, value) for path, value in self._given_leaves(tree)]
 
     def problems(self) -> Iterator[Problem]:
@@ -126,7 +129,8 @@ class KeyStates:
         grouped: dict[tuple[str, str, str], list[Verdict]] = {}
         for verdict in self.verdicts:
             if verdict.error:
-                key = (verdict.error, verdict.fix, "" if verdict.state is KeyState.NOT_YET else verdict.path)
+                group = "" if verdict.state is KeyState.NOT_YET else verdict.block or verdict.path
+                key = (verdict.error, verdict.fix, group)
                 grouped.setdefault(key, []).append(verdict)
         for (refusal, fix, _), verdicts in grouped.items():
             first, *more = verdicts
@@ -173,7 +177,8 @@ class KeyStates:
             key = row.pattern.removesuffix(".*")
             off = f"{key}={format_value(row.accepts[0])}" if row.accepts else "leave it out"
             return Verdict(path, value, row.state, row.note, f"not yet: {row.note}", off)
-        return Verdict(path, value, row.state, row.note, f"refused: {row.note}", self._fix(row, path, value))
+        block = row.pattern.removesuffix(".*") if row.pattern.endswith(".*") else ""
+        return Verdict(path, value, row.state, row.note, f"refused: {row.note}", self._fix(row, path, value), block)
 
     def _fix(self, row: KeyRow, path: str, value: Any) -> str:
         """Return the overrides that fix a refused key, moving its value to the key that replaces it."""
@@ -181,12 +186,23 @@ class KeyStates:
             return f"~{path}"
         if row.fix is not None:
             return row.fix.format(path=path, block=dotted_paths.parent_of(path))
-        if row.same_as in self._keys:
-            return self._move(path, self._keys[row.same_as], value)
+        if row.pattern.endswith(".*"):
+            return f"~{row.pattern.removesuffix('.*')}"
+        if (same_as := self._same_as(row)) in self._keys:
+            return self._move(path, self._keys[same_as], value)
         return f"~{path}" if not row.accepts or row.accepts[0] is None else f"{path}={format_value(row.accepts[0])}"
 
+    def _same_as(self, row: KeyRow) -> str:
+        """Return the key that replaces a refused one, in this family."""
+        return _GPT_TO_T5.get(row.same_as, row.same_as) if self._family == "t5" else row.same_as
+
     def _move(self, path: str, key: SchemaKey, value: Any) -> str:
-        """Return the overrides that move a value to the key that takes it; if it does not take this one, say what."""
+        """Return the overrides that move a value to the key that takes it; if it does not take this one, say what.
+
+        Of several values for one key (lengths of training and validation data), the first is moved.
+        """
+        if self._moves.setdefault(key.path, value) != value:
+            return f"~{path}"
         unsupported = _unsupported(key.path, value)
         if unsupported is not None and unsupported.use:
             return f"~{path} {key.path}={unsupported.use}"
@@ -215,6 +231,10 @@ class KeyStates:
         key = self._keys[path]
         choices = ", ".join(format_value(choice) for choice in key.choices)
         fix = f"{path}={unsupported.use}" if unsupported.use else f"{path} takes {choices or key.kind}"
+        for name, needed in unsupported.needs:
+            other = dotted_paths.join(dotted_paths.parent_of(path), name)
+            if not dotted_paths.get(self._tree, other):
+                fix += f" {other}={format_value(needed)}"
         state, note = unsupported.state, unsupported.note
         return Verdict(path, value, state, note, f"{state.value}: {note}", fix)
 
@@ -223,8 +243,11 @@ class KeyStates:
         if value is None or value == MISSING or any(_equals(value, accepted) for accepted in row.accepts):
             return True
         if row.same_as:
-            key = self._keys.get(row.same_as)
-            return key is not None and value == dotted_paths.get(self._tree, row.same_as, key.default)
+            key = self._keys.get(self._same_as(row))
+            if key is None or value != dotted_paths.get(self._tree, key.path, key.default):
+                return False
+            self._moves.setdefault(key.path, value)
+            return True
         return bool(row.switch)
 
     def _unknown_verdict(self, path: str, value: Any) -> Verdict:
@@ -255,7 +278,7 @@ class KeyStates:
             path = dotted_paths.join(parent, name)
             if not isinstance(value, dict) or (path in self._keys and not value):
                 yield path, value
-            elif value or path not in self._blocks:
+            elif value or not (path in self._blocks or (find_row(path) is None and has_rows_below(path))):
                 below = list(self._given_leaves(value, path))
                 yield from below or [(path, value)]
 

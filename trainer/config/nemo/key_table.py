@@ -57,6 +57,7 @@ class UnsupportedValue:
     state: KeyState
     note: str
     use: str = ""
+    needs: tuple[tuple[str, Any], ...] = ()
 
 
 def _state_and_note(fields: dict[str, Any]) -> tuple[KeyState, str]:
@@ -92,8 +93,8 @@ def unsupported_values() -> Mapping[str, Mapping[Any, UnsupportedValue]]:
 def _unsupported_values(entries: list[dict[str, Any]]) -> Iterator[tuple[Any, UnsupportedValue]]:
     for fields in entries:
         state, note = _state_and_note(fields)
-        values = fields.pop("values")
-        yield from dict.fromkeys(values, UnsupportedValue(state, note, **fields)).items()
+        values, needs = fields.pop("values"), tuple(fields.pop("with", {}).items())
+        yield from dict.fromkeys(values, UnsupportedValue(state, note, needs=needs, **fields)).items()
 
 
 def find_row(path: str, family: str = "gpt") -> KeyRow | None:

@@ -13,15 +13,19 @@ from ..schema.key_index import STACKS, format_value, schema_blocks, schema_keys,
 from ..schema.root import family_of
 from .key_table import unsupported_values
 
-_SOURCE, _FILES = "model.data.data_impl", "model.data.train_ds.file_names"
+_TRAIN = "model.data.train_ds"
+_SOURCE, _FILES = "model.data.data_impl", f"{_TRAIN}.file_names"
 _WANDB = "exp_manager.wandb_logger_kwargs"
 _GRAD_SYNC_DTYPE = "model.optim.grad_sync_dtype"
+_MCORE, _NAME, _BLOCK = "model.mcore_customization_config", "model.name", "model.transformer_block_type"
+_FALCON = "megatron_falcon_gpt"
 _RENAMED_KEYS = {
     "run.name": "name",
     f"{_WANDB}.dir": f"{_WANDB}.save_dir",
     f"{_WANDB}.version": f"{_WANDB}.id",
     _GRAD_SYNC_DTYPE: "model.fsdp_grad_reduce_dtype",
 }
+_ANSWERS = "model.answer_only_loss"
 _SPLITS, _PREFIX, _TYPO = "model.data.splits_string", "model.data.data_prefix", "model.deteministic_mode"
 _NULL_AS_DEFAULT = ("trainer.deterministic", "trainer.enable_progress_bar", "trainer.enable_model_summary")
 """Keys whose null is the default, in Lightning; in NeMo also blocks of `exp_manager`, and lists empty by default."""
@@ -54,6 +58,10 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         yield from _token_dispatcher(tree, stack, moved)
         yield from _drop_policy(tree, stack)
         yield from _gated_linear_unit(tree, stack)
+    yield from _falcon_layer(tree)
+    yield from _prompts_of_older_files(tree)
+    if family == "t5":
+        yield from _answer_only_loss(tree)
     yield from _infer_jsonl(tree, moved)
     yield from _renamed_keys(tree, moved)
     keys = schema_keys(family)
@@ -186,6 +194,56 @@ def _gated_linear_unit(tree: Tree, stack: str) -> Iterator[Finding]:
     else:
         return
     dotted_paths.remove(tree, path)
+
+
+def _prompts_of_older_files(tree: Tree) -> Iterator[Finding]:
+    """Read keys of NeMo 1.20 as later versions do, and as 1.20 does with a prompt template.
+
+    `truncation_field: context` is `input` in a template that begins with it, and a template has its own line breaks.
+    """
+    found: dict[str, str] = {}
+    for block in (_TRAIN, "model.data.validation_ds", "model.data.test_ds"):
+        truncated, newline = f"{block}.truncation_field", f"{block}.separate_prompt_and_response_with_newline"
+        templates = (dotted_paths.get(tree, f"{name}.prompt_template") for name in (block, _TRAIN))
+        template = next((text for text in templates if isinstance(text, str)), None)
+        begin = "{input}" if template is None else template
+        if dotted_paths.get(tree, truncated) == "context" and begin.partition("{")[2].startswith("input}"):
+            dotted_paths.put(tree, truncated, "input")
+            found[truncated] = f"{truncated}=input"
+        if template is not None and dotted_paths.get(tree, newline) is True:
+            dotted_paths.put(tree, newline, False)
+            found[newline] = f"~{newline}"
+    if found:
+        rule = "read as by NeMo from 1.21: `context` is `input`, and the prompt template holds the line breaks"
+        yield Finding.info(tuple(found), rule, " ".join(found.values()))
+
+
+def _answer_only_loss(tree: Tree) -> Iterator[Finding]:
+    """Accept the key of a GPT in NeMo's files that fine-tune a T5, whose loss is on the answers without it."""
+    value, rule = dotted_paths.get(tree, _ANSWERS, MISSING), "the loss of a T5 is on its answers only"
+    if value in (True, None):
+        yield Finding.info((_ANSWERS,), f"no effect: {rule}", f"~{_ANSWERS}")
+    elif value is False:
+        yield Finding.error((_ANSWERS, "model.family"), f"refused: {rule}", f"~{_ANSWERS}")
+    else:
+        return
+    dotted_paths.remove(tree, _ANSWERS)
+
+
+def _falcon_layer(tree: Tree) -> Iterator[Finding]:
+    """Reject Falcon's parallel layers, which `model.name` chooses in NeMo; other layers do not read their keys."""
+    keys = [f"{_MCORE}.{name}" for name in ("new_decoder_architecture", "parallel_attention")]
+    given = [path for path in keys if dotted_paths.get(tree, path) is True]
+    if not given or dotted_paths.get(tree, _BLOCK) == "parallel_ln":
+        return
+    if dotted_paths.get(tree, _NAME) != _FALCON:
+        rule = f"no effect, as in NeMo: only the layer of `name: {_FALCON}` reads it"
+        yield Finding.warning((*given, _NAME), rule, " ".join(f"~{path}" for path in given))
+        return
+    two_norms = "with a norm each for attention and MLP, is `transformer_block_type: parallel_ln`"
+    one_norm = "in which attention and MLP share a norm; `parallel_ln` has a norm for each"
+    rule = f"refused: Falcon's layer, {two_norms if given[0] == keys[0] else one_norm}"
+    yield Finding.error((given[0], _NAME), rule, f"{_BLOCK}=parallel_ln")
 
 
 def _token_dispatcher(tree: Tree, stack: str, moved: dict[str, str]) -> Iterator[Finding]:

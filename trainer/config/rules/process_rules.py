@@ -84,6 +84,10 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
         yield no_effect(reduce, "trainer.precision", when)
 
 
+def _devices(context: RuleContext) -> tuple[str, ...]:
+    return ("trainer.devices",) if num_processes(context) > 1 else ()
+
+
 def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     """`rampup_batch_size` must consist of whole micro batches on every process and reach `global_batch_size`."""
     model = context.root.model
@@ -96,22 +100,22 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     for what, value in (("start", start), ("increment", increment)):
         if value % unit:
             yield Finding.error(
-                (path, "model.micro_batch_size"),
+                (path, "model.micro_batch_size", *_devices(context)),
                 f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
                 f"processes ({unit})",
                 f"{path}=[{whole[0]},{whole[1]},{samples}]",
             )
-    if whole != [start, increment]:
+    if whole != [start, increment] or model.global_batch_size % unit:  # another error
         return
     if start > model.global_batch_size:
         yield Finding.error(
-            (path, "model.global_batch_size"),
+            (path, "model.global_batch_size", *_devices(context)),
             f"`rampup_batch_size` starts at {start}, above `global_batch_size` ({model.global_batch_size})",
             f"model.global_batch_size={start}",
         )
     elif (model.global_batch_size - start) % increment:
         yield Finding.error(
-            (path, "model.global_batch_size"),
+            (path, "model.global_batch_size", *_devices(context)),
             f"`global_batch_size` ({model.global_batch_size}) is not reached from {start} in steps of {increment}",
             f"model.global_batch_size={start + (model.global_batch_size - start) // increment * increment + increment}",
         )
@@ -130,7 +134,7 @@ def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:
         best = max(size for size in divisors(per_device) if size <= micro_batch)
         other = f", or model.micro_batch_size={best}" if global_batch % devices == 0 else ""
         yield Finding.error(
-            ("model.global_batch_size", "model.micro_batch_size", *(["trainer.devices"] if times_devices else [])),
+            ("model.global_batch_size", "model.micro_batch_size", *_devices(context)),
             f"`global_batch_size` ({global_batch}) must be a multiple of `micro_batch_size` ({micro_batch})"
             f"{times_devices}",
             f"model.global_batch_size={nearest}{other}",

@@ -53,10 +53,12 @@ def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
             f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
         )
     if not supported:
+        files = "" if is_mock else "".join(f" {at}.{name}=FILE" for name in needed)  # another type has other files
+        ours = f"{at}.type=GPT2BPETokenizer{files}"
         yield Finding.error(
             (f"{at}.type", f"{at}.library"),
             f"`library: megatron` supports one `type`, GPT2BPETokenizer, not {keys.type}",
-            f"{at}.type=GPT2BPETokenizer, or {at}.library=huggingface with the path of a tokenizer.json",
+            f"{ours}, or {at}.library=huggingface {at}.type=FILE_OR_FOLDER, of a tokenizer.json",
         )
     defaults = type(keys).model_fields
     for name, libraries in _TOKENIZER_KEYS.items():
