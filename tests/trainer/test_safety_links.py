@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,8 +142,6 @@ def test_a_leftover_temporary_file_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     """Opening one without a reader would block the run."""
-    import os
-
     os.mkfifo(tmp_path / "run.log")
     with pytest.raises(UserError, match=r"cannot write the run's logs: .*run\.log: "):
         RunLogger(tmp_path, None)
@@ -163,3 +163,17 @@ def test_a_sweep_refuses_links_in_its_directory(name: str, tmp_path_factory: pyt
     place = Planted(tmp_path_factory.mktemp("planted"), name, is_directory=name == "1")
     words = [f"hydra.sweep.dir={place.owned}", "exp_manager.resume_if_exists=true", "model.seed=1,2"]
     place.refused(lambda: multirun.sweep(None, None, words, lambda *_: 0, print))
+
+
+@looped("flags", [os.O_APPEND, os.O_TRUNC])
+def test_a_hard_link_is_not_written_through(flags: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("planted")
+    (root / "outside").write_text("precious")
+    (root / "run").mkdir()
+    (root / "run" / "run.log").hardlink_to(root / "outside")
+    with pytest.raises(UserError, match=r"run\.log is a hard link, .*; make it a file of its own: cp -p ") as caught:
+        open_owned(root / "run", "run.log", os.O_WRONLY | os.O_CREAT | flags)
+    assert (root / "outside").read_text() == "precious"
+    subprocess.run(caught.value.lines[0].partition("its own: ")[2], shell=True, check=True)
+    os.close(open_owned(root / "run", "run.log", os.O_WRONLY | os.O_CREAT | flags))
+    assert (root / "run" / "run.log").read_text() == ("precious" if flags == os.O_APPEND else "")
