@@ -45,9 +45,8 @@ def open_owned(directory: Path, name: str, flags: int) -> int:
     if not stat.S_ISREG(status.st_mode):
         refusal = _refusal(path, "not a regular file", "remove it")
     elif status.st_nlink > 1 and flags & (os.O_APPEND | os.O_TRUNC):
-        refusal = _refusal(
-            path, "a hard link", f"make it a file of its own: cp -p {path} {path}.new && mv {path}.new {path}"
-        )
+        mine, copy = shlex.quote(str(path)), shlex.quote(f"{path}.new")
+        refusal = _refusal(path, "a hard link", f"make it a file of its own: cp -p {mine} {copy} && mv {copy} {mine}")
     if refusal is not None:
         os.close(file)
         raise UserError(refusal)
