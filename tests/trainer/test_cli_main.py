@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from config_helpers import DATA, write
 from fork_server import ForkServer
+from tiers import extra
 
 from stoker.trainer.cli import doctor, main
 from stoker.trainer.config import render
@@ -458,3 +459,23 @@ def test_a_long_list_of_errors_is_cut(capsys: Captured, tmp_path: Path) -> None:
     assert "--wrong-9 and 290 more" in capsys.readouterr().err
     assert main.main(["config", *(f"model.seed={n}" for n in range(300))]) == 0
     assert "model.seed=9, and 289 more, given before it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("entry", ["stoker", *extra("stoker.trainer")])
+@pytest.mark.parametrize("module", ["stoker.trainer.cli.main", "stoker.trainer.config.load"])  # before main, in main
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(entry: str, module: str) -> None:
+    program = f"""if 1:
+        import os, runpy, signal, sys
+
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    exec("os.kill(os.getpid(), signal.SIGINT)")  # its mark must not replace the exit code
+
+        sys.meta_path.insert(0, Finder())
+        sys.argv = ["stoker", "config"]
+        runpy.run_module({entry!r}, run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr in ("", "interrupted\n")

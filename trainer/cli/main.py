@@ -27,7 +27,7 @@ from ..utils.errors import (
     save_traceback,
 )
 from ..utils.redaction import redact_arguments
-from ..utils.signals import exit_on_signals
+from ..utils.signals import exit_on_signals, raise_on_ctrl_c
 from .argument_parser import ArgumentParser
 from .common_arguments import add_config_arguments, add_finetune_argument, load_config
 
@@ -82,10 +82,11 @@ Your own files go into ./conf, or any folder given with --config-dir."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; the only exception raised is argparse's SystemExit, as after `--help`."""
-    if argv is None:  # not of callers in Python, whose signals are theirs
-        exit_on_signals()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if argv is None:  # not of callers in Python, whose signals are theirs
+            exit_on_signals()
+            raise_on_ctrl_c()
         return _dispatch(arguments)
     except UserError as error:
         _print_error("\n".join(error.lines))
@@ -319,6 +320,9 @@ def _escape(control: re.Match[str]) -> str:
 
 
 def _interrupted() -> int:
+    # An interrupt inside an `exec` of text, such as a dataclass makes, leaves a mark with which Python ends itself by
+    # SIGINT in place of this exit code; the next `exec` removes it.
+    exec("")
     _print_error("interrupted")
     return EXIT_INTERRUPTED
 
