@@ -206,6 +206,7 @@ def wrapping(error: BaseException) -> RuntimeError:
         (UserError("full", 74), 74, "full"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (wrapping(KeyboardInterrupt()), 130, "interrupted"),
+        (OSError(errno.EMFILE, "Too many open files"), 74, "too many open files for the limit of this process ("),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 74, "/x: No space left on device"),
         (OSError(errno.EROFS, "Read-only file system"), 74, "Read-only"),
     ],

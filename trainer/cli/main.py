@@ -103,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in _FULL:
             _print_error(f"{error.filename or 'the disk'}: {error.strerror}")
             return EXIT_IO
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            _print_error(_too_many_files())
+            return EXIT_IO
         return _crash(error, arguments)
 
 
@@ -317,6 +320,16 @@ def _print_error(text: str) -> None:
 
 def _escape(control: re.Match[str]) -> str:
     return control[0].encode("unicode_escape").decode()
+
+
+def _too_many_files() -> str:
+    try:
+        import resource
+
+        limit = f" ({resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,}, of `ulimit -n`)"
+    except ImportError:  # Windows
+        limit = ""
+    return f"too many open files for the limit of this process{limit}; raise it: ulimit -n 4096"
 
 
 def _interrupted() -> int:
