@@ -99,7 +99,8 @@ class ArgumentParser(argparse.ArgumentParser):
             for option in action.option_strings:
                 if any(name in group and option in group for group in _SYNONYMS):
                     choices = f", one of {', '.join(map(str, action.choices))}" if action.choices else "?"
-                    return f"did you mean {' '.join(filter(None, [option, action.metavar]))}{choices}"
+                    value = f" {action.metavar}" if action.metavar else ""
+                    return f"did you mean {option}{value}{choices}"
         key = name.lstrip("-")
         if all(action.dest != "overrides" for action in self._actions) or not re.fullmatch(r"--?[a-z_][\w.-]*", name):
             return ""
