@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -333,9 +334,9 @@ def _too_many_files() -> str:
 
 
 def _interrupted() -> int:
-    # An interrupt inside an `exec` of text, such as a dataclass makes, leaves a mark with which Python ends itself by
-    # SIGINT in place of this exit code; the next `exec` removes it.
-    exec("")
+    # An interrupt inside an `eval` of text, as of a dataclass, leaves a mark with which Python ends itself by SIGINT in
+    # place of this exit code; the next one, of a named tuple, removes it.
+    namedtuple("_Reset", ())
     _print_error("interrupted")
     return EXIT_INTERRUPTED
 
