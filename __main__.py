@@ -2,6 +2,6 @@
 
 import sys
 
-from .trainer.cli.main import main
+from .trainer.__main__ import run
 
-sys.exit(main())
+sys.exit(run())

@@ -79,7 +79,10 @@ def run_training(
         _record_start(run, state)
         loop = build_training_loop(run, state, seconds)
         stop_reason = _fit(run, loop)
-        return _finish(run, state, loop, stop_reason)
+        result = _finish(run, state, loop, stop_reason)
+        if run.logger.failure is not None:
+            raise run.logger.failure
+        return result
 
 
 def _record_start(run: RunContext, state: TrainingState) -> None:

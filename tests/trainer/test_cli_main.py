@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from config_helpers import DATA, write
 from fork_server import ForkServer
+from tiers import extra
 
 from stoker.trainer.cli import doctor, main
 from stoker.trainer.config import render
@@ -205,6 +206,7 @@ def wrapping(error: BaseException) -> RuntimeError:
         (UserError("full", 74), 74, "full"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (wrapping(KeyboardInterrupt()), 130, "interrupted"),
+        (OSError(errno.EMFILE, "Too many open files"), 74, "too many open files for the limit of this process ("),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 74, "/x: No space left on device"),
         (OSError(errno.EROFS, "Read-only file system"), 74, "Read-only"),
     ],
@@ -353,6 +355,18 @@ def test_doctor_without_torch(capsys: Captured, monkeypatch: pytest.MonkeyPatch)
         (["convert", "a"], "missing: TARGET", "write stoker convert SOURCE TARGET"),
         (["preprocess", "a"], "missing: --output-prefix", "write stoker preprocess INPUT --output-prefix P"),
         (["generate", "--chekpoint", "x"], "unknown: --chekpoint", "did you mean --checkpoint?"),
+        (["plan", "--arch", "sm9"], "unknown: --arch", "did you mean --device GPU?"),
+        (
+            ["explain", "attention", "--arch", "sm9"],
+            "argument --arch: invalid choice: 'sm9'",
+            "did you mean --arch sm90?",
+        ),
+        (["convert", "x", "--to", "hff"], "argument --to: invalid choice: 'hff'", "did you mean --to hf?"),
+        (
+            ["train", *(f"--no-{n}" for n in range(40))],
+            "unknown: --no-0 --no-1",
+            "`stoker train --help` lists the options",
+        ),
         (["evaluate", "--what", "a b"], "unknown: --what", "`stoker evaluate --help` lists the options"),
         (["plan", "--device"], "argument --device: expected one argument", "`stoker plan --help` lists the options"),
         (["plan", "--trainer.max_steps=9"], "unknown: --trainer.max_steps=9", "write trainer.max_steps=9"),
@@ -434,3 +448,35 @@ def test_processes_that_crash_in_the_same_second_keep_a_trace_each(tmp_path, mon
     assert first is not None
     assert second is not None
     assert (first.read_text(), second.read_text()) == ("the cause", "lost another rank")
+
+
+def test_a_long_list_of_errors_is_cut(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "many.yaml").write_text("model:\n" + "".join(f"  wrong_{n}: 1\n" for n in range(300)))
+    assert main.main(["config", "--config-dir", str(tmp_path), "--config-name", "many"]) == 2
+    *lines, more, total = capsys.readouterr().err.splitlines()
+    assert (len(lines), more) == (150, "and 250 more")
+    assert total == "300 errors in the configuration; nothing was started"
+    assert main.main(["train", *(f"--wrong-{n}" for n in range(300))]) == 2
+    assert "--wrong-9 and 290 more" in capsys.readouterr().err
+    assert main.main(["config", *(f"model.seed={n}" for n in range(300))]) == 0
+    assert "model.seed=9, and 289 more, given before it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("entry", ["stoker", *extra("stoker.trainer")])
+@pytest.mark.parametrize("module", ["stoker.trainer.cli.main", "stoker.trainer.config.load"])  # before main, in main
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(entry: str, module: str) -> None:
+    program = f"""if 1:
+        import os, runpy, signal, sys
+
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name == {module!r}:
+                    exec("os.kill(os.getpid(), signal.SIGINT)")  # its mark must not replace the exit code
+
+        sys.meta_path.insert(0, Finder())
+        sys.argv = ["stoker", "config"]
+        runpy.run_module({entry!r}, run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr in ("", "interrupted\n")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
+from tiers import looped
 
 from stoker.trainer.config import dotted_paths, overrides
 from stoker.trainer.config.compose import PACKAGED_CONF, Composer
@@ -552,3 +553,38 @@ def test_only_the_first_unknown_keys_get_a_suggestion(monkeypatch: pytest.Monkey
     monkeypatch.setattr("stoker.trainer.config.nemo.key_states._MAX_SUGGESTIONS", 2)
     says = refusal("model.num_layerss=1", "model.hidden_sizee=1", "model.num_layersss=1")
     assert says.count("did you mean") == 2
+
+
+@looped(
+    "entry",
+    [
+        *(
+            "1",
+            "null",
+            "true",
+            "''",
+            "[a]",
+            "{}",
+            "{model: 1}",
+            "{model: {a: b}}",
+            "{model: [1]}",
+            "{model: a, data: b}",
+        ),
+        "_self_, _self_",
+    ],
+)
+def test_an_entry_of_a_defaults_list_that_is_no_name_is_one_line(entry: str, tmp_path: Path) -> None:
+    text = f"\ndefaults: [{entry}]\n"
+    write(tmp_path / "conf", "bad", text)
+    write(tmp_path / "conf" / "model", "bad", text)
+    for name, choice, file in (("bad", [], "bad.yaml"), (None, ["model=bad"], "model/bad.yaml")):
+        line = refusal(*choice, name=name)
+        assert line.startswith(f"conf/{file}:2: the defaults list holds ")
+        assert "\n" not in line
+
+
+def test_an_override_in_a_defaults_list_without_its_group_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "bad", "defaults: [override model: gpt_tiny]\n")
+    text = refusal(name="bad", directory=tmp_path)
+    assert text.startswith("defaults list of bad: Could not override 'model'")
+    assert "fix: name the group without `override`" in text

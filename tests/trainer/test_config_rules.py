@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiers import examples, full_only, looped
 
 from stoker.kernels.attention.flags import KNOWN_FLAGS
-from stoker.trainer.config.load import config_from_document
+from stoker.trainer.config.load import config_from_document, load_run_config
 from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.rules import all_rules
 from stoker.trainer.config.run_config import RunConfig
@@ -267,3 +267,13 @@ def test_shares_of_a_batch_are_not_judged_beside_a_refused_way_to_cut_the_model(
 def test_every_module_of_rules_is_run() -> None:
     files = {path.stem for path in Path(all_rules.__file__).parent.glob("*_rules.py")} - {"all_rules"}
     assert {rule.__module__.rpartition(".")[2] for rule in all_rules.RULES} == files
+
+
+@looped("key", ["name", "exp_manager.name", "exp_manager.exp_dir", "exp_manager.explicit_log_dir"])
+def test_a_secret_is_no_name_of_a_directory(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(None, None, [f"{key}='a-${{oc.env:MY_TOKEN}}'"], {"MY_TOKEN": "hush1234"})
+    text = "\n".join(caught.value.lines)
+    assert f"`{key.rpartition('.')[2]}` holds the value of MY_TOKEN, a secret" in text
+    assert "hush1234" not in text
+    load_run_config(None, None, [f"{key}='a-${{oc.env:MY_NAME}}'"], {"MY_NAME": "hush1234"})

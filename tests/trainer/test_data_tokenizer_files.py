@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -593,3 +594,13 @@ def test_lone_surrogates_and_bad_ids() -> None:
             tokenizer.decode([-1])
         assert tokenizer.encode("").tolist() == []
         assert tokenizer.encode_batch([]) == []
+
+
+@pytest.mark.parametrize(
+    "build", [gpt2, lambda: build_json_tokenizer(canonical_json(json.dumps(llama_like())), {}), sentencepiece]
+)
+def test_a_word_without_end_is_one_line(build: Callable[[], Tokenizer]) -> None:
+    """Of 60 MB, it would take 9 GB of memory."""
+    with pytest.raises(UserError, match="more than 4,194,304 characters without white space") as caught:
+        build().encode("a " + "b" * ((4 << 20) + 1))
+    assert len(caught.value.lines) == 1

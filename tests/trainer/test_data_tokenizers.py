@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import looped
 
-from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from stoker.trainer.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, has_long_word
 from stoker.trainer.data.tokenizers.tokenizer_document import tokenizer_from_dict
 from stoker.trainer.utils.errors import UserError
 
@@ -107,3 +107,10 @@ def test_document_round_trip(tokenizer: Tokenizer) -> None:
 def test_bad_documents_are_refused(document: object) -> None:
     with pytest.raises(ValueError):
         tokenizer_from_dict(document)
+
+
+@looped("word", [8, 9, 12, 13, 30])
+def test_a_long_word_is_found(word: int) -> None:
+    for before in range(20):
+        text = " a b " + "c" * before + "\n" * (before % 3 + 1) + "x" * word + "\tend" * 5
+        assert has_long_word(text, 8) == (max(map(len, text.split())) > 8)

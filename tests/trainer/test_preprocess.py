@@ -330,6 +330,19 @@ def test_parts_of_another_command_are_refused(
     assert main([*command, "--overwrite"]) == 0
 
 
+def test_a_word_without_end_is_a_bad_line_only_for_a_tokenizer_library(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("fine", "x" * (5 << 20))))
+    command = ["preprocess", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "p"), "--workers=1"]
+    assert main([*command, "--train-tokenizer", "300"]) == 0
+    assert texts_of(tmp_path / "p") == ["fine"]
+    kind = "more than 4,194,304 characters without white space"
+    assert f"{kind}: 1, first at {tmp_path}/a.jsonl:2; break it into lines" in capsys.readouterr().out
+    assert main([*command, "--overwrite"]) == 0
+    assert list(IndexedReader(tmp_path / "p").lengths) == [5, (5 << 20) + 1]
+
+
 def test_ranges_share_no_line_and_miss_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_documents, "MAX_DOCUMENT_BYTES", 40)
     chance = random.Random(0)

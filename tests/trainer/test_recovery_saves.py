@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 import pytest
-from interrupted_runs import arguments
+from interrupted_runs import FIGURES, arguments, figures
 from kill_during_save import count_calls, problems_after, replace_calls, save
 from tiers import TIER, extra
 from tiny_run import final_hashes, tiny_config
@@ -17,6 +17,7 @@ from tiny_run import final_hashes, tiny_config
 from stoker.trainer.checkpoint.reader import newest_checkpoint, open_checkpoint
 from stoker.trainer.checkpoint.run_directory import open_run_directory
 from stoker.trainer.cli.main import main
+from stoker.trainer.loggers.run_logger import RunLogger
 from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import EXIT_IO, EXIT_OK, UserError
 
@@ -175,8 +176,6 @@ def test_temporary_files_are_never_used(tmp_path, peace, monkeypatch):
 
 
 def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path, capsys, monkeypatch):
-    from stoker.trainer.loggers.run_logger import RunLogger
-
     def refuse(self, text):
         raise UserError("cannot write the run's logs", EXIT_IO)
 
@@ -187,6 +186,42 @@ def test_a_full_disk_that_takes_no_log_line_still_names_the_checkpoint(tmp_path,
     monkeypatch.setattr("stoker.trainer.callbacks.train_loop.TrainLoopCallback._reduce_flags", fail)
     assert train(tmp_path / "run") == EXIT_IO
     assert capsys.readouterr().err.splitlines() == ["cannot write checkpoint"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device on which every write fails")
+@pytest.mark.parametrize(("step", "of"), [(6, "training"), (8, "validation"), *extra((8, "training"))])
+def test_a_run_whose_logs_cannot_be_written_saves_the_last_finished_step(tmp_path, capsys, monkeypatch, step, of):
+    """Also in the middle of the report of a step; resumed, the run is the same as one without the fault."""
+    changes = {
+        "trainer__max_steps": 12,
+        "trainer__log_every_n_steps": 1,
+        "trainer__val_check_interval": 4,
+        "exp_manager__checkpoint_callback_params": {"every_n_train_steps": 50},
+    }
+    assert run_training(tiny_config(tmp_path / "peace", **changes)).exit_code == EXIT_OK
+    directory, name = tmp_path / "run", "log_step" if of == "training" else "log_validation"
+    log = getattr(RunLogger, name)
+
+    def fail(self, *args):
+        if self._metrics is not None and step == (args[0] if of == "validation" else args[0].step):
+            with open("/dev/full", "w") as full:
+                for file in (self._metrics, self._log):
+                    os.dup2(full.fileno(), file.fileno())
+        log(self, *args)
+
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLogger, name, fail)
+        with pytest.raises(UserError, match=r"^cannot write the run's logs: No space left on device$") as error:
+            run_training(tiny_config(directory, **changes))
+    assert error.value.exit_code == EXIT_IO
+    checkpoint = open_checkpoint(directory / "checkpoints" / f"step-{step}")
+    assert checkpoint.state.loop.validation_due == (step % 4 == 0)
+    assert f"stopped by logs that cannot be written after step {step}; checkpoint" in capsys.readouterr().out
+    assert run_training(tiny_config(directory, **changes)).exit_code == EXIT_OK
+    assert final_hashes(directory, 12) == final_hashes(tmp_path / "peace", 12)
+    lost = {(step, figure) for figure in FIGURES if figure != "val_loss"} if of == "training" else set()
+    assert figures(directory) == {key: value for key, value in figures(tmp_path / "peace").items() if key not in lost}
 
 
 # ---------------------------------------------------------------- two runs, one place

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from stoker.trainer.checkpoint.run_directory import open_run_directory, save_run
 from stoker.trainer.cli import multirun
 from stoker.trainer.core.debug_runs import fast_dev_run
 from stoker.trainer.data.preprocess.journal import Journal
+from stoker.trainer.loggers import logger_backends
 from stoker.trainer.loggers.logger_backends import LoggedRun, open_loggers
 from stoker.trainer.loggers.run_logger import RunLogger
 from stoker.trainer.train import run_training
@@ -45,6 +50,9 @@ class Planted:
     def _content(self) -> list[tuple[str, str]]:
         paths = [self._outside, *self._outside.rglob("*")]
         return [(str(path), path.read_text() if path.is_file() else "") for path in sorted(paths)]
+
+    def is_unchanged(self) -> bool:
+        return self._content() == self._before
 
     def refused(self, act: Callable[[], object]) -> None:
         """Check that `act` is an error of one line that names the link, and that nothing outside changed."""
@@ -140,8 +148,6 @@ def test_a_leftover_temporary_file_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_fifo_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     """Opening one without a reader would block the run."""
-    import os
-
     os.mkfifo(tmp_path / "run.log")
     with pytest.raises(UserError, match=r"cannot write the run's logs: .*run\.log: "):
         RunLogger(tmp_path, None)
@@ -163,3 +169,37 @@ def test_a_sweep_refuses_links_in_its_directory(name: str, tmp_path_factory: pyt
     place = Planted(tmp_path_factory.mktemp("planted"), name, is_directory=name == "1")
     words = [f"hydra.sweep.dir={place.owned}", "exp_manager.resume_if_exists=true", "model.seed=1,2"]
     place.refused(lambda: multirun.sweep(None, None, words, lambda *_: 0, print))
+
+
+@looped("flags", [os.O_APPEND, os.O_TRUNC])
+def test_a_hard_link_is_not_written_through(flags: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("planted")
+    (root / "outside").write_text("precious")
+    (root / "run").mkdir()
+    (root / "run" / "run.log").hardlink_to(root / "outside")
+    with pytest.raises(UserError, match=r"run\.log is a hard link, .*; make it a file of its own: cp -p ") as caught:
+        open_owned(root / "run", "run.log", os.O_WRONLY | os.O_CREAT | flags)
+    assert (root / "outside").read_text() == "precious"
+    subprocess.run(caught.value.lines[0].partition("its own: ")[2], shell=True, check=True)
+    os.close(open_owned(root / "run", "run.log", os.O_WRONLY | os.O_CREAT | flags))
+    assert (root / "run" / "run.log").read_text() == ("precious" if flags == os.O_APPEND else "")
+
+
+@looped(("kind", "name"), [("Wandb", "wandb"), ("MLflow", "mlflow.db"), ("MLflow", "mlflow.db-wal")])
+def test_remote_loggers_refuse_links(
+    kind: str, name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the client of the package is called."""
+    place = Planted(tmp_path_factory.mktemp("planted"), name, is_directory=name == "wandb")
+    names = {"wandb": (), "mlflow": (), "mlflow.entities": ("Metric",), "mlflow.tracking": ("MlflowClient",)}
+    for module, attributes in names.items():
+        fake = types.ModuleType(module)
+        for attribute in attributes:
+            setattr(fake, attribute, None)
+        monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = tiny_config(place.owned)
+    run = LoggedRun(config.root.name, config.root.exp_manager, config.document)
+    with pytest.raises(UserError, match=r"is a link, through which stoker would write outside its directory"):
+        getattr(logger_backends, f"{kind}Logger")(run, place.owned, 0)
+    assert place.is_unchanged()

@@ -338,3 +338,11 @@ def test_retention_leaves_alone_what_it_cannot_read(tmp_path):
     save(tmp_path, 3, 2.0)
     apply_retention(tmp_path, save_top_k=1, save_last=False)
     assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_a_copy_with_a_leading_zero_is_no_checkpoint_of_the_run(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step, val_loss=4.0 - step)
+    (tmp_path / "step-2").rename(tmp_path / "step-002")
+    apply_retention(tmp_path, save_top_k=1, save_last=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-002", "step-1"]

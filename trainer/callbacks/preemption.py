@@ -15,7 +15,7 @@ from enum import IntFlag
 from types import FrameType
 from typing import Any
 
-from ..utils.errors import EXIT_OK
+from ..utils.errors import EXIT_IO, EXIT_OK
 from ..utils.signals import EXIT_CODES, TERMINATION_SIGNALS, restore_handlers, set_handlers
 from ..utils.text import parse_duration
 
@@ -40,6 +40,8 @@ class StopFlag(IntFlag):
     USER_1 = 32
     USER_2 = 64
     HANGUP = 128
+    FAILING = 256
+    """The logs cannot be written: the run ends with an error, after it has saved."""
 
 
 _FLAGS = {
@@ -49,7 +51,7 @@ _FLAGS = {
     "SIGHUP": StopFlag.HANGUP,
 }
 _SIGNALS = {StopFlag.INTERRUPTED: signal.SIGINT, **{_FLAGS[number.name]: number for number in TERMINATION_SIGNALS}}
-SIGNAL_FLAGS = StopFlag(sum(_SIGNALS))
+INTERRUPTING_FLAGS = StopFlag(sum(_SIGNALS)) | StopFlag.FAILING
 """Flags that interrupt a validation."""
 _LIMITS = {StopFlag.MAX_TIME: "trainer.max_time", StopFlag.MAX_TIME_PER_RUN: "exp_manager.max_time_per_run"}
 
@@ -122,6 +124,9 @@ class StopHandler:
                 if self.signal is None:
                     self.signal = number
                 return number.name
+        if flags & StopFlag.FAILING:
+            self.is_failing = True
+            return "logs that cannot be written"
         for flag, key in _LIMITS.items():
             if flags & flag:
                 return f"{key}={self._limits.get(flag, 'reached')}"
@@ -134,8 +139,10 @@ class StopHandler:
 
     @property
     def exit_code(self) -> int:
-        """130 after SIGINT, 143 after the others, 0 without a signal."""
-        return EXIT_OK if self.signal is None else EXIT_CODES[self.signal]
+        """130 after SIGINT, 143 after the others, 0 without a signal; 74 if the logs cannot be written."""
+        if self.signal is None:
+            return EXIT_IO if self.is_failing else EXIT_OK
+        return EXIT_CODES[self.signal]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number not in _INSISTENT:

@@ -35,7 +35,7 @@ from ..utils.text import parse_duration, pluralize
 from .divergence import DivergedError, LossMonitor
 from .early_stopping import STOP_REASON_PREFIX, EarlyStopping
 from .expert_load import ExpertLoadMetrics
-from .preemption import SIGNAL_FLAGS, AllReduceFlags, StopFlag, StopHandler, local_flags
+from .preemption import INTERRUPTING_FLAGS, AllReduceFlags, StopFlag, StopHandler, local_flags
 from .profiler import ProfilerList
 from .reporting import StepReporter, ThroughputFactors
 from .step_limit import StepLimit
@@ -156,6 +156,7 @@ class TrainLoopCallback(pl.Callback):
         """Reinstall the signal handlers that Lightning replaces, and run the sanity validation."""
         assert isinstance(pl_module, LanguageModule)
         self._stop.install_signal_handlers()
+        self._logger.defer_failures()
         self._first_step = pl_module.step
         batches = self._keys.num_sanity_val_steps
         if batches and self._validate is not None:
@@ -213,6 +214,9 @@ class TrainLoopCallback(pl.Callback):
             self._reporter.start(module, restart=True)  # only logged, so the read is deferred to avoid a sync
         elif first or regular or saves or last:
             metrics = self._reporter.report(module, restart=regular)
+            flags |= self._own_failure()
+            if flags & StopFlag.FAILING:
+                reason, saves = self._stop.apply_flags(flags), self._save is not None
             if validates:
                 validation = self._run_validation(step, flags)
                 self.validation_pending = validation is None
@@ -255,7 +259,7 @@ class TrainLoopCallback(pl.Callback):
 
     def _reduce_flags(self) -> int:
         """All-reduce the flags of all ranks; those of other ranks may arrive a step late."""
-        flags = self._stop.flags
+        flags = self._local_flags()
         if self._interval is not None and time.monotonic() - self._saved_at >= parse_duration(self._interval):
             flags |= StopFlag.SAVE
         reduced = self._all_reduce_flags(flags)
@@ -263,6 +267,13 @@ class TrainLoopCallback(pl.Callback):
             reduced &= ~StopFlag.SAVE
         self._saved_just_now = False
         return reduced
+
+    def _local_flags(self) -> int:
+        return self._stop.flags | (StopFlag.FAILING if self._logger.failure is not None else 0)
+
+    def _own_failure(self) -> int:
+        """Return the flag of logs that failed in this step; with several ranks it is reduced with those of the next."""
+        return 0 if self._flags_are_async else self._local_flags() & StopFlag.FAILING
 
     def _is_save_due(self, step: int) -> bool:
         if self._save is None:
@@ -275,12 +286,12 @@ class TrainLoopCallback(pl.Callback):
         return self._params.save_last or (self._params.every_n_train_steps is None and self._interval is None)
 
     def _run_validation(self, step: int, flags: int) -> dict[str, float] | None:
-        """Validate and log the metrics; None if a signal interrupts it.
+        """Validate and log the metrics; None if a signal interrupts it, or they cannot be logged.
 
         A time limit does not interrupt it, or a run whose validation takes longer than its limit would never get past
         it.
         """
-        self._pending_signals = flags & SIGNAL_FLAGS
+        self._pending_signals = flags & INTERRUPTING_FLAGS
         if self._pending_signals:
             return None
         try:
@@ -293,11 +304,12 @@ class TrainLoopCallback(pl.Callback):
         metrics = {"val_loss": val_loss} | ({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})
         self._logger.log_validation(step, metrics)
         self._save_expert_load(draw=True)
-        return metrics
+        self._pending_signals = self._own_failure()
+        return None if self._pending_signals else metrics
 
     def _should_stop_validation(self) -> bool:
         """Poll for signals between two validation batches; those of other ranks may arrive a batch late."""
-        self._pending_signals = self._all_reduce_flags(self._stop.flags) & SIGNAL_FLAGS
+        self._pending_signals = self._all_reduce_flags(self._local_flags()) & INTERRUPTING_FLAGS
         return bool(self._pending_signals)
 
     def _evaluate(self, batches: int | None, should_stop: Callable[[], bool] | None = None) -> EvaluationResult:
@@ -346,7 +358,10 @@ class TrainLoopCallback(pl.Callback):
 
     def _save_expert_load(self, *, draw: bool, last: bool = False) -> None:
         if self._expert_load is not None:
-            self._expert_load.save(plot=draw, last=last)
+            try:
+                self._expert_load.save(plot=draw, last=last)
+            except UserError as error:
+                self._logger.fail(error)
 
     @contextmanager
     def _report_divergence(self) -> Iterator[None]:

@@ -9,9 +9,14 @@ from typing import Any, NoReturn
 
 from ..utils.errors import UserError
 from ..utils.redaction import redact_arguments
+from ..utils.text import truncate_lines
 
 _REQUIRED_PREFIX = "the following arguments are required: "
+_MAX_LISTED = 10
 _UNKNOWN_PREFIX = "unrecognized arguments: "
+_CHOICE = re.compile(r"argument (?P<option>\S+): invalid choice: '(?P<value>.*)' \(choose from ")
+_SYNONYMS = (("--arch", "--device", "--gpu", "--gpus"), ("--model", "--checkpoint", "--path"))
+"""Options that mean much the same, each of some verbs."""
 _HYDRA_OPTIONS = {
     "--config-path": "write --config-dir {}",
     "-cp": "write --config-dir {}",
@@ -44,8 +49,18 @@ class ArgumentParser(argparse.ArgumentParser):
             fix = f"write {self.prog} {self._required()}"
         elif message.startswith(_UNKNOWN_PREFIX):
             unknown = self._split(message.removeprefix(_UNKNOWN_PREFIX))
-            message = f"unknown: {' '.join(redact_arguments(unknown))}"
+            message = f"unknown: {' '.join(truncate_lines(redact_arguments(unknown), _MAX_LISTED))}"
             fix = self._suggest(*unknown[:1]) or fix
+        elif match := _CHOICE.match(message):
+            from ..config.suggest import closest
+
+            choices = next(
+                (action.choices for action in self._actions if match["option"] in action.option_strings), None
+            )
+            names = list(map(str, choices or ()))
+            longer = [name for name in names if name.startswith(match["value"])]
+            near = next(iter(longer), None) or closest(match["value"], names)
+            fix = f"did you mean {match['option']} {near}?" if near else fix
         raise UserError([f"{self.prog}: {message}", f"    fix: {fix}"])
 
     def _split(self, joined: str) -> list[str]:
@@ -80,6 +95,12 @@ class ArgumentParser(argparse.ArgumentParser):
         options = [text for action in self._actions for text in action.option_strings if text.startswith("--")]
         if match := closest(name, options) if name.startswith("-") else None:
             return f"did you mean {match}?"
+        for action in self._actions:
+            for option in action.option_strings:
+                if any(name in group and option in group for group in _SYNONYMS):
+                    choices = f", one of {', '.join(map(str, action.choices))}" if action.choices else "?"
+                    value = f" {action.metavar}" if action.metavar else ""
+                    return f"did you mean {option}{value}{choices}"
         key = name.lstrip("-")
         if all(action.dest != "overrides" for action in self._actions) or not re.fullmatch(r"--?[a-z_][\w.-]*", name):
             return ""

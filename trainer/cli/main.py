@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from ..utils.errors import (
     save_traceback,
 )
 from ..utils.redaction import redact_arguments
-from ..utils.signals import exit_on_signals
+from ..utils.signals import exit_on_signals, raise_on_ctrl_c
 from .argument_parser import ArgumentParser
 from .common_arguments import add_config_arguments, add_finetune_argument, load_config
 
@@ -82,10 +83,11 @@ Your own files go into ./conf, or any folder given with --config-dir."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; the only exception raised is argparse's SystemExit, as after `--help`."""
-    if argv is None:  # not of callers in Python, whose signals are theirs
-        exit_on_signals()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if argv is None:  # not of callers in Python, whose signals are theirs
+            exit_on_signals()
+            raise_on_ctrl_c()
         return _dispatch(arguments)
     except UserError as error:
         _print_error("\n".join(error.lines))
@@ -101,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _interrupted()
         if isinstance(error, OSError) and error.errno in _FULL:
             _print_error(f"{error.filename or 'the disk'}: {error.strerror}")
+            return EXIT_IO
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            _print_error(_too_many_files())
             return EXIT_IO
         return _crash(error, arguments)
 
@@ -318,7 +323,20 @@ def _escape(control: re.Match[str]) -> str:
     return control[0].encode("unicode_escape").decode()
 
 
+def _too_many_files() -> str:
+    try:
+        import resource
+
+        limit = f" ({resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,}, of `ulimit -n`)"
+    except ImportError:  # Windows
+        limit = ""
+    return f"too many open files for the limit of this process{limit}; raise it: ulimit -n 4096"
+
+
 def _interrupted() -> int:
+    # An interrupt inside an `eval` of text, as of a dataclass, leaves a mark with which Python ends itself by SIGINT in
+    # place of this exit code; the next one, of a named tuple, removes it.
+    namedtuple("_Reset", ())
     _print_error("interrupted")
     return EXIT_INTERRUPTED
 

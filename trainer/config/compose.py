@@ -220,15 +220,26 @@ class Composer:
         except DefaultsError as error:
             raise UserError(f"defaults list of {config_name}: {error}") from None
         except (HydraException, ValueError, AttributeError, TypeError, AssertionError) as error:
-            raise UserError(self._defaults_problem(str(error))) from None
+            raise UserError(self._defaults_problem(str(error), config_name)) from None
 
-    def _defaults_problem(self, message: str) -> list[str]:
+    def _defaults_problem(self, message: str, config_name: str) -> list[str]:
         """Return Hydra's message on a defaults list without its search path, with the nearest option."""
         shown = message.partition("Config search path")[0].strip().strip("\"'")
         lines = [line.strip() for line in shown.splitlines() if line.strip()]
         missing = re.search(r"(?:In '([^']*)': )?Could not find '(?:([^']*)/)?([^'/]*)'", message)
         if missing is None:
-            return [f"defaults list: {lines[0] if lines else message}", *(f"    {line}" for line in lines[1:12])]
+            found = re.match(r"(?:In '?([^':]+)'?: )?(.*)", lines[0] if lines else message)
+            assert found is not None
+            fix = (
+                "name the group without `override`"
+                if "Could not override" in found[2]
+                else "correct or remove the entry"
+            )
+            return [
+                f"defaults list of {found[1] or config_name}: {found[2]}",
+                *(f"    {line}" for line in lines[1:12]),
+                f"    fix: {fix}",
+            ]
         where, group, name = missing.groups()
         origin = f"defaults list of {where}" if where else "defaults list"
         if group and self.is_group(group):

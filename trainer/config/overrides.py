@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 
 from ...models.config.key_block import Finding
 from ..utils.redaction import is_secret, redact
+from ..utils.text import truncate_lines
 from . import dotted_paths
 from .override_typos import detect_override_typos, quoted_override
 from .problems import Problem
@@ -30,6 +31,8 @@ MAX_LENGTH = 64 * 1024
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 """What Python puts in place of a byte of the command line that is not UTF-8."""
 _MAX_SHOWN = 200
+_MAX_LISTED = 10
+"""Overrides of one key that a message lists."""
 _RESET = "~"
 _MISSING_NAME_FIX = "write {}, with the name of a key for NAME"
 
@@ -250,7 +253,7 @@ def _replaced_choices(choices: Iterable[Override]) -> Iterator[Finding]:
 def duplicate_problem(key: str, words: Sequence[str]) -> Problem:
     """Return the problem for a key or group set by several overrides (`words`)."""
     *others, last = map(redact, words)
-    rule = f"is given more than once: {', '.join(others)} and {last}"
+    rule = f"is given more than once: {', '.join(truncate_lines(others, _MAX_LISTED))} and {last}"
     return Problem(key, None, "command line", rule, "keep one of them")
 
 
@@ -284,7 +287,8 @@ class _SeenOverrides:
         """Yield one note per path with different values."""
         for path, words in self._contradictions.items():
             *others, last = map(redact, words)
-            yield Finding.info((path,), f"`{last}` replaces {', '.join(others)}, given before it on the command line")
+            shown = ", ".join(truncate_lines(others, _MAX_LISTED))
+            yield Finding.info((path,), f"`{last}` replaces {shown}, given before it on the command line")
 
     def _contradict(self, path: str, word: str, typed: str) -> None:
         words = self._contradictions.setdefault(path, [word])

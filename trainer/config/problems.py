@@ -13,6 +13,8 @@ from ..utils.text import pluralize
 from .nemo.key_table import KeyState
 
 _PATH = re.compile(r"(?<![\w.])[a-z]\w*(?:\.\w+)+")
+MAX_LISTED = 50
+"""Errors, warnings and notes that are listed on a terminal; `--json` lists all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         self.key_reports = tuple(key_reports)
         self.findings = tuple(findings)
-        lines = [line for problem in problems for line in problem.lines()]
+        lines = [line for problem in problems[:MAX_LISTED] for line in problem.lines()]
+        if len(problems) > MAX_LISTED:
+            lines.append(f"and {len(problems) - MAX_LISTED:,} more")
         lines.append(f"{pluralize(len(self.problems), 'error')} in the configuration; nothing was started")
         super().__init__(lines)

@@ -12,7 +12,7 @@ from ...models.config.model import FAMILIES, Family
 from . import dotted_paths
 from .nemo.key_states import key_state
 from .nemo.key_table import KeyState, key_table, unsupported_values
-from .problems import ConfigError, KeyReport, with_origin
+from .problems import MAX_LISTED, ConfigError, KeyReport, with_origin
 from .run_config import RunConfig
 from .schema.key_index import SchemaKey, find_key, format_value, schema_blocks, schema_keys
 from .schema.root import MODEL_BLOCKS, RootBlock
@@ -256,13 +256,16 @@ def _cell(text: str) -> str:
 
 def finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
     """Yield warnings and notes for the terminal, one line each: origin, key, message, fix."""
-    for finding in findings:
+    all_findings = list(findings)
+    for finding in all_findings[:MAX_LISTED]:
         fix = f" ({finding.fix})" if finding.fix else ""
         first = next(iter(finding.keys), "")
         acts = any(key_state(first, family) is KeyState.ACTS for family in FAMILIES)
         one_key = len(finding.keys) <= 3 and acts
         where = f"{with_origin(first, first, finding.origin)}: " if one_key else ""
         yield f"{'warning' if finding.level == 'warning' else 'note'}: {where}{finding.message}{fix}"
+    if len(all_findings) > MAX_LISTED:
+        yield f"and {len(all_findings) - MAX_LISTED:,} more"
 
 
 def findings_document(findings: Iterable[Finding]) -> list[dict[str, Any]]:

@@ -130,9 +130,22 @@ def parse_yaml(text: str, path: Path) -> YamlFile:
     defaults = file.tree.pop("defaults", None)
     if defaults is not None and not isinstance(defaults, list):
         raise YamlError("`defaults` must be a list", file.lines["defaults"])
+    if wrong := [f"{entry!r:.60}" for entry in defaults or [] if not _is_default(entry)]:
+        rule = "each entry must be `FILE`, `GROUP: FILE` or `_self_`, with names that are text"
+        raise YamlError(f"the defaults list holds {', '.join(wrong[:5])}; {rule}", file.lines["defaults"])
+    if defaults is not None and defaults.count("_self_") > 1:
+        raise YamlError("the defaults list holds `_self_` more than once; keep one", file.lines["defaults"])
     file.lines.pop("defaults", None)
     file.defaults = defaults
     return file
+
+
+def _is_default(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return isinstance(entry, str) and entry != ""
+    (chosen,) = entry.values() if len(entry) == 1 else (0,)
+    names = chosen if isinstance(chosen, list) else [chosen]
+    return chosen is None or all(isinstance(name, str) and name for name in names)
 
 
 def read_table(path: Path) -> Any:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..utils.durable_files import atomic_write
@@ -23,6 +24,9 @@ class RunLogger:
     """Log metrics and lines of a run to files, terminal and loggers. Active on rank 0; `disabled` on the others.
 
     A context manager: on exit it closes everything, and the loggers learn if the run failed.
+
+    Attributes:
+        failure: the first failed write since `defer_failures`; None without one.
 
     Args:
         directory: the run directory; None writes nothing (`disabled`).
@@ -46,6 +50,8 @@ class RunLogger:
         self._metrics = self._log = None
         self._loggers: dict[str, MetricLogger] = {}
         self._warned: set[str] = set()
+        self._defers = False
+        self.failure: UserError | None = None
         if directory is None:
             return
         try:
@@ -96,33 +102,44 @@ class RunLogger:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.close(failed=kind is not None)
 
+    def defer_failures(self) -> None:
+        """From here on keep the first failed write as `failure` instead of raising it, so that a step can be saved."""
+        self._defers = True
+
+    def fail(self, error: UserError) -> None:
+        """Raise the error of a failed write, or keep it after `defer_failures`."""
+        if not self._defers:
+            raise error from error.__cause__
+        self.failure = self.failure or error
+
     def log(self, line: str) -> None:
         """Log a line to the terminal and run.log."""
         if self._progress is not None:
-            self._progress.print(line)
+            with self._failures():
+                self._progress.print(line)
         self.log_to_file(line)
 
     def log_to_file(self, text: str) -> None:
         """Log text to run.log only."""
         if self._log is None:
             return
-        try:
+        with self._failures():
             self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             self._log.flush()
-        except OSError as error:
-            raise _cannot_write(error) from error
 
     def log_step(self, report: StepReport) -> None:
         """Log the metrics of a step."""
         self._write(report.step, report.to_metrics(), "train")
         if self._progress is not None:
-            self.log_to_file(self._progress.show_step(report))
+            with self._failures():
+                self.log_to_file(self._progress.show_step(report))
 
     def log_validation(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a validation: `val_loss` and those measured with it."""
         self._write(step, metrics, "validation")
         if self._progress is not None:
-            self.log_to_file(self._progress.show_validation(step, metrics))
+            with self._failures():
+                self.log_to_file(self._progress.show_validation(step, metrics))
 
     def shorten(self, max_steps: int) -> None:
         """Show and log that the run ends after `max_steps`."""
@@ -154,16 +171,26 @@ class RunLogger:
         if self._metrics is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        try:
+        with self._failures():
             self._metrics.write(json.dumps({"step": step, **finite, "time": round(time.time(), 3)}) + "\n")
             self._metrics.flush()
-        except OSError as error:
-            raise _cannot_write(error) from error
         for name, logger in self._loggers.items():
             try:
                 logger.log(step, metrics, group)
             except Exception as error:
                 self._warn(name, error)
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Context of a write; an OSError in it is a failure of the log."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            failure = _cannot_write(error)
+            failure.__cause__ = error
+            self.fail(failure)
 
     def _warn(self, name: str, error: Exception, *, closing: bool = False) -> None:
         """Warn once that a logger fails, and keep training."""

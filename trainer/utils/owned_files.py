@@ -1,12 +1,14 @@
 """Files in directories that stoker owns, such as a run directory: opened without following links planted in them.
 
-On a shared disk others may place links where a run writes, and it would overwrite what they point to. The path of the
+On a shared disk others may place links where a run writes, symbolic or hard, and it would overwrite what they point to;
+a copy made of hard links (`cp -al`) would change with the run. The path of the
 directory itself is the user's and may contain links.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -24,22 +26,32 @@ def open_owned(directory: Path, name: str, flags: int) -> int:
         flags: of `os.open`.
 
     Raises:
-        UserError: a part of `name` is a link, or the file is not a regular file.
+        UserError: a part of `name` is a link, the file is not a regular file, or it has another hard link and is
+            written.
         OSError: it cannot be opened.
     """
     *parents, last = name.split("/")
     handle = _open_directory(directory, "/".join(parents))
     try:
         # a FIFO would block the opening for writing
-        file = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=handle)
+        file = os.open(last, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=handle)
     except OSError as error:
         check_owned(directory, name)
         raise OSError(error.errno, error.strerror, str(directory / name)) from None
     finally:
         os.close(handle)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    status, path = os.fstat(file), directory / name
+    refusal = None
+    if not stat.S_ISREG(status.st_mode):
+        refusal = _refusal(path, "not a regular file", "remove it")
+    elif status.st_nlink > 1 and flags & (os.O_APPEND | os.O_TRUNC):
+        mine, copy = shlex.quote(str(path)), shlex.quote(f"{path}.new")
+        refusal = _refusal(path, "a hard link", f"make it a file of its own: cp -p {mine} {copy} && mv {copy} {mine}")
+    if refusal is not None:
         os.close(file)
-        raise UserError(_refusal(directory / name, "not a regular file", "remove it"))
+        raise UserError(refusal)
+    if flags & os.O_TRUNC:  # not before the checks
+        os.ftruncate(file, 0)
     return file
 
 

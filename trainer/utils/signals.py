@@ -64,6 +64,12 @@ def exit_now(number: int, frame: FrameType | None = None) -> None:
     os._exit(EXIT_CODES[signal.Signals(number)])
 
 
+def raise_on_ctrl_c() -> None:
+    """Raise KeyboardInterrupt on SIGINT, as Python does by default, unless it is ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def exit_on_signals(numbers: tuple[signal.Signals, ...] = TERMINATION_SIGNALS) -> None:
     """Exit this process on the signals at once, with their exit code, while nothing else handles them.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ...loggers.logger_backends import BACKENDS
-from ...utils.redaction import holds_secret
+from ...utils.redaction import holds_secret, is_secret
 from ...utils.text import parse_duration, pluralize
 from ..schema.exp_manager import TRAINING_METRICS, Metric
 from .rule_context import RuleContext, is_changed, no_effect, step_limit
@@ -16,6 +16,29 @@ _AT = "exp_manager"
 _CALLBACK = f"{_AT}.checkpoint_callback_params"
 _STOPPING = f"{_AT}.early_stopping_callback_params"
 _MEMORY = "model.memory_profile"
+_MIN_SECRET = 6
+"""Fewest characters of a secret that is searched for: a shorter one may be in any name."""
+
+
+def secrets_in_directory_names(context: RuleContext) -> Iterator[Finding]:
+    """Check that no name of a directory holds the value of a secret variable, as by `name=${oc.env:TOKEN}`."""
+    manager = context.root.exp_manager
+    texts = {
+        "name": context.root.name,
+        **{f"{_AT}.{key}": getattr(manager, key) for key in ("name", "exp_dir", "explicit_log_dir", "version")},
+        f"{_CALLBACK}.dirpath": manager.checkpoint_callback_params.dirpath,
+    }
+    for variable, value in context.environment.items() if not context.is_saved else ():
+        if len(value) < _MIN_SECRET or not is_secret(variable):
+            continue
+        for key, text in texts.items():
+            if value in str(text or ""):
+                yield Finding.error(
+                    (key,),
+                    f"`{key.rpartition('.')[2]}` holds the value of {variable}, a secret, which a directory "
+                    "would show in its name",
+                    "use another variable, or a name",
+                )
 
 
 def settings_of_disabled_features(context: RuleContext) -> Iterator[Finding]:

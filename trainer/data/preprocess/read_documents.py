@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...utils.errors import UserError
+from ..tokenizers.tokenizer import MAX_WORD_LENGTH, has_long_word
 
 MAX_DOCUMENT_BYTES = 64 << 20
 """Maximum size of a line or text file; the longest books have 10 million bytes."""
@@ -23,6 +24,7 @@ _ROWS = 256
 _MAX_KEYS_LENGTH = 200
 
 TOO_LONG = f"longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
+LONG_WORD = f"more than {MAX_WORD_LENGTH:,} characters without white space"
 DAMAGED = "damaged compressed data"
 
 
@@ -33,10 +35,23 @@ class ReadOptions:
     Attributes:
         json_key: the key of a JSON line, or column of a table, that holds the text.
         text_lines: each line of a text file is a document; False: each file.
+        limit_words: reject documents with words that are too long for a tokenizer library.
     """
 
     json_key: str
     text_lines: bool = False
+    limit_words: bool = False
+
+    def check(self, text: Any) -> str:
+        """Return the text if it is usable.
+
+        Raises:
+            UnusableDocumentError: as `check_text`, or it has a word that is too long.
+        """
+        text = check_text(text)
+        if self.limit_words and has_long_word(text):
+            raise UnusableDocumentError(LONG_WORD, "break it into lines, or use a tokenizer of bytes or characters")
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +79,13 @@ class UnusableDocumentError(ValueError):
         self.note = note
 
 
-def parse_json_line(line: bytes, key: str) -> str:
+def parse_json_line(line: bytes, reading: ReadOptions) -> str:
     """Return the text of one JSON line.
 
     Raises:
         UnusableDocumentError: the line is invalid; the message is the same for all lines with the same problem.
     """
+    key = reading.json_key
     try:
         document = json.loads(_decoded(line))
     except UnusableDocumentError:
@@ -83,7 +99,7 @@ def parse_json_line(line: bytes, key: str) -> str:
         raise UnusableDocumentError(
             f"no key {key!r}", f"set --json-key to one of {keys[:_MAX_KEYS_LENGTH]}" if keys else ""
         )
-    return check_text(document[key])
+    return reading.check(document[key])
 
 
 def check_text(text: Any) -> str:
@@ -136,9 +152,9 @@ def read_lines(
             if not line.strip():
                 raise UnusableDocumentError("blank line")
             if is_json:
-                yield parse_json_line(line, reading.json_key)
+                yield parse_json_line(line, reading)
             else:
-                yield check_text(_decoded(line).removesuffix("\n").removesuffix("\r"))
+                yield reading.check(_decoded(line).removesuffix("\n").removesuffix("\r"))
         except UnusableDocumentError as error:
             place, is_offset = (offset, True) if first_line is None else (current_line, False)
             yield RejectedDocument(str(error), place, is_offset, error.note)
@@ -151,7 +167,7 @@ def read_span(path: Path, kind: str, start: int, end: int, reading: ReadOptions)
     if kind == "parquet":
         yield from read_row_groups(path, start, end, reading)
     elif kind == "text" and not reading.text_lines:
-        yield read_file(path)
+        yield read_file(path, reading)
     else:
         with path.open("rb") as file:
             yield from read_lines(file, start, end, reading, is_json=kind == "jsonl")
@@ -162,14 +178,14 @@ def read_chunk(data: bytes, first_line: int, reading: ReadOptions) -> Iterator[s
     return read_lines(io.BytesIO(data), 0, len(data), reading, is_json=True, first_line=first_line)
 
 
-def read_file(path: Path) -> str | RejectedDocument:
+def read_file(path: Path, reading: ReadOptions) -> str | RejectedDocument:
     """Return a text file as one document; a byte order mark is removed."""
     with path.open("rb") as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     try:
         if len(data) > MAX_DOCUMENT_BYTES:
             raise UnusableDocumentError(f"text file {TOO_LONG}")
-        return check_text(_decoded(data.removeprefix(_BOM)))
+        return reading.check(_decoded(data.removeprefix(_BOM)))
     except UnusableDocumentError as error:
         return RejectedDocument(str(error), 1)
 
@@ -182,10 +198,9 @@ def read_row_groups(path: Path, first: int, last: int, reading: ReadOptions) -> 
     for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[reading.json_key]):
         for value in batch.column(0).to_pylist():
             try:
-                text = check_text(value)
-                if len(text) > MAX_DOCUMENT_BYTES:
+                if isinstance(value, str) and len(value) > MAX_DOCUMENT_BYTES:
                     raise UnusableDocumentError(TOO_LONG)
-                yield text
+                yield reading.check(value)
             except UnusableDocumentError as error:
                 yield RejectedDocument(str(error), row)
             row += 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...utils.errors import UserError
+from ..tokenizers.tokenizer import has_long_word
 from ..tokenizers.tokenizer_json import JsonTokenizer, build_json_tokenizer, canonical_json
 from .input_sources import InputSource
 from .partition import WorkUnit
@@ -18,6 +20,7 @@ MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-document token."""
 MAX_VOCAB_SIZE = 1 << 20
 END_OF_DOCUMENT = "<|endoftext|>"
+_MAX_WORD_LENGTH = 4096
 
 
 def train_tokenizer(
@@ -46,7 +49,7 @@ def train_tokenizer(
                     continue
                 data = document[:remaining].encode()[:remaining]
                 found += 1
-                yield data.decode(errors="ignore")  # a character may be cut at the end
+                yield _cut_words(data.decode(errors="ignore"))  # a character may be cut at the end
                 remaining -= len(data)
                 if remaining <= 0:
                     break
@@ -65,6 +68,13 @@ def train_tokenizer(
         reason = "".join(f"; {text}" for text in (first.kind, first.note) if text) if first else ""
         raise UserError(f"--train-tokenizer: the sample of the inputs holds no document{reason}")
     return build_json_tokenizer(canonical_json(tokenizer.to_str()), {})
+
+
+def _cut_words(text: str) -> str:
+    """Cut words that are too long: the trainer's time grows with the square of their length."""
+    if not has_long_word(text, _MAX_WORD_LENGTH):
+        return text
+    return re.sub(rf"(\S{{{_MAX_WORD_LENGTH}}})|\S+", lambda match: match[0] + " " * (match[1] is not None), text)
 
 
 def _documents(

@@ -138,7 +138,7 @@ def _tokenize_part(
                 tally.bytes += len(text) if text.isascii() else len(text.encode())
             texts.clear()
 
-        for source, found in _documents(task, data, settings):
+        for source, found in _documents(task, data, settings, tokenizer):
             if isinstance(found, RejectedDocument):
                 if settings["stop"]:
                     raise RejectedDocumentError(source, found)
@@ -157,9 +157,9 @@ def _tokenize_part(
 
 
 def _documents(
-    task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any]
+    task: Mapping[str, Any], data: bytes | None, settings: Mapping[str, Any], tokenizer: Tokenizer
 ) -> Iterator[tuple[int, str | RejectedDocument]]:
-    reading = ReadOptions(**settings["reading"])
+    reading = ReadOptions(**(settings["reading"] | {"limit_words": tokenizer.limits_words}))
     if data is not None:
         for found in read_chunk(data, task["first_line"], reading):
             yield task["source"], found

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...utils.errors import UserError
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import piece_byte_counts
-from .tokenizer import PieceTokenizer, TokenIds, encode_utf8
+from .tokenizer import PieceTokenizer, TokenIds, check_words, encode_utf8
 
 MAX_MODEL_BYTES = 32 << 20
 """Maximum size of a model file; that of mT5, with 250,100 pieces, has 4.3 MB."""
@@ -67,9 +67,10 @@ class SentencePieceTokenizer(PieceTokenizer):
         """Return the token ids of `text`, [N].
 
         Raises:
-            UserError: `text` contains a lone surrogate.
+            UserError: `text` contains a lone surrogate, or a word that is too long.
         """
         encode_utf8(text)
+        check_words(text)
         return np.array(self._processor.encode(text, out_type=int), self._dtype)
 
     def document_start_ids(self) -> list[int]:

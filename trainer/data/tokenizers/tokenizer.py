@@ -23,6 +23,8 @@ from .special_tokens import SpecialTokenIds
 TokenIds = NDArray[np.uint16 | np.int32]
 
 MAX_SENTINELS = 10_000
+MAX_WORD_LENGTH = 1 << 22
+"""Characters without white space between them, for each of which tokenizer libraries take about 150 bytes of memory."""
 _UNICODE_CHARACTERS = 0x110000 - 0x800
 """Number of code points that UTF-8 can encode: all but the surrogates."""
 
@@ -32,6 +34,7 @@ class Tokenizer(ABC):
 
     Attributes:
         kind: `byte-level`, `char`, `huggingface` or `sentencepiece`, as in its document.
+        limits_words: a word of more than `MAX_WORD_LENGTH` characters is an error.
         vocab_size: number of token ids; ids are 0 to vocab_size - 1.
         eos_id: the token that separates documents; None if the vocabulary has none.
         pad_id: pads short sequences; its labels are masked, so any id will do.
@@ -40,6 +43,7 @@ class Tokenizer(ABC):
     """
 
     kind: str
+    limits_words = False
     vocab_size: int
     eos_id: int | None
     pad_id: int
@@ -106,6 +110,8 @@ class PieceTokenizer(Tokenizer):
     Raises:
         ValueError: a special token is not in the vocabulary.
     """
+
+    limits_words = True
 
     def __init__(
         self, pieces: Sequence[bytes], special: SpecialTokenIds, *, space_first: bool, space_last: bool = False
@@ -319,6 +325,31 @@ def encode_utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(_surrogate_message(error.start)) from None
+
+
+def has_long_word(text: str, limit: int = MAX_WORD_LENGTH) -> bool:
+    """Return True if a text has more than `limit` characters without white space between them."""
+    start = 0
+    while len(text) - start > limit:
+        window = text[start : start + limit + 1]
+        last_word = (window.rsplit(maxsplit=1) or [""])[-1]
+        if len(last_word) == len(window):
+            return True
+        start += len(window) - len(last_word)
+    return False
+
+
+def check_words(text: str) -> None:
+    """Check that `has_long_word` is False.
+
+    Raises:
+        UserError: it is True.
+    """
+    if has_long_word(text):
+        raise UserError(
+            f"it has more than {MAX_WORD_LENGTH:,} characters without white space between them; break them into lines, "
+            "remove them, or use a tokenizer of bytes or characters"
+        )
 
 
 def _surrogate_message(position: int) -> str:

@@ -19,7 +19,7 @@ from .gpt2_pretokenizer import CachedWordTokenizer, uses_gpt2_pre_tokenizer
 from .isolated_encoder import IsolatedEncoder
 from .special_tokens import SpecialTokenIds, find_special_tokens, special_token_ids_from_dict
 from .token_bytes import adds_prefix_space, is_byte_level, token_byte_counts, token_byte_strings
-from .tokenizer import PieceTokenizer, TokenIds, encode_utf8
+from .tokenizer import PieceTokenizer, TokenIds, check_words, encode_utf8
 
 if TYPE_CHECKING:
     import tokenizers
@@ -82,8 +82,8 @@ class JsonTokenizer(PieceTokenizer):
         """Return the token ids of `text`, [N].
 
         Raises:
-            UserError: `text` contains a lone surrogate, or a character outside the vocabulary and there is no unknown
-                token.
+            UserError: `text` contains a lone surrogate, a word that is too long, or a character outside the vocabulary
+                and there is no unknown token.
         """
         return self.encode_batch([text])[0]
 
@@ -93,6 +93,8 @@ class JsonTokenizer(PieceTokenizer):
         Raises:
             UserError: as `encode`.
         """
+        for text in texts:
+            check_words(text)
         try:
             if self._words is not None:
                 return [self._words.encode(text) for text in texts]
