@@ -61,17 +61,19 @@ def test_the_environment_never_reaches_the_disk(tmp_path: Path) -> None:
     write(
         tmp_path,
         "env",
-        "name: ${oc.env:SECRET}\nexp_manager:\n  exp_dir: /x/${name}\n  name: ${oc.env:NO,fallback}\n"
+        "exp_manager:\n  wandb_logger_kwargs:\n    project: ${oc.env:SECRET}\n    group: of ${.project}\n"
+        "  name: ${oc.env:NO,fallback}\n"
         "model:\n  optim:\n    lr: ${oc.env:RATE}\n    sched:\n      min_lr: ${divide:${..lr},10}\nenv_vars:\n"
         "  TOKEN: ${oc.env:SECRET}\n",
     )
     config = load(name="env", directory=tmp_path, environ={"SECRET": "hunter2", "RATE": "0.01"})
-    assert (config.root.name, config.root.exp_manager.exp_dir) == ("hunter2", "/x/hunter2")
+    wandb = config.root.exp_manager.wandb_logger_kwargs
+    assert (wandb.project, wandb.group) == ("hunter2", "of hunter2")
     assert (config.root.model.optim.lr, config.root.model.optim.sched.min_lr) == (0.01, 0.001)
     assert config.root.env_vars == {"TOKEN": "hunter2"}
     text = json.dumps(config.document) + "".join(row.value for row in config.key_reports)
     assert "hunter2" not in text
-    assert config.document["name"] == "${oc.env:SECRET}"
+    assert config.document["exp_manager"]["wandb_logger_kwargs"]["project"] == "${oc.env:SECRET}"
     assert config.document["model"]["optim"]["sched"]["min_lr"] == "${divide:${..lr},10}"
 
 
