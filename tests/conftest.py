@@ -49,6 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     if "triton.runtime.interpreter" in sys.modules:
         interpreter_speedups.install()
+    if "stoker.trainer.config.compose" in sys.modules:
+        import hydra_speedups
+
+        hydra_speedups.install()
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -44,19 +45,13 @@ def describe_environment(device: torch.device, environ: Mapping[str, str] | None
         device: device of the run.
         environ: environment of the process, of which the relevant variables are recorded; None records none.
     """
-    packages: dict[str, str] = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     environment: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "implementation": sys.implementation.name,
         "stoker": stoker_version(),
         "commit": head_commit(Path(__file__).resolve().parents[2]),
-        "packages": packages,
+        "packages": {name: version for name in _PACKAGES if (version := _installed_version(name)) is not None},
         "device": device_name(device),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -76,10 +71,15 @@ def describe_environment(device: torch.device, environ: Mapping[str, str] | None
 
 def stoker_version() -> str:
     """Return the installed version, or `unknown` if stoker is not installed."""
+    return _installed_version("stoker") or "unknown"
+
+
+@cache  # reading the metadata of a package takes milliseconds
+def _installed_version(name: str) -> str | None:
     try:
-        return metadata.version("stoker")
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "unknown"
+        return None
 
 
 def main_versions() -> dict[str, str]:

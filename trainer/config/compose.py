@@ -212,8 +212,11 @@ class Composer:
 
     def _defaults_list(self, config_name: str, choices: Sequence[Override]) -> DefaultsList:
         try:
-            known = compute_defaults_list(self._repository, config_name, []).known_choices
+            unchanged = compute_defaults_list(self._repository, config_name, [])
+            known = unchanged.known_choices
             adapted = [override for choice in choices if (override := _as_change_or_add(choice, known)) is not None]
+            if not adapted:
+                return unchanged
             return compute_defaults_list(self._repository, config_name, adapted)
         except UserError:
             raise
@@ -266,13 +269,14 @@ class Composer:
             placed = tree
         written = {path: get(tree, path) for path in file.lines}
         replaced = {join(package, path) for path, value in written.items() if not isinstance(value, dict)}
+        shown = display_path(file.path)
         for stale in [known for known in composition.origins if not replaced.isdisjoint(parents_of(known))]:
             del composition.origins[stale]
         for path, line in file.lines.items():
             if isinstance(written[path], dict) and written[path]:
                 continue
             full = join(package, path)
-            composition.origins[full] = f"{display_path(file.path)}:{line}"
+            composition.origins[full] = f"{shown}:{line}"
             if source.directory == PACKAGED_CONF:
                 composition.packaged_paths.add(full)
             else:

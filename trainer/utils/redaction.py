@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 REDACTED = "***"
@@ -80,6 +81,7 @@ _KNOWN_FORMS = re.compile(
 """Values that are secrets whatever their name: headers, and tokens by their prefixes."""
 
 
+@lru_cache(maxsize=4096)  # of every key of a configuration, each time it is loaded
 def is_secret(name: str) -> bool:
     """Return True if the name of a variable or dotted key indicates a secret.
 

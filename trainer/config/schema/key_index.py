@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -224,6 +224,7 @@ def _show_item(value: Any) -> str:
     return _quoted(value) if isinstance(value, str) and text == value and set(",[]{}:") & set(text) else text
 
 
+@lru_cache(maxsize=1024)  # parsing takes longer than loading the rest of the key
 def _show_text(value: str) -> str:
     """Return text without quotes if YAML parses it back unchanged, else quoted."""
     try:
