@@ -144,6 +144,8 @@ def _consume(
         wait_full(values_ring, step, STAGES)
         v = values_ring[0].index(step % STAGES).reshape([BLOCK_N, HEAD_DIM])
         pending_out = warpgroup_mma(p, v, out, is_async=True)
+        # a row with keys, but without weight, is beyond what fp32 exponents hold (scores of 1e9): NaN, not 0
+        total = gl.where((total == 0.0) & (maximum > float("-inf")), float("nan"), total)
         empty = total == 0.0
         inverse = gl.convert_layout(1.0 / gl.where(empty, 1.0, total), out_rows_layout)
         query = first + gl.arange(0, BLOCK_M, rows_layout)

@@ -92,6 +92,8 @@ def _consume(
             safe = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
             total = total * gl.exp2(maximum - safe) + gl.exp2(previous - safe)
             maximum = new_maximum
+        # as in `forward.py`: NaN for scores that are too large, not the -inf of a row without keys
+        total = gl.where((total == 0.0) & (maximum > float("-inf")), float("nan"), total)
         empty = total == 0.0
         lse = (maximum + gl.log2(gl.where(empty, 1.0, total))) * 0.6931471805599453
         gl.store(lse_row, gl.where(empty, float("-inf"), lse), mask=query < queries)

@@ -124,6 +124,8 @@ def forward_kernel(
                     accumulator = dot(rounded(weight, v.dtype), v, accumulator * rescale[:, None], PRECISION)
                     maximum = new_maximum
 
+        # a row with keys, but without weight, is beyond what fp32 exponents hold (scores of 1e9): NaN, not 0
+        total = tl.where((total == 0.0) & (maximum > float("-inf")), float("nan"), total)
         empty = total == 0.0
         accumulator = accumulator * (keep_scale / tl.where(empty, 1.0, total))[:, None]
         lse = tl.where(empty, float("-inf"), (maximum + tl.log2(tl.where(empty, 1.0, total))) * LN2)
