@@ -9,6 +9,7 @@ import torch
 from adapter_runs import base_folder, finetune, finetune_config
 from hf_folders import change_tensors, letter_tokenizer
 
+from stoker.models.hf.config_fields import format_value
 from stoker.trainer.config.problems import ConfigError, Problem
 from stoker.trainer.conversion.convert_adapters import convert_adapter
 from stoker.trainer.conversion.finetune_defaults import load_finetune_config
@@ -104,7 +105,7 @@ def test_an_adapter_of_another_base_is_refused_where_that_is_certain(folder: Pat
     )
     assert "warning" not in run(other, tmp_path / "peft", "three")  # a name proves nothing, and this one is the same
     other.rename(moved)
-    doubt = f"names {base} as its base model, but this run starts from {moved}"
+    doubt = f"names {format_value(str(base))} as its base model, but this run starts from {moved}"
     assert doubt in run(moved, tmp_path / "peft", "four")
     base.rename(folder / "gone")
     try:
