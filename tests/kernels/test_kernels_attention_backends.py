@@ -14,7 +14,7 @@ from typing import Any, ClassVar, get_args
 import pytest
 import torch
 from attention_cases import attend, told
-from tiers import cases, full_only, looped
+from tiers import cases, extra, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention import installed_software
@@ -278,7 +278,7 @@ def with_options(words: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]
     return options
 
 
-@pytest.mark.parametrize(("name", "option"), cases(((name, option) for name in TAKEN for option in OPTIONS), fast=30))
+@pytest.mark.parametrize(("name", "option"), cases(((name, option) for name in TAKEN for option in OPTIONS), fast=20))
 def test_every_option_of_every_backend(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call a backend takes gives the reference's output and gradients; any other is an error."""
     pretend_extras(monkeypatch)
@@ -307,7 +307,7 @@ def test_rows_hidden_by_padding_give_zero() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [*extra(False), True])
 def test_dropout_of_triton_comes_from_torchs_generator(packed: bool) -> None:
     """The same state gives the same mask, so recomputation does; about the right part of the weights is dropped."""
     query, key = (torch.zeros(2, 20, heads, 16) for heads in (6, 2))
@@ -445,7 +445,7 @@ def test_transformer_engine_is_held_to_one_family(monkeypatch: pytest.MonkeyPatc
     assert os.environ["NVTE_FLASH_ATTN"] == "0"
 
 
-@pytest.mark.parametrize("name", ["te_fused", "te_flash", "te_unfused", "flash_attn"])
+@pytest.mark.parametrize("name", ["te_fused", *extra("te_flash", "te_unfused", "flash_attn")])
 def test_a_graph_breaks_around_what_cannot_be_traced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a layer with such a backend is compiled around it, and none that is one graph takes it in."""
     pretend_extras(monkeypatch)

@@ -235,6 +235,7 @@ def assert_within_budget(rows: list[dict[str, Any]]) -> None:
         assert row["wide_loads"] >= 8 or row["kind"] == "append", f"16 bytes at a time: {row}"
 
 
+@full_only
 @interpreted
 def test_a_few_kernels_compile_without_a_gpu(compilers: ForkServer) -> None:
     assert_within_budget(compilers.call("decode_compile", "compiled", "few"))

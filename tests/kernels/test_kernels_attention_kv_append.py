@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import looped
+from tiers import cases, looped
 from torch import Tensor
 
 from stoker.kernels.attention.kv_append import (
@@ -67,7 +67,7 @@ def test_keys_and_values_go_where_they_belong(kind: str, interleaved: bool) -> N
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["none", "whole", "part", "xpos"])
+@pytest.mark.parametrize("kind", cases(["none", "whole", "part", "xpos"], fast=2))
 @pytest.mark.parametrize(
     ("interleaved", "dtype"), [(False, torch.float64), (True, torch.float32), (False, torch.bfloat16)]
 )

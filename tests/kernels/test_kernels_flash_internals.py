@@ -216,6 +216,7 @@ def test_any_subset_of_gradients(wanted):
             assert tensor.grad is None
 
 
+@full_only
 def test_fp64_gradients_are_those_of_finite_differences():
     inputs = tuple(_inputs(queries=5, keys=6, dtype=torch.float64).values())
 

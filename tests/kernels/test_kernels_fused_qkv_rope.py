@@ -62,7 +62,7 @@ def compare(device: str, dtype: torch.dtype, kind: str, interleaved: bool, own_p
 @interpreted
 @pytest.mark.parametrize(
     ("kind", "own_positions", "interleaved", "dtype"),
-    cases(((kind, own, *more) for kind in KINDS for own in (False, True) for more in ROTATIONS), fast=6),
+    cases(((kind, own, *more) for kind in KINDS for own in (False, True) for more in ROTATIONS), fast=3),
 )
 def test_triton_is_plain_torch(kind: str, own_positions: bool, interleaved: bool, dtype: torch.dtype) -> None:
     compare("cpu", dtype, kind, interleaved, own_positions)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiers import DEVICES
+from tiers import DEVICES, cases
 
 from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.gated_activation import (
@@ -16,7 +16,7 @@ from stoker.kernels.gated_activation import (
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", NONLINEARITIES)
-@pytest.mark.parametrize(("shape", "width"), [((3,), 5), ((2, 3), 1030)])
+@pytest.mark.parametrize(("shape", "width"), cases([((3,), 5), ((2, 3), 1030)], fast=1))
 def test_kernels_equal_autograd_in_fp64(device, kind, shape, width):
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(*shape, 2 * width, generator=generator) * 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import DEVICES
+from tiers import DEVICES, cases
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -36,7 +36,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", NONLINEARITIES)
-@pytest.mark.parametrize(("shape", "width"), [((3,), 5), ((2, 3), 1030)])
+@pytest.mark.parametrize(("shape", "width"), cases([((3,), 5), ((2, 3), 1030)], fast=1))
 def test_kernel_equals_autograd_in_fp64(device: str, kind: str, shape: tuple[int, ...], width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(*shape, 2 * width, generator=generator) * 3
@@ -65,7 +65,7 @@ def gradients(function: Any, given: tuple[Tensor, ...], kind: str) -> tuple[Tens
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("kind", NONLINEARITIES)
+@pytest.mark.parametrize("kind", cases(NONLINEARITIES, fast=2))
 @pytest.mark.parametrize("frozen", [(), (0,), (1,), (1, 2), (0, 1)])
 def test_function_equals_autograd(kind: str, frozen: tuple[int, ...]) -> None:
     given = drawn(True, torch.float32)

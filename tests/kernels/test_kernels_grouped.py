@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import examples, looped
+from tiers import cases, examples, looped
 
 from stoker.kernels.moe.assignments import padded_assignments, sorted_assignments
 from stoker.kernels.moe.grouped_matmul import (
@@ -129,7 +129,7 @@ def test_the_bias_is_added_before_rounding(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", cases(COUNTS, fast=3))
 def test_grouped_matmul_and_its_gradients(backend, name):
     counts, after = COUNTS[name]
     generator = torch.Generator().manual_seed(0)

@@ -78,6 +78,7 @@ def test_function_equals_plain_torch_in_fp64(device: str, kind: str, size: dict[
         assert (one.double() - expected[name]).norm() <= 2e-6 * expected[name].norm(), name
 
 
+@full_only
 @pytest.mark.usefixtures("interpreted")
 def test_many_rows_are_summed_in_pieces() -> None:
     """More tiles than programs, so that a program has several tiles of rows and the sums several pieces."""
@@ -93,7 +94,7 @@ def test_many_rows_are_summed_in_pieces() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("parts", [[300], [512, 130], [257, 3, 256], [8200, 130]])
+@pytest.mark.parametrize("parts", cases([[300], [512, 130], [257, 3, 256], [8200, 130]], fast=2))
 def test_parts_of_a_fused_projection_have_products_of_their_own(device: str, parts: list[int]) -> None:
     torch.manual_seed(0)
     rows, rank = 70, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiers import DEVICES
+from tiers import DEVICES, cases
 
 from stoker.kernels.lora import lora_linear as linear_module
 from stoker.kernels.lora.lora_forward import reference_lora_update, triton_lora_update
@@ -12,7 +12,7 @@ from stoker.kernels.lora.lora_linear import lora_linear
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("start", ["nothing", "a bias", "a stream"])
+@pytest.mark.parametrize("start", cases(["nothing", "a bias", "a stream"], fast=1))
 @pytest.mark.parametrize(("parts", "rank"), [([300], 4), ([256, 130], 16), ([129, 3, 128], 20)], ids=str)
 def test_the_kernel_equals_plain_torch(parts: list[int], rank: int, start: str, device: str) -> None:
     torch.manual_seed(0)

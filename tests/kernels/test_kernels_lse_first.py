@@ -281,6 +281,7 @@ def test_log_sum_exp_of_the_output_is_the_same():
 # ---------------------------------------------------------------- gradients, operations
 
 
+@full_only
 @pytest.mark.parametrize("causal", [*extra(False), True])
 @pytest.mark.usefixtures("stages")
 def test_gradients_in_fp64(causal):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import attend
-from tiers import DEVICES, extra, looped
+from tiers import DEVICES, cases, extra, looped
 
 from stoker.kernels import masked_softmax
 from stoker.kernels.attention.backends import unfused
@@ -149,7 +149,7 @@ def test_nothing_visible_gives_zero_and_nothing_hidden_leaks(one_pass, device, m
 
 
 @pytest.mark.parametrize(("masked", "causal"), [(False, False), (True, True)])
-@pytest.mark.parametrize("columns", [63, 65, 200])
+@pytest.mark.parametrize("columns", cases([63, 65, 200], fast=1))
 @pytest.mark.usefixtures("kernels")
 def test_long_rows_are_read_twice_with_the_same_result(columns, masked, causal, monkeypatch):
     x = seeded(1, 2, 3, columns)

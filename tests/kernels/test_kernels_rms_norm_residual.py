@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_graphs import CompiledGraphs
-from tiers import DEVICES, full_only
+from tiers import DEVICES, cases, full_only
 from torch import Tensor
 
 from stoker.kernels import rms_norm_residual as module
@@ -44,7 +44,7 @@ SHAPES = [(6, 40), (8, 1024), (34, 1500), (1200, 24)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize(("rows", "width"), cases(SHAPES, fast=2))
 def test_gradients_are_those_of_fp64(rows: int, width: int, twice: bool, device: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "MAX_PROGRAMS", 12)
     zero_centered = width == 40
@@ -78,7 +78,7 @@ def test_bf16_errors_are_those_of_one_rounding(twice: bool, device: str) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize(("rows", "width"), cases(SHAPES, fast=2))
 def test_projection_has_the_gradients_of_fp64_and_keeps_no_norm(
     rows: int, width: int, learns: bool, biased: bool, device: str, monkeypatch: Any
 ) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cuda_sync import forbid_device_sync
-from tiers import DEVICES
+from tiers import DEVICES, cases
 
 from stoker.kernels.optim.sum_of_squares import reference_sum_of_squares, sum_of_squares
 from stoker.trainer.optim import base_optimizer
@@ -18,7 +18,7 @@ def tensors(dtypes, device, *, offset=0):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("offset", cases([0, 1], fast=1))
 @pytest.mark.parametrize(
     "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32, torch.bfloat16)], ids=str
 )

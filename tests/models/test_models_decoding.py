@@ -81,7 +81,7 @@ def same(mine: Tensor, theirs: Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", cases(CASES, fast=12))
+@pytest.mark.parametrize("case", cases(CASES, fast=6))
 def test_every_step_gives_what_the_whole_text_gives(case: str) -> None:
     """Texts of 1, 9 and 20 tokens go on together to the last slot; a second batch finds nothing of the first."""
     model = gpt(**CASES[case])
@@ -179,7 +179,7 @@ T5_CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", T5_CASES)
-@pytest.mark.parametrize("per_memory", [1, 2])
+@pytest.mark.parametrize("per_memory", cases([1, 2], fast=1))
 def test_a_t5_writes_what_the_whole_text_gives(case: str, per_memory: int) -> None:
     encoder, decoder, keys = T5_CASES[case]
     model = t5(encoder, decoder, **keys)

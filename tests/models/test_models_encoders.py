@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import attend
-from tiers import extra, full_only, looped
+from tiers import cases, extra, full_only, looped
 from torch import Tensor
 
 from stoker.kernels.attention.backends.sdpa import sdpa_math
@@ -93,7 +93,7 @@ WRITTEN_DOCUMENTS = torch.tensor([[0] * 2 + [1] * 5 + [2] * 2, [0] * 3 + [1] * 6
 
 
 @pytest.mark.parametrize("backend", ["unfused", "sdpa_math", "reference"])
-@pytest.mark.parametrize("kind", ["relative", "learned_absolute", "rope"])
+@pytest.mark.parametrize("kind", cases(["relative", "learned_absolute", "rope"], fast=1))
 def test_packed_pairs_are_what_each_is_alone(kind: str, backend: str) -> None:
     changes = {"position_embedding_type": kind, "attention_backend": backend}
     form = BatchSpec(seq_length=READ, decoder_seq_length=WRITTEN, packed=True, reset_position_ids=True)

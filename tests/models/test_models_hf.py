@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from config_helpers import load
-from tiers import looped
+from tiers import cases, looped
 
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.hf.architecture import slice_differences, slice_from_keys, unflatten_keys
@@ -162,7 +162,7 @@ def test_released_models_are_read_and_written(name: str) -> None:
             assert written[field] == value, field
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", cases(PRESETS, fast=2))
 def test_presets_are_the_released_models(name: str) -> None:
     preset = load(f"model={PRESETS[name]}", "data=mock").root.model
     form = BatchSpec(seq_length=512, decoder_seq_length=114)

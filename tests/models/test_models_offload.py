@@ -507,12 +507,13 @@ def test_activations_and_weights_of_a_model_share_a_slab(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("t5", "changes", "norms"),
     [
-        (False, {}, True),
-        (False, {"transformer_block_type": "post_ln", "normalization": "layernorm"}, False),
-        (False, {"num_moe_experts": 4}, True),
-        (True, {}, True),
+        pytest.param(False, {}, True, id="gpt"),
+        pytest.param(False, {"transformer_block_type": "post_ln", "normalization": "layernorm"}, False, id="post_ln"),
+        *extra(
+            pytest.param(False, {"num_moe_experts": 4}, True, id="moe"),
+            pytest.param(True, {}, True, id="t5"),
+        ),
     ],
-    ids=["gpt", "post_ln", "moe", "t5"],
 )
 def test_what_is_cheap_is_made_again_and_not_moved(
     monkeypatch: pytest.MonkeyPatch, t5: bool, changes: dict[str, Any], norms: bool

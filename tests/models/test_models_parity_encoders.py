@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from config_helpers import load
 from hf_fp64 import keep_input_dtype, map_parameters
-from tiers import extra
+from tiers import cases, extra
 from torch import Tensor, nn
 
 from stoker.kernels.attention.flags import AttentionFlags
@@ -161,7 +161,7 @@ CASES = {
 
 
 @pytest.mark.usefixtures("hf_upcasts_lifted")
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", cases([False, True], fast=1))
 @pytest.mark.parametrize("case", CASES)
 def test_fp64(case: str, padded: bool) -> None:
     assert worst_difference(CASES[case](), torch.float64, padded=padded) <= 1e-10

@@ -43,7 +43,7 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=F64, requires_grad=True)
 
 
-@pytest.mark.parametrize("parts", [(7,), (3, 2, 2), (4, 3)])
+@pytest.mark.parametrize("parts", cases([(7,), (3, 2, 2), (4, 3)], fast=2))
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_the_operation_is_its_reference(parts: tuple[int, ...], with_bias: bool) -> None:
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_inputs_that_need_no_gradient_get_none() -> None:
     assert inputs.grad is None
 
 
-@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("zero_centered", cases([False, True], fast=1))
 def test_a_norm_before_the_operation_is_not_kept(zero_centered: bool) -> None:
     torch.manual_seed(0)
     hidden, down, up = drawn(2, 3, 5), drawn(2, 5), drawn(7, 2)
@@ -278,7 +278,7 @@ HOW = [
 
 @pytest.mark.parametrize(
     ("family", "scheme", "how", "dropout"),
-    cases(((family, *how, p) for family in ("gpt", "experts", "t5") for how in HOW for p in (0.0, 0.3)), fast=18),
+    cases(((family, *how, p) for family in ("gpt", "experts", "t5") for how in HOW for p in (0.0, 0.3)), fast=7),
 )
 def test_memory_is_saved_to_the_same_gradients(
     family: str, scheme: str, how: str, dropout: float, monkeypatch: pytest.MonkeyPatch

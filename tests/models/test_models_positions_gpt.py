@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt_builder import build_gpt
-from tiers import full_only
+from tiers import cases, full_only
 from torch import Tensor
 
 from stoker.kernels.attention.call_spec import InstalledSoftware
@@ -67,7 +67,7 @@ CASES: Mapping[str, dict[str, Any]] = {**{kind: {"kind": kind} for kind in KINDS
 # ---------------------------------------------------------------- lengths
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, fast=5))
 def test_a_text_that_grows_sees_what_the_whole_text_saw(case: str) -> None:
     model = gpt(longest=LONG, **CASES[case]).eval()
     tokens = some_tokens(LONG)
@@ -77,7 +77,7 @@ def test_a_text_that_grows_sees_what_the_whole_text_saw(case: str) -> None:
             torch.testing.assert_close(model(tokens[:, :length])[:, -1, :VOCAB], whole[:, length - 1])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, fast=5))
 def test_four_times_the_training_length(case: str) -> None:
     """A model trained on 16 tokens gives on 64 what one built for 64 does with the same weights."""
     model, long = gpt(longest=LONG, **CASES[case]), gpt(tokens=LONG, **CASES[case])

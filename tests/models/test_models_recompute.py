@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_graphs import CompiledGraphs
-from tiers import extra, full_only
+from tiers import cases, extra, full_only
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -160,12 +160,12 @@ def plainly_trained(style: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize("style", cases(["gpt", "llama"], fast=1))
 def test_a_gpt_is_trained_alike(style: str, mode: str) -> None:
     assert_same(trained(gpt(**STYLES[style], **MODES[mode])), plainly_trained(style))
 
 
-@pytest.mark.parametrize("mode", MOE_MODES)
+@pytest.mark.parametrize("mode", cases(MOE_MODES, fast=6))
 def test_a_mixture_of_experts_is_trained_alike(mode: str) -> None:
     """Noise, losses of the router and counts are those of one run."""
     plain = plainly_trained("experts")
@@ -173,7 +173,7 @@ def test_a_mixture_of_experts_is_trained_alike(mode: str) -> None:
     assert_same(trained(gpt(**STYLES["experts"], **MOE_MODES[mode])), plain)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(MODES, fast=5))
 def test_a_t5_is_trained_alike(mode: str) -> None:
     assert_same(trained(t5(**MODES[mode])), plainly_trained("t5"))
 
@@ -188,14 +188,14 @@ def test_each_stack_of_a_t5_has_a_mode_of_its_own(stack: str, monkeypatch: pytes
         assert [runs[id(layer)] for layer in part.layers] == [2, 2, 1] if name == stack else [1, 1, 1]
 
 
-@pytest.mark.parametrize("mode", ["uniform 2", "cheap"])
+@pytest.mark.parametrize("mode", cases(["uniform 2", "cheap"], fast=1))
 @pytest.mark.parametrize("block", ["pre_ln", "post_ln", "normformer"])
 def test_every_order_of_norms_and_bert(block: str, mode: str) -> None:
     plain, ours = (trained(bert(transformer_block_type=block, **mode)) for mode in ({}, MODES[mode]))
     assert_same(ours, plain)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", cases(MODES, fast=4))
 def test_frozen_parameters_stop_no_gradient(mode: str) -> None:
     """Nothing that goes into the first layers needs a gradient: reentrant checkpoints lose all of theirs."""
     found: list[dict[str, Tensor | None]] = []
