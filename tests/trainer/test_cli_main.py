@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from config_helpers import DATA, write
 from fork_server import ForkServer
-from tiers import extra
+from tiers import extra, full_only
 
 from stoker.trainer.cli import doctor, main
 from stoker.trainer.config import render
@@ -59,6 +59,7 @@ def test_torch_waits_for_a_valid_configuration(tmp_path: Path) -> None:
     assert found == [f"ran {command} {code} []" for command, code in commands.items()], done.stderr
 
 
+@full_only
 def test_training_imports_none_of_the_large_libraries_that_it_does_not_use(forks: ForkServer) -> None:
     """Also where they are installed, as they are here: Lightning's torchmetrics would."""
     large = ["transformers", "matplotlib", "scipy", "sklearn", "pandas", "torchvision", "datasets", "peft"]

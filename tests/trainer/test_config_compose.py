@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
-from tiers import looped
+from tiers import cases, looped
 
 from stoker.trainer.config import dotted_paths, overrides
 from stoker.trainer.config.compose import PACKAGED_CONF, Composer
@@ -32,7 +32,7 @@ def refusal(*overrides: str, name: str | None = None, directory: Path | None = N
     return "\n".join(caught.value.lines)
 
 
-@pytest.mark.parametrize(("group", "name"), PRESETS)
+@pytest.mark.parametrize(("group", "name"), cases(PRESETS, fast=12))
 def test_every_preset_is_valid(group: str, name: str) -> None:
     given = ["model.data.path=x.txt"] if name in ("text", "shakespeare_char_cpu") else []
     given += ["model.data.data_prefix=x"] if name == "mmap" else []
@@ -496,7 +496,7 @@ def test_defaults_lists_are_bounded(files: dict[str, str], tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "digits", ["9" * 5000, "0x" + "f" * 5000, "0b" + "1" * 20_000, "0" + "7" * 5000, "-0o" + "7" * 5000]
+    "digits", cases(["9" * 5000, "0x" + "f" * 5000, "0b" + "1" * 20_000, "0" + "7" * 5000, "-0o" + "7" * 5000], fast=2)
 )
 def test_integers_of_thousands_of_digits(digits: str, tmp_path: Path) -> None:
     """Python neither reads nor prints them: in a file, on the command line, and in an interpolation."""

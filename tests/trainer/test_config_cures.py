@@ -151,7 +151,7 @@ def test_cures_are_found_in_a_fix(fix: str, overrides: list[tuple[str, ...]]) ->
     assert list(cures_in("key", fix)) == overrides
 
 
-LINES = cases(HAND_MADE, fast=50)
+LINES = cases(HAND_MADE, fast=25)
 
 
 @looped("line", LINES)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from config_helpers import DATA, gpt, load, problems, write
-from tiers import looped
+from tiers import cases, extra, looped
 
 from stoker.models.config.model import FAMILIES
 from stoker.trainer.config.dotted_paths import put
@@ -70,7 +70,10 @@ def test_each_row_does_what_its_state_says(state: KeyState) -> None:
 
 @looped(
     ("path", "value", "state"),
-    [(path, value, fact.state) for path, values in unsupported_values().items() for value, fact in values.items()],
+    cases(
+        ((path, value, fact.state) for path, values in unsupported_values().items() for value, fact in values.items()),
+        fast=20,
+    ),
 )
 def test_values_that_are_not_taken(path: str, value: Any, state: KeyState) -> None:
     problem = problems(f"{path}={format_value(value)}")[path]
@@ -217,7 +220,7 @@ def test_all_errors_come_at_once(tmp_path: Path) -> None:
     assert "must be given" in found["model.data.path"].rule
 
 
-@pytest.mark.parametrize("name", ["_target_", "_partial_", "_args_", "_recursive_", "_convert_"])
+@pytest.mark.parametrize("name", ["_target_", *extra("_partial_", "_args_", "_recursive_", "_convert_")])
 def test_code_is_never_named(name: str, tmp_path: Path) -> None:
     listed = problems(f"+model.nsys_profile.ranks=[[{{{name}:x}}]]")
     assert "must not name code" in listed["model.nsys_profile.ranks"].rule

@@ -207,7 +207,7 @@ def problem_keys(*overrides: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("preset", ["gpt_tiny", "t5_tiny", "bert_tiny"])
+@pytest.mark.parametrize("preset", cases(["gpt_tiny", "t5_tiny", "bert_tiny"], fast=1))
 def test_missing_value_of_any_key_is_told_alone_or_needless(preset: str) -> None:
     family = preset.partition("_")[0]
     keys = [path for path, key in schema_keys(family).items() if not key.is_open and path != "model.family"]

@@ -50,6 +50,7 @@ def test_far_positions_are_as_quick_and_as_exact() -> None:
     assert positions[sets == 1].tolist() == [far // 10 * 7 + k for k in range(7)]
 
 
+@full_only
 def test_weights_without_a_short_period_are_kept_to_a_millionth() -> None:
     weights = [1 / 3, 2**-0.5, 1e-9, 5.0]
     interleave = BlendSchedule(weights)

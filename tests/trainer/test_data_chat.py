@@ -134,8 +134,10 @@ HOSTILE = {
     "output": ("{% for i in range(90000) %}{{ '%01000d' | format(1) }}{% endfor %}", "more than 16,777,216 characters"),
 }
 
+QUICK = ("attributes", "files", "refuses", "syntax")
 
-@pytest.mark.parametrize("name", [name for name in HOSTILE if name != "memory" or extra(name)])
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name in QUICK or extra(name)])
 def test_a_hostile_template_ends_in_one_line(name: str) -> None:
     source, says = HOSTILE[name]
     with (
@@ -149,10 +151,14 @@ def test_a_hostile_template_ends_in_one_line(name: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        pytest.param("{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}", id="loops"),
+        *extra(
+            pytest.param(
+                "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+                id="nested",
+            )
+        ),
     ],
-    ids=["loops", "nested"],
 )
 def test_a_template_without_end_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "RENDER_TIMEOUT", 1.0)

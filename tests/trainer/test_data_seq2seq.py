@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from span_texts import restore
-from tiers import examples
+from tiers import cases, examples
 
 from stoker.trainer.cli import main
 from stoker.trainer.config.data_task import task_from_keys
@@ -110,7 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("source", ["text", "mmap"])
+@pytest.mark.parametrize("source", cases(["text", "mmap"], fast=1))
 @pytest.mark.parametrize("case", CASES)
 def test_batches_are_whole_and_functions_of_the_position(case: str, source: str, texts: Path, tmp_path: Path) -> None:
     make = text_data if source == "text" else mapped_data

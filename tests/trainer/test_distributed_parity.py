@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from distributed_runs import DistributedRuns, difference, records, samples_by_step
-from tiers import extra, full_only
+from tiers import full_only
 
 LIMIT = 1e-12
 
@@ -120,7 +120,8 @@ def test_the_comparison_is_not_empty(runs):
     assert len(records(directory)[0]["steps"][0]) == 6, "nothing is accumulated"
 
 
-@pytest.mark.parametrize("layout", ["full", *extra("ddp")])
+@full_only
+@pytest.mark.parametrize("layout", ["full", "ddp"])
 def test_two_ranks_equal_one_process(runs, layout):
     compare(runs, f"plain {layout}", 2, LAYOUTS[layout], {})
 

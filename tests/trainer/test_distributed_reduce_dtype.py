@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from config_helpers import load
+from tiers import cases
 from tiny_run import tiny_config
 from torch import Tensor
 
@@ -41,9 +42,9 @@ class TwoRanks:
         output.copy_(2 * tensor[tensor.shape[0] // 2 :])
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", cases([1, 2], fast=1))
 @pytest.mark.parametrize("asked", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["fused_adam", "distributed_fused_adam"])
+@pytest.mark.parametrize("optimizer", cases(["fused_adam", "distributed_fused_adam"], fast=1))
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true", "32"])
 def test_gradients_are_summed_in_what_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, optimizer: str, asked: str, micro_batches: int

@@ -123,7 +123,7 @@ def test_each_kind_of_bad_line_is_counted(tmp_path: Path, capsys: pytest.Capture
         assert f"{kind}: {kinds.count(kind)}, first at {tmp_path}/a.jsonl:{kinds.index(kind) + 2}{there}\n" in printed
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [*extra(False), True])
 def test_the_first_bad_line_can_end_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], packed: bool, small_parts: None
 ) -> None:

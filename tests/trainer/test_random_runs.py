@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from tiers import full_only
+from tiers import TIER, full_only
 
 from stoker.models.config.dense_stack import Activation, AttentionBackend
 from stoker.models.config.positions import PositionEmbedding
@@ -115,7 +115,7 @@ def train_or_be_refused(count, seed, directory, capsys):
 def test_random_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert set(POOLS) <= set(schema_keys())
-    train_or_be_refused(15, 0, tmp_path, capsys)
+    train_or_be_refused(15 if TIER == "full" else 6, 0, tmp_path, capsys)
 
 
 @full_only

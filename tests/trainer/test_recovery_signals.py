@@ -277,8 +277,13 @@ def validation(monkeypatch):
 
 @pytest.mark.parametrize(
     ("step", "signals"),
-    [(4, [{2: signal.SIGTERM}]), (8, [{7: signal.SIGINT}]), (4, [{1: signal.SIGTERM}, {3: signal.SIGTERM}])],
-    ids=["in the middle", "in the last validation", "twice"],
+    [
+        pytest.param(4, [{2: signal.SIGTERM}], id="in the middle"),
+        *extra(
+            pytest.param(8, [{7: signal.SIGINT}], id="in the last validation"),
+            pytest.param(4, [{1: signal.SIGTERM}, {3: signal.SIGTERM}], id="twice"),
+        ),
+    ],
 )
 def test_a_signal_within_a_validation_acts_after_its_batch_and_the_run_is_as_unbroken(
     tmp_path, validation, step, signals
@@ -411,9 +416,9 @@ IN_A_STEP, IN_A_SAVE = (
 @pytest.mark.parametrize(
     ("where", "how", "error"),
     [
-        *((*IN_A_STEP, error) for error in NO_MEMORY),
+        (*IN_A_STEP, NO_MEMORY[0]),
         (*IN_A_SAVE, NO_MEMORY[0]),
-        *extra(*((*IN_A_SAVE, error) for error in NO_MEMORY[1:])),
+        *extra(*((*where, error) for where in (IN_A_STEP, IN_A_SAVE) for error in NO_MEMORY[1:])),
     ],
 )
 def test_running_out_of_memory_is_two_lines_and_the_checkpoint_stays(tmp_path, monkeypatch, capsys, error, where, how):

@@ -22,6 +22,7 @@ import torch
 from audit_hook import watched
 from hf_folders import change_config, change_tensors, letter_tokenizer, random_model, save, tensors_of
 from safetensors.torch import save_file
+from tiers import extra
 
 from stoker.trainer.checkpoint import sharded_safetensors
 from stoker.trainer.checkpoint.reader import RunState
@@ -444,7 +445,7 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("kind", [kind for kind in TEMPLATES if kind in ("globals", "file", "output") or extra(kind)])
 def test_wicked_chat_templates(
     kind: str, place: Place, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,7 @@ CASES: list[dict[str, Any]] = [
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", [their_t5, their_gpt])
-@pytest.mark.parametrize("case", cases(CASES, fast=2), ids=str)
+@pytest.mark.parametrize("case", cases(CASES, fast=1), ids=str)
 def test_what_is_found_is_transformers(make: Any, case: dict[str, Any]) -> None:
     """Two texts at once: where one has ended, it must not change while the other goes on."""
     ends: set[bool] = set()

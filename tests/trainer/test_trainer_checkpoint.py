@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiers import cases
 from torch import nn
 
 from stoker.trainer.checkpoint.reader import (
@@ -134,7 +135,7 @@ def to_link(path):
     path.symlink_to(aside)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", cases(FILES, fast=2))
 @pytest.mark.parametrize("damage", [flip, truncate, os.unlink, to_fifo, to_link, lambda path: path.write_bytes(b"")])
 def test_any_damage_is_found_and_the_one_before_is_used(tmp_path, file, damage):
     save(tmp_path, 1)

@@ -82,7 +82,7 @@ def difference(reference: transformers.PreTrainedModel, ours: LanguageModel, tok
     return float((logits[..., :VOCAB] - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("name", cases(MODELS, fast=10))
+@pytest.mark.parametrize("name", cases(MODELS, fast=4))
 def test_round_trip_and_logits(name: str, tmp_path: Path) -> None:
     """HF -> stoker -> HF is the same files of weights, bit for bit; the logits of both are equal."""
     model = random_model(name)
@@ -112,7 +112,7 @@ def test_round_trip_and_logits(name: str, tmp_path: Path) -> None:
         assert difference(model.double(), our_model(ours, torch.float64)) <= 1e-10
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "t5_v1_1", "qwen2", "bert"])
+@pytest.mark.parametrize("name", cases(["llama", "mixtral", "t5_v1_1", "qwen2", "bert"], fast=2))
 def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
     model = random_model(name)
     convert(save(model, tmp_path / "theirs"), tmp_path / "ours", *BYTES)

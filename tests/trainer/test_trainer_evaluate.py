@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt_builder import build_gpt
+from tiers import cases
 from tiny_run import tiny_config
 from torch import Tensor
 
@@ -180,7 +181,7 @@ def _run(command: Any, *arguments: str) -> int:
     return command.run(parser.parse_args(list(arguments)))
 
 
-@pytest.mark.parametrize("library", ["byte-level", "char"])
+@pytest.mark.parametrize("library", cases(["byte-level", "char"], fast=1))
 def test_restored_model_is_the_saved_one(tmp_path: Path, text: Path, library: str) -> None:
     run, gpt = _write_run(tmp_path / "run", text, tokenizer={"library": library})
     restored = load_model(run, "cpu")

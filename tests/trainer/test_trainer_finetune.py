@@ -11,7 +11,7 @@ import torch
 from adapter_runs import base_folder, finetune, finetune_config, our_logits, some_tokens
 from hf_folders import TOKENS
 from safetensors.torch import load_file
-from tiers import extra
+from tiers import cases, extra
 from tiny_run import tiny_config
 
 from stoker.models.peft.apply import trainable_parameters
@@ -97,7 +97,7 @@ def t5(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     return base, model_tensors(whole.model)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", cases(SCHEMES, fast=2))
 def test_every_scheme_trains_a_t5(t5: tuple[Path, dict[str, torch.Tensor]], scheme: str, tmp_path: Path) -> None:
     base, before = t5
     named = ["model.peft.selective_tuning.tunable_base_param_names=[final_norm]", "model.peft.peft_scheme=selective"]
@@ -113,7 +113,7 @@ def test_every_scheme_trains_a_t5(t5: tuple[Path, dict[str, torch.Tensor]], sche
     assert all(torch.equal(tensor, after[name]) for name, tensor in restored.items())
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "sgd"])
+@pytest.mark.parametrize("kind", cases(["muon", "adafactor", "sgd"], fast=1))
 def test_every_optimizer_trains_an_adapter(ours: Path, kind: str, tmp_path: Path) -> None:
     run = peft_run(ours, tmp_path / "run", "lora", model__optim={"name": kind, "lr": 1e-2}, trainer__max_steps=2)
     assert any(

@@ -12,6 +12,7 @@ import transformers
 from hf_folders import TOKENS, VOCAB, random_model, save
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import cases
 
 from stoker.models.bert import BERT
 from stoker.models.gpt import GPT
@@ -89,7 +90,7 @@ def with_greedy(model: transformers.PreTrainedModel, requests: list[Request]) ->
     return [*requests, Request(start, one[len(start) :]), Request(start, two[len(start) :])]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "t5_v1_0", "byt5"])
+@pytest.mark.parametrize("name", cases(["llama", "mistral", "gpt2", "t5_v1_0", "byt5"], fast=2))
 def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs, restored = both(name, tmp_path)
     requests = some_requests()

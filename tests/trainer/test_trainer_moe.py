@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from gpt_builder import build_gpt
-from tiers import full_only
+from tiers import cases, extra, full_only
 from tiny_run import EAGER_ON_GPU, final_hashes, tiny_config
 from torch import nn
 
@@ -153,7 +153,7 @@ def reference(micro_batch_size):
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("micro_batch_size", [12, 6, 3])
+@pytest.mark.parametrize("micro_batch_size", cases([12, 6, 3], fast=1))
 def test_losses_of_the_router_count_once(micro_batch_size, recompute):
     start, gradients, figures, counts = reference(micro_batch_size)
     module = trained(micro_batch_size, moe_layer_recompute=recompute)
@@ -352,7 +352,7 @@ def unbroken(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("stopped", [3, 5], ids=["at a report", "between reports"])
+@pytest.mark.parametrize("stopped", [*extra(3), 5], ids={3: "at a report", 5: "between reports"}.get)
 def test_a_resumed_run_is_bit_exact(unbroken, tmp_path, stopped):
     directory = tmp_path / "resumed"
     run_training(tiny_config(directory, **{**MOE, "trainer__max_steps": stopped}))

@@ -9,7 +9,7 @@ import torch
 import yaml
 from gpt_builder import build_gpt
 from optimizer_cases import OPTIMIZER_FACTORIES, backward, net
-from tiers import full_only, looped
+from tiers import cases, full_only, looped
 from tiny_run import tiny_config
 from torch import nn
 
@@ -500,7 +500,9 @@ def test_a_gpt_learns_some_shakespeare_with_its_preset(name):
     assert end < 3.2, end  # knowing the frequencies of the letters alone gives 3.05
 
 
-@pytest.mark.parametrize("optim", [{"name": "sgd"}, {"name": "adafactor", "beta1": 0.5}, {"name": "muon"}])
+@pytest.mark.parametrize(
+    "optim", cases([{"name": "sgd"}, {"name": "adafactor", "beta1": 0.5}, {"name": "muon"}], fast=1)
+)
 def test_a_resumed_run_ends_bit_equal_and_another_optimizer_is_refused(optim, tmp_path):
     def run(directory, steps, **keys):
         config = tiny_config(tmp_path / directory, trainer__max_steps=steps, model__optim={**keys, "sched": SCHED})

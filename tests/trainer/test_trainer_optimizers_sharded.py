@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from optimizer_cases import OPTIMIZER_FACTORIES, WIDTH, Net, backward
+from tiers import full_only
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,5 +96,6 @@ def two_ranks(folder):
     start_processes(worker, (folder,), nprocs=RANKS, start_method="fork")
 
 
+@full_only
 def test_rows_on_two_ranks_equal_one_rank(tmp_path, forks):
     forks.call(__file__, "two_ranks", str(tmp_path))

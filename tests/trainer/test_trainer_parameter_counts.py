@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from config_helpers import load
+from tiers import cases
 
 from stoker.models.model_cost import count_parameters
 from stoker.trainer.cli.list_names import main_comment
@@ -39,7 +40,7 @@ def check(where: str, numbers: list[tuple[float, float]], counts: tuple[int, ...
         assert abs(number - count) <= error * 1.001, f"{where} says {number:,.0f}, the model has {count:,}"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, fast=4))
 def test_comments_of_presets(name: str) -> None:
     comment = main_comment(ROOT / "conf" / "model" / f"{name}.yaml")
     total, active = counted(f"model={name}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from deferred_copies import DeferredCopies
 from saved_activations import backward_peak_bytes, loss_peak_bytes, model_of, plan_inputs, saved_compiled, saved_eager
-from tiers import extra, full_only
+from tiers import cases, extra, full_only
 
 from stoker.models.build import TORCH_DTYPES
 from stoker.models.layers import recomputed_attention
@@ -221,7 +221,7 @@ def test_scores_come_again_from_log_sum_exps_where_the_plan_counts_these(name, t
         assert working + (scores if times else 0) == layer.memory.backward_peak(frozenset())[1]
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 6])
+@pytest.mark.parametrize("micro_batch", cases([1, 2, 6], fast=1))
 @pytest.mark.parametrize("precision", ["bf16", "32"])
 def test_the_loss_takes_what_its_operation_makes(micro_batch, precision, monkeypatch):
     """With a vocabulary of 50,304 a chunk has 4,096 tokens: one chunk, one and a half of it, six."""
@@ -253,7 +253,7 @@ def test_the_gradient_of_a_wide_head_weighs_more_than_its_logits(chunks, precisi
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "unfused, dropout", "scores again", "chunk again"),
+        *("llama", "unfused, dropout", *extra("scores again", "chunk again")),
         *extra("fp32", "gpt3", "unfused, bound", "layers again"),
         *extra("relu, dropout", "relu again"),
     ],

@@ -5,7 +5,7 @@ import json
 import pytest
 from config_helpers import load, write
 from plan_helpers import FULL, LLAMA, ONE, planned
-from tiers import extra
+from tiers import cases, extra
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.plan.hardware import parse_gpu
@@ -60,7 +60,9 @@ def test_the_search_takes_the_largest_micro_batch_that_fits():
         assert not make_plan(root.model_copy(update=larger), target).fits
 
 
-@pytest.mark.parametrize("mode", [["model.cpu_offloading=True", "model.cpu_offloading_num_layers=22"], FULL])
+@pytest.mark.parametrize(
+    "mode", cases([["model.cpu_offloading=True", "model.cpu_offloading_num_layers=22"], FULL], fast=1)
+)
 def test_the_search_switches_off_what_costs_time(mode):
     root = load(LLAMA, *mode).root
     target = gpu_target(root, parse_gpu("h200"))
@@ -93,7 +95,7 @@ def test_a_recording_that_cannot_be_had_is_not_planned(capsys):
 
 
 @pytest.mark.parametrize("key", ["granularity=selective", "modules=[core_attention]"])
-@pytest.mark.parametrize("model", ["bert_base", "t5_base", "gpt_125m"])
+@pytest.mark.parametrize("model", cases(["bert_base", "t5_base", "gpt_125m"], fast=1))
 def test_recomputation_without_effect_does_not_end_recordings(model, key):
     given = [f"model={model}", "data=mock", "model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
     if model == "t5_base":

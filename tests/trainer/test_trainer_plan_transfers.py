@@ -172,7 +172,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("count", "chunk", "offloaded", "seconds", "kinds"), cases(CASES, fast=24))
+@pytest.mark.parametrize(("count", "chunk", "offloaded", "seconds", "kinds"), cases(CASES, fast=8))
 def test_the_engines_wait_as_long(count: int, chunk: int, offloaded: int, seconds: float, kinds: str):
     """Chunk 0: nothing is recomputed. The link takes about `seconds` for what a layer that keeps all of it sends."""
     lost, runs = play(count, chunk, offloaded, 30_000 / seconds, kinds)

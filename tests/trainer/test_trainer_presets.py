@@ -34,7 +34,7 @@ SHRUNK = [
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", cases(MODELS, fast=5))
 def test_size(name: str) -> None:
     root = load(f"model={name}").root
     vocab_size = root.model.override_vocab_size or (259 if root.model.family == "gpt" else 384)
@@ -50,7 +50,7 @@ def test_size(name: str) -> None:
     assert num_parameters(model) == EXACT.get(name, pytest.approx(SIZES.get(name, 0), rel=0.1))
 
 
-@pytest.mark.parametrize("name", cases(MODELS, fast=8))
+@pytest.mark.parametrize("name", cases(MODELS, fast=4))
 def test_shrunk_it_trains(name: str, tmp_path: Path) -> None:
     length = "seq_length" if "t5" in name else "encoder_seq_length"
     where = f"exp_manager.explicit_log_dir={tmp_path}"

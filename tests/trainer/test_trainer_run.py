@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiers import TIER, full_only
+from tiers import full_only
 from tiny_run import final_hashes, tiny_config
 
 from stoker.trainer.checkpoint.reader import find_checkpoint
@@ -125,7 +125,7 @@ def test_only_damaged_checkpoints_are_no_reason_to_start_over(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_kills(tmp_path_factory, forks):
-    return forks.call("tiny_run", "interrupted", str(tmp_path_factory.mktemp("kills")), 0 if TIER == "fast" else 2, 0)
+    return forks.call("tiny_run", "interrupted", str(tmp_path_factory.mktemp("kills")), 2, 0)
 
 
 @full_only
@@ -142,6 +142,7 @@ def test_runs_killed_five_times_end_with_the_same_bits(tmp_path, forks, seed):
     assert all(final == result["peace"] for final in result["killed"])
 
 
+@full_only
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", EXIT_TERMINATED), ("SIGINT", EXIT_INTERRUPTED)])
 def test_a_signal_saves_the_step_and_exits_with_its_code(two_kills, name, code):
     assert two_kills[f"{name} exit"] == code
@@ -149,6 +150,7 @@ def test_a_signal_saves_the_step_and_exits_with_its_code(two_kills, name, code):
     assert two_kills[name] == two_kills["peace"]
 
 
+@full_only
 def test_max_time_saves_and_ends_well(tmp_path):
     result = run_training(tiny_config(tmp_path, trainer__max_time="00:00:00:01", trainer__max_steps=100_000))
     assert result.exit_code == EXIT_OK

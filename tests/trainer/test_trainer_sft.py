@@ -77,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, fast=4))
+@pytest.mark.parametrize("kind", cases(KINDS, fast=2))
 def test_packed_rows_are_unpacked_rows(kind: str, tmp_path: Path) -> None:
     """Loss and gradients of an epoch, in fp64."""
     found = {}
@@ -162,6 +162,7 @@ def evaluated(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> d
     return json.loads(capsys.readouterr().out)
 
 
+@full_only
 @pytest.mark.parametrize("chat", [True, *extra(False)])
 def test_a_model_learns_to_answer(chat: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Answers that are always the same: exact match 1, from prompts as training shows them, up to their end."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from config_helpers import load
-from tiers import extra, full_only
+from tiers import cases, extra, full_only
 from tiny_run import final_hashes
 
 from stoker.trainer.cli import main
@@ -62,7 +62,7 @@ def test_a_resumed_run_draws_the_same_spans(data: dict[str, Any], tmp_path: Path
     assert final_hashes(tmp_path / "whole", 4) == final_hashes(tmp_path / "parts", 4)
 
 
-@pytest.mark.parametrize("keys", ["reset_attention_mask", "reset_position_ids", "geometric_dist"])
+@pytest.mark.parametrize("keys", cases(["reset_attention_mask", "reset_position_ids", "geometric_dist"], fast=1))
 def test_a_bert_fills_in_hidden_tokens(keys: str, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 30)
