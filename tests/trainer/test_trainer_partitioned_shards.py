@@ -10,17 +10,21 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stoker.models.parallel.partition import Partition, RankPart, Section
 from stoker.trainer.checkpoint.sharded_safetensors import open_full_tensors, read_shards, shard_file_name, write_shards
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.muon import Muon
-from stoker.trainer.utils.local_shard import LocalShard, chunk_bounds, row_shard, whole_shard
+from stoker.trainer.utils.local_shard import LocalShard, chunk_bounds, local_shards, row_shard, whole_shard
 from stoker.trainer.utils.safetensors_io import DamagedFileError, write_safetensors
 
 
@@ -163,6 +167,7 @@ MALFORMED = [
     *([[0, 8], 16], [[0, 8, 4, 8], 16], [[8, 8, 0, 8], 16], [[0, 8, 8], 16], [[0, 24, 0, -8], 16], [[[0, 16]], 16]),
     *([{"0": 16}, 16], [[0, 16], 16, -1, 5], [[0, 16], 16, 1, 5], [[0, 16], 16, 0, 4], [[0, 16], 16, 0, None]),
     [[0, 0] * 1_000 + [0, 16], 16],
+    *([0, 10**4000], [[0, 16], 10**4000], [[0, 16], 16, 0, 10**4000]),
 ]
 
 
@@ -190,13 +195,13 @@ def test_shifted_and_huge_parts_are_refused(tmp_path: Path) -> None:
 
 
 def test_many_ranges_take_linear_time(tmp_path: Path) -> None:
-    """A header with ranges of a million rows is refused before anything is compared with anything."""
-    entry = [[number for row in range(500_000) for number in (2 * row, 1)], 1_000_000]
+    """A header with very many ranges is refused before any two of them are compared."""
+    entry = [[number for row in range(100_000) for number in (2 * row, 1)], 200_000]
+    paths = file_with(tmp_path / "x.safetensors", entry, torch.empty(100_000, 0))
     start = time.process_time()
-    paths = file_with(tmp_path / "x.safetensors", entry, torch.empty(500_000, 0))
     with pytest.raises(DamagedFileError, match="do not fit"):
-        read_shards(paths, {"w": whole_shard(torch.zeros(1_000_000, 0))})
-    assert time.process_time() - start < 10
+        read_shards(paths, {"w": whole_shard(torch.zeros(200_000, 0))})
+    assert time.process_time() - start < 2
 
 
 def local_model(rank: int, rows: RankPart) -> tuple[nn.Parameter, dict[str, RankPart]]:
@@ -237,3 +242,36 @@ def test_optimizers_that_need_the_whole_weight_say_so() -> None:
             build()
     experts = nn.Parameter(torch.zeros(2, 4, 4))
     Muon([("experts.up", experts)], lr=0.1, parts={"experts.up": RankPart(Partition(0, (Section(4, 2),)), 0, 2)})
+
+
+class Attention(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(5, QKV.local_size(), bias=False)
+        self.norm = nn.LayerNorm(5, bias=False)
+        self.qkv.partitions = {"weight": RankPart(QKV, rank, 4)}  # type: ignore[assignment]
+        self.default_partition = RankPart(None, rank, 4)
+
+
+def test_fsdp_shards_the_part_of_a_rank_again(tmp_path: Path) -> None:
+    """Of four tensor-parallel times two FSDP ranks; partitions outlive `fully_shard` and `to_empty`."""
+    shards: list[dict[str, LocalShard]] = []
+    for rank in range(4):
+        for place in range(2):
+            dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=2)
+            try:
+                with torch.device("meta"):
+                    model = Attention(rank)
+                fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+                model.to_empty(device="cpu")
+                mine = local_shards(model, dict(model.named_parameters()))
+            finally:
+                dist.destroy_process_group()
+            mine["qkv.weight"].copy_from_full(FULL)
+            mine["norm.weight"].copy_from_full(FULL[0])
+            shards.append(mine)
+    assert shards[1]["qkv.weight"].local.tolist() == FULL[[9, 12, 13]].tolist()
+    assert shards[1]["norm.weight"].num_replicas == 4
+    with open_full_tensors(save(tmp_path, shards)) as tensors:
+        assert torch.equal(tensors.read("qkv.weight"), FULL)
+        assert torch.equal(tensors.read("norm.weight"), FULL[0])

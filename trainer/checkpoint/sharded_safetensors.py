@@ -35,6 +35,7 @@ from ..utils.text import truncate_lines
 _FILE_NAME = re.compile(r"(?P<kind>[a-z]+)(-(?P<rank>\d{5})-of-(?P<ranks>\d{5}))?\.safetensors")
 _MAX_RANGES = 256
 """Row ranges of a tensor in a file: one for each projection of a fused weight."""
+_MAX_SIZE = 1 << 63
 
 
 def shard_file_name(kind: str, rank: int, world_size: int) -> str:
@@ -196,8 +197,10 @@ def _parse_entry(
         ValueError, TypeError, LookupError: the entry is malformed, or does not fit the stored shape.
     """
     ranges, num_rows, *columns = entry
-    if isinstance(ranges, int):
-        ranges = [ranges, shape[0]]
+    if type(ranges) is int and type(num_rows) is int and not columns:  # almost all entries
+        if not 0 <= ranges <= num_rows - shape[0] < _MAX_SIZE:
+            raise ValueError
+        return ((ranges, shape[0]),), None, (num_rows, *shape[1:])
     rows = list(zip(ranges[::2], ranges[1::2], strict=True))
     if len(rows) > _MAX_RANGES or {type(number) for number in (*ranges, num_rows, *columns)} != {int}:
         raise ValueError
@@ -206,12 +209,12 @@ def _parse_entry(
         if first < position or count < 0:
             raise ValueError
         position = first + count
-    if position > num_rows or sum(ranges[1::2]) != shape[0]:
+    if not position <= num_rows < _MAX_SIZE or sum(ranges[1::2]) != shape[0]:
         raise ValueError
     if not columns:
         return rows, None, (num_rows, *shape[1:])
     first_column, num_columns = columns
-    if not 0 <= first_column <= num_columns - shape[1]:
+    if not 0 <= first_column <= num_columns - shape[1] < _MAX_SIZE:
         raise ValueError
     return rows, (first_column, shape[1]), (num_rows, num_columns, *shape[2:])
 
@@ -221,38 +224,29 @@ def _load_shard(name: str, shard: LocalShard, parts: list[_FilePart]) -> None:
     if not shard.local.ndim:
         shard.local.copy_(parts[0].file.get_tensor(name))
         return
-    whole = (0, shard.shape[1]) if shard.local.ndim > 1 else (0, 1)
-    own = whole if shard.columns is None else (shard.columns.first, shard.local.shape[1])
+    wanted = [(start - rows.first, rows.first, rows.first + rows.size) for start, rows in shard.local_ranges()]
     for part in parts:
-        columns = _overlap(own, part.columns or whole)
-        start = 0
-        for first, count in part.rows:
-            for local_start, rows in shard.local_ranges():
-                overlap = _overlap((rows.first, rows.size), (first, count))
-                if not (overlap.size and columns.size):
-                    continue
-                stored = slice(start + overlap.second, start + overlap.second + overlap.size)
-                local = shard.local[local_start + overlap.first : local_start + overlap.first + overlap.size]
-                source = part.file.get_slice(name)
-                if shard.columns is None and part.columns is None:
-                    local.copy_(source[stored])
-                else:
-                    values = source[stored, columns.second : columns.second + columns.size]
-                    local[:, columns.first : columns.first + columns.size].copy_(values)
-            start += count
+        offset = 0
+        for first, size in part.rows:
+            for shift, low, high in wanted:
+                start, end = max(low, first), min(high, first + size)
+                if start < end:
+                    stored = slice(start - first + offset, end - first + offset)
+                    _load_rows(name, shard, shard.local[start + shift : end + shift], part, stored)
+            offset += size
 
 
-class _Overlap(NamedTuple):
-    """Overlap of two ranges: its start relative to each of them, and its size."""
-
-    first: int
-    second: int
-    size: int
-
-
-def _overlap(first: tuple[int, int], second: tuple[int, int]) -> _Overlap:
-    start, end = max(first[0], second[0]), min(sum(first), sum(second))
-    return _Overlap(start - first[0], start - second[0], max(end - start, 0))
+def _load_rows(name: str, shard: LocalShard, local: Tensor, part: _FilePart, stored: slice) -> None:
+    """Copy stored rows of a part, and of them the columns of the shard, into rows of the shard."""
+    source = part.file.get_slice(name)
+    if shard.columns is None and part.columns is None:
+        local.copy_(source[stored])
+        return
+    own, size = shard.columns.first if shard.columns else 0, local.shape[1]
+    first, stored_size = part.columns or (0, shard.shape[1])
+    start, end = max(own, first), min(own + size, first + stored_size)
+    if start < end:
+        local[:, start - own : end - own].copy_(source[stored, start - first : end - first])
 
 
 def _check_complete(name: str, parts: list[_FilePart], shape: tuple[int, ...]) -> None:
