@@ -24,7 +24,8 @@ from stoker.trainer.checkpoint.sharded_safetensors import open_full_tensors, rea
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.muon import Muon
-from stoker.trainer.utils.local_shard import LocalShard, chunk_bounds, local_shards, row_shard, whole_shard
+from stoker.trainer.utils.errors import UserError
+from stoker.trainer.utils.local_shard import LocalShard, chunk_bounds, local_shard, local_shards, row_shard, whole_shard
 from stoker.trainer.utils.safetensors_io import DamagedFileError, write_safetensors
 
 
@@ -204,6 +205,17 @@ def test_many_ranges_take_linear_time(tmp_path: Path) -> None:
     assert time.process_time() - start < 2
 
 
+def test_data_parallel_replicas_share_what_their_part_saves() -> None:
+    shares: list[LocalShard] = []
+    for rank in range(4):
+        for replica in range(2):
+            local = next(shard.local for shard in Layout(QKV, 4, 1, 1).split(FULL)[rank:])
+            shares.append(local_shard(local, RankPart(QKV, rank, 4, replica, 2)).part_to_save())
+    assert [len(share.local) for share in shares] == [3, 3, 2, 0, 3, 3, 2, 0]
+    saved = [row for share in shares for first, size, _ in share.rows for row in range(first, first + size)]
+    assert sorted(saved) == list(range(16))
+
+
 def local_model(rank: int, rows: RankPart) -> tuple[nn.Parameter, dict[str, RankPart]]:
     local = next(shard.local for shard in Layout(QKV, 4, 1, 1).split(FULL)[rank:])
     return nn.Parameter(local.bfloat16()), {"w": rows}
@@ -238,7 +250,7 @@ def test_optimizers_that_need_the_whole_weight_say_so() -> None:
         lambda: Muon([("w", weight)], lr=0.1, parts=parts),
         lambda: AdamW([("w", weight)], lr=0.1, scale_parameter=True, parts=parts),
     ):
-        with pytest.raises(ValueError, match=r"`w` is partitioned over 4 ranks, but .* needs all of it"):
+        with pytest.raises(UserError, match=r"`w` is partitioned over 4 ranks, but .* needs all of it"):
             build()
     experts = nn.Parameter(torch.zeros(2, 4, 4))
     Muon([("experts.up", experts)], lr=0.1, parts={"experts.up": RankPart(Partition(0, (Section(4, 2),)), 0, 2)})

@@ -197,8 +197,8 @@ def _parse_entry(
         ValueError, TypeError, LookupError: the entry is malformed, or does not fit the stored shape.
     """
     ranges, num_rows, *columns = entry
-    if type(ranges) is int and type(num_rows) is int and not columns:  # almost all entries
-        if not 0 <= ranges <= num_rows - shape[0] < _MAX_SIZE:
+    if not isinstance(ranges, list):  # almost all entries
+        if columns or not type(ranges) is type(num_rows) is int or not 0 <= ranges <= num_rows - shape[0] < _MAX_SIZE:
             raise ValueError
         return ((ranges, shape[0]),), None, (num_rows, *shape[1:])
     rows = list(zip(ranges[::2], ranges[1::2], strict=True))

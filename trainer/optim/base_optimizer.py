@@ -24,6 +24,7 @@ from ...kernels.launch import triton_runs_on
 from ...kernels.optim.sum_of_squares import sum_of_squares
 from ...models.memory.host_copies import CopyEngine
 from ...models.parallel.partition import RankPart
+from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
 from .host_state import HostState
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
@@ -100,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
         host_state: state in host memory; None without `host`.
 
     Raises:
-        ValueError: the optimizer does not support the part of a parameter that this rank holds.
+        UserError: the optimizer does not support the part of a parameter that this rank holds.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, name in self._names.items():
             part = self._parts_by_name.get(name)
             if part is not None and not self.supports_part(name, self._placed_shard(parameter).shape, part):
-                raise ValueError(
+                raise UserError(
                     f"`{name}` is partitioned over {part.ranks} ranks, but {type(self).__name__} needs all of it; "
                     "set model.optim.name=adamw without scale_parameter"
                 )
