@@ -147,14 +147,22 @@ class RankPart:
 
 
 def partitions_of(model: nn.Module) -> dict[str, RankPart]:
-    """Return the partitions of the parameters and buffers of a model by name; empty without model parallelism."""
+    """Return the partitions of the parameters and buffers of a model by name; empty without model parallelism.
+
+    Raises:
+        ValueError: a module has a partition of a tensor that it does not have, or the model has no `default_partition`.
+    """
     default = getattr(model, "default_partition", None)
     found: dict[str, RankPart] = {}
     for prefix, module in model.named_modules():
         own = getattr(module, "partitions", {})
-        for tensors in (module.named_parameters, module.named_buffers):
-            for name, _ in tensors(recurse=False):
-                part = own.get(name, default)
-                if part is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = part
+        names = [name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        if unknown := sorted(set(own).difference(names)):
+            raise ValueError(f"`{prefix}.partitions` must name parameters or buffers, but names {unknown[0]}")
+        if own and default is None:
+            raise ValueError(f"`default_partition` of the model must be set, since `{prefix}` has partitions")
+        for name in names:
+            part = own.get(name, default)
+            if part is not None:
+                found[f"{prefix}.{name}" if prefix else name] = part
     return found

@@ -88,6 +88,18 @@ def test_parameters_without_a_partition_are_replicated() -> None:
     assert partitions_of(nn.Linear(2, 2)) == {}
 
 
+def test_forgotten_and_misnamed_partitions_are_errors() -> None:
+    """They would be saved as if all ranks held the same rows."""
+    model = Attention(0)
+    del model.default_partition
+    with pytest.raises(ValueError, match=r"`default_partition` of the model must be set, since `qkv` has partitions"):
+        partitions_of(model)
+    model = Attention(0)
+    model.qkv.partitions = {"kernel": RankPart(QKV, 0, 4)}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"`qkv\.partitions` must name parameters or buffers, but names kernel"):
+        partitions_of(model)
+
+
 def test_each_rank_initializes_its_part_of_the_full_parameter() -> None:
     rules = InitRules(seed=3, std=1.0, output_std=0.5, norm_weight=1.0)
     full = {"qkv.weight": initial_parameter("qkv.weight", torch.Size((16, 5)), rules)}

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stoker.models.parallel.partition import Partition, RankPart, Section
+from stoker.trainer.checkpoint.reader import Checkpoint
 from stoker.trainer.checkpoint.sharded_safetensors import open_full_tensors, read_shards, shard_file_name, write_shards
 from stoker.trainer.optim.adamw import AdamW
 from stoker.trainer.optim.ema import EMA
@@ -263,6 +264,16 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(5, bias=False)
         self.qkv.partitions = {"weight": RankPart(QKV, rank, 4)}  # type: ignore[assignment]
         self.default_partition = RankPart(None, rank, 4)
+
+
+def test_a_checkpoint_of_one_rank_loads_on_four(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"qkv.weight": FULL, "norm.weight": FULL[0]})
+    for rank, expected in enumerate(Layout(QKV, 4, 1, 1).split(FULL)):
+        model = Attention(rank)
+        Checkpoint(tmp_path, None, (path.name,)).load_weights(model)  # type: ignore[arg-type]
+        assert torch.equal(model.qkv.weight, expected.local)
+        assert torch.equal(model.norm.weight, FULL[0])
 
 
 def test_fsdp_shards_the_part_of_a_rank_again(tmp_path: Path) -> None:
