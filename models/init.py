@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .layers.attention_bias import alibi_slopes, inverse_softplus
+from .parallel.partition import RankPart, partitions_of
 
 OUTPUT_PROJECTIONS = (
     *(".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight"),
@@ -81,6 +82,15 @@ def initial_parameter(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     return torch.empty(shape).normal_(0.0, std, generator=generator_for(rules.seed, name))
 
 
+def initial_part(name: str, shape: torch.Size, rules: InitRules, part: RankPart | None) -> Tensor:
+    """Return this rank's part, of shape `shape`, of the initial value of a parameter; None for all of it."""
+    if part is None or part.partition is None:
+        return initial_parameter(name, shape, rules)
+    full = initial_parameter(name, torch.Size(part.full_shape(shape)), rules)
+    dim = part.partition.dim
+    return torch.cat([full.narrow(dim, each.start, each.size) for each in part.ranges()], dim)
+
+
 def copy_full(parameter: Tensor, full: Tensor) -> None:
     """Fill an unsharded parameter."""
     parameter.copy_(full)
@@ -92,18 +102,20 @@ def initialize_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tens
     Args:
         model: its parameters are on a real device.
         rules: initialization of the model.
-        fill: copies a full parameter (fp32 on the CPU), or the local shard of it, into the parameter.
+        fill: copies a full parameter (fp32 on the CPU), or the local shard of it, into the parameter. Under tensor or
+            expert parallelism it gets this rank's part of the parameter.
 
     Raises:
         ValueError: a parameter is still on the meta device.
     """
     parameters = dict(model.named_parameters())
+    parts = partitions_of(model)
     if meta := [name for name, parameter in parameters.items() if parameter.is_meta]:
         raise ValueError(f"`{meta[0]}` must be on a real device to be initialized; call `to_empty` first.")
 
     def initialise_parameter(name: str) -> None:
         with torch.no_grad():  # grad mode is thread-local
-            fill(parameters[name], initial_parameter(name, parameters[name].shape, rules))
+            fill(parameters[name], initial_part(name, parameters[name].shape, rules, parts.get(name)))
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(initialise_parameter, parameters))

@@ -20,7 +20,7 @@ from stoker.trainer.checkpoint.async_saver import CheckpointSaver
 from stoker.trainer.checkpoint.reader import OPTIMIZER, WEIGHTS, RunState, checkpoint_paths, newest_checkpoint
 from stoker.trainer.checkpoint.writer import CheckpointContent, apply_retention, remove_temporaries
 from stoker.trainer.distributed.process_group import DistributedContext
-from stoker.trainer.utils.local_shard import LocalShard
+from stoker.trainer.utils.local_shard import row_shard, whole_shard
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "rmdir", "unlink")
 """Functions of `os` that modify the file system."""
@@ -56,7 +56,7 @@ class ThreadRanks(DistributedContext):
 def content(step: int, rank: int, world_size: int) -> CheckpointContent:
     """Return a checkpoint filled with its step number; each rank holds a shard of the rows."""
     rows = ROWS // world_size
-    piece = LocalShard(torch.full((rows, 4), float(step)), rank * rows, ROWS)
+    piece = row_shard(torch.full((rows, 4), float(step)), rank * rows, ROWS)
     state = RunState(
         step=step, consumed_samples=4 * step, val_loss=1 / step, seed=1, global_batch_size=4, micro_batch_size=2,
         sequence_length=8, precision="fp32", optimizer={"lr": 0.1}, data_fingerprint="f", versions={"torch": "2"},
@@ -145,7 +145,7 @@ def problems_after(directory: Path, *, is_async: bool, world_size: int) -> list[
     if checkpoint is None or complaints:
         return [f"no complete checkpoint: {complaints}"]
     found: list[str] = []
-    pieces = {"w": LocalShard(torch.zeros(ROWS, 4), 0, ROWS)}
+    pieces = {"w": whole_shard(torch.zeros(ROWS, 4))}
     checkpoint._fill(WEIGHTS, pieces)
     step = checkpoint.state.step
     if step not in (2, 3) or not bool((pieces["w"].local == step).all()):

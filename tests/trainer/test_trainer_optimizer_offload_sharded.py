@@ -67,7 +67,7 @@ def check(kind, layout, dtype):
     expected = plain.local_shards()
     for name, piece in ours.local_shards().items():
         assert torch.equal(piece.local, expected[name].local), (kind, layout, name)
-        assert (piece.first_row, piece.num_rows) == (expected[name].first_row, expected[name].num_rows)
+        assert (piece.rows, piece.num_rows) == (expected[name].rows, expected[name].num_rows)
     for mine, whole in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert torch.equal(local_tensor(mine), local_tensor(whole)), (kind, layout)
     assert ours.step_count == plain.step_count == 2

@@ -73,12 +73,12 @@ def check(kind):
         torch.testing.assert_close(together.grad_norm, alone.grad_norm, rtol=1e-12, atol=0, equal_nan=True)
     for name, parameter in cut.named_parameters():
         mine = local_shard(parameter)
-        expected = whole.get_parameter(name).detach()[mine.first_row : mine.first_row + len(mine.local)]
+        expected = whole.get_parameter(name).detach()[mine.rows[0].first : mine.rows[0].first + len(mine.local)]
         torch.testing.assert_close(mine.local, expected, rtol=1e-12, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
     expected = alone.local_shards()
     for name, piece in together.local_shards().items():
         assert piece.shape == expected[name].shape, name
-        rows = expected[name].local[piece.first_row : piece.first_row + len(piece.local)]
+        rows = expected[name].local[piece.rows[0].first : piece.rows[0].first + len(piece.local)]
         torch.testing.assert_close(piece.local, rows, rtol=1e-11, atol=1e-16, msg=lambda m, n=name: f"{n}: {m}")
         assert piece.num_replicas == (RANKS if together.is_replicated(name.rpartition(".")[2], (2, 2)) else 1), name
 

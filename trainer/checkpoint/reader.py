@@ -38,7 +38,7 @@ from ...models.peft.added_parameters import peft_parameter_names
 from ...models.peft.apply import trainable_parameters
 from ..optim.base_optimizer import Optimizer
 from ..utils.errors import UserError
-from ..utils.local_shard import LocalShard, local_shard
+from ..utils.local_shard import LocalShard, local_shards
 from ..utils.safetensors_io import DamagedFileError, FileRecord, read_json, verify_file
 from .checkpoint_paths import STEP_NAME, checkpoint_paths
 from .hf_files import missing_model_hint
@@ -198,7 +198,7 @@ class Checkpoint:
             UserError: they cannot be read.
         """
         tensors = trainable_tensors(model) if self.is_adapter else base_tensors(model)
-        shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+        shards = local_shards(model, tensors)
         self._fill(ADAPTER if self.is_adapter else WEIGHTS, shards, cast=cast)
         if self.uses_ema:
             self._fill(

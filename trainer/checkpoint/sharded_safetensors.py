@@ -1,23 +1,26 @@
 """Sharded safetensors: each rank writes its rows of every tensor; any number of ranks can read them (resharding).
 
 A single process writes `model.safetensors`; rank r of R writes `model-0000r-of-0000R.safetensors`, whose header holds
-in `__metadata__.rows`, as JSON, name -> [first row, rows of the full tensor] for every sharded tensor.
+in `__metadata__.rows`, as JSON, for every sharded tensor by name one of
+
+- [first row, rows of the full tensor]: consecutive rows,
+- [[first row, number of rows, ...], rows of the full tensor]: several ranges, two numbers for each (fused weights),
+- [[first row, number of rows, ...], rows, first column, columns of the full tensor]: some columns of such rows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..utils.local_shard import LocalShard
+from ..utils.local_shard import LocalShard, whole_shard
 from ..utils.safetensors_io import (
     TENSOR_DTYPES,
     DamagedFileError,
@@ -30,6 +33,9 @@ from ..utils.safetensors_io import (
 from ..utils.text import truncate_lines
 
 _FILE_NAME = re.compile(r"(?P<kind>[a-z]+)(-(?P<rank>\d{5})-of-(?P<ranks>\d{5}))?\.safetensors")
+_MAX_RANGES = 256
+"""Row ranges of a tensor in a file: one for each projection of a fused weight."""
+_MAX_SIZE = 1 << 63
 
 
 def shard_file_name(kind: str, rank: int, world_size: int) -> str:
@@ -48,25 +54,32 @@ def shard_files(kind: str, names: Iterable[str]) -> list[str]:
 
 
 def write_shards(path: Path, shards: Mapping[str, LocalShard]) -> FileRecord:
-    """Write this rank's share of the rows of every tensor, see `LocalShard.part_to_save`."""
+    """Write this rank's share of every tensor, see `LocalShard.part_to_save`."""
     shares = {name: shard.part_to_save() for name, shard in shards.items()}
     written = {name: share for name, share in shares.items() if share.num_rows}
     rows = {
-        name: [share.first_row, share.num_rows]
+        name: _row_entry(share)
         for name, share in written.items()
-        if share.local.ndim and share.local.shape[0] != share.num_rows
+        if share.local.ndim and tuple(share.local.shape) != share.shape
     }
     metadata = {"rows": json.dumps(rows, separators=(",", ":"))} if rows else None
     return write_safetensors(path, {name: share.local for name, share in written.items()}, metadata)
 
 
-@dataclass(frozen=True, slots=True)
-class _RowRange:
-    """Row range of a tensor in a file."""
+def _row_entry(share: LocalShard) -> list[Any]:
+    """Return the entry of `__metadata__.rows`."""
+    if share.columns is None and len(share.rows) == 1:
+        return [share.rows[0].first, share.num_rows]
+    ranges = [number for rows in share.rows for number in (rows.first, rows.size)]
+    return [ranges, share.num_rows, *(share.columns or ())]
+
+
+class _FilePart(NamedTuple):
+    """Part of a tensor in a file: ranges of rows, and a range of columns or None for all."""
 
     file: Any
-    start: int
-    count: int
+    rows: Sequence[tuple[int, int]]
+    columns: tuple[int, int] | None
 
 
 def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, cast: bool = False) -> None:
@@ -78,7 +91,7 @@ def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, ca
         cast: convert values of other dtypes instead of raising.
 
     Raises:
-        DamagedFileError: a file is not safetensors, or rows are missing or duplicated.
+        DamagedFileError: a file is not safetensors, or a part of a tensor is missing or duplicated.
         ValueError: names, shapes or dtypes differ; one line for each of the first ten.
     """
     with ExitStack() as stack:
@@ -87,7 +100,7 @@ def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, ca
         if problems:
             raise ValueError("\n".join(problems))
         for name, shard in shards.items():
-            _check_complete(name, found[name], shard.num_rows)
+            _check_complete(name, found[name], shard.shape)
             _load_shard(name, shard, found[name])
 
 
@@ -98,7 +111,7 @@ class FullTensors:
         specs: dtype and shape by name.
     """
 
-    def __init__(self, found: Mapping[str, list[_RowRange]], specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, found: Mapping[str, list[_FilePart]], specs: Mapping[str, TensorSpec]) -> None:
         self._found = found
         self.specs = specs
 
@@ -106,15 +119,15 @@ class FullTensors:
         """Read a full tensor into host memory.
 
         Raises:
-            DamagedFileError: rows of it are missing or duplicated.
+            DamagedFileError: a part of it is missing or duplicated.
         """
-        shape = self.specs[name].shape
-        parts = self._found[name]
-        if shape:
-            _check_complete(name, parts, shape[0])
+        spec, parts = self.specs[name], self._found[name]
+        _check_complete(name, parts, spec.shape)
         if len(parts) == 1:
             return parts[0].file.get_tensor(name)
-        return torch.cat([part.file.get_tensor(name) for part in sorted(parts, key=lambda part: part.start)])
+        full = torch.empty(spec.shape, dtype=spec.dtype)
+        _load_shard(name, whole_shard(full), parts)
+        return full
 
 
 class OverlaidTensors:
@@ -152,50 +165,122 @@ def open_full_tensors(paths: Collection[Path]) -> Iterator[FullTensors]:
 
 def _read_headers(
     paths: Collection[Path], stack: ExitStack
-) -> tuple[dict[str, list[_RowRange]], dict[str, tuple[tuple[int, ...], str]]]:
-    """Read the headers: the row ranges of each tensor by file, and shape and dtype of the full tensor."""
-    found: dict[str, list[_RowRange]] = {}
+) -> tuple[dict[str, list[_FilePart]], dict[str, tuple[tuple[int, ...], str]]]:
+    """Read the headers: the part of each tensor in each file, and shape and dtype of the full tensor."""
+    found: dict[str, list[_FilePart]] = {}
     described: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in paths:
         file = stack.enter_context(open_safetensors(path))
-        rows = _read_row_metadata(path, file)
+        entries = _read_row_metadata(path, file)
         for name in file.keys():  # noqa: SIM118
-            part = file.get_slice(name)
-            shape, dtype = tuple(part.get_shape()), part.get_dtype()
-            start, whole = rows.get(name, (0, shape[0] if shape else 1))
-            found.setdefault(name, []).append(_RowRange(file, start, shape[0] if shape else 1))
-            specs = (whole, *shape[1:]) if shape else (), dtype
-            if described.setdefault(name, specs) != specs:
+            stored = file.get_slice(name)
+            shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+            part, full = _FilePart(file, ((0, shape[0] if shape else 1),), None), shape
+            if name in entries and shape:
+                try:
+                    rows, columns, full = _parse_entry(entries[name], shape)
+                except (ValueError, TypeError, LookupError):
+                    raise DamagedFileError(f"{path.name}: the rows of {name} in its header do not fit") from None
+                part = _FilePart(file, rows, columns)
+            found.setdefault(name, []).append(part)
+            if described.setdefault(name, (full, dtype)) != (full, dtype):
                 raise DamagedFileError(f"{path.name}: shape or dtype of {name} differs from the other files")
     return found, described
 
 
-def _load_shard(name: str, shard: LocalShard, parts: list[_RowRange]) -> None:
+def _parse_entry(
+    entry: Any, shape: tuple[int, ...]
+) -> tuple[Sequence[tuple[int, int]], tuple[int, int] | None, tuple[int, ...]]:
+    """Return row ranges, column range and full shape of an entry of `__metadata__.rows`, for a stored `shape`.
+
+    Raises:
+        ValueError, TypeError, LookupError: the entry is malformed, or does not fit the stored shape.
+    """
+    ranges, num_rows, *columns = entry
+    if not isinstance(ranges, list):  # almost all entries
+        if columns or not type(ranges) is type(num_rows) is int or not 0 <= ranges <= num_rows - shape[0] < _MAX_SIZE:
+            raise ValueError
+        return ((ranges, shape[0]),), None, (num_rows, *shape[1:])
+    rows = list(zip(ranges[::2], ranges[1::2], strict=True))
+    if len(rows) > _MAX_RANGES or {type(number) for number in (*ranges, num_rows, *columns)} != {int}:
+        raise ValueError
+    position = 0
+    for first, count in rows:
+        if first < position or count < 0:
+            raise ValueError
+        position = first + count
+    if not position <= num_rows < _MAX_SIZE or sum(ranges[1::2]) != shape[0]:
+        raise ValueError
+    if not columns:
+        return rows, None, (num_rows, *shape[1:])
+    first_column, num_columns = columns
+    if not 0 <= first_column <= num_columns - shape[1] < _MAX_SIZE:
+        raise ValueError
+    return rows, (first_column, shape[1]), (num_rows, num_columns, *shape[2:])
+
+
+def _load_shard(name: str, shard: LocalShard, parts: list[_FilePart]) -> None:
+    """Copy what the files hold of a shard; only that is read."""
     if not shard.local.ndim:
         shard.local.copy_(parts[0].file.get_tensor(name))
         return
-    end = shard.first_row + shard.local.shape[0]
+    wanted = [(start - rows.first, rows.first, rows.first + rows.size) for start, rows in shard.local_ranges()]
     for part in parts:
-        first, last = max(shard.first_row, part.start), min(end, part.start + part.count)
-        if first < last:
-            rows = part.file.get_slice(name)[first - part.start : last - part.start]
-            shard.local[first - shard.first_row : last - shard.first_row].copy_(rows)
+        offset = 0
+        for first, size in part.rows:
+            for shift, low, high in wanted:
+                start, end = max(low, first), min(high, first + size)
+                if start < end:
+                    stored = slice(start - first + offset, end - first + offset)
+                    _load_rows(name, shard, shard.local[start + shift : end + shift], part, stored)
+            offset += size
 
 
-def _check_complete(name: str, parts: list[_RowRange], rows: int) -> None:
+def _load_rows(name: str, shard: LocalShard, local: Tensor, part: _FilePart, stored: slice) -> None:
+    """Copy stored rows of a part, and of them the columns of the shard, into rows of the shard."""
+    source = part.file.get_slice(name)
+    if shard.columns is None and part.columns is None:
+        local.copy_(source[stored])
+        return
+    own, size = shard.columns.first if shard.columns else 0, local.shape[1]
+    first, stored_size = part.columns or (0, shard.shape[1])
+    start, end = max(own, first), min(own + size, first + stored_size)
+    if start < end:
+        local[:, start - own : end - own].copy_(source[stored, start - first : end - first])
+
+
+def _check_complete(name: str, parts: list[_FilePart], shape: tuple[int, ...]) -> None:
+    """Check that the parts in all files are the full tensor, each element once.
+
+    One partition is saved at a time, so parts have the same columns or none in common: first the columns must be
+    complete, then the rows of each range of columns.
+
+    Raises:
+        DamagedFileError: a part is missing or duplicated.
+    """
+    rows_of: dict[tuple[int, int] | None, list[tuple[int, int]]] = {}
+    for part in parts:
+        rows_of.setdefault(part.columns, []).extend(part.rows)
+    if set(rows_of) != {None}:
+        _check_ranges(f"columns {{}} of {name}", (each or (0, shape[1]) for each in rows_of), shape[1])
+    for columns, rows in rows_of.items():
+        where = "" if columns is None else f", columns {columns[0]} to {sum(columns)},"
+        _check_ranges(f"rows {{}}{where} of {name}", rows, shape[0] if shape else 1)
+
+
+def _check_ranges(what: str, ranges: Iterable[tuple[int, int]], size: int) -> None:
     position = 0
-    for part in sorted(parts, key=lambda part: (part.start, part.count)):
-        if part.start != position:
-            raise DamagedFileError(f"rows {position} to {part.start} of {name} are missing or duplicated")
-        position += part.count
-    if position != rows:
-        raise DamagedFileError(f"{name} has {position} rows in all files instead of {rows}")
+    for first, count in sorted((*(each for each in ranges if each[1]), (size, 0))):
+        if first != position:
+            low, high = sorted((first, position))
+            state = "missing" if first > position else "duplicated"
+            raise DamagedFileError(f"{what.format(f'{low} to {high}')} are {state}")
+        position += count
 
 
-def _read_row_metadata(path: Path, file: Any) -> dict[str, tuple[int, int]]:
+def _read_row_metadata(path: Path, file: Any) -> dict[str, Any]:
     try:
-        document = json.loads((file.metadata() or {}).get("rows", "{}"))
-        return {name: (int(start), int(whole)) for name, (start, whole) in document.items()}
+        return dict(json.loads((file.metadata() or {}).get("rows", "{}")).items())
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise DamagedFileError(f"{path.name}: the rows in its header cannot be read") from None
 

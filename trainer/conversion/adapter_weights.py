@@ -16,7 +16,7 @@ from ..config.resolved_run import ResolvedRun
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..utils.environment import user_path
 from ..utils.errors import UserError
-from ..utils.local_shard import local_shard
+from ..utils.local_shard import local_shards
 from .checkpoint_io import checkpoint_config
 from .from_peft import PeftFolder, convert_adapter_tensors, read_peft_folder
 from .merge_adapter import first_different_parameter
@@ -118,12 +118,12 @@ def _check_base_name(folder: PeftFolder, base: PretrainedWeights | None) -> Iter
 
 
 def _load_peft_folder(folder: PeftFolder, run: ResolvedRun, model: nn.Module, tokenizer: Tokenizer) -> None:
-    trainable = trainable_tensors(model)
-    shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
+    trainable = local_shards(model, trainable_tensors(model))
+    shapes = {name: shard.shape for name, shard in trainable.items()}
     found = convert_adapter_tensors(folder, run, tokenizer, shapes)
     with torch.no_grad():
-        for name, parameter in trainable.items():
-            local_shard(parameter).copy_from_full(found[name])
+        for name, shard in trainable.items():
+            shard.copy_from_full(found[name])
 
 
 def find_base_of_adapter(checkpoint: Checkpoint, base_path: Path | None = None) -> PretrainedWeights | None:

@@ -22,7 +22,7 @@ from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
 from ..config.resolved_run import ResolvedRun
 from ..utils.environment import user_path
 from ..utils.errors import UserError
-from ..utils.local_shard import local_shard
+from ..utils.local_shard import local_shards
 from ..utils.text import truncate_lines
 from .from_hf import HFSource, MappedModel, map_source, mapped_tensors, open_source
 from .hf_folder import weight_paths
@@ -194,8 +194,8 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
 
 
 def _fill(path: Path, found: TensorSource, model: nn.Module) -> None:
-    wanted = base_tensors(model)
-    problems = describe_differences(found.specs, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+    wanted = local_shards(model, base_tensors(model))
+    problems = describe_differences(found.specs, {name: shard.shape for name, shard in wanted.items()})
     if problems:
         raise UserError(
             [
@@ -205,5 +205,5 @@ def _fill(path: Path, found: TensorSource, model: nn.Module) -> None:
             ]
         )
     with torch.no_grad():
-        for name, tensor in wanted.items():
-            local_shard(tensor).copy_from_full(found.read(name))
+        for name, shard in wanted.items():
+            shard.copy_from_full(found.read(name))

@@ -36,7 +36,7 @@ from ..lightning.expert_balance import build_expert_balancer
 from ..lightning.lightning_module import LanguageModule
 from ..optim.optimizer_factory import recorded_settings
 from ..plan.hardware import bf16_peak_flops
-from ..utils.local_shard import local_shard
+from ..utils.local_shard import local_shards
 from .run_context import RunContext
 from .training_state import TrainingState
 
@@ -238,7 +238,7 @@ def _build_save(
         )
         kind, state_dict = tensors_to_save(module.model)
         tensors = {
-            kind: {name: local_shard(tensor) for name, tensor in state_dict.items()},
+            kind: local_shards(module.model, state_dict),
             OPTIMIZER: state.optimizer.local_shards(),
         }
         if state.ema is not None:

@@ -8,6 +8,7 @@ import torch
 
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
+from ...models.parallel.partition import partitions_of
 from ...models.peft.apply import trainable_parameters
 from ..checkpoint.reader import BaseRecord, Checkpoint, RunState
 from ..config.resolved_run import ResolvedRun
@@ -157,6 +158,7 @@ def build_optimizer(run: ResolvedRun, model: LanguageModel, data_parallel: DataP
         main_weights=run.precision.main_weights,
         clip_norm=run.trainer.gradient_clip_val,
         host=optimizer_factory.host_copy_engine(run.model, model.output_weight.device),
+        parts=partitions_of(model),
         **({} if data_parallel is None else data_parallel.optimizer_arguments),
     )
 
@@ -179,6 +181,7 @@ def build_ema(
         every_n_steps=keys.every_n_steps,
         cpu_offload=keys.cpu_offload,
         wait_for_copies=optimizer.synchronize,
+        parts=partitions_of(model),
         **(
             {}
             if data_parallel is None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel, get_stacks
+from ...models.parallel.partition import RankPart
 from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock
 from ..optim.base_optimizer import Optimizer
@@ -40,12 +41,12 @@ class DataParallel:
         """Shard a model, on the meta device or with its full weights, before the optimizer is built."""
 
     def load_full(self, parameter: Tensor, full: Tensor) -> None:
-        """Copy a full parameter into the local shard; replicated weights into all rows."""
+        """Copy this rank's part of a parameter into its local shard; replicated weights into all rows."""
         local_shard(parameter).copy_from_full(full)
 
-    def local_shard(self, tensor: Tensor) -> LocalShard:
+    def local_shard(self, tensor: Tensor, part: RankPart | None = None) -> LocalShard:
         """Return the shard of a parameter, or of its gradient, that this rank updates."""
-        return local_shard(tensor)
+        return local_shard(tensor, part)
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register the model, with its weights loaded, and the optimizer; called once before the first step."""

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel
+from ...models.parallel.partition import RankPart
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
-from ..utils.local_shard import LocalShard, chunk_bounds
+from ..utils.local_shard import LocalShard, chunk_bounds, row_shard
 from .data_parallel import DataParallel, communication_buckets
 
 
@@ -45,13 +46,13 @@ class ReplicatedDataParallel(DataParallel):
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def local_shard(self, tensor: Tensor) -> LocalShard:
+    def local_shard(self, tensor: Tensor, part: RankPart | None = None) -> LocalShard:
         """Return the full tensor, or with a distributed optimizer the local rows."""
         if self.layout.shards == 1:
-            return super().local_shard(tensor)
+            return super().local_shard(tensor, part)
         local, rows = tensor.detach(), tensor.shape[0]
-        start, count = chunk_bounds(rows, self.layout.shards, dist.get_rank())
-        return LocalShard(local[start : start + count], start, rows)
+        start, count = chunk_bounds(rows, self.layout.shards, dist.get_rank(self._shard_group))
+        return row_shard(local[start : start + count], start, rows, part)
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register gradient hooks; the optimizer accumulates the gradients."""

@@ -73,7 +73,7 @@ class AdamW(Optimizer):
             position = self.shard_of(parameter)
             # The experts of a layer share one RMS.
             parts = self._parts(shard.name, position.num_rows) if parameter.ndim < 3 else [position.num_rows]
-            for rows, part in _split(shard_tensors, position.first_row, parts):
+            for rows, part in _split(shard_tensors, position.rows[0].first, parts):
                 tensors.append(part)
                 counts.append(parameter.numel() * rows // position.num_rows)
         if not tensors:

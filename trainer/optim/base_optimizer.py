@@ -4,7 +4,9 @@ Everything stays on the device: the gradient norm and the clip coefficient are t
 A step whose gradient norm is not finite changes neither weights nor state, and is not counted.
 
 With sharded parameters, an optimizer updates the local shard (`utils.local_shard`), and communicates with the other
-shards through `sum_over_shards` and `gather_rows`.
+shards through `sum_over_shards` and `gather_rows`. Under tensor or expert parallelism these see the data-parallel
+shards of this rank's part of a parameter only, so that an update must be elementwise, or of whole matrices of experts
+(`supports_part`): AdamW without `scale_parameter` and SGD for all parameters, Muon for all but partitioned matrices.
 
 Main weights and state may be kept in host memory (`model.cpu_offloading_optimizer`, see `host_state`): an update then
 gets them on the device, a bucket of parameters at a time.
@@ -12,7 +14,7 @@ gets them on the device, a bucket of parameters at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,9 @@ from torch import Tensor, nn
 from ...kernels.launch import triton_runs_on
 from ...kernels.optim.sum_of_squares import sum_of_squares
 from ...models.memory.host_copies import CopyEngine
-from ..utils.local_shard import LocalShard, local_shard, local_tensor, rank_and_world_size
+from ...models.parallel.partition import RankPart
+from ..utils.errors import UserError
+from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
 from .host_state import HostState
 from .state_buckets import BUCKET_BYTES, Bucket, StateShape, plan_buckets
 
@@ -86,13 +90,18 @@ class Optimizer(torch.optim.Optimizer):
         gather_rows: all-gather of a tensor sharded like a parameter: from the local rows and the total number of rows
             to the full tensor. Collective: all ranks call it for the same tensors in the same order; some may have no
             rows.
-        shard_of: returns the local shard of a parameter, or of its full gradient.
+        shard_of: returns the local shard of a parameter, or of its full gradient; given this rank's part of it, with
+            its place in the full parameter.
+        parts: this rank's part of each parameter under tensor or expert parallelism, by name.
         host: copy engine, to keep main weights and state in host memory; None: on the device. Ranks with different
             shards must then construct their optimizers at the same time.
         bucket_bytes: bytes of state that are moved to the device at once, with `host`.
 
     Attributes:
         host_state: state in host memory; None without `host`.
+
+    Raises:
+        UserError: the optimizer does not support the part of a parameter that this rank holds.
     """
 
     def __init__(
@@ -106,7 +115,8 @@ class Optimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         sum_over_shards: Callable[[Tensor], Tensor] = no_reduce,
         gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
-        shard_of: Callable[[Tensor], LocalShard] = local_shard,
+        shard_of: ShardOf = local_shard,
+        parts: Mapping[str, RankPart] | None = None,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -126,11 +136,13 @@ class Optimizer(torch.optim.Optimizer):
         self.gather_rows = gather_rows
         self.grad_norm: Tensor | None = None
         self.shard_of = shard_of
+        self._parts_by_name = dict(parts or {})
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._sums_in_use: set[nn.Parameter] = set()
         for group in self.param_groups:
             self._names.update(zip(group["params"], group["names"], strict=True))
+        self._check_parts()
         # Not in torch's `state`, which Lightning moves to the device.
         self._states: dict[nn.Parameter, dict[str, Tensor]] = {}
         self.host_state = None if host is None else self._state_on_host(host, bucket_bytes)
@@ -165,6 +177,10 @@ class Optimizer(torch.optim.Optimizer):
     def is_elementwise(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return True if `update` is elementwise for this parameter, so that it may get any part of it as a vector."""
         return False
+
+    def supports_part(self, name: str, shape: tuple[int, ...], part: RankPart) -> bool:
+        """Return True if `update` is correct for a rank with one part of a parameter of this (full) shape."""
+        return part.partition is None or self.is_elementwise(name, shape)
 
     def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update weights of one group in place: all of them, or those of a bucket.
@@ -257,13 +273,12 @@ class Optimizer(torch.optim.Optimizer):
         named: dict[str, LocalShard] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                shard = self.shard_of(parameter)
+                shard = self._placed_shard(parameter)
                 for key, tensor in self._states[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
-                    if self.is_replicated(key, tuple(parameter.shape)):
-                        rows = tensor.shape[0] if tensor.ndim else 1
-                        named[f"{name}.{key}"] = LocalShard(tensor, 0, rows, *rank_and_world_size())
+                    if self.is_replicated(key, shard.shape):
+                        named[f"{name}.{key}"] = whole_shard(tensor, *rank_and_world_size())
                     else:
                         named[f"{name}.{key}"] = shard.with_local(tensor)
         return named
@@ -274,9 +289,23 @@ class Optimizer(torch.optim.Optimizer):
             self.host_state.synchronize()
 
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        weight = self.shard_of(parameter).local
+        shard = self._placed_shard(parameter)
+        weight = shard.local
         main = weight.float() if self._has_main_weight(parameter) else weight
-        return {"main": main, **self.initial_state(self._names[parameter], main, tuple(parameter.shape))}
+        return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
+
+    def _placed_shard(self, parameter: nn.Parameter) -> LocalShard:
+        """Return the local shard of a parameter, with its place in the full parameter."""
+        return self.shard_of(parameter, self._parts_by_name.get(self._names[parameter]))
+
+    def _check_parts(self) -> None:
+        for parameter, name in self._names.items():
+            part = self._parts_by_name.get(name)
+            if part is not None and not self.supports_part(name, self._placed_shard(parameter).shape, part):
+                raise UserError(
+                    f"`{name}` is partitioned over {part.ranks} ranks, but {type(self).__name__} needs all of it; "
+                    "set model.optim.name=adamw without scale_parameter"
+                )
 
     def _state_on_host(self, host: CopyEngine, bucket_bytes: int) -> HostState:
         device = next(iter(self._names)).device
@@ -286,8 +315,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_shape(self, parameter: nn.Parameter, shards: int) -> StateShape:
         """Return the shapes of a parameter's state in host memory: all except a main weight that is the parameter."""
-        name, shape, shard = self._names[parameter], tuple(parameter.shape), self.shard_of(parameter)
-        weight = shard.local
+        name, shard = self._names[parameter], self._placed_shard(parameter)
+        shape, weight = shard.shape, shard.local
         has_main_weight = self._has_main_weight(parameter)
 
         def tensors(rows: tuple[int, ...]) -> dict[str, Tensor]:
@@ -296,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
             return ({"main": main} if has_main_weight else {}) | self.initial_state(name, main, shape)
 
         # The largest shard of any rank, given how `chunk_bounds` splits rows.
-        max_rows = (max(weight.shape[0], -(-shard.num_rows // shards)),) if weight.ndim else ()
+        max_rows = (max(weight.shape[0], -(-parameter.shape[0] // shards)),) if weight.ndim else ()
         return StateShape(
             {key: (tuple(t.shape), t.dtype) for key, t in tensors(tuple(weight.shape[:1])).items()},
             max_shard_bytes=sum(t.numel() * t.element_size() for t in tensors(max_rows).values()),

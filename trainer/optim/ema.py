@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..utils.local_shard import LocalShard, local_shard, local_tensor
+from ...models.parallel.partition import RankPart
+from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor
 
 
 class EMA:
@@ -26,6 +27,7 @@ class EMA:
         cpu_offload: keep the averages in host memory.
         wait_for_copies: synchronize with pending copies of weights to host memory; called before the host reads them.
         local_shard: returns the local shard of a weight that this rank averages.
+        parts: this rank's part of each weight under tensor or expert parallelism, by name.
         all_gather_weights: all-gather the weights; called after this rank's shards have changed.
     """
 
@@ -37,7 +39,8 @@ class EMA:
         decay: float,
         every_n_steps: int = 1,
         cpu_offload: bool = False,
-        local_shard: Callable[[Tensor], LocalShard] = local_shard,
+        local_shard: ShardOf = local_shard,
+        parts: Mapping[str, RankPart] | None = None,
         all_gather_weights: Callable[[], None] = lambda: None,
         wait_for_copies: Callable[[], None] = lambda: None,
     ) -> None:
@@ -45,7 +48,7 @@ class EMA:
         self._every_n_steps = every_n_steps
         self._all_gather_weights = all_gather_weights
         self._wait_for_copies = wait_for_copies if cpu_offload else lambda: None
-        self._shards = {name: local_shard(parameter) for name, parameter in parameters.items()}
+        self._shards = {name: local_shard(parameter, (parts or {}).get(name)) for name, parameter in parameters.items()}
         self._parameters = {name: shard.local for name, shard in self._shards.items()}
         self._sources = self._parameters | {name: local_tensor(weight) for name, weight in (main_weights or {}).items()}
         self._averages = {

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ...models.parallel.partition import RankPart
 from .adamw import AdamW
 from .base_optimizer import ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
 
@@ -111,6 +112,10 @@ class Muon(AdamW):
         """Return False for hidden matrices, else as in AdamW."""
         return not is_hidden_matrix(name, shape) and super().is_elementwise(name, shape)
 
+    def supports_part(self, name: str, shape: tuple[int, ...], part: RankPart) -> bool:
+        """Return True for experts too, whose matrices stay whole; a part of a matrix cannot be orthogonalized."""
+        return super().supports_part(name, shape, part) or (is_hidden_matrix(name, shape) and len(shape) == 3)
+
     def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update matrices one after the other, then the rest with AdamW; see `Optimizer.update`."""
         rest: list[ShardUpdate] = []
@@ -139,7 +144,7 @@ class Muon(AdamW):
         ]
         step = torch.cat(steps, dim=-2)
         if not is_stack:
-            first = self.shard_of(parameter).first_row
+            first = self.shard_of(parameter).rows[0].first
             step = step[first : first + main.shape[0]]
         lr, weight_decay = group["lr"], group["weight_decay"]
         write_weight(shard.weight, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)

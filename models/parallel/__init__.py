@@ -1,0 +1,1 @@
+"""Parallelism over the ranks of one model replica."""
