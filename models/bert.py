@@ -27,6 +27,7 @@ from .lm_head import (
 )
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
+from .parallel.collectives import TensorParallel
 from .stack import Stack, build_stack
 
 
@@ -55,6 +56,8 @@ class BERT(nn.Module):
     """The layers are compiled with torch.compile, for training and evaluation."""
     compile_reason: str = ""
     """Reason for compiling or not, for the log."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that share each layer and the vocabulary; None for one."""
 
     def __init__(
         self,
@@ -120,7 +123,9 @@ class BERT(nn.Module):
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
         """
         hidden = self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents)
-        return token_logits(hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size)
+        return token_logits(
+            hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size, ranks=self.tensor_parallel
+        )
 
     def loss(
         self,
@@ -154,6 +159,7 @@ class BERT(nn.Module):
             bias=self.head_bias,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             denominator=denominator,
+            ranks=self.tensor_parallel,
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:

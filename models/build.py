@@ -28,12 +28,14 @@ from .init import InitRules, initialize_
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
+from .parallel.collectives import TensorParallel
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
 from .recompute.analysis import has_dropout, training_labels
 from .recompute.apply_recompute import apply_recompute
 from .stack import Stack
 from .t5 import T5
+from .tensor_parallel import apply_tensor_parallel, rank_slice
 
 ALL_CALL_KINDS: tuple[CallKind, ...] = ("training", "evaluation", "generation")
 
@@ -72,6 +74,7 @@ def build_model(
     sharding: Sharding | None = None,
     peft: PeftSlice | None = None,
     plan: ModelPlan | None = None,
+    tensor_parallel: TensorParallel | None = None,
 ) -> LanguageModel:
     """Build a model of any family and initialize its weights.
 
@@ -88,6 +91,7 @@ def build_model(
         sharding: shards the parameters over processes; None for no sharding.
         peft: PEFT scheme, whose parameters are added and trained while the others are frozen; None trains all.
         plan: decisions made before (`plan_model`, of the same arguments); None makes them.
+        tensor_parallel: the ranks that share each layer, of which this process builds one's part; None for one.
 
     Raises:
         ValueError: `override_vocab_size` is too small, `compile` is not supported, or `peft` selects layers or
@@ -95,7 +99,9 @@ def build_model(
         NoBackendError: no attention backend supports a kind of call.
     """
     device = torch.device(device)
-    described = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
+    described = full = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
+    if tensor_parallel is not None:
+        described = rank_slice(full, tensor_parallel.size)
     if device.type == "meta":
         return _assembled(described, batch_spec, {}, {}, peft).to(dtype)
     plan = plan or plan_model(
@@ -118,6 +124,8 @@ def build_model(
         for planned in plan.attentions
     }
     model = _assembled(described, batch_spec, plan.decisions, backends, peft).to(dtype)
+    if tensor_parallel is not None:
+        apply_tensor_parallel(model, full, tensor_parallel)
     make_copies = copy_engine_factory(device) if "training" in kinds else None
     for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
         apply_recompute(stack, stack_slice, plan.decisions, *labels, offloads=make_copies is not None)

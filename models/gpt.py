@@ -25,6 +25,7 @@ from .lm_head import (
 )
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
+from .parallel.collectives import TensorParallel
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
 
@@ -56,6 +57,8 @@ class GPT(nn.Module):
     """The layers are compiled with torch.compile, for training and evaluation."""
     compile_reason: str = ""
     """Reason for compiling or not, for the log."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that share each layer and the vocabulary; None for one."""
 
     def __init__(
         self,
@@ -115,7 +118,13 @@ class GPT(nn.Module):
             (batch, tokens, padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
         """
         hidden = self.hidden_states(tokens, documents)
-        return token_logits(hidden, self.output_weight, vocab_size=self.vocab_size, softcap=self.logits_softcap)
+        return token_logits(
+            hidden,
+            self.output_weight,
+            vocab_size=self.vocab_size,
+            softcap=self.logits_softcap,
+            ranks=self.tensor_parallel,
+        )
 
     def loss(
         self,
@@ -146,6 +155,7 @@ class GPT(nn.Module):
             label_smoothing=self.label_smoothing if self.training else 0.0,
             denominator=denominator,
             softcap=self.logits_softcap,
+            ranks=self.tensor_parallel,
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:

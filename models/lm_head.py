@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from torch import Tensor
 from ..kernels.cross_entropy import can_accumulate_in_gemm, default_chunk_tokens, linear_cross_entropy
 from .layers.cost import ByteWidths, Matrix, Weights
 from .layers.position_embeddings import PositionEmbedding, SamplePositionEmbedding
+from .parallel.collectives import TensorParallel
+from .parallel.linear import gather_vocabulary
+from .parallel.vocabulary_loss import vocabulary_parallel_loss
 
 """Learned position embedding, indexed by the position within a document (nn.Embedding) or within a sample."""
 
@@ -52,7 +56,13 @@ def add_decode_position_embeddings(embedded: Tensor, table: PositionEmbedding | 
 
 
 def token_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, vocab_size: int, softcap: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    ranks: TensorParallel | None = None,
 ) -> Tensor:
     """Return logits (..., padded_vocab_size) in the dtype of the model; -inf for the vocabulary padding.
 
@@ -62,8 +72,11 @@ def token_logits(
         bias: (padded_vocab_size,), or None.
         vocab_size: vocabulary size without padding.
         softcap: bound of the logits, softcap * tanh(logit / softcap); 0 for none.
+        ranks: ranks of which each has its rows of the weight and the bias, for inference; None for one.
     """
     logits = F.linear(hidden, weight, bias)
+    if ranks is not None:
+        logits = gather_vocabulary(logits, ranks)
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     logits[..., vocab_size:] = float("-inf")
@@ -80,6 +93,7 @@ def token_loss(
     denominator: Tensor | float,
     bias: Tensor | None = None,
     softcap: float = 0.0,
+    ranks: TensorParallel | None = None,
 ) -> Tensor:
     """Return the sum of the cross-entropies of all labels divided by `denominator`, without materializing all logits.
 
@@ -92,6 +106,7 @@ def token_loss(
         denominator: a scalar on the device, or a number.
         bias: (padded_vocab_size,), or None.
         softcap: as in `token_logits`.
+        ranks: ranks of which each has its rows of the weight and the bias; None for one.
 
     Returns:
         A scalar in fp32 (fp64 for an fp64 model).
@@ -100,7 +115,8 @@ def token_loss(
     if not isinstance(denominator, Tensor):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         denominator = torch.full((), denominator, dtype=exact, device=hidden.device)
-    return linear_cross_entropy(
+    loss = linear_cross_entropy if ranks is None else partial(vocabulary_parallel_loss, ranks=ranks)
+    return loss(
         hidden.flatten(0, 1).to(dtype),
         weight.to(dtype),
         labels.flatten(),

@@ -25,6 +25,7 @@ from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding, build_ro
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
+from .parallel.collectives import TensorParallel, shard_tokens, unshard_tokens
 
 
 class Stack(RecomputableModule):
@@ -41,12 +42,14 @@ class Stack(RecomputableModule):
     Attributes:
         recompute_chunk: number of layers that are recomputed together.
         activation_offload: keeps the saved tensors of the first layers in host memory, or None.
+        tensor_parallel: the ranks that share each layer; None for one.
         weight_offload: keeps the weights of the first layers in host memory between uses, or None.
     """
 
     recompute_chunk: int = 1
     activation_offload: ActivationOffload | None = None
     weight_offload: WeightOffload | None = None
+    tensor_parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -92,7 +95,12 @@ class Stack(RecomputableModule):
         tokens = hidden.shape[1]
         rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
         terms = None if self.score_positions is None else self.score_positions(tokens, tokens)
-        context = LayerContext(kind, rotary, terms, packed, padding, routed, memory)
+        ranks, batch = self.tensor_parallel, None
+        if ranks is not None:
+            ranks.shards_tokens = ranks.sequence and kind != "generation"
+            if ranks.shards_tokens:
+                batch, hidden = hidden.shape[0], shard_tokens(hidden, ranks)
+        context = LayerContext(kind, rotary, terms, packed, padding, routed, memory, batch=batch)
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and should_recompute(self):
             activations = self.activation_offload.begin_forward(len(self.layers), context)
@@ -115,7 +123,8 @@ class Stack(RecomputableModule):
                 weights.post_forward(numbers, hidden)
             if activations is not None:
                 activations.post_forward(numbers, hidden)
-        return hidden if self.final_norm is None else self.final_norm(hidden)
+        hidden = hidden if self.final_norm is None else self.final_norm(hidden)
+        return hidden if ranks is None or batch is None else unshard_tokens(hidden, ranks, batch)
 
     def forward_cached(
         self,
@@ -138,6 +147,8 @@ class Stack(RecomputableModule):
         Returns:
             (rows, tokens, hidden_size), after the final norm.
         """
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.shards_tokens = False
         rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
         step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _run_layer_cached
         for number, layer in enumerate(self.layers):

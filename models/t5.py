@@ -29,6 +29,7 @@ from .lm_head import (
 )
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
+from .parallel.collectives import TensorParallel
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
 
@@ -75,6 +76,8 @@ class T5(nn.Module):
     """The layers are compiled with torch.compile, for training and evaluation."""
     compile_reason: str = ""
     """Reason for compiling or not, for the log."""
+    tensor_parallel: TensorParallel | None = None
+    """The ranks that share each layer and the vocabulary; None for one."""
 
     def __init__(
         self,
@@ -161,7 +164,9 @@ class T5(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of an output of `hidden_states` or `decode`, (..., padded_vocab_size)."""
-        return token_logits(hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size)
+        return token_logits(
+            hidden, self.output_weight, self.head_bias, vocab_size=self.vocab_size, ranks=self.tensor_parallel
+        )
 
     def loss(
         self,
@@ -205,6 +210,7 @@ class T5(nn.Module):
             bias=self.head_bias,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             denominator=denominator,
+            ranks=self.tensor_parallel,
         )
 
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:

@@ -82,8 +82,15 @@ class ALiBi(ComputedTable):
 
     def __init__(self, heads: int, sloped: int) -> None:
         super().__init__()
-        self.values = alibi_slopes(sloped) + [0.0] * (heads - sloped)
+        self.sloped = sloped
+        self.values = (alibi_slopes(sloped) + [0.0] * (heads - sloped))[:heads]
         self.register_buffer("slopes", torch.empty(heads), persistent=False)
+        self._fill()
+
+    def select_heads(self, first: int, heads: int) -> None:
+        """Take the slopes of this module's heads among `heads`, from `first` on (tensor parallelism)."""
+        slopes = alibi_slopes(self.sloped) + [0.0] * (heads - self.sloped)
+        self.values = slopes[first : first + len(self.slopes)]
         self._fill()
 
     def _fill(self) -> None:
@@ -112,6 +119,9 @@ class Kerple(nn.Module):
         self.raw_p = nn.Parameter(torch.full((heads,), inverse_softplus(1.0)))
         self.raw_b = nn.Parameter(torch.tensor([inverse_softplus(slope) for slope in alibi_slopes(heads)]))
 
+    def select_heads(self, first: int, heads: int) -> None:
+        """Be the bias of some of `heads` heads: their parameters say which."""
+
     def forward(self, queries: int, keys: int) -> ScoreBias:
         """Return the terms for the distances of `queries` and `keys` tokens."""
         log_a, raw_p, raw_b = _wide(self.log_a), _wide(self.raw_p), _wide(self.raw_b)
@@ -135,9 +145,14 @@ class Sandwich(ComputedTable):
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
         self.heads = heads
+        self.first_head, self.all_heads = 0, heads
         self.width = width
         self.register_buffer("sums", torch.empty(1), persistent=False)  # grows with the longest sequence so far
         self._fill()
+
+    def select_heads(self, first: int, heads: int) -> None:
+        """Be the bias of this module's heads among `heads`, from `first` on (tensor parallelism)."""
+        self.first_head, self.all_heads = first, heads
 
     def _fill(self) -> None:
         if not self.sums.is_meta:
@@ -155,8 +170,8 @@ class Sandwich(ComputedTable):
         reach = _reach(queries, keys)
         if reach > self.sums.shape[0]:
             self._compute(reach if self.training else 2 * reach)  # amortized: generation grows token by token
-        head = torch.arange(1, self.heads + 1, dtype=self.sums.dtype, device=self.sums.device)
-        return ScoreBias(_mirrored(self.sums[:reach] * (self.heads / (8 * head))[:, None]))
+        head = torch.arange(1, self.heads + 1, dtype=self.sums.dtype, device=self.sums.device) + self.first_head
+        return ScoreBias(_mirrored(self.sums[:reach] * (self.all_heads / (8 * head))[:, None]))
 
 
 class RelativeBias(ComputedTable):
@@ -177,6 +192,9 @@ class RelativeBias(ComputedTable):
         self.table = nn.Parameter(torch.zeros(buckets, heads))
         self.register_buffer("places", torch.empty(len(self.values), dtype=torch.int64), persistent=False)
         self._fill()
+
+    def select_heads(self, first: int, heads: int) -> None:
+        """Be the bias of some of `heads` heads: the columns of the table say which."""
 
     def _fill(self) -> None:
         if not self.places.is_meta:

@@ -44,6 +44,7 @@ class LayerContext(NamedTuple):
         routed: bool (batch, tokens), True for tokens that are routed to experts, possibly fewer than are attended to;
             None: those of `padding`.
         memory: encoder output, or its cached keys and values, for cross-attention; None in a stack without it.
+        batch: samples of the hidden states, if these are sharded over tokens (sequence parallelism); None if not.
         cache: KV cache of the layer. Several tokens are a prefill, which fills it; one token is a decode step, which is
             appended and attends to all of it. None without.
     """
@@ -56,3 +57,4 @@ class LayerContext(NamedTuple):
     routed: Tensor | None = None
     memory: Memory | CrossAttentionCache | None = None
     cache: LayerKVCache | None = None
+    batch: int | None = None

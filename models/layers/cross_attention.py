@@ -58,6 +58,8 @@ class CrossAttention(Attention):
             query = self.query(hidden)
         else:
             query, residual = norm_linear(norm, self.query, hidden, residual)
+        if context.batch is not None:
+            query = query.view(context.batch, -1, query.shape[-1])
         query = query.unflatten(-1, (self.heads, self.head_dim))
         if self.query_norm is not None:
             query = self.query_norm(query)

@@ -64,18 +64,21 @@ class SelfAttention(Attention):
         """Attend within each sequence.
 
         Args:
-            hidden: (batch, tokens, hidden_size), already normed unless `norm` is given.
+            hidden: (batch, tokens, hidden_size), already normed unless `norm` is given; sharded over tokens with
+                sequence parallelism, (1, batch * tokens / ranks, hidden_size).
             context: kind of call, positions, masks and KV cache.
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
 
         Returns:
-            (batch, tokens, hidden_size).
+            Shaped like `hidden`.
         """
         if norm is None:
             projected = self.qkv(hidden)
         else:
             projected, residual = norm_linear(norm, self.qkv, hidden, residual)
+        if context.batch is not None:
+            projected = projected.view(context.batch, -1, projected.shape[-1])
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         cache = context.cache
         if cache is not None and hidden.shape[1] == 1:

@@ -7,7 +7,7 @@ model states in an attribute `default_partition` which ranks replicate all other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,6 +97,11 @@ class Partition:
         return found
 
 
+def even_partition(dim: int, ranks: int, *sizes: int) -> Partition:
+    """Return the partition of sections of these sizes into one part for each rank."""
+    return Partition(dim, tuple(Section(size, ranks) for size in sizes))
+
+
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """The part of a parameter that this rank holds, before data parallelism shards it further.
@@ -144,6 +149,17 @@ class RankPart:
             raise ValueError(f"`local_shape` ({shape}) must have size {size} along dimension {dim}")
         shape[dim] = self.partition.full_size
         return tuple(shape)
+
+
+def set_partitions(module: nn.Module, partitions: Mapping[str, RankPart], default: RankPart | None = None) -> None:
+    """State how parameters and buffers of a module are split.
+
+    Args:
+        module: the module.
+        partitions: the part of each of its own parameters and buffers, by name.
+        default: the part of all others of the model; for a model only.
+    """
+    module.__dict__.update(partitions=dict(partitions), default_partition=default)
 
 
 def partitions_of(model: nn.Module) -> dict[str, RankPart]:

@@ -31,12 +31,20 @@ class ReplicatedDataParallel(DataParallel):
 
     Args:
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
+        group: process group of the data-parallel ranks; None for all ranks.
     """
 
     accumulates_gradients = True
 
-    def __init__(self, layout: DataParallelLayout, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
-        super().__init__(layout, dist.group.WORLD)
+    def __init__(
+        self,
+        layout: DataParallelLayout,
+        device: torch.device,
+        reduce_dtype: torch.dtype | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._group = group or dist.group.WORLD
+        super().__init__(layout, self._group)
         self._device = device
         self._reduce_dtype = reduce_dtype
         self._units: list[list[nn.Parameter]] = []
@@ -83,7 +91,7 @@ class ReplicatedDataParallel(DataParallel):
             if even:
                 with self._coalesced():
                     for weight in even:
-                        dist.all_gather_into_tensor(weight, self.local_shard(weight).local)
+                        dist.all_gather_into_tensor(weight, self.local_shard(weight).local, group=self._group)
             for weight in weights:
                 if not self._is_even(weight):
                     weight.copy_(self.all_gather_rows(self.local_shard(weight).local, weight.shape[0]))
@@ -119,12 +127,12 @@ class ReplicatedDataParallel(DataParallel):
                 for total, is_sharded in zip(sums, sharded, strict=True):
                     if is_sharded:
                         # in place: the output is a slice of the input
-                        dist.reduce_scatter_tensor(self.local_shard(total).local, total)
+                        dist.reduce_scatter_tensor(self.local_shard(total).local, total, group=self._group)
         if not all(sharded):
             with self._coalesced():
                 for total, is_sharded in zip(sums, sharded, strict=True):
                     if not is_sharded:
-                        dist.all_reduce(total)
+                        dist.all_reduce(total, group=self._group)
         for gradient, total, is_sharded in zip(gradients, sums, sharded, strict=True):
             if total is not gradient:
                 destination, source = (
@@ -139,7 +147,7 @@ class ReplicatedDataParallel(DataParallel):
         """Context in which NCCL coalesces collectives into one launch; gloo runs them one by one."""
         if self._stream is None:
             return nullcontext()
-        return dist._coalescing_manager(device=self._device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        return dist._coalescing_manager(self._group, self._device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     @contextmanager
     def _communication_stream(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ class ShardedDataParallel(DataParallel):
     Args:
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         timeout: timeout of collectives; None for torch's default.
+        tensor_ranks: tensor-parallel ranks that share each layer; neighbouring ranks.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class ShardedDataParallel(DataParallel):
         device: torch.device,
         reduce_dtype: torch.dtype | None,
         timeout: timedelta | None = None,
+        tensor_ranks: int = 1,
     ) -> None:
-        self.mesh = init_device_mesh(device.type, (layout.replicas, layout.shards), mesh_dim_names=MESH_DIM_NAMES)
+        sizes = (layout.replicas, layout.shards, tensor_ranks)
+        self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(*MESH_DIM_NAMES, "tensor"))[MESH_DIM_NAMES]
         if timeout is not None:  # subgroups do not inherit the timeout of the default group
             for axis in MESH_DIM_NAMES:
                 _set_pg_timeout(timeout, self.mesh.get_group(axis))

@@ -93,6 +93,7 @@ class Optimizer(torch.optim.Optimizer):
         shard_of: returns the local shard of a parameter, or of its full gradient; given this rank's part of it, with
             its place in the full parameter.
         parts: this rank's part of each parameter under tensor or expert parallelism, by name.
+        sum_over_parts: all-reduce (sum) of a tensor, in place, over the ranks with the other parts.
         host: copy engine, to keep main weights and state in host memory; None: on the device. Ranks with different
             shards must then construct their optimizers at the same time.
         bucket_bytes: bytes of state that are moved to the device at once, with `host`.
@@ -117,6 +118,7 @@ class Optimizer(torch.optim.Optimizer):
         gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
         shard_of: ShardOf = local_shard,
         parts: Mapping[str, RankPart] | None = None,
+        sum_over_parts: Callable[[Tensor], Tensor] = no_reduce,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -137,6 +139,7 @@ class Optimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self.shard_of = shard_of
         self._parts_by_name = dict(parts or {})
+        self.sum_over_parts = sum_over_parts
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._sums_in_use: set[nn.Parameter] = set()
@@ -245,7 +248,15 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         gradients = [[self._local_gradient(parameter) for parameter in group["params"]] for group in self.param_groups]
-        self.grad_norm = global_norm([g for group in gradients for g in group], self.sum_over_shards)
+        self.grad_norm = global_norm(
+            [
+                counted
+                for group, found in zip(self.param_groups, gradients, strict=True)
+                for parameter, gradient in zip(group["params"], found, strict=True)
+                for counted in self._counted_in_norm(parameter, gradient)
+            ],
+            self._sum_over_ranks if self._parts_by_name else self.sum_over_shards,
+        )
         scale = clip_coefficient(self.grad_norm, self.clip_norm)
         # As in torch and Megatron, skipped steps are not counted: bias correction depends on updates of the moments.
         self.updates.add_(scale >= 0)
@@ -293,6 +304,23 @@ class Optimizer(torch.optim.Optimizer):
         weight = shard.local
         main = weight.float() if self._has_main_weight(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
+
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
+        return self.sum_over_parts(self.sum_over_shards(tensor))
+
+    def _counted_in_norm(self, parameter: nn.Parameter, gradient: Tensor) -> list[Tensor]:
+        """Return what this rank adds to the gradient norm: of what several ranks hold, the first one counts it."""
+        part = self._parts_by_name.get(self._names[parameter])
+        if part is None:
+            return [gradient]
+        if part.partition is None:
+            return [gradient] if part.rank == 0 else []
+        replicas = {each.replica for each in part.ranges()}
+        if len(replicas) == 1:
+            return [gradient] if replicas == {0} else []
+        shard = self._placed_shard(parameter)
+        return [gradient[start : start + rows.size] for start, rows in shard.local_ranges() if rows.is_saved]
 
     def _placed_shard(self, parameter: nn.Parameter) -> LocalShard:
         """Return the local shard of a parameter, with its place in the full parameter."""

@@ -1,0 +1,238 @@
+"""Differentiable collectives of tensor and sequence parallelism (Megatron-LM, arXiv 1909.08053 and 2205.05198).
+
+Functional collectives, which torch.compile traces: an operation starts the communication, `wait_tensor` ends it.
+Activations are (batch, tokens, channels); sharded over tokens they are (1, batch * tokens / ranks, channels), the
+rank's share of the flattened tokens, so that no collective needs a transposed copy.
+
+| function | forward | backward |
+|---|---|---|
+| `reduce_partial` | all-reduce | identity |
+| `reduce_scatter_tokens` | reduce-scatter | all-gather |
+| `shard_tokens` | the rank's share | all-gather |
+| `unshard_tokens` | all-gather | the rank's share |
+| `column_linear` | (all-gather,) product | product, (reduce-scatter or) all-reduce |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .partition import Partition, RankPart
+
+_ops: Any = torch.ops._c10d_functional
+
+
+@dataclass(slots=True)
+class TensorParallel:
+    """The tensor-parallel ranks of this process.
+
+    Attributes:
+        rank: rank in the group.
+        size: ranks of the group.
+        group: name of the process group.
+        sequence: the residual stream is sharded over tokens in training and evaluation (`sequence_parallel`).
+        shards_tokens: it is sharded in the current forward; generation has too few tokens.
+        data_rank: index of this rank among those that hold the same part of the model.
+        data_ranks: number of those.
+    """
+
+    rank: int
+    size: int
+    group: str
+    sequence: bool = False
+    shards_tokens: bool = False
+    data_rank: int = 0
+    data_ranks: int = 1
+
+    def part(self, partition: Partition | None) -> RankPart:
+        """Return this rank's part of a parameter that the ranks split so; None for a replicated one."""
+        return RankPart(partition, self.rank, self.size, self.data_rank, self.data_ranks)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks, of which autograd sees nothing."""
+        return _wait(_ops.all_reduce(tensor, "sum", self.group))
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks."""
+        return _wait(_ops.all_reduce(tensor, "max", self.group))
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    return _ops.wait_tensor(tensor)
+
+
+def _gather(tokens: Tensor, size: int, group: str) -> Tensor:
+    """Start an all-gather of (1, tokens, channels) along the tokens."""
+    return _ops.all_gather_into_tensor(tokens[0].contiguous(), size, group)
+
+
+def _scatter(tokens: Tensor, size: int, group: str) -> Tensor:
+    """Start a reduce-scatter of (..., channels) along the flattened tokens."""
+    return _ops.reduce_scatter_tensor(tokens.flatten(0, -2).contiguous(), "sum", size, group)
+
+
+def _share(tokens: Tensor, rank: int, size: int) -> Tensor:
+    """Return the rank's share of the flattened tokens of (..., channels), as (1, tokens, channels)."""
+    flat = tokens.flatten(0, -2)
+    count = flat.shape[0] // size
+    return flat[None, rank * count : (rank + 1) * count]
+
+
+SharedRows = tuple[int, int, int]
+"""First local row, number of rows, and ranks with the same ones."""
+
+
+class _ReducePartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: str) -> Tensor:
+        return _wait(_ops.all_reduce(partial, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
+
+
+class _ReduceScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, size: int, group: str) -> Tensor:
+        ctx.shape, ctx.size, ctx.group = partial.shape, size, group
+        return _wait(_scatter(partial, size, group))[None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _wait(_gather(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None
+
+
+class _ShardTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rank: int, size: int, group: str) -> Tensor:
+        ctx.shape, ctx.size, ctx.group = tokens.shape, size, group
+        return _share(tokens, rank, size).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _wait(_gather(gradient, ctx.size, ctx.group)).view(ctx.shape), None, None, None
+
+
+class _UnshardTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rank: int, size: int, group: str) -> Tensor:
+        ctx.rank, ctx.size = rank, size
+        return _wait(_gather(tokens, size, group))[None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _share(gradient, ctx.rank, ctx.size), None, None, None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """A product whose input gradient is a partial sum; communication runs beside the products of the backward pass.
+
+    Sharded over tokens, the input is gathered in both passes, so that only the rank's share of it is saved.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rank: int,
+        size: int,
+        group: str,
+        gathers: bool,
+        shared: Sequence[SharedRows],
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.rank, ctx.size, ctx.group, ctx.gathers, ctx.shared = rank, size, group, gathers, shared
+        whole = _wait(_gather(hidden, size, group))[None] if gathers else hidden
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        whole = _gather(hidden, ctx.size, ctx.group) if ctx.gathers and needs_weight else None
+        hidden_gradient = weight_gradient = bias_gradient = None
+        if needs_input:
+            partial = gradient @ weight
+            if ctx.gathers:
+                hidden_gradient = _scatter(partial, ctx.size, ctx.group)
+            else:
+                hidden_gradient = _ops.all_reduce(partial, "sum", ctx.group)
+        if needs_weight:
+            inputs = hidden.flatten(0, -2) if whole is None else _wait(whole)
+            weight_gradient = gradient.flatten(0, -2).t() @ inputs
+            weight_gradient = _sum_shared_rows(weight_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
+        if needs_bias:
+            bias_gradient = gradient.flatten(0, -2).sum(dim=0)
+            bias_gradient = _sum_shared_rows(bias_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
+        if hidden_gradient is not None:
+            hidden_gradient = _wait(hidden_gradient).view(hidden.shape)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+
+
+def _sum_shared_rows(gradient: Tensor, shared: Sequence[SharedRows], rank: int, size: int, group: str) -> Tensor:
+    """Sum the rows that several ranks share: each writes its own into its place among all, and these are summed."""
+    for start, count, copies in shared:
+        rows = gradient[start : start + count]
+        places = rows.new_zeros((size // copies, *rows.shape))
+        places[rank // copies] = rows
+        total = _wait(_ops.all_reduce(places, "sum", group))[rank // copies]
+        gradient = torch.cat([gradient[:start], total, gradient[start + count :]])
+    return gradient
+
+
+def reduce_partial(partial: Tensor, ranks: TensorParallel) -> Tensor:
+    """Return the sum of the ranks' partial results."""
+    return _ReducePartial.apply(partial, ranks.group)  # pyright: ignore[reportReturnType]
+
+
+def reduce_scatter_tokens(partial: Tensor, ranks: TensorParallel) -> Tensor:
+    """Return this rank's share (1, batch * tokens / ranks, channels) of the sum of (batch, tokens, channels)."""
+    return _ReduceScatterTokens.apply(partial, ranks.size, ranks.group)  # pyright: ignore[reportReturnType]
+
+
+def shard_tokens(tokens: Tensor, ranks: TensorParallel) -> Tensor:
+    """Return this rank's share of tokens (batch, tokens, channels) that all ranks have."""
+    return _ShardTokens.apply(tokens, ranks.rank, ranks.size, ranks.group)  # pyright: ignore[reportReturnType]
+
+
+def unshard_tokens(tokens: Tensor, ranks: TensorParallel, batch: int) -> Tensor:
+    """Return (batch, tokens, channels) from the ranks' shares; all ranks must then have the same gradient."""
+    whole: Any = _UnshardTokens.apply(tokens, ranks.rank, ranks.size, ranks.group)
+    return whole.view(batch, -1, whole.shape[-1])
+
+
+def column_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ranks: TensorParallel,
+    *,
+    gathers: bool,
+    shared: Sequence[SharedRows] = (),
+) -> Tensor:
+    """Return the product of a weight whose rows are split over the ranks.
+
+    Args:
+        hidden: (batch, tokens, in), the same on all ranks, or with `gathers` the rank's share of the tokens.
+        weight: (out / ranks, in).
+        bias: (out / ranks,), or None.
+        gathers: all-gather the tokens first.
+        shared: rows that several ranks hold: each computes with them, and the gradient of all is summed.
+
+    Returns:
+        (batch, tokens, out / ranks), with `gathers` (1, batch * tokens, out / ranks).
+    """
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):  # does not reach into the function
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _ColumnLinear.apply(hidden, weight, bias, ranks.rank, ranks.size, ranks.group, gathers, shared)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,111 @@
+"""Linear layers and embeddings split over the tensor-parallel ranks (Megatron-LM, arXiv 1909.08053, section 3).
+
+A layer multiplies by a column-parallel matrix, whose outputs are split, then by a row-parallel one, whose inputs are:
+one communication for the pair in each pass. All keep the names and the order of the parameters of the layers that they
+replace, and hold this rank's part of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, reduce_scatter_tokens
+from .partition import Partition, RankPart, even_partition, set_partitions
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Linear layer that computes this rank's part of the outputs: rows of the weight.
+
+    Args:
+        linear: layer of this rank's shape.
+        ranks: the tensor-parallel ranks.
+        rows: how the ranks split the rows of the weight.
+        gathers: the input is sharded over tokens where the residual stream is; False for an input that all ranks have.
+    """
+
+    def __init__(self, linear: nn.Linear, ranks: TensorParallel, rows: Partition, *, gathers: bool = True) -> None:
+        super().__init__(
+            linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=linear.weight.dtype
+        )
+        self.ranks = ranks
+        self.gathers = gathers
+        set_partitions(self, {name: ranks.part(rows) for name, _ in self.named_parameters()})
+        self.shared_rows = _shared_rows(ranks.part(rows))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (batch, tokens, in), or the rank's share of the tokens, to (batch, tokens, out / ranks)."""
+        gathers = self.gathers and self.ranks.shards_tokens
+        return column_linear(input, self.weight, self.bias, self.ranks, gathers=gathers, shared=self.shared_rows)
+
+
+def _shared_rows(part: RankPart) -> tuple[SharedRows, ...]:
+    """Return the local rows that several ranks hold: key and value heads, where these are fewer than ranks."""
+    found: list[SharedRows] = []
+    start = 0
+    for each in part.ranges():
+        if each.num_replicas > 1:
+            found.append((start, each.size, each.num_replicas))
+        start += each.size
+    return tuple(found)
+
+
+class RowParallelLinear(nn.Linear):
+    """Linear layer that reads this rank's part of the inputs: columns of the weight. The bias is added to the sum.
+
+    Args:
+        linear: layer of this rank's shape.
+        ranks: the tensor-parallel ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, ranks: TensorParallel) -> None:
+        super().__init__(
+            linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=linear.weight.dtype
+        )
+        self.ranks = ranks
+        set_partitions(self, {"weight": ranks.part(even_partition(1, ranks.size, linear.in_features * ranks.size))})
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (batch, tokens, in / ranks) to (batch, tokens, out), or to the rank's share of the tokens."""
+        partial = F.linear(input, self.weight)
+        reduce = reduce_scatter_tokens if self.ranks.shards_tokens else reduce_partial
+        output = reduce(partial, self.ranks)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """Embedding table of which each rank holds the rows of its part of the vocabulary.
+
+    Args:
+        table: embedding of this rank's shape.
+        ranks: the tensor-parallel ranks.
+    """
+
+    def __init__(self, table: nn.Embedding, ranks: TensorParallel) -> None:
+        super().__init__(table.num_embeddings, table.embedding_dim, device="meta", dtype=table.weight.dtype)
+        self.ranks = ranks
+        set_partitions(self, {"weight": ranks.part(even_partition(0, ranks.size, table.num_embeddings * ranks.size))})
+
+    @property
+    def first_token(self) -> int:
+        """First token of this rank's part."""
+        return self.ranks.rank * self.num_embeddings
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings (..., embedding_dim) of tokens of the whole vocabulary."""
+        local = input - self.first_token
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return reduce_partial(found.masked_fill(elsewhere[..., None], 0.0), self.ranks)
+
+
+def gather_vocabulary(logits: Tensor, ranks: TensorParallel) -> Tensor:
+    """Return logits (..., padded_vocab_size) of the whole vocabulary, for generation; not differentiable."""
+    ops: Any = torch.ops._c10d_functional
+    flat = logits.detach().flatten(0, -2).contiguous()
+    parts = ops.wait_tensor(ops.all_gather_into_tensor(flat, ranks.size, ranks.group))
+    whole = parts.view(ranks.size, *logits.shape).movedim(0, -2)
+    return whole.reshape(*logits.shape[:-1], -1)

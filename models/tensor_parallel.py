@@ -1,0 +1,190 @@
+"""Tensor parallelism: the slices of a rank's model, and the plan that splits a model built from them.
+
+The heads of each attention, the channels of each MLP and the vocabulary are split over the ranks; a rank's model is an
+ordinary one with fewer of them, in which the linear layers at the cuts communicate. With sequence parallelism the
+residual stream between them is sharded over tokens (arXiv 1909.08053, 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .bert import BERT
+from .config.dense_stack import AttentionSlice
+from .config.families import FamilySlice
+from .config.stack import StackSlice
+from .config.t5 import T5Slice
+from .gpt import GPT
+from .layer import Layer
+from .layers.attention_bias import ScoreBiasModule
+from .layers.cross_attention import CrossAttention
+from .layers.mlp import MLP
+from .layers.norm import LayerNorm, RMSNorm
+from .layers.self_attention import SelfAttention
+from .parallel.collectives import TensorParallel
+from .parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
+from .parallel.partition import Partition, Section, even_partition, set_partitions
+from .stack import Stack
+from .t5 import T5
+
+
+def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
+    """Return the slice of one rank's model: its heads, key groups, channels and rows of the vocabulary.
+
+    Raises:
+        ValueError: they do not split evenly over the ranks; configuration rules report that earlier.
+        NotImplementedError: a part of a model that cannot be split.
+    """
+    vocabulary = _share(model.padded_vocab_size, ranks)
+    if not isinstance(model, T5Slice):
+        return replace(model, stack=_rank_stack(model.stack, ranks), padded_vocab_size=vocabulary)
+    return replace(
+        model,
+        encoder=replace(model.encoder, stack=_rank_stack(model.encoder.stack, ranks)),
+        decoder=replace(model.decoder, stack=_rank_stack(model.decoder.stack, ranks)),
+        cross_attention=_rank_attention(model.cross_attention, ranks),
+        padded_vocab_size=vocabulary,
+    )
+
+
+def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
+    if stack.moe is not None or stack.block == "normformer":
+        raise NotImplementedError("tensor parallelism of experts and of norms inside the MLP")
+    return replace(
+        stack,
+        attention=_rank_attention(stack.attention, ranks),
+        mlp=replace(stack.mlp, ffn_hidden_size=_share(stack.mlp.ffn_hidden_size, ranks)),
+    )
+
+
+def _rank_attention(attention: AttentionSlice, ranks: int) -> AttentionSlice:
+    groups = _share(attention.groups, group_parts(attention.groups, ranks))
+    return replace(attention, heads=_share(attention.heads, ranks), groups=groups)
+
+
+def _share(size: int, ranks: int) -> int:
+    if size % ranks:
+        raise ValueError(f"{size} must be a multiple of the {ranks} tensor-parallel ranks")
+    return size // ranks
+
+
+def group_parts(groups: int, ranks: int) -> int:
+    """Return the number of distinct parts of the key and value heads: fewer than ranks if several share a head."""
+    if ranks > groups and ranks % groups:
+        raise ValueError(f"the {ranks} tensor-parallel ranks must be a multiple of the {groups} key and value heads")
+    return min(groups, ranks)
+
+
+# ---------------------------------------------------------------- plan
+
+
+def apply_tensor_parallel(model: GPT | T5 | BERT, full: FamilySlice, ranks: TensorParallel) -> None:
+    """Split a model, built from `rank_slice` on the meta device, over the ranks, in place.
+
+    Args:
+        model: model of this rank's shapes; its modules get `partitions` (`partitions_of`).
+        full: slice of the whole model.
+        ranks: the tensor-parallel ranks.
+    """
+    model.tensor_parallel = ranks
+    vocabulary = ranks.part(even_partition(0, ranks.size, full.padded_vocab_size))
+    has_bias = getattr(model, "head_bias", None) is not None
+    set_partitions(model, {"head_bias": vocabulary} if has_bias else {}, default=ranks.part(None))
+    if model.head is not None:
+        set_partitions(model.head, {"weight": vocabulary})
+    model.token_embedding = VocabularyParallelEmbedding(model.token_embedding, ranks)
+    if isinstance(model, T5) and isinstance(full, T5Slice):
+        if model.decoder_token_embedding is not None:
+            model.decoder_token_embedding = VocabularyParallelEmbedding(model.decoder_token_embedding, ranks)
+        _split_stack(model.encoder, full.encoder.stack, None, ranks)
+        _split_stack(model.decoder, full.decoder.stack, full.cross_attention, ranks)
+        if model.cross_positions is not None:
+            _split_positions(model.cross_positions, full.cross_attention.heads, ranks)
+    else:
+        _split_stack(model.encoder if isinstance(model, BERT) else model.decoder, full.stacks[0], None, ranks)
+
+
+def _split_stack(stack: Stack, full: StackSlice, cross: AttentionSlice | None, ranks: TensorParallel) -> None:
+    stack.tensor_parallel = ranks
+    for module in stack.layers:
+        layer = cast(Layer, module)
+        _split_attention(layer.attention, full.attention, ranks)
+        if layer.cross_attention is not None and cross is not None:
+            _split_attention(layer.cross_attention, cross, ranks)
+        assert isinstance(layer.mlp, MLP)
+        _split_mlp(layer.mlp, full, ranks)
+    if stack.score_positions is not None:
+        _split_positions(stack.score_positions, full.attention.heads, ranks)
+
+
+def _split_positions(positions: ScoreBiasModule, heads: int, ranks: TensorParallel) -> None:
+    positions.select_heads(ranks.rank * heads // ranks.size, heads)
+    split = {  # a table (buckets, heads), or one number for each head
+        name: ranks.part(even_partition(parameter.ndim - 1, ranks.size, heads))
+        for name, parameter in positions.named_parameters()
+    }
+    set_partitions(positions, split)
+
+
+def _split_attention(attention: SelfAttention | CrossAttention, full: AttentionSlice, ranks: TensorParallel) -> None:
+    queries = Section(full.heads * full.head_dim, ranks.size)
+    keys = Section(full.groups * full.head_dim, group_parts(full.groups, ranks.size))
+    if isinstance(attention, SelfAttention):
+        attention.qkv = ColumnParallelLinear(attention.qkv, ranks, Partition(0, (queries, keys, keys)))
+    else:
+        attention.query = ColumnParallelLinear(attention.query, ranks, Partition(0, (queries,)))
+        # every rank has the whole output of the encoder
+        attention.kv = ColumnParallelLinear(attention.kv, ranks, Partition(0, (keys, keys)), gathers=False)
+    attention.output = RowParallelLinear(attention.output, ranks)
+    if attention.head_scale is not None:
+        set_partitions(attention, {"head_scale": ranks.part(even_partition(0, ranks.size, full.heads))})
+
+
+def _split_mlp(mlp: MLP, stack: StackSlice, ranks: TensorParallel) -> None:
+    width = stack.mlp.ffn_hidden_size
+    rows = even_partition(0, ranks.size, *[width] * (2 if mlp.gated else 1))
+    mlp.up, mlp.down = ColumnParallelLinear(mlp.up, ranks, rows), RowParallelLinear(mlp.down, ranks)
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
+    """Return the names of the replicated parameters whose gradients the ranks must sum.
+
+    These are norms of heads, of which each rank has its own, and with sequence parallelism the norms of the residual
+    stream and the biases added to it, since each rank sees its own tokens only.
+    """
+    found: set[str] = set()
+    for prefix, stack in model.named_children():
+        if not isinstance(stack, Stack):
+            continue
+        for name, module in stack.named_modules(prefix=prefix):
+            of_heads = name.endswith((".query_norm", ".key_norm"))
+            if isinstance(module, LayerNorm | RMSNorm) and (of_heads or ranks.sequence):
+                found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
+            elif isinstance(module, RowParallelLinear) and module.bias is not None and ranks.sequence:
+                found.add(f"{name}.bias")
+    return found
+
+
+def reduce_partial_gradients(gradients: Mapping[str, Tensor], partial: Set[str], ranks: TensorParallel) -> None:
+    """Sum the gradients of `partial_gradients` over the ranks, in place, in one message for each dtype.
+
+    Args:
+        gradients: by name of the parameter; others are left alone.
+        partial: names of the parameters.
+        ranks: the tensor-parallel ranks.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for name in sorted(partial & gradients.keys()):
+        by_dtype.setdefault(gradients[name].dtype, []).append(gradients[name])
+    for found in by_dtype.values():
+        total = ranks.sum(torch.cat([gradient.flatten() for gradient in found]))
+        for gradient, part in zip(found, total.split([gradient.numel() for gradient in found]), strict=True):
+            gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,253 @@
+"""Losses, gradients and logits of models split over ranks, beside those of one process; run in forked ranks on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LENGTH, DECODER_LENGTH, BATCH, VOCAB = 16, 8, 2, 90
+
+
+def keys_of(changes: dict[str, Any]) -> Any:
+    """Return the keys of a small model of `changes["family"]`, with two stacks in a T5."""
+    from stoker.models.config.bert import BertKeys
+    from stoker.models.config.gpt import GPTKeys
+    from stoker.models.config.t5 import T5Keys
+
+    changes = dict(changes)
+    family = changes.pop("family", "gpt")
+    stack = {
+        "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "init_method_std": 0.3,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    }  # fmt: skip
+    outer = {"make_vocab_size_divisible_by": 8}
+    if family == "t5":
+        own = {
+            name: changes.pop(name)
+            for name in ("share_token_embeddings", "label_smoothing", "compile")
+            if name in changes
+        }
+        decoder = {**stack, **changes, "num_layers": 1}
+        return T5Keys.model_validate(
+            {
+                **outer,
+                **own,
+                "seq_length": LENGTH,
+                "embedding_dropout": 0.0,
+                "encoder": {**stack, **changes},
+                "decoder": decoder,
+            }
+        )
+    keys = {"gpt": GPTKeys, "bert": BertKeys}[family]
+    return keys.model_validate({**outer, **stack, "encoder_seq_length": LENGTH, **changes})
+
+
+def batch_of(family: str, seed: int = 1) -> dict[str, Tensor]:
+    """Return a batch with labels that are ignored, more of them in one row."""
+    generator = torch.Generator().manual_seed(seed)
+    length = DECODER_LENGTH if family == "t5" else LENGTH
+    tokens, labels = (torch.randint(0, VOCAB, (BATCH, length), generator=generator) for _ in range(2))
+    labels[0, :5] = -100
+    if family != "t5":
+        return {"tokens": tokens, "labels": labels}
+    encoder_tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=generator)
+    return {"encoder_tokens": encoder_tokens, "decoder_tokens": tokens, "labels": labels}
+
+
+def compare(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str, float]]:
+    """Run all cases, each [keys, sequence parallel], on `size` ranks; return the largest differences of any rank."""
+    return _on_ranks(directory, size, _compare_passes, cases)
+
+
+def compare_steps(directory: str, size: int, tensor_ranks: int, cases: list[list[Any]]) -> list[dict[str, float]]:
+    """Train with tensor and data parallelism, each case [keys, layout], and without; return the largest differences."""
+    return _on_ranks(directory, size, partial(_compare_steps, tensor_ranks=tensor_ranks), cases)
+
+
+def _on_ranks(
+    directory: str, size: int, run: Callable[..., dict[str, float]], cases: list[list[Any]]
+) -> list[dict[str, float]]:
+    """Run every case on forked ranks; return the largest value of any rank."""
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                (Path(directory) / f"{rank}.json").write_text(json.dumps(_in_group(directory, size, rank, run, cases)))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert not any(codes), codes
+    found = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(size)]
+    return [{name: max(each[n][name] for each in found) for name in found[0][n]} for n in range(len(cases))]
+
+
+def _in_group(directory: str, size: int, rank: int, run: Any, cases: list[list[Any]]) -> list[dict[str, float]]:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=FileStore(f"{directory}/store", size), rank=rank, world_size=size)
+    found = [run(rank, size, *case) for case in cases]
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _build(changes: dict[str, Any], ranks: Any = None, sharding: Any = None) -> Any:
+    from stoker.kernels.attention.flags import AttentionFlags
+    from stoker.models.build import build_model
+    from stoker.models.config.batch_shape import BatchSpec
+
+    # traced as a whole and split into forward and backward as on a GPU, but run by plain operations
+    module_class: Any = torch.nn.Module
+    module_class.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    decoder_length = DECODER_LENGTH if changes.get("family") == "t5" else 0
+    return build_model(
+        keys_of(changes),
+        vocab_size=VOCAB,
+        device="cpu",
+        dtype=torch.float64,
+        flags=AttentionFlags(),
+        micro_batch_size=BATCH,
+        batch_spec=BatchSpec(seq_length=LENGTH, decoder_seq_length=decoder_length),
+        tensor_parallel=ranks,
+        sharding=sharding,
+    ).train()
+
+
+def _part_of(full: Tensor, part: Any) -> Tensor:
+    """Return a rank's part of a full tensor."""
+    if part is None or part.partition is None:
+        return full
+    return torch.cat(
+        [full.narrow(part.partition.dim, each.start, each.size) for each in part.ranges()], part.partition.dim
+    )
+
+
+def _compare_passes(rank: int, size: int, changes: dict[str, Any], sequence: bool) -> dict[str, float]:
+    import torch.distributed as dist
+
+    from stoker.models.parallel.collectives import TensorParallel
+    from stoker.models.parallel.partition import partitions_of
+    from stoker.models.tensor_parallel import partial_gradients, reduce_partial_gradients
+
+    ranks = TensorParallel(rank, size, dist.group.WORLD.group_name, sequence=sequence)  # type: ignore[union-attr]
+    whole, part = _build(changes), _build(changes, ranks)
+    family = changes.get("family", "gpt")
+    batch = batch_of(family)
+    losses = [model.batch_loss(batch, 27.0) for model in (whole, part)]
+    for loss in losses:
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in part.named_parameters() if parameter.grad is not None}
+    reduce_partial_gradients(gradients, partial_gradients(part, ranks), ranks)
+    wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
+    assert wanted.keys() == gradients.keys()
+    parts = partitions_of(part)
+    wanted = {name: _part_of(gradient, parts.get(name)) for name, gradient in wanted.items()}
+    scale = max(float(gradient.norm()) for gradient in wanted.values())
+    worst = max(float((gradients[name] - gradient).norm()) / scale for name, gradient in wanted.items())
+    for model in (whole, part):
+        model.eval()
+    with torch.no_grad():
+        inputs = [batch[name] for name in batch if name != "labels"]
+        logits = [model(*inputs)[..., :VOCAB] for model in (whole, part)]
+    return {
+        "loss": abs(float(losses[0].detach() - losses[1].detach())),
+        "gradients": worst,
+        "logits": float((logits[0] - logits[1]).abs().max()),
+        "parts": sum(p.numel() for p in part.parameters()) / sum(p.numel() for p in whole.parameters()),
+    }
+
+
+def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, tensor_ranks: int) -> dict[str, float]:
+    """Three steps of AdamW with clipping, two micro batches for each data-parallel rank, in fp64."""
+    import torch.distributed as dist
+
+    from stoker.models.parallel.collectives import TensorParallel
+    from stoker.models.parallel.layout import ParallelLayout
+    from stoker.models.parallel.partition import partitions_of
+    from stoker.models.tensor_parallel import partial_gradients, reduce_partial_gradients
+    from stoker.trainer.config.parameter_layout import plan_layout
+    from stoker.trainer.distributed.ddp import ReplicatedDataParallel
+    from stoker.trainer.distributed.fsdp import ShardedDataParallel
+    from stoker.trainer.optim.adamw import AdamW
+    from stoker.trainer.utils.local_shard import local_tensor
+
+    layout = ParallelLayout(tensor=tensor_ranks, data=size // tensor_ranks)
+    tensor_groups: dict[Any, Any] = {members: dist.new_group(list(members)) for members in layout.groups("tensor")}
+    data_groups: dict[Any, Any] = {members: dist.new_group(list(members)) for members in layout.groups("data")}
+    tensor_group, data_group = (
+        tensor_groups[layout.group_of(rank, "tensor")],
+        data_groups[layout.group_of(rank, "data")],
+    )
+    place = layout.coordinates(rank)
+    ranks = TensorParallel(
+        place.tensor,
+        tensor_ranks,
+        tensor_group.group_name,
+        sequence=True,
+        data_rank=place.data,
+        data_ranks=layout.data,
+    )
+    name = "distributed_fused_adam" if kind == "zero1" else "adamw"
+    plan = plan_layout(layout.data, optimizer=name, fsdp=kind == "fsdp", strategy="full", shard_size=None)
+    assert plan is not None
+    device = torch.device("cpu")
+    if kind == "fsdp":
+        data_parallel: Any = ShardedDataParallel(plan, device, None, tensor_ranks=tensor_ranks)
+    else:
+        data_parallel = ReplicatedDataParallel(plan, device, None, data_group)
+    whole = _build(changes)
+    part = _build(changes, ranks, data_parallel)
+    options: Any = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.05}
+    single: Any = AdamW(whole.named_parameters(), **options)
+    several: Any = AdamW(
+        part.named_parameters(),
+        parts=partitions_of(part),
+        sum_over_parts=ranks.sum,
+        **options,
+        **data_parallel.optimizer_arguments,
+    )
+    data_parallel.attach(part, several)
+    partial_names = partial_gradients(part, ranks)
+    family, norms = changes.get("family", "gpt"), 0.0
+    for step in range(3):
+        batches = [batch_of(family, 10 * step + number) for number in range(2 * layout.data)]
+        for batch in batches:
+            whole.batch_loss(batch, 100.0).backward()
+        for index in range(2):
+            data_parallel.before_micro_batch(first=index == 0, last=index == 1)
+            part.batch_loss(batches[index * layout.data + place.data], 100.0).backward()
+        data_parallel.before_update()
+        gradients = {
+            name: local_tensor(parameter.grad)
+            for name, parameter in part.named_parameters()
+            if parameter.grad is not None
+        }
+        reduce_partial_gradients(gradients, partial_names, ranks)
+        for optimizer in (single, several):
+            optimizer.step()
+        data_parallel.after_update()
+        norms = max(norms, float((single.grad_norm / several.grad_norm - 1).abs()))
+        for optimizer in (single, several):
+            optimizer.zero_grad()
+    parts, worst = partitions_of(part), 0.0
+    wanted = dict(whole.named_parameters())
+    for name, parameter in part.named_parameters():
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        worst = max(worst, float((full - _part_of(wanted[name], parts.get(name))).detach().abs().max()))
+    return {"norms": norms, "weights": worst}

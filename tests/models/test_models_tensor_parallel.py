@@ -1,0 +1,72 @@
+"""Models split over tensor-parallel ranks have the loss, gradients and logits of one process, in fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_server import ForkServer
+from tiers import extra, full_only
+
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu", "num_query_groups": 2, "normalization": "rmsnorm", "position_embedding_type": "rope",
+    "share_embeddings_and_output_weights": False, "bias": False,
+}  # fmt: skip
+SHARED_HEADS: dict[str, Any] = {
+    "num_query_groups": 1, "qk_layernorm": True, "headscale": True, "label_smoothing": 0.1, "logits_soft_cap": 5.0,
+}  # fmt: skip
+RECOMPUTE = "activations_checkpoint"
+T5: dict[str, Any] = {"family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8}
+GATED_T5 = {
+    **T5, "activation": "geglu", "num_query_groups": 1, "share_token_embeddings": False, "label_smoothing": 0.1,
+    "normalization": "rmsnorm", "bias": False,
+}  # fmt: skip
+CASES: list[tuple[dict[str, Any], bool]] = [
+    *((keys, sequence) for keys in ({}, LLAMA, SHARED_HEADS) for sequence in (False, True)),
+    ({"family": "bert"}, True),
+    (T5, True),
+    (GATED_T5, True),
+    ({"position_embedding_type": "alibi"}, False),
+    ({"position_embedding_type": "kerple", "transformer_block_type": "parallel_ln"}, True),
+    ({"position_embedding_type": "sandwich", "transformer_block_type": "post_ln"}, True),
+    ({**LLAMA, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
+    (
+        {f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1},
+        True,
+    ),
+    *extra((T5, False), (GATED_T5, False), ({"family": "bert", "bert": {"mlm_transform": False}}, False)),
+]
+
+
+@pytest.mark.parametrize("size", [*extra(2), 4])
+def test_ranks_together_are_one_process(size: int, forks: ForkServer, tmp_path: Path) -> None:
+    found = forks.call("parallel_models", "compare", str(tmp_path), size, CASES)
+    for (keys, sequence), differences in zip(CASES, found, strict=True):
+        exact = {name: value for name, value in differences.items() if name != "parts"}
+        assert all(value < 1e-12 for value in exact.values()), (keys, sequence, differences)
+        # norms, position embeddings and shared key heads are on every rank
+        assert differences["parts"] < 1 / size + 0.15, (keys, differences)
+
+
+def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer, tmp_path: Path) -> None:
+    """Clipping below the norm, to which each parameter adds once; two data-parallel ranks of two micro batches each."""
+    # the gradients of biases of keys and of their norms are rounding, of which Adam makes a step
+    shared_heads = SHARED_HEADS | {"bias": False, "normalization": "rmsnorm"}
+    cases = [
+        (shared_heads, "ddp"),
+        (LLAMA, "zero1"),
+        (shared_heads, "fsdp"),
+        *extra((GATED_T5, "fsdp"), (GATED_T5, "zero1")),
+    ]
+    for case, differences in zip(
+        cases, forks.call("parallel_models", "compare_steps", str(tmp_path), 4, 2, cases), strict=True
+    ):
+        assert all(value < 1e-12 for value in differences.values()), (case, differences)
+
+
+@full_only
+def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_path: Path) -> None:
+    cases = [({**keys, "compile": True}, True) for keys in (LLAMA, SHARED_HEADS, GATED_T5)]
+    for differences in forks.call("parallel_models", "compare", str(tmp_path), 2, cases):
+        assert all(value < 1e-12 for name, value in differences.items() if name != "parts"), differences
