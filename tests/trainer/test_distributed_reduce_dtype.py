@@ -33,11 +33,11 @@ class TwoRanks:
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
         monkeypatch.setattr(dist, "reduce_scatter_tensor", self._reduce_scatter)
 
-    def _all_reduce(self, tensor: Tensor) -> None:
+    def _all_reduce(self, tensor: Tensor, group: object = None) -> None:
         self.dtypes.add(tensor.dtype)
         tensor.mul_(2)
 
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, group: object = None) -> None:
         self.dtypes.add(tensor.dtype)
         output.copy_(2 * tensor[tensor.shape[0] // 2 :])
 
