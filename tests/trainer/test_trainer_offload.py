@@ -31,7 +31,7 @@ def losses(directory: Path) -> list[float]:
     return [row[name] for row in rows for name in ("loss", "val_loss") if name in row]
 
 
-@pytest.mark.parametrize("precision", [*extra("32"), "bf16"])
+@pytest.mark.parametrize("precision", ["32", *extra("bf16")])
 def test_a_run_is_the_same_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Several micro batches, an average of the weights, validations and checkpoints, and both ways to go on."""
     changes = {**RUN, "trainer__precision": precision}

@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Layout, Layout]:
     return full, draw(layouts(shape, sections)), draw(layouts(shape, sections))
 
 
-@examples(200)
+@examples(80)
 @given(case=cases())
 def test_any_layout_loads_what_any_other_saved(case: tuple[Tensor, Layout, Layout]) -> None:
     full, saving, loading = case

@@ -5,7 +5,7 @@ import json
 import pytest
 from config_helpers import load, write
 from plan_helpers import FULL, LLAMA, ONE, planned
-from tiers import cases, extra
+from tiers import cases, extra, full_only
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.plan.hardware import parse_gpu
@@ -48,6 +48,7 @@ def test_the_search_finds_the_cheapest_that_fits():
     assert costs == sorted(costs)
 
 
+@full_only
 def test_the_search_takes_the_largest_micro_batch_that_fits():
     """Also where it is far from the one that is asked for."""
     for size in (512, *extra(8)):

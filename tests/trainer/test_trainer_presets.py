@@ -50,7 +50,7 @@ def test_size(name: str) -> None:
     assert num_parameters(model) == EXACT.get(name, pytest.approx(SIZES.get(name, 0), rel=0.1))
 
 
-@pytest.mark.parametrize("name", cases(MODELS, fast=4))
+@pytest.mark.parametrize("name", cases(MODELS, fast=2))
 def test_shrunk_it_trains(name: str, tmp_path: Path) -> None:
     length = "seq_length" if "t5" in name else "encoder_seq_length"
     where = f"exp_manager.explicit_log_dir={tmp_path}"
