@@ -260,7 +260,8 @@ def _check_complete(name: str, parts: list[_FilePart], shape: tuple[int, ...]) -
     """
     rows_of: dict[tuple[int, int] | None, list[tuple[int, int]]] = {}
     for part in parts:
-        rows_of.setdefault(part.columns, []).extend(part.rows)
+        has_all = part.columns is not None and part.columns == (0, shape[1])
+        rows_of.setdefault(None if has_all else part.columns, []).extend(part.rows)
     if set(rows_of) != {None}:
         _check_ranges(f"columns {{}} of {name}", (each or (0, shape[1]) for each in rows_of), shape[1])
     for columns, rows in rows_of.items():
