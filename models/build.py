@@ -94,13 +94,15 @@ def build_model(
         tensor_parallel: the ranks that share each layer, of which this process builds one's part; None for one.
 
     Raises:
-        ValueError: `override_vocab_size` is too small, `compile` is not supported, or `peft` selects layers or
-            parameters that do not exist.
+        ValueError: `override_vocab_size` is too small, `compile` is not supported, `peft` selects layers or parameters
+            that do not exist, or the model cannot be split over the tensor-parallel ranks.
         NoBackendError: no attention backend supports a kind of call.
     """
     device = torch.device(device)
     described = full = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
     if tensor_parallel is not None:
+        if peft is not None:  # its modules would be lost with the layers that are replaced
+            raise ValueError(f"`peft` must be None in a model split over {tensor_parallel.size} tensor-parallel ranks.")
         described = rank_slice(full, tensor_parallel.size)
     if device.type == "meta":
         return _assembled(described, batch_spec, {}, {}, peft).to(dtype)

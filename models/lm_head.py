@@ -16,8 +16,6 @@ from .parallel.collectives import TensorParallel
 from .parallel.linear import gather_vocabulary
 from .parallel.vocabulary_loss import vocabulary_parallel_loss
 
-"""Learned position embedding, indexed by the position within a document (nn.Embedding) or within a sample."""
-
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype of matmuls: that of `hidden`, or of autocast."""

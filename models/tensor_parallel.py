@@ -29,6 +29,7 @@ from .layers.self_attention import SelfAttention
 from .parallel.collectives import TensorParallel
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from .parallel.partition import Partition, Section, even_partition, set_partitions
+from .recompute.analysis import has_dropout
 from .stack import Stack
 from .t5 import T5
 
@@ -37,8 +38,7 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
     """Return the slice of one rank's model: its heads, key groups, channels and rows of the vocabulary.
 
     Raises:
-        ValueError: they do not split evenly over the ranks; configuration rules report that earlier.
-        NotImplementedError: a part of a model that cannot be split.
+        ValueError: they do not split evenly over the ranks, or the model has a part that cannot be split.
     """
     vocabulary = _share(model.padded_vocab_size, ranks)
     if not isinstance(model, T5Slice):
@@ -53,8 +53,14 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
 
 
 def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
-    if stack.moe is not None or stack.block == "normformer":
-        raise NotImplementedError("tensor parallelism of experts and of norms inside the MLP")
+    unsupported = {
+        "experts": stack.moe is not None,
+        "a norm inside the MLP": stack.block == "normformer",
+        "dropout, whose masks would depend on the ranks": has_dropout(stack),
+    }
+    if any(unsupported.values()):
+        parts = " or ".join(part for part, has in unsupported.items() if has)
+        raise ValueError(f"a model with {parts} cannot be split over {ranks} tensor-parallel ranks")
     return replace(
         stack,
         attention=_rank_attention(stack.attention, ranks),

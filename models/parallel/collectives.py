@@ -58,6 +58,11 @@ class TensorParallel:
         """Return the sum over the ranks, of which autograd sees nothing."""
         return _wait(_ops.all_reduce(tensor, "sum", self.group))
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, (ranks, *shape), of which autograd sees nothing."""
+        gathered = _wait(_ops.all_gather_into_tensor(tensor.contiguous().view(-1), self.size, self.group))
+        return gathered.view(self.size, *tensor.shape)
+
     def maximum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks."""
         return _wait(_ops.all_reduce(tensor, "max", self.group))

@@ -7,9 +7,6 @@ replace, and hold this rank's part of them.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -104,8 +101,4 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
 def gather_vocabulary(logits: Tensor, ranks: TensorParallel) -> Tensor:
     """Return logits (..., padded_vocab_size) of the whole vocabulary, for generation; not differentiable."""
-    ops: Any = torch.ops._c10d_functional
-    flat = logits.detach().flatten(0, -2).contiguous()
-    parts = ops.wait_tensor(ops.all_gather_into_tensor(flat, ranks.size, ranks.group))
-    whole = parts.view(ranks.size, *logits.shape).movedim(0, -2)
-    return whole.reshape(*logits.shape[:-1], -1)
+    return ranks.gather(logits.detach()).movedim(0, -2).flatten(-2)

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer
+from parallel_models import LENGTH, VOCAB, keys_of
 from tiers import extra, full_only
+
+from stoker.models.config.batch_shape import BatchSpec
+from stoker.models.config.families import family_slice
+from stoker.models.tensor_parallel import rank_slice
 
 LLAMA: dict[str, Any] = {
     "activation": "swiglu", "num_query_groups": 2, "normalization": "rmsnorm", "position_embedding_type": "rope",
@@ -63,6 +68,20 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
         cases, forks.call("parallel_models", "compare_steps", str(tmp_path), 4, 2, cases), strict=True
     ):
         assert all(value < 1e-12 for value in differences.values()), (case, differences)
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"num_moe_experts": 4, "moe_router_topk": 2}, "experts"),
+        ({"transformer_block_type": "normformer", "hidden_dropout": 0.1}, "norm inside the MLP or dropout"),
+        ({"num_attention_heads": 3, "kv_channels": 8}, "3 must be a multiple of the 2"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(keys: dict[str, Any], named: str) -> None:
+    whole = family_slice(keys_of(keys), vocab_size=VOCAB, batch_spec=BatchSpec(seq_length=LENGTH))
+    with pytest.raises(ValueError, match=named):
+        rank_slice(whole, 2)
 
 
 @full_only
