@@ -40,6 +40,8 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
     Raises:
         ValueError: they do not split evenly over the ranks, or the model has a part that cannot be split.
     """
+    if ranks == 1:
+        return model
     vocabulary = _share(model.padded_vocab_size, ranks)
     if not isinstance(model, T5Slice):
         return replace(model, stack=_rank_stack(model.stack, ranks), padded_vocab_size=vocabulary)

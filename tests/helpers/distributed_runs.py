@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from fork_server import ForkServer
-from safetensors import safe_open
 from tiny_run import tiny_config
 from torch import Tensor
 
@@ -73,34 +72,31 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 
 def samples_by_step(directory: Path) -> list[list[list[int]]]:
-    """Return the checksums of the samples of every step, in the order of micro batches over all ranks."""
-    steps: list[dict[str, list[int]]] = [{} for _ in records(directory)[0]["steps"]]
-    for record in records(directory):
+    """Return the checksums of the samples of every step, in the order of micro batches over all ranks.
+
+    Each micro batch must have been taken by all ranks of one replica of the model, and by no others.
+    """
+    found = records(directory)
+    steps: list[dict[str, list[list[int]]]] = [{} for _ in found[0]["steps"]]
+    for record in found:
         for step, parts in zip(steps, record["steps"], strict=True):
-            assert not step.keys() & parts.keys(), "two ranks took the same micro batch"
-            step |= parts
-    return [[step[str(number)] for number in range(len(step))] for step in steps]
+            for number, sums in parts.items():
+                step.setdefault(number, []).append(sums)
+    for step in steps:
+        for sums in step.values():
+            assert len(sums) == found[0]["model_ranks"], "a micro batch of some ranks of a replica, or of two replicas"
+            assert all(each == sums[0] for each in sums), "ranks of one replica have different samples"
+    return [[step[str(number)][0] for number in range(len(step))] for step in steps]
 
 
 def tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
     """Return the full tensors of one kind of checkpoint file, assembled from the shards in all files."""
-    full: dict[str, Tensor] = {}
-    filled: dict[str, int] = {}
+    from stoker.trainer.checkpoint.sharded_safetensors import open_full_tensors
+
     paths = sorted(checkpoint.glob(f"{kind}[-.]*safetensors"))
     assert paths, f"no {kind} in {checkpoint}"
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            rows = json.loads((file.metadata() or {}).get("rows", "{}"))
-            for name in file.keys():  # noqa: SIM118
-                shard = file.get_tensor(name)
-                if shard.ndim == 0:
-                    shard = shard[None]
-                start, count = rows.get(name, (0, len(shard)))
-                full.setdefault(name, shard.new_full((count, *shard.shape[1:]), float("nan")))
-                full[name][start : start + len(shard)] = shard
-                filled[name] = filled.get(name, 0) + len(shard)
-    assert {name: len(tensor) for name, tensor in full.items()} == filled
-    return full
+    with open_full_tensors(paths) as full:  # each element must be there once
+        return {name: full.read(name).clone() for name in full.specs}
 
 
 def difference(checkpoint: Path, other: Path, kind: str) -> float:
@@ -177,11 +173,13 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
     expert_load.has_matplotlib = lambda: False  # drawing a figure takes longer than the run
     run_context.build_data = build_uneven
     module_class.training_step = record
-    result = run_training(tiny_config(directory, **changes), ranks)
+    config = tiny_config(directory, **changes)
+    result = run_training(config, ranks)
     assert result.exit_code == (143 if sigterm_at else 0)
     validation = result.validation
     values = [validation.loss, validation.tokens, validation.bytes] if validation else None
-    return {"steps": steps, "targets": targets, "validation": values}
+    model_ranks = config.root.model.tensor_model_parallel_size
+    return {"steps": steps, "targets": targets, "validation": values, "model_ranks": model_ranks}
 
 
 def _rank(directory: Path, size: int, rank: int, changes: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
 @looped(
     "override",
     [
-        "model.tensor_model_parallel_size=2",
+        "model.pipeline_model_parallel_size=2",
         "model.num_micro_batches_with_partial_activation_checkpoints=2",
         "model.fp8=True",
         "exp_manager.create_fault_tolerance_callback=True",

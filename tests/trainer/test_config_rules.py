@@ -260,8 +260,17 @@ def test_shares_of_a_batch_are_not_judged_beside_a_refused_way_to_cut_the_model(
     asked = ["model.global_batch_size=2016", "model.micro_batch_size=1", "trainer.devices=8", "trainer.num_nodes=576"]
     sizes = {"tensor_model": 8, "pipeline_model": 9, "context": 2}
     cut = [f"model.{name}_parallel_size={size}" for name, size in sizes.items()]
-    assert problems(*asked, *cut).keys() == {f"model.{name}_parallel_size" for name in sizes}
+    refused = {f"model.{name}_parallel_size" for name in sizes} - {"model.tensor_model_parallel_size"}
+    assert problems(*asked, *cut).keys() == refused
     assert problems(*asked).keys() == {"model.global_batch_size"}
+
+
+def test_a_batch_is_shared_by_the_data_parallel_ranks() -> None:
+    devices, batch = ["trainer.devices=8", "model.micro_batch_size=1"], "model.global_batch_size"
+    assert load(*devices, f"{batch}=2", "model.tensor_model_parallel_size=4").root.model.global_batch_size == 2
+    (problem,) = problems(*devices, f"{batch}=3", "model.tensor_model_parallel_size=4").values()
+    assert "data-parallel ranks (2)" in problem.rule
+    assert (problem.key, problem.fix) == (batch, f"{batch}=4")
 
 
 def test_every_module_of_rules_is_run() -> None:

@@ -50,6 +50,7 @@ from key_observables import (
 
 from stoker.models import build
 from stoker.models.build import decide_compile
+from stoker.models.parallel.layout import ParallelLayout
 from stoker.trainer.callbacks import profiler
 from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
@@ -59,6 +60,7 @@ from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.cli import main
 from stoker.trainer.cli.rank_entry import train_as_rank
 from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
+from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
@@ -131,6 +133,18 @@ def parameters_are_cut(harness: ConfigHarness) -> None:
     ]
     assert [(each.replicas, each.shards) for each in found] == [(4, 1), (1, 4), (1, 4), (2, 2)]
     assert len({str(each) for each in found}) == len(found)
+
+
+@story("model.tensor_model_parallel_size", "model.sequence_parallel")
+def ranks_share_a_replica(harness: ConfigHarness) -> None:
+    def mesh(**keys: Any) -> ParallelLayout:
+        changes = {TRAINER + "devices": 4, **{MODEL + name: value for name, value in keys.items()}}
+        return resolve_run(harness.root(changes), world_size=4).mesh
+
+    assert mesh() == ParallelLayout(data=4)
+    assert mesh(tensor_model_parallel_size=2) == ParallelLayout(data=2, tensor=2)
+    sharded = mesh(tensor_model_parallel_size=2, sequence_parallel=True)
+    assert sharded == ParallelLayout(data=2, tensor=2, sequence=True)
 
 
 @story("trainer.process_timeout")

@@ -38,7 +38,7 @@ class ExpertLoadMetrics:
 
     Args:
         layers: MoE layers by name (`decoder.layers.3.mlp`).
-        ranks: ranks of the run; the statistics are summed over them.
+        ranks: ranks with other samples; the statistics are summed over them.
         per_layer: names of the layers with per-layer metrics.
         load_map: load history file, on rank 0 only.
         state: `sums` to resume from.
@@ -189,19 +189,29 @@ def _label(name: str, layers: Collection[str]) -> str:
 def build_expert_load_metrics(
     keys: AnyModelBlock,
     model: LanguageModel,
-    directory: Path,
+    directory: Path | None,
     ranks: DistributedContext,
     *,
     resumed_at: int,
     state: Sums,
     report: Callable[[str], None],
 ) -> ExpertLoadMetrics | None:
-    """Build the `ExpertLoadMetrics` of a model, or None without MoE layers; `state` is their `sums` at `resumed_at`."""
+    """Build the `ExpertLoadMetrics` of a model, or None without MoE layers.
+
+    Args:
+        keys: `model`.
+        model: the model.
+        directory: run directory, to write the load history to; None on ranks other than the first.
+        ranks: ranks with other samples.
+        resumed_at: completed steps when this process starts.
+        state: `sums` of the metrics at that step.
+        report: prints a message.
+    """
     layers = find_moe_layers(model)
     if not layers:
         return None
     load_map = None
-    if ranks.is_rank_zero:
+    if directory is not None:
         experts = {name: len(layer.router.weight) for name, layer in layers.items()}
         load_map = ExpertLoadHistory(directory / "expert_load.json", experts, resumed_at=resumed_at)
         if not has_matplotlib():

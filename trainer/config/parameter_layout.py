@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...models.parallel.layout import ParallelLayout
+from ..utils.errors import UserError
 from .schema.root import AnyModelBlock
 
 DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
@@ -55,10 +57,10 @@ class DataParallelLayout:
 def plan_layout(
     world_size: int, *, optimizer: str, fsdp: bool, strategy: str, shard_size: int | None
 ) -> DataParallelLayout | None:
-    """Return the layout of a run, or None for a single process.
+    """Return the layout of a run, or None for a single rank.
 
     Args:
-        world_size: number of ranks R.
+        world_size: number of ranks R that hold the same parameters, or the same part of them.
         optimizer: `model.optim.name`.
         fsdp: `model.fsdp`.
         strategy: `model.fsdp_sharding_strategy`: full, hybrid or grad.
@@ -76,12 +78,28 @@ def plan_layout(
     return DataParallelLayout("data parallel", world_size, 1, replicates_weights=True)
 
 
-def layout_from_keys(keys: AnyModelBlock, world_size: int, ranks_per_node: int) -> DataParallelLayout | None:
-    """Return the data-parallel layout of a run, or None for a single process."""
+def parallel_layout(keys: AnyModelBlock, world_size: int) -> ParallelLayout:
+    """Return the mesh of a run.
+
+    Raises:
+        UserError: the processes do not make up whole replicas of the model.
+    """
+    tensor = keys.tensor_model_parallel_size
+    if world_size % tensor:
+        raise UserError(
+            f"the number of processes ({world_size}) must be a multiple of `model.tensor_model_parallel_size` "
+            f"({tensor}); use trainer.devices={-(-world_size // tensor) * tensor} or "
+            "model.tensor_model_parallel_size=1"
+        )
+    return ParallelLayout(data=world_size // tensor, tensor=tensor, sequence=keys.sequence_parallel and tensor > 1)
+
+
+def layout_from_keys(keys: AnyModelBlock, mesh: ParallelLayout, ranks_per_node: int) -> DataParallelLayout | None:
+    """Return the data-parallel layout of a run, or None if each parameter, or its part, is on one rank only."""
     return plan_layout(
-        world_size,
+        mesh.data * mesh.context,
         optimizer=keys.optim.name,
         fsdp=keys.fsdp,
         strategy=keys.fsdp_sharding_strategy,
-        shard_size=keys.fsdp_shard_size or ranks_per_node,
+        shard_size=keys.fsdp_shard_size or max(1, ranks_per_node // mesh.tensor),
     )

@@ -9,8 +9,9 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice, family_slice
 from ...models.config.model import Family
 from ...models.config.peft import PeftSlice, PromptSlice, peft_slice
+from ...models.parallel.layout import ParallelLayout
 from .data_task import Task, batch_spec, task_from_keys
-from .parameter_layout import DataParallelLayout, layout_from_keys
+from .parameter_layout import DataParallelLayout, layout_from_keys, parallel_layout
 from .run_precision import RunPrecision, resolve_precision
 from .schema.exp_manager import ExpManagerBlock
 from .schema.root import AnyModelBlock, ModelBlock, RootBlock
@@ -66,8 +67,8 @@ class ResolvedRun:
             of one token if `override_vocab_size` is not set (`with_vocabulary`).
         peft: parameter-efficient fine-tuning; None without.
         precision: dtypes of weights and arithmetic.
-        world_size: number of processes.
-        layout: data-parallel layout; None for one process.
+        mesh: the processes by axis: data, context, tensor and pipeline parallelism.
+        layout: distribution of parameters and optimizer state over the data-parallel ranks; None if there is one.
     """
 
     env_vars: Mapping[str, str | int | float | bool]
@@ -79,8 +80,13 @@ class ResolvedRun:
     family: FamilySlice
     peft: PeftSlice | None
     precision: RunPrecision
-    world_size: int
+    mesh: ParallelLayout
     layout: DataParallelLayout | None
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.mesh.world_size
 
     @property
     def layer_batch_spec(self) -> BatchSpec:
@@ -90,8 +96,8 @@ class ResolvedRun:
 
     @property
     def micro_batches(self) -> int:
-        """Micro batches per rank and optimizer step."""
-        return self.model.global_batch_size // self.model.micro_batch_size // self.world_size
+        """Micro batches per data-parallel rank and optimizer step."""
+        return self.model.global_batch_size // self.model.micro_batch_size // self.mesh.data
 
     def with_vocabulary(self, vocab_size: int) -> FamilySlice:
         """Return the slices of the model for the vocabulary of a tokenizer.
@@ -102,17 +108,22 @@ class ResolvedRun:
         return family_slice(self.model, vocab_size=vocab_size, batch_spec=self.batch_spec)
 
 
-def resolve_run(root: RootBlock, *, world_size: int = 1, capability: tuple[int, int] | None = None) -> ResolvedRun:
+def resolve_run(
+    root: RootBlock, *, world_size: int | None = None, capability: tuple[int, int] | None = None
+) -> ResolvedRun:
     """Resolve the configuration of a run.
 
     Args:
-        world_size: number of processes.
+        world_size: number of processes; None for a use of the model in one process, whatever the keys of parallelism.
         capability: CUDA compute capability of the device; None for other devices.
 
     Raises:
         ValueError: the sequence lengths are invalid; configuration rules report that earlier.
+        UserError: the processes do not make up whole replicas of the model; with `trainer.devices: auto`, since rules
+            report that earlier too.
     """
     keys = root.model
+    mesh = ParallelLayout() if world_size is None else parallel_layout(keys, world_size)
     task = task_from_keys(keys)
     spec = batch_spec(task, keys.data)
     data = DataSpec(
@@ -136,6 +147,6 @@ def resolve_run(root: RootBlock, *, world_size: int = 1, capability: tuple[int, 
         family=family_slice(keys, vocab_size=keys.override_vocab_size or 1, batch_spec=spec),
         peft=peft_slice(keys.peft),
         precision=resolve_precision(root.trainer.precision, keys.megatron_amp_O2, capability),
-        world_size=world_size,
-        layout=layout_from_keys(keys, world_size, world_size // root.trainer.num_nodes),
+        mesh=mesh,
+        layout=layout_from_keys(keys, mesh, mesh.world_size // root.trainer.num_nodes),
     )

@@ -11,6 +11,7 @@ from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.installed_software import detect_installed_software
 from ...models.build import TORCH_DTYPES, ModelPlan, call_context, plan_model
 from ...models.config.families import family_slice, keys_by_stack
+from ...models.tensor_parallel import rank_slice
 from ..config.resolved_run import DataSpec, ResolvedRun
 from ..config.run_config import DEFAULT_ORIGIN, RunConfig
 from ..config.schema.exp_manager import ExpManagerBlock
@@ -25,13 +26,13 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
     """Choose the attention backends of a run and decide on compilation, before anything is built or written.
 
     Raises:
-        UserError: no attention backend is available, `model.compile` is not supported, or an NVTE_* variable is
-            neither 0 nor 1.
+        UserError: no attention backend is available, `model.compile` is not supported, the model cannot be split over
+            the tensor-parallel ranks, or an NVTE_* variable is neither 0 nor 1.
     """
     try:
         flags = attention_flags(run.trainer.deterministic)
         return plan_model(
-            run.family,
+            rank_slice(run.family, run.mesh.tensor),
             run.batch_spec,
             call_context(device, TORCH_DTYPES[run.precision.compute], run.model.micro_batch_size, flags),
             flags=flags,

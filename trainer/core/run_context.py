@@ -24,6 +24,7 @@ from ..data.build_datasets import Data, build_data
 from ..device.choose_device import choose_device, compute_capability
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
+from ..distributed.mesh import Mesh, build_mesh
 from ..distributed.process_group import DistributedContext
 from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay
@@ -47,6 +48,7 @@ class RunContext:
     Attributes:
         config: the configuration, the same on every rank.
         ranks: the ranks of the run.
+        mesh: their process groups.
         device: device of this rank.
         resolved: what follows from the configuration.
         model_plan: attention backends and compilation.
@@ -61,6 +63,7 @@ class RunContext:
 
     config: RunConfig
     ranks: DistributedContext
+    mesh: Mesh
     device: torch.device
     resolved: ResolvedRun
     model_plan: ModelPlan
@@ -123,6 +126,7 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         yield RunContext(
             config=config,
             ranks=ranks,
+            mesh=build_mesh(resolved.mesh, ranks),
             device=device,
             resolved=resolved,
             model_plan=model_plan,

@@ -27,10 +27,12 @@ def summarize_run(
     run: ResolvedRun, model: LanguageModel, data: Data, device: torch.device, *, cuda_graph: bool
 ) -> Iterator[str]:
     """Yield the log lines at the start of a run: device, data, model, attention, recomputation, offloading, steps."""
-    keys, form, layout, ranks = run.model, run.batch_spec, run.layout, run.world_size
+    keys, form, layout, mesh = run.model, run.batch_spec, run.layout, run.mesh
     yield f"device {device_name(device)}, {run.precision.name}"
-    if layout is not None:
-        yield f"{pluralize(ranks, 'process', 'processes')}, {layout.name}: {layout.description}"
+    if layout is not None or mesh.world_size > 1:
+        processes = pluralize(mesh.world_size, "process", "processes")
+        axes = f" ({mesh.description})" if mesh.data < mesh.world_size else ""
+        yield processes + axes + (f", {layout.name}: {layout.description}" if layout else "")
     yield f"data {data.description}"
     stacks = keys_by_stack(keys)
     *others, last = (stack.num_layers for stack in stacks.values())
@@ -70,7 +72,7 @@ def summarize_run(
     epochs = "" if run.trainer.max_epochs is None else f" ({pluralize(run.trainer.max_epochs, 'epoch')})"
     yield (
         f"{pluralize(run.trainer.max_steps, 'step')}{epochs} of {pluralize(keys.global_batch_size, 'sample')} in "
-        f"{pluralize(run.micro_batches, 'micro batch', 'micro batches')}{' per process' * (ranks > 1)}, "
+        f"{pluralize(run.micro_batches, 'micro batch', 'micro batches')}{' per data-parallel rank' * (mesh.data > 1)}, "
         f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each"
     )
     if run.trainer.enable_model_summary:

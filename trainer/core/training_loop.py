@@ -83,7 +83,7 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
         resolved.exp_manager,
         run.logger,
         run.stop,
-        build_throughput(resolved, state.model, run.device),
+        build_throughput(resolved, run.data.vocab_size, run.device),
         validate=_build_validation(run, state),
         save=_build_save(run, state, module, schedule, saver, limit),
         checkpoint_directory=run.directory.checkpoints,
@@ -97,8 +97,8 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
         expert_load=build_expert_load_metrics(
             keys,
             state.model,
-            run.directory.path,
-            ranks,
+            run.directory.path if ranks.is_rank_zero else None,
+            run.mesh.data,
             resumed_at=start.step,
             state=start.loop.expert_load,
             report=log,
@@ -111,8 +111,8 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
 
 def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule) -> LanguageModule:
     """Build the Lightning module with its dataloader."""
-    keys, ranks = run.resolved.model, run.ranks
-    batches = RankBatchSampler(schedule, keys.micro_batch_size, ranks.rank, ranks.world_size)
+    keys, mesh = run.resolved.model, run.mesh
+    batches = RankBatchSampler(schedule, keys.micro_batch_size, mesh.data.rank, mesh.data.world_size)
     return LanguageModule(
         state.model,
         state.optimizer,
@@ -121,11 +121,12 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         run.resolved.precision,
         seed=keys.seed,
         step=state.start.step,
-        ranks=ranks,
+        ranks=run.ranks,
+        replicas=mesh.replicas,
         data_parallel=state.data_parallel,
         graph_capture=_graph_capture(run, state.model),
         expert_balancer=build_expert_balancer(
-            keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, ranks
+            keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
     )
 
@@ -152,7 +153,7 @@ def _report_on_every_rank(run: RunContext) -> Callable[[str], None]:
     return lambda line: print(f"rank {run.ranks.rank}: {line}", file=sys.stderr, flush=True)
 
 
-def build_throughput(run: ResolvedRun, model: LanguageModel, device: torch.device) -> ThroughputFactors:
+def build_throughput(run: ResolvedRun, vocab_size: int, device: torch.device) -> ThroughputFactors:
     """Return the token and FLOP counts from which throughput and MFU of all processes are computed."""
     form = run.batch_spec
     tokens = form.seq_length + form.decoder_seq_length
@@ -160,7 +161,7 @@ def build_throughput(run: ResolvedRun, model: LanguageModel, device: torch.devic
     return ThroughputFactors(
         tokens_per_sample=tokens,
         flops_per_token=training_flops_per_sample(
-            run.model, model.output_weight.shape[0], form, frozen=run.model.peft.is_on
+            run.model, run.with_vocabulary(vocab_size).padded_vocab_size, form, frozen=run.model.peft.is_on
         )
         / tokens,
         peak_flops=None if peak is None else peak * run.world_size,
@@ -199,7 +200,8 @@ def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction
                 batch_size=size,
                 limit_batches=None if batches is None else batches * per_global_batch,
                 device=run.device,
-                ranks=run.ranks,
+                ranks=run.mesh.data,
+                pads_batches=run.mesh.tensor is not None,
                 should_stop=should_stop,
             )
         finally:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
+from ...models.parallel.collectives import TensorParallel
 from ...models.parallel.partition import partitions_of
 from ...models.peft.apply import trainable_parameters
+from ...models.tensor_parallel import partial_gradients, reduce_partial_gradients
 from ..checkpoint.reader import BaseRecord, Checkpoint, RunState
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import EmaBlock
@@ -19,7 +22,7 @@ from ..device.determinism import attention_flags
 from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
 from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
-from ..distributed.process_group import DistributedContext
+from ..distributed.mesh import Mesh
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
@@ -57,12 +60,13 @@ def build_training_state(run: RunContext) -> TrainingState:
     resolved, resumed = run.resolved, run.resumed
     base = find_configured_pretrained(resolved.model.restore_from_path)
     start = initial_run_state(resolved, run.data, _base_record(run, base))
-    data_parallel = build_data_parallel(resolved, run.device, run.ranks)
-    model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel)
+    data_parallel = build_data_parallel(resolved, run.device, run.mesh)
+    tensor_parallel = run.mesh.tensor
+    model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel, tensor_parallel)
     if resumed is None:
         for line in load_pretrained_weights(resolved, model, run.data.tokenizer, base):
             run.logger.log(line)
-    optimizer = build_optimizer(resolved, model, data_parallel)
+    optimizer = build_optimizer(resolved, model, data_parallel, tensor_parallel)
     if resumed is not None:
         start = _resume(run, resumed, start, model, optimizer, base)
     ema = build_ema(resolved.exp_manager.ema, model, optimizer, data_parallel)
@@ -102,15 +106,15 @@ def _base_record(run: RunContext, base: PretrainedWeights | None) -> BaseRecord 
     return BaseRecord.model_validate_json(run.ranks.broadcast_text(text))
 
 
-def build_data_parallel(run: ResolvedRun, device: torch.device, ranks: DistributedContext) -> DataParallel | None:
-    """Build the data-parallel strategy (DDP and ZeRO-1, or FSDP2 and HSDP), or None for one process."""
+def build_data_parallel(run: ResolvedRun, device: torch.device, mesh: Mesh) -> DataParallel | None:
+    """Build the data-parallel strategy (DDP and ZeRO-1, or FSDP2 and HSDP), or None for one data-parallel rank."""
     layout = run.layout
     if layout is None:
         return None
     reduce_dtype = grad_reduce_dtype(run.model, TORCH_DTYPES[run.precision.weights])
     if layout.replicates_weights:
-        return ReplicatedDataParallel(layout, device, reduce_dtype)
-    return ShardedDataParallel(layout, device, reduce_dtype, ranks.timeout)
+        return ReplicatedDataParallel(layout, device, reduce_dtype, mesh.replicas.group)
+    return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, mesh.layout.tensor)
 
 
 def build_model(
@@ -119,6 +123,7 @@ def build_model(
     device: torch.device,
     model_plan: ModelPlan | None = None,
     data_parallel: DataParallel | None = None,
+    tensor_parallel: TensorParallel | None = None,
 ) -> LanguageModel:
     """Build the model with its initial weights.
 
@@ -128,6 +133,7 @@ def build_model(
         device: device of the model.
         model_plan: its attention backends, if they have been chosen before.
         data_parallel: shards the parameters over processes; None for one process.
+        tensor_parallel: the ranks that share each layer; None for one.
 
     Raises:
         UserError: no attention backend is available, or `model.compile` is not supported.
@@ -145,13 +151,27 @@ def build_model(
             sharding=data_parallel,
             peft=run.peft,
             plan=model_plan,
+            tensor_parallel=tensor_parallel,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
 
 
-def build_optimizer(run: ResolvedRun, model: LanguageModel, data_parallel: DataParallel | None = None) -> Optimizer:
+def build_optimizer(
+    run: ResolvedRun,
+    model: LanguageModel,
+    data_parallel: DataParallel | None = None,
+    tensor_parallel: TensorParallel | None = None,
+) -> Optimizer:
     """Build the optimizer of `model.optim` for all parameters of the model."""
+    collectives = {} if data_parallel is None else data_parallel.optimizer_arguments
+    if tensor_parallel is not None:
+        collectives |= {
+            "sum_over_parts": tensor_parallel.sum,
+            "reduce_gradients": partial(
+                reduce_partial_gradients, partial=partial_gradients(model, tensor_parallel), ranks=tensor_parallel
+            ),
+        }
     return optimizer_factory.build_optimizer(
         run.model,
         model.named_parameters(),
@@ -159,7 +179,7 @@ def build_optimizer(run: ResolvedRun, model: LanguageModel, data_parallel: DataP
         clip_norm=run.trainer.gradient_clip_val,
         host=optimizer_factory.host_copy_engine(run.model, model.output_weight.device),
         parts=partitions_of(model),
-        **({} if data_parallel is None else data_parallel.optimizer_arguments),
+        **collectives,
     )
 
 

@@ -26,10 +26,10 @@ from ..utils.errors import UserError
 
 @dataclass
 class DistributedContext:
-    """Rank of this process and collectives; the default is a single-process run.
+    """Rank of this process among all, or among those of one group, and collectives; the default is a single process.
 
     Attributes:
-        rank: global rank, 0 to world_size - 1.
+        rank: rank among them, 0 to world_size - 1.
         world_size: number of ranks.
         local_rank: rank on this node, the index of the device.
         timeout: timeout of collectives; None for torch's default.
@@ -45,7 +45,7 @@ class DistributedContext:
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on rank 0, which writes and prints for all ranks."""
+        """True on rank 0, which writes and prints for all ranks; not to be asked of a group."""
         return self.rank == 0
 
     def with_own_group(self) -> DistributedContext:
@@ -95,9 +95,9 @@ class DistributedContext:
         return reduce(or_, map(int, self.all_gather_text(str(int(flags)))))
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """All-reduce (sum) a tensor over all ranks, in place; return it."""
+        """All-reduce (sum) a tensor over the ranks, in place; return it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     @contextmanager

@@ -84,6 +84,7 @@ def evaluate(
     limit_batches: int | None = None,
     device: torch.device | str = "cpu",
     ranks: DistributedContext | None = None,
+    pads_batches: bool = False,
     should_stop: Callable[[], bool] | None = None,
 ) -> EvaluationResult:
     """Evaluate a model on each sample once; batches are distributed round-robin over the ranks.
@@ -94,7 +95,8 @@ def evaluate(
         token_bytes: UTF-8 bytes per token id, [V].
         batch_size: samples per forward pass; it affects the result by rounding only.
         limit_batches: maximum number of batches; None for all.
-        ranks: ranks that evaluate together; each gets the total result. None: this process alone.
+        ranks: ranks with other samples that evaluate together; each gets the total result. None: this process alone.
+        pads_batches: every forward pass has `batch_size` samples, also if there are fewer in all.
         should_stop: called after each batch but the last; must return the same value on all ranks.
 
     Raises:
@@ -124,7 +126,7 @@ def evaluate(
         labels = fields["labels"]
         counted = labels[labels != IGNORE_INDEX].numpy()
         # Pad a smaller last batch, which a compiled model would recompile for.
-        if len(labels) < batch_size and (number > 0 or ranks.world_size > 1):
+        if len(labels) < batch_size and (number > 0 or ranks.world_size > 1 or pads_batches):
             fields = {name: _pad_rows(name, field, batch_size) for name, field in fields.items()}
         losses.append(loss(**{name: field.to(device) for name, field in fields.items()}))
         tokens += len(counted)

@@ -33,7 +33,7 @@ class ExpertBalancer:
         layers: MoE layers by name.
         micro_batches: maps completed steps to the number of micro batches of the next step, on all ranks.
         bias_rates: update rates of the layers with an expert bias, by name.
-        ranks: ranks of the run.
+        ranks: ranks with other samples.
     """
 
     def __init__(

@@ -40,6 +40,8 @@ class LanguageModule(pl.LightningModule):
         dataloader: dataloader of global batches, starting at `step`.
         precision: autocast of the forward pass.
         seed: seed of dropout, combined with step and micro batch.
+        ranks: all ranks of the run; None for one process.
+        replicas: the ranks whose losses and gradients add up: all with the same part of the model; None: `ranks`.
         data_parallel: the data-parallel strategy of the model; None for one process.
         graph_capture: wraps the function that runs a micro batch, see `cuda_graph.py`; None: eager.
         expert_balancer: called before and after each step; None without experts.
@@ -62,6 +64,7 @@ class LanguageModule(pl.LightningModule):
         seed: int,
         step: int = 0,
         ranks: DistributedContext | None = None,
+        replicas: DistributedContext | None = None,
         data_parallel: DataParallel | None = None,
         graph_capture: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
         expert_balancer: ExpertBalancer | None = None,
@@ -76,6 +79,7 @@ class LanguageModule(pl.LightningModule):
         self.seed = seed
         self.step = step
         self.ranks = ranks or DistributedContext()
+        self.replicas = replicas or self.ranks
         self.data_parallel = data_parallel
         if data_parallel is not None:
             data_parallel.attach(self.model, optimizer)
@@ -104,7 +108,7 @@ class LanguageModule(pl.LightningModule):
         optimizer: Any = self.optimizers()
         state = self.unwrapped_optimizer
         device = batch.labels.device
-        targets = self.ranks.all_reduce_(batch.num_targets).clamp(min=1)
+        targets = self.replicas.all_reduce_(batch.num_targets).clamp(min=1)
         if self.expert_balancer is not None:
             self.expert_balancer.before_step(self.step)
         losses: list[Tensor] = []
@@ -148,8 +152,8 @@ class LanguageModule(pl.LightningModule):
         """
         if not self.pending_metrics:
             return list
-        # The loss is a partial sum of each rank; the gradient norm is already global.
-        losses = self.ranks.all_reduce_(torch.stack([loss.float() for loss, _ in self.pending_metrics]))
+        # The loss is a partial sum of each data-parallel rank; the gradient norm is already global.
+        losses = self.replicas.all_reduce_(torch.stack([loss.float() for loss, _ in self.pending_metrics]))
         norms = torch.stack([norm.float() for _, norm in self.pending_metrics])
         self.pending_metrics.clear()
         values = AsyncHostCopy(torch.stack([losses, norms]))

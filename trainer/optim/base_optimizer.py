@@ -15,6 +15,7 @@ gets them on the device, a bucket of parameters at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +94,9 @@ class Optimizer(torch.optim.Optimizer):
         shard_of: returns the local shard of a parameter, or of its full gradient; given this rank's part of it, with
             its place in the full parameter.
         parts: this rank's part of each parameter under tensor or expert parallelism, by name.
-        sum_over_parts: all-reduce (sum) of a tensor, in place, over the ranks with the other parts.
+        sum_over_parts: all-reduce (sum) of a tensor over the ranks with the other parts.
+        reduce_gradients: called before each update with the local gradients by name, to sum in place those of which
+            each rank of a tensor-parallel group has computed a part.
         host: copy engine, to keep main weights and state in host memory; None: on the device. Ranks with different
             shards must then construct their optimizers at the same time.
         bucket_bytes: bytes of state that are moved to the device at once, with `host`.
@@ -119,6 +122,7 @@ class Optimizer(torch.optim.Optimizer):
         shard_of: ShardOf = local_shard,
         parts: Mapping[str, RankPart] | None = None,
         sum_over_parts: Callable[[Tensor], Tensor] = no_reduce,
+        reduce_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -140,6 +144,7 @@ class Optimizer(torch.optim.Optimizer):
         self.shard_of = shard_of
         self._parts_by_name = dict(parts or {})
         self.sum_over_parts = sum_over_parts
+        self._reduce_gradients = reduce_gradients
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._sums_in_use: set[nn.Parameter] = set()
@@ -248,6 +253,9 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         gradients = [[self._local_gradient(parameter) for parameter in group["params"]] for group in self.param_groups]
+        if self._reduce_gradients is not None:
+            names = [name for group in self.param_groups for name in group["names"]]
+            self._reduce_gradients(dict(zip(names, chain.from_iterable(gradients), strict=True)))
         self.grad_norm = global_norm(
             [
                 counted

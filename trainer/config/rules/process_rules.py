@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ....models.config.key_block import Finding
 from ....models.config.stack import divisors
-from .rule_context import RuleContext, defaults_to_fp32, no_effect, num_processes
+from .rule_context import RuleContext, defaults_to_fp32, no_effect, num_data_ranks, num_processes
 
 PARALLEL_SIZE_KEYS = frozenset(
     f"model.{kind}_parallel_size"
@@ -44,11 +44,11 @@ def cuda_graph_uses_one_gpu(context: RuleContext) -> Iterator[Finding]:
 def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
     """Check FSDP settings, and warn about distributed settings without effect."""
     model, trainer = context.root.model, context.root.trainer
-    world = num_processes(context)
-    several = world > 1 or trainer.devices == "auto"
+    replicas = num_data_ranks(context)
+    several = replicas > 1 or trainer.devices == "auto"
     names = ("fsdp_sharding_strategy", "fsdp_shard_size")
     if model.fsdp and not several:
-        yield no_effect("model.fsdp", "trainer.devices", "with one process")
+        yield no_effect("model.fsdp", "trainer.devices", f"with one {_rank_name(context)}")
     if not model.fsdp:
         for name in names:
             if f"model.{name}" in context.given:
@@ -59,33 +59,42 @@ def distributed_keys_need_processes(context: RuleContext) -> Iterator[Finding]:
             "model.fsdp_sharding_strategy",
             f"with `fsdp_sharding_strategy` {model.fsdp_sharding_strategy}",
         )
-    elif model.fsdp_shard_size is not None and several and world % model.fsdp_shard_size:
+    elif model.fsdp_shard_size is not None and several and replicas % model.fsdp_shard_size:
         yield Finding.error(
             ("model.fsdp_shard_size", "trainer.devices"),
-            f"`fsdp_shard_size` ({model.fsdp_shard_size}) must divide the {world} processes",
-            f"model.fsdp_shard_size={max(d for d in divisors(world) if d <= model.fsdp_shard_size)}",
+            f"`fsdp_shard_size` ({model.fsdp_shard_size}) must divide the {replicas} "
+            f"{'processes' if replicas == num_processes(context) else 'data-parallel ranks'}",
+            f"model.fsdp_shard_size={max(d for d in divisors(replicas) if d <= model.fsdp_shard_size)}",
         )
     if model.fsdp and several and model.fsdp_sharding_strategy == "hybrid":
         size = model.fsdp_shard_size
-        if trainer.num_nodes == 1 and size in (None, world):
-            half = next((divisor for divisor in reversed(divisors(world)) if 1 < divisor < world), None)
+        if trainer.num_nodes == 1 and size in (None, replicas):
+            half = next((divisor for divisor in reversed(divisors(replicas)) if 1 < divisor < replicas), None)
             yield Finding.warning(
                 ("model.fsdp_sharding_strategy", "model.fsdp_shard_size", "trainer.num_nodes"),
                 "`fsdp_sharding_strategy: hybrid` equals `full` on one node with one sharding group",
                 f"model.fsdp_shard_size={half}" if half else "model.fsdp_sharding_strategy=full",
             )
     reduce = "model.fsdp_grad_reduce_dtype"
-    for path in (reduce, "trainer.process_timeout"):
-        if path in context.given and not several:
-            yield no_effect(path, "trainer.devices", "with one process")
+    for path, acts in ((reduce, several), ("trainer.process_timeout", several or num_processes(context) > 1)):
+        if path in context.given and not acts:
+            yield no_effect(path, "trainer.devices", f"with one {_rank_name(context)}")
     bf16_weights = trainer.precision == "bf16-true" or (trainer.precision in (None, "bf16") and model.megatron_amp_O2)
     if reduce in context.given and several and (defaults_to_fp32(context) or not bf16_weights):
         when = "with weights that are not bf16: gradients are reduced in their own dtype"
         yield no_effect(reduce, "trainer.precision", when)
 
 
+def _rank_name(context: RuleContext) -> str:
+    return "process" if num_processes(context) == 1 else "data-parallel rank"
+
+
 def _devices(context: RuleContext) -> tuple[str, ...]:
-    return ("trainer.devices",) if num_processes(context) > 1 else ()
+    """Return the keys that determine the number of data-parallel ranks."""
+    if num_processes(context) == 1:
+        return ()
+    tensor = context.root.model.tensor_model_parallel_size
+    return ("trainer.devices", *(("model.tensor_model_parallel_size",) if tensor > 1 else ()))
 
 
 def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
@@ -94,15 +103,16 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     if not model.rampup_batch_size:
         return
     start, increment, samples = model.rampup_batch_size
-    unit = model.micro_batch_size * num_processes(context)
+    unit = model.micro_batch_size * num_data_ranks(context)
     path = "model.rampup_batch_size"
     whole = [unit * max(1, round(value / unit)) for value in (start, increment)]
+    ranks = "processes" if num_data_ranks(context) == num_processes(context) else "data-parallel ranks"
     for what, value in (("start", start), ("increment", increment)):
         if value % unit:
             yield Finding.error(
                 (path, "model.micro_batch_size", *_devices(context)),
                 f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
-                f"processes ({unit})",
+                f"{ranks} ({unit})",
                 f"{path}=[{whole[0]},{whole[1]},{samples}]",
             )
     if whole != [start, increment] or model.global_batch_size % unit:  # another error
@@ -124,10 +134,11 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
 def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:
     """`global_batch_size` must be a multiple of `micro_batch_size` times the number of devices."""
     model = context.root.model
-    devices = num_processes(context)
+    devices = num_data_ranks(context)
+    name = "devices" if devices == num_processes(context) else "data-parallel ranks"
     micro_batch, global_batch = model.micro_batch_size, model.global_batch_size
     if global_batch % (micro_batch * devices):
-        times_devices = "" if devices == 1 else f" * devices ({devices})"
+        times_devices = "" if devices == 1 else f" * {name} ({devices})"
         unit = micro_batch * devices
         nearest = max(unit, round(global_batch / unit) * unit)
         per_device = global_batch // devices if global_batch % devices == 0 else global_batch

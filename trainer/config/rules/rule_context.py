@@ -47,6 +47,11 @@ def num_processes(context: RuleContext) -> int:
     return (trainer.devices if isinstance(trainer.devices, int) else 1) * trainer.num_nodes
 
 
+def num_data_ranks(context: RuleContext) -> int:
+    """Return the number of data-parallel ranks; with `devices: auto`, or devices that do not suffice, 1."""
+    return max(1, num_processes(context) // context.root.model.tensor_model_parallel_size)
+
+
 def step_limit(context: RuleContext) -> int:
     """Return `trainer.max_steps`; if that is -1, a number that no run reaches: the data decide its length."""
     steps = context.root.trainer.max_steps

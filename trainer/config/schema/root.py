@@ -13,6 +13,7 @@ from ....models.config.bert import BertKeys
 from ....models.config.gpt import GPTKeys
 from ....models.config.key_block import ConfigBlock, NonEmptyText, block_default, extension_field
 from ....models.config.model import FAMILIES, Family
+from ....models.config.parallel import ParallelKeys
 from ....models.config.peft import PeftKeys
 from ....models.config.t5 import T5Keys
 from .exp_manager import ExpManagerBlock
@@ -22,7 +23,7 @@ from .trainer_and_data import DataBlock, MemoryProfileBlock, TokenizerBlock, Tra
 RampUpBatchSize = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)]
 
 
-class RunKeys(ConfigBlock):
+class RunKeys(ParallelKeys):
     """Keys of `model.*` in every family besides the architecture: batches, data, optimizer and parallelism."""
 
     family: Family = extension_field("gpt")
@@ -32,10 +33,10 @@ class RunKeys(ConfigBlock):
     Face folder. Shape and tokenizer must match; `stoker finetune` reads them from there. A resumed run loads its own
     checkpoint instead."""
     micro_batch_size: int = Field(4, ge=1)
-    """Samples per device and forward pass."""
+    """Samples per data-parallel rank and forward pass."""
     global_batch_size: int = Field(8, ge=1)
-    """Samples per optimizer step over all devices; gradients accumulate over global / (micro * devices) micro
-    batches."""
+    """Samples per optimizer step over all devices; gradients accumulate over global / (micro * data-parallel ranks)
+    micro batches, where several devices that share a replica of the model are one data-parallel rank."""
     rampup_batch_size: RampUpBatchSize | None = None
     """`[start, increment, samples]`: the global batch size starts at `start` and grows by `increment` at equal
     intervals until `samples` samples are consumed; null: `global_batch_size` from the start."""
