@@ -72,6 +72,13 @@ class ParallelLayout:
             rank, place[axis] = divmod(rank, self.size(axis))
         return Coordinates(**place)
 
+    def place_text(self, rank: int) -> str:
+        """Return the place of a rank on the axes with several ranks; empty without model parallelism."""
+        if self.model_ranks == 1:
+            return ""
+        place = self.coordinates(rank)
+        return ", ".join(f"{axis} {getattr(place, axis)}" for axis in AXES if self.size(axis) > 1)
+
     def rank(self, place: Coordinates) -> int:
         """Return the rank at a place, the inverse of `coordinates`."""
         rank = 0

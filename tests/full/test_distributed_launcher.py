@@ -166,14 +166,16 @@ def free_port() -> int:
 # ---------------------------------------------------------------- a process dies or hangs
 
 
-def check_lost(run: Job, rank: int, act: signal.Signals, words: str) -> None:
+def check_lost(run: Job, rank: int, act: signal.Signals, words: str, place: str = "") -> None:
     with run:
         run.until_step(3)
         pid = run.ranks()[rank]
         os.kill(pid, act)
         assert run.end() == 1
         (line,) = [line for line in run.error.splitlines() if f"process {pid}" in line]
-        assert line.startswith(f"rank {rank} (process {pid}) {words}"), line
+        found = re.fullmatch(rf"rank {rank} \({place}process {pid}\) {re.escape(words)} after step (\d+)(;.*)?", line)
+        assert found, line
+        assert 0 <= int(found[1]) - run.steps() <= 1, "the step of that rank, whose last ones may not be logged"
         assert run.error.splitlines()[-1] == line
         assert "Traceback" not in run.error
 
@@ -198,6 +200,14 @@ def test_a_stopped_rank_of_a_hybrid_layout_ends_the_run(tmp_path):
     keys = {"trainer__devices": 4, "model__fsdp_sharding_strategy": "hybrid", "model__fsdp_shard_size": 2}
     run = job(tmp_path, model__fsdp=True, **keys)
     check_lost(run, 1, signal.SIGSTOP, "was stopped (SIGSTOP) and did not respond")
+
+
+@pytest.mark.parametrize("act", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_of_a_tensor_parallel_group_is_named_with_its_place(tmp_path, act):
+    keys = {"trainer__devices": 4, "model__tensor_model_parallel_size": 2, "model__sequence_parallel": True}
+    words = "was killed by SIGKILL" if act is signal.SIGKILL else "was stopped (SIGSTOP) and did not respond"
+    still = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0, "model__embedding_dropout": 0.0}
+    check_lost(job(tmp_path, **keys, **still), 3, act, words, "data 1, tensor 1, ")
 
 
 @pytest.mark.parametrize("early", [0.2, 1.0, 2.5])
@@ -373,7 +383,8 @@ def test_a_crash_of_one_rank_is_told_once(tmp_path, package, workers):
         model__data__num_workers=workers,
     ) as run:
         assert run.end() == 1
-        assert re.fullmatch(r"rank 1: IndexError: .*; the traceback is in (stoker-crash-\S+\.txt)", run.error.strip())
+        failed = r"rank 1 \(process \d+\) failed after step \d+: IndexError: "
+        assert re.fullmatch(rf"{failed}.*; the traceback is in (stoker-crash-\S+\.txt)", run.error.strip())
         (kept,) = tmp_path.glob("stoker-crash-*.txt")
         assert "in batch" in kept.read_text()
 
@@ -383,7 +394,7 @@ def test_a_crash_that_says_more_than_a_pipe_holds_ends_the_run(tmp_path, package
         tmp_path, environ=package, model__data__data_impl="failing", model__data__dataset_kwargs="{fails: at length}"
     ) as run:
         assert run.end() == 1
-        assert run.error.startswith("rank 1: RuntimeError: word word"), run.error
+        assert re.match(r"rank 1 \(process \d+\) failed after step \d+: RuntimeError: word word", run.error), run.error
         (kept,) = tmp_path.glob("stoker-crash-*.txt")
         assert len(kept.read_text()) > 500_000
 

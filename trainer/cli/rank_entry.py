@@ -12,12 +12,14 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
 from ..distributed.placement import Placement
+from ..distributed.step_counter import open_step_counter
 from ..utils.environment import has_rendezvous, prepare_process
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError
 from ..utils.import_modules import import_plugins
@@ -85,7 +87,8 @@ def _train(task: dict[str, Any]) -> int:
     host, port = task["address"]
     options: dict[str, Any] = {} if task["listener"] is None else {"master_listen_fd": task["listener"]}
     store = TCPStore(host, port, task["world_size"], is_master=task["rank"] == 0, use_libuv=True, **options)
-    return _train_in_group(config, task["rank"], task["world_size"], task["local_rank"], store)
+    report = open_step_counter(task["steps"], task["local_rank"])
+    return _train_in_group(config, task["rank"], task["world_size"], task["local_rank"], store, report)
 
 
 def train_as_rank(config: RunConfig, placement: Placement) -> int:
@@ -100,12 +103,21 @@ def train_as_rank(config: RunConfig, placement: Placement) -> int:
     return _train_in_group(config, placement.rank or 0, placement.world_size, placement.local_rank, store)
 
 
-def _train_in_group(config: RunConfig, rank: int, world_size: int, local_rank: int, store: Store | None) -> int:
+def _train_in_group(
+    config: RunConfig,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    store: Store | None,
+    report_step: Callable[[int], None] | None = None,
+) -> int:
     from ..distributed.process_group import init_distributed, shutdown_distributed
     from ..train import run_training
 
     timeout = config.root.trainer.process_timeout
     ranks = init_distributed(rank, world_size, local_rank, store=store, timeout=timeout)
+    if report_step is not None:
+        ranks.report_step = report_step
     result = run_training(config, ranks)
     ranks.barrier()
     shutdown_distributed()

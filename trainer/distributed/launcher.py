@@ -21,11 +21,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..config.parameter_layout import parallel_layout
 from ..config.run_config import RunConfig
 from ..utils.environment import worker_environment
 from ..utils.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_OK, UserError, save_traceback
 from ..utils.signals import EXIT_CODES, restore_handlers, set_handlers
 from .placement import Placement
+from .step_counter import StepCounters
 
 GRACE_SECONDS = 8.0
 """Time for the other workers to exit by themselves after one has failed."""
@@ -97,6 +99,8 @@ class _Launch:
         self._placement = placement
         self._imports = imports
         self._workers: list[Worker] = []
+        self._mesh = parallel_layout(config.root.model, placement.world_size)
+        self._steps = StepCounters(placement.ranks_per_node)
         self._signal: signal.Signals | None = None
         self._previous: dict[int, Any] = {}
 
@@ -117,6 +121,7 @@ class _Launch:
                 with contextlib.suppress(OSError):
                     worker.process.stdin.close()
             worker.poll()
+        self._steps.close()
         restore_handlers(self._previous)
 
     def wait(self) -> int:
@@ -152,7 +157,6 @@ class _Launch:
 
     def _root_failure(self) -> tuple[list[str], int]:
         """Return the error lines and exit code of the worker that failed first, rather than of those it took down."""
-        where = f" on {socket.gethostname()}" if self._placement.num_nodes > 1 else ""
         failed = sorted(
             (worker for worker in self._workers if worker.ended_at is not None and not _succeeded(worker)),
             key=lambda worker: worker.ended_at or 0.0,
@@ -160,26 +164,33 @@ class _Launch:
         for worker in failed:
             if worker.exit_code is not None and worker.exit_code < 0 and -worker.exit_code != self._signal:
                 name = signal.Signals(-worker.exit_code).name
-                return [f"rank {worker.rank}{where} (process {worker.process.pid}) was killed by {name}"], EXIT_FAILURE
-        reported = [(worker.rank, worker.outcome) for worker in failed if worker.outcome and worker.outcome["lines"]]
+                return [f"{self._name(worker)} was killed by {name}{self._progress(worker)}"], EXIT_FAILURE
+        reported = [(worker, worker.outcome) for worker in failed if worker.outcome and worker.outcome["lines"]]
         reported.sort(key=lambda found: found[1]["kind"] == "lost")
         hung = [worker for worker in self._workers if worker.exit_code is None]
         if hung and (not reported or reported[0][1]["kind"] == "lost"):
             worker = min(hung, key=lambda worker: not worker.is_suspended)
             state = "was stopped (SIGSTOP) and did not respond" if worker.is_suspended else "did not respond"
-            return [
-                f"rank {worker.rank}{where} (process {worker.process.pid}) {state}; the run was ended"
-            ], EXIT_FAILURE
+            return [f"{self._name(worker)} {state}{self._progress(worker)}; the run was ended"], EXIT_FAILURE
         if not reported:
             worker = next(worker for worker in self._workers if worker.exit_code != EXIT_OK)
-            return [
-                f"rank {worker.rank}{where} ended with exit code {worker.exit_code} without an error message"
-            ], EXIT_FAILURE
-        rank, first = reported[0]
+            state = f"ended with exit code {worker.exit_code}{self._progress(worker)} without an error message"
+            return [f"{self._name(worker)} {state}"], EXIT_FAILURE
+        worker, first = reported[0]
         lines = list(first["lines"])
         if first["kind"] != "user":
-            lines[0] = f"rank {rank}{where}: {lines[0]}"
+            lines[0] = f"{self._name(worker)} failed{self._progress(worker)}: {lines[0]}"
         return (_save_trace(lines) if first["kind"] == "crash" else lines), first["code"]
+
+    def _name(self, worker: Worker) -> str:
+        """Return rank, place in the mesh, machine and process of a worker."""
+        place = self._mesh.place_text(worker.rank)
+        where = f" on {socket.gethostname()}" if self._placement.num_nodes > 1 else ""
+        return f"rank {worker.rank}{where} ({f'{place}, ' if place else ''}process {worker.process.pid})"
+
+    def _progress(self, worker: Worker) -> str:
+        step = self._steps.read(worker.rank % self._placement.ranks_per_node)
+        return f" after step {step:,}" if step else " before its first step"
 
     def _start(self) -> None:
         place = self._placement
@@ -193,7 +204,8 @@ class _Launch:
             rank = place.node_rank * place.ranks_per_node + local_rank
             read_end, write_end = os.pipe()
             os.set_blocking(read_end, False)
-            shared = [write_end] + ([listener.fileno()] if listener and rank == 0 else [])
+            shared = [write_end, self._steps.descriptor]
+            shared += [listener.fileno()] if listener and rank == 0 else []
             with _signals_blocked():
                 process = subprocess.Popen(
                     [sys.executable, "-m", "stoker.trainer.cli.rank_entry"],
@@ -223,6 +235,7 @@ class _Launch:
                 "address": address,
                 "listener": listener.fileno() if listener and rank == 0 else None,
                 "outcome": write_end,
+                "steps": self._steps.descriptor,
             }
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has exited already, which `wait` reports

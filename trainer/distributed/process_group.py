@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +33,8 @@ class DistributedContext:
         world_size: number of ranks.
         local_rank: rank on this node, the index of the device.
         timeout: timeout of collectives; None for torch's default.
+        group: process group; None for the default group.
+        report_step: called with the completed steps after each.
     """
 
     rank: int = 0
@@ -40,7 +42,7 @@ class DistributedContext:
     local_rank: int = 0
     timeout: timedelta | None = None
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    """Process group; None for the default group."""
+    report_step: Callable[[int], None] = field(default=lambda step: None, repr=False)
     _pending: tuple[Any, Tensor] | None = field(default=None, repr=False)
 
     @property

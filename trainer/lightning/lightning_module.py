@@ -131,6 +131,7 @@ class LanguageModule(pl.LightningModule):
         if self.data_parallel is not None:
             self.data_parallel.after_update()
         self.step += 1
+        self.ranks.report_step(self.step)
         assert state.grad_norm is not None
         if self.expert_balancer is not None:
             self.expert_balancer.after_update(state.grad_norm)
