@@ -36,9 +36,9 @@ except ImportError:  # Windows: a run directory is not locked
 
 RESOLVED_CONFIG = "config.resolved.json"
 """The configuration of a run, in its directory."""
-_LOCK_FILE = "run.lock"
+LOCK_FILE = "run.lock"
 _WRITTEN = (
-    *(_LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv"),
+    *(LOCK_FILE, RESOLVED_CONFIG, "environment.json", "metrics.jsonl", "run.log", "metrics.csv"),
     *("loggers.json", "expert_load.json", "expert_load.png", "quickstart.json", "tensorboard", "files", "profile"),
 )
 """What a run writes to its directory, besides the checkpoints."""
@@ -176,7 +176,7 @@ def _check_links(path: Path, *, owns_checkpoints: bool) -> None:
 def _lock(path: Path, activity: str, key: str) -> int | None:
     if fcntl is None:
         return None
-    descriptor = open_owned(path, _LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    descriptor = open_owned(path, LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

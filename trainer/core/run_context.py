@@ -36,6 +36,7 @@ from ..utils.environment import set_variables
 from ..utils.errors import UserError
 from ..utils.host_memory import is_out_of_host_memory, is_out_of_memory
 from .debug_runs import fast_dev_run, overfit_batches
+from .rank_checks import check_same_data, check_same_setup, check_shared_directory, mark_shared_directory
 from .resume import find_resume_checkpoint
 from .run_checks import attention_warnings, check_default_dropout, check_metrics, check_splits, choose_attention
 from .run_length import resolve_run_length
@@ -92,8 +93,7 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
     config = fast_dev_run(config)
     root = config.root
     set_variables(root.env_vars)  # for callers from Python; the CLI has set them before torch was imported
-    if len(set(ranks.all_gather_text(config.digest))) > 1:
-        raise UserError("the ranks have different configurations; start them with the same files and overrides")
+    check_same_setup(ranks, config.digest)
     device = choose_device(root.trainer, ranks.local_rank)
     resolved = resolve_run(root, world_size=ranks.world_size, capability=compute_capability(device))
     check_loggers(resolved.exp_manager)
@@ -107,6 +107,7 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         graphs = uses_cuda_graph(resolved, device, model_plan.decisions)
         stop = stack.enter_context(StopHandler(resolved.trainer.max_time, resolved.exp_manager.max_time_per_run))
         data = build_data_by_rank(resolved, ranks)  # before the run directory: unreadable data leaves none behind
+        check_same_data(ranks, data.fingerprint, data.vocab_size)
         resolved = resolve_run_length(resolved, data.train.samples)
         warnings = [
             *attention_warnings(model_plan),
@@ -186,16 +187,22 @@ def _open_directory_and_checkpoint(
     config: RunConfig, ranks: DistributedContext, stack: ExitStack
 ) -> tuple[RunDirectory, Checkpoint | None, list[str]]:
     """Choose the run directory and the checkpoint to resume from on rank 0, and broadcast them."""
-    directory, resumed, lines = None, None, []
+    directory, resumed, lines, shared = None, None, [], []
     with ranks.raise_on_all_ranks():
         if ranks.is_rank_zero:
             directory = stack.enter_context(open_run_directory(config))
             resumed, lines = find_resume_checkpoint(config.root.exp_manager, directory)
-    paths = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else ""] if directory else []
-    path, checkpoints, start = json.loads(ranks.broadcast_text(json.dumps(paths)))
-    if directory is None:
-        directory = RunDirectory(Path(path), Path(checkpoints))
-        resumed = open_checkpoint(Path(start), verify=False) if start else None
+            token = mark_shared_directory(directory) if ranks.world_size > 1 else ""
+            shared = [str(directory.path), str(directory.checkpoints), str(resumed.path) if resumed else "", token]
+    path, checkpoints, start, token = json.loads(ranks.broadcast_text(json.dumps(shared)))
+    with ranks.raise_on_all_ranks():
+        if directory is None:
+            directory = RunDirectory(Path(path), Path(checkpoints))
+            writes = config.root.exp_manager.create_checkpoint_callback
+            elsewhere = directory.checkpoints.parent != directory.path and writes
+            check_shared_directory(token, directory.path, *([directory.checkpoints] if elsewhere else []))
+            resumed = open_checkpoint(Path(start), verify=False) if start else None
+    assert directory is not None
     return directory, resumed, lines
 
 

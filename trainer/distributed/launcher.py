@@ -179,7 +179,7 @@ class _Launch:
         worker, first = reported[0]
         lines = list(first["lines"])
         if first["kind"] != "user":
-            lines[0] = f"{self._name(worker)} failed{self._progress(worker)}: {lines[0]}"
+            lines[0] = f"{self._name(worker)}{self._progress(worker)}: {lines[0]}"
         return (_save_trace(lines) if first["kind"] == "crash" else lines), first["code"]
 
     def _name(self, worker: Worker) -> str:
