@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,6 +112,7 @@ class RankPart:
         ranks: number of those.
         replica: data-parallel rank of this process, among the ranks with this part.
         num_replicas: number of data-parallel ranks.
+        axis: the ranks share tensors, or experts; data-parallel ranks of experts are others than those of the rest.
 
     Raises:
         ValueError: the ranks do not fit, or a section has more parts than ranks.
@@ -122,6 +123,7 @@ class RankPart:
     ranks: int
     replica: int = 0
     num_replicas: int = 1
+    axis: Literal["tensor", "expert"] = "tensor"
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.ranks and 0 <= self.replica < self.num_replicas):

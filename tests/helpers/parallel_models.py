@@ -184,6 +184,7 @@ def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, 
     from stoker.trainer.config.parameter_layout import plan_layout
     from stoker.trainer.distributed.ddp import ReplicatedDataParallel
     from stoker.trainer.distributed.fsdp import ShardedDataParallel
+    from stoker.trainer.distributed.process_group import DistributedContext
     from stoker.trainer.optim.adamw import AdamW
     from stoker.trainer.utils.local_shard import local_tensor
 
@@ -210,10 +211,12 @@ def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, 
     if kind == "fsdp":
         data_parallel: Any = ShardedDataParallel(plan, device, None, tensor_ranks=tensor_ranks)
     else:
-        data_parallel = ReplicatedDataParallel(plan, device, None, data_group)
+        replicas = DistributedContext(place.data, layout.data, group=data_group)
+        data_parallel = ReplicatedDataParallel(plan, device, None, replicas)
     whole = _build(changes)
     part = _build(changes, ranks, data_parallel)
-    options: Any = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.05}
+    # With the default `eps`, Adam makes steps of gradients that are rounding.
+    options: Any = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.05, "eps": 1e-4}
     single: Any = AdamW(whole.named_parameters(), **options)
     several: Any = AdamW(
         part.named_parameters(),

@@ -18,6 +18,7 @@ from stoker.trainer.core import training_state
 from stoker.trainer.data.datasets.samples import batch_tensors
 from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.plan.hardware import parse_gpu
 from tests.helpers.resolved import build_data, build_model, gpu_target, make_plan
 
@@ -66,7 +67,10 @@ def test_gradients_are_summed_in_what_is_asked_for(
     data = build_data(root)
     alone, model = (build_model(root, data) for _ in range(2))
     optimizer_of_run = training_state.build_optimizer(run, model)
-    parallel = ReplicatedDataParallel(layout, CPU, grad_reduce_dtype(root.model, next(model.parameters()).dtype))
+    replicas = DistributedContext(dist.get_rank(), 2)
+    parallel = ReplicatedDataParallel(
+        layout, CPU, grad_reduce_dtype(root.model, next(model.parameters()).dtype), replicas
+    )
     parallel.attach(model, optimizer_of_run)
     fields = batch_tensors(data.train.batch(0, 2))
     for number in range(micro_batches):

@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from stoker.trainer.config.parameter_layout import DataParallelLayout
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.utils.local_shard import local_tensor
 
 RANKS = 2
@@ -36,20 +37,23 @@ class CutNet(WideNet):
         return super().forward(ids) * self.gate(self.token_embedding(ids))
 
 
+def zero1_arguments():
+    layout = DataParallelLayout("zero1", 1, RANKS, replicates_weights=True)
+    ranks = DistributedContext(dist.get_rank(), RANKS)
+    return ReplicatedDataParallel(layout, torch.device("cpu"), None, ranks).optimizer_arguments
+
+
 def check(kind, layout, dtype):
     """The same steps with and without, on rows that FSDP2 has cut (`fsdp`) or that this rank updates (`zero1`)."""
     torch.manual_seed(0)
     models = [CutNet().to(dtype)]
     models.append(copy.deepcopy(models[0]))
-    replicated = ReplicatedDataParallel(
-        DataParallelLayout(layout, 1, RANKS, replicates_weights=True), torch.device("cpu"), None
-    )
-    arguments = replicated.optimizer_arguments
+    arguments = zero1_arguments()
     if layout == "fsdp":
         mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard"))
         for model in models:
             fully_shard(model, mesh=mesh)
-        del arguments["shard_of"]
+        del arguments["shard_of"], arguments["local_rows"]
     plain, ours = (
         OPTIMIZER_FACTORIES[kind](
             model.named_parameters(), clip_norm=0.3, main_weights=dtype != torch.float32, **arguments, **host
@@ -78,9 +82,7 @@ def check(kind, layout, dtype):
 def check_buckets(kind):
     """Rows are shared unevenly, but a bucket has the same parameters on every rank: sums go over ranks there."""
     model = CutNet()
-    arguments = ReplicatedDataParallel(
-        DataParallelLayout("zero1", 1, RANKS, True), torch.device("cpu"), None
-    ).optimizer_arguments
+    arguments = zero1_arguments()
     for size in range(100, 1500, 100):
         optimizer = OPTIMIZER_FACTORIES[kind](
             model.named_parameters(), **arguments, host=StreamCopies(), bucket_bytes=size

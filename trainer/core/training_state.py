@@ -113,8 +113,9 @@ def build_data_parallel(run: ResolvedRun, device: torch.device, mesh: Mesh) -> D
         return None
     reduce_dtype = grad_reduce_dtype(run.model, TORCH_DTYPES[run.precision.weights])
     if layout.replicates_weights:
-        return ReplicatedDataParallel(layout, device, reduce_dtype, mesh.replicas.group)
-    return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, mesh.layout.tensor)
+        return ReplicatedDataParallel(layout, device, reduce_dtype, mesh.replicas, mesh.expert_replicas)
+    axes = mesh.layout
+    return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, axes.tensor, axes.expert)
 
 
 def build_model(

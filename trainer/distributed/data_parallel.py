@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel, get_stacks
-from ...models.parallel.partition import RankPart
+from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock
 from ..optim.base_optimizer import Optimizer
@@ -25,6 +25,7 @@ class DataParallel:
 
     Args:
         shard_group: process group of the ranks that hold different shards.
+        expert_shard_group: the same for experts that ranks share; None without.
 
     Attributes:
         accumulates_gradients: gradients are accumulated and all-reduced by hooks during backward, so the caller does
@@ -33,9 +34,15 @@ class DataParallel:
 
     accumulates_gradients = False
 
-    def __init__(self, layout: DataParallelLayout, shard_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        layout: DataParallelLayout,
+        shard_group: dist.ProcessGroup | None,
+        expert_shard_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.layout = layout
         self._shard_group = shard_group
+        self._expert_shard_group = expert_shard_group
 
     def shard(self, model: LanguageModel) -> None:
         """Shard a model, on the meta device or with its full weights, before the optimizer is built."""
@@ -45,8 +52,12 @@ class DataParallel:
         local_shard(parameter).copy_from_full(full)
 
     def local_shard(self, tensor: Tensor, part: RankPart | None = None) -> LocalShard:
-        """Return the shard of a parameter, or of its gradient, that this rank updates."""
+        """Return the shard of a parameter that this rank updates."""
         return local_shard(tensor, part)
+
+    def local_rows(self, gradient: Tensor, part: RankPart | None = None) -> Tensor:
+        """Return the rows of a gradient, or of its local shard, that this rank updates."""
+        return gradient
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register the model, with its weights loaded, and the optimizer; called once before the first step."""
@@ -70,13 +81,21 @@ class DataParallel:
             return {}
         return {
             "sum_over_shards": self.all_reduce_shards,
+            "sum_over_expert_shards": self.all_reduce_expert_shards,
             "gather_rows": self.all_gather_rows,
             "shard_of": self.local_shard,
+            "local_rows": self.local_rows,
         }
 
     def all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """All-reduce (sum) a tensor over the shard group, in place."""
         dist.all_reduce(tensor, group=self._shard_group)
+        return tensor
+
+    def all_reduce_expert_shards(self, tensor: Tensor) -> Tensor:
+        """All-reduce (sum) a tensor over the ranks with other shards of the same experts, in place."""
+        if self._expert_shard_group is not None:
+            dist.all_reduce(tensor, group=self._expert_shard_group)
         return tensor
 
     def all_gather_rows(self, local: Tensor, rows: int) -> Tensor:
@@ -85,13 +104,18 @@ class DataParallel:
         Args:
             local: local shard; chunked as by `torch.chunk`, so the last ranks may have fewer rows or none.
         """
-        shards = self.layout.shards
-        size = -(-rows // shards)
-        padded = local.new_zeros(size, *local.shape[1:])
-        padded[: local.shape[0]] = local
-        whole = local.new_empty(size * shards, *local.shape[1:])
-        dist.all_gather_into_tensor(whole, padded, group=self._shard_group)
-        return whole[:rows]
+        return gather_rows(local, rows, self._shard_group)
+
+
+def gather_rows(local: Tensor, rows: int, group: dist.ProcessGroup | None) -> Tensor:
+    """All-gather `rows` rows of which each rank of a group has a chunk, as by `torch.chunk`."""
+    shards = dist.get_world_size(group)
+    size = -(-rows // shards)
+    padded = local.new_zeros(size, *local.shape[1:])
+    padded[: local.shape[0]] = local
+    whole = local.new_empty(size * shards, *local.shape[1:])
+    dist.all_gather_into_tensor(whole, padded, group=group)
+    return whole[:rows]
 
 
 def grad_reduce_dtype(keys: AnyModelBlock, weights: torch.dtype) -> torch.dtype | None:
@@ -102,11 +126,24 @@ def grad_reduce_dtype(keys: AnyModelBlock, weights: torch.dtype) -> torch.dtype 
 
 
 def communication_buckets(model: LanguageModel) -> list[list[nn.Parameter]]:
-    """Return the trainable parameters in communication buckets: embeddings, each layer, the rest."""
+    """Return the trainable parameters in communication buckets: embeddings, each layer, the rest.
+
+    Experts that ranks share are in buckets of their own, since they are reduced over other ranks.
+    """
     tables = [module for name, module in model.named_children() if name.endswith("embedding")]
     before = [parameter for table in tables for parameter in table.parameters()]
     layers = [list(layer.parameters()) for stack in get_stacks(model) for layer in stack.layers]
     named = {parameter for unit in (before, *layers) for parameter in unit}
     after = [parameter for parameter in model.parameters() if parameter not in named]
-    trained = ([parameter for parameter in unit if parameter.requires_grad] for unit in (before, *layers, after))
-    return [unit for unit in trained if unit]
+    parts = partitions_of(model)
+    experts = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if (part := parts.get(name)) is not None and part.axis == "expert"
+    }
+    units = [
+        [parameter for parameter in unit if parameter.requires_grad and (parameter in experts) == is_expert]
+        for unit in (before, *layers, after)
+        for is_expert in (False, True)
+    ]
+    return [unit for unit in units if unit]

@@ -12,18 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...models.build import LanguageModel
-from ...models.parallel.partition import RankPart
+from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, chunk_bounds, row_shard
-from .data_parallel import DataParallel, communication_buckets
+from .data_parallel import DataParallel, communication_buckets, gather_rows
+from .process_group import DistributedContext
+
+
+class _Unit(NamedTuple):
+    """Parameters whose gradients are communicated together, and the ranks that hold the same ones."""
+
+    parameters: list[nn.Parameter]
+    ranks: DistributedContext
 
 
 class ReplicatedDataParallel(DataParallel):
@@ -31,7 +39,8 @@ class ReplicatedDataParallel(DataParallel):
 
     Args:
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
-        group: process group of the data-parallel ranks; None for all ranks.
+        replicas: the data-parallel ranks.
+        expert_replicas: those of experts that ranks share; None without.
     """
 
     accumulates_gradients = True
@@ -41,13 +50,15 @@ class ReplicatedDataParallel(DataParallel):
         layout: DataParallelLayout,
         device: torch.device,
         reduce_dtype: torch.dtype | None,
-        group: dist.ProcessGroup | None = None,
+        replicas: DistributedContext,
+        expert_replicas: DistributedContext | None = None,
     ) -> None:
-        self._group = group or dist.group.WORLD
-        super().__init__(layout, self._group)
+        self._replicas = replicas
+        self._expert_replicas = expert_replicas
+        super().__init__(layout, replicas.group, None if expert_replicas is None else expert_replicas.group)
         self._device = device
         self._reduce_dtype = reduce_dtype
-        self._units: list[list[nn.Parameter]] = []
+        self._units: list[_Unit] = []
         self._pending: list[int] = []
         self._optimizer: Optimizer | None = None
         self._first = self._last = True
@@ -58,17 +69,22 @@ class ReplicatedDataParallel(DataParallel):
         """Return the full tensor, or with a distributed optimizer the local rows."""
         if self.layout.shards == 1:
             return super().local_shard(tensor, part)
-        local, rows = tensor.detach(), tensor.shape[0]
-        start, count = chunk_bounds(rows, self.layout.shards, dist.get_rank(self._shard_group))
-        return row_shard(local[start : start + count], start, rows, part)
+        local, rows, ranks = self.local_rows(tensor.detach(), part), tensor.shape[0], self._ranks_of(part)
+        return row_shard(local, chunk_bounds(rows, ranks.world_size, ranks.rank)[0], rows, part)
+
+    def local_rows(self, gradient: Tensor, part: RankPart | None = None) -> Tensor:
+        """Return the whole gradient, or with a distributed optimizer the rows that this rank updates."""
+        return gradient if self.layout.shards == 1 else _chunk(gradient, self._ranks_of(part))
 
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register gradient hooks; the optimizer accumulates the gradients."""
         self._optimizer = optimizer
-        self._units = communication_buckets(model)
-        self._pending = [len(unit) for unit in self._units]
+        parts = partitions_of(model)
+        part_of = {parameter: parts.get(name) for name, parameter in model.named_parameters()}
+        self._units = [_Unit(bucket, self._ranks_of(part_of[bucket[0]])) for bucket in communication_buckets(model)]
+        self._pending = [len(unit.parameters) for unit in self._units]
         for number, unit in enumerate(self._units):
-            for parameter in unit:
+            for parameter in unit.parameters:
                 parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
 
     def before_micro_batch(self, *, first: bool, last: bool) -> None:
@@ -86,68 +102,70 @@ class ReplicatedDataParallel(DataParallel):
         if self.layout.shards == 1:
             return
         for unit in self._units:
-            weights = [parameter.detach() for parameter in unit]
-            even = [weight for weight in weights if self._is_even(weight)]
+            weights, ranks = [parameter.detach() for parameter in unit.parameters], unit.ranks
+            if ranks.world_size == 1:
+                continue
+            even = [weight for weight in weights if _is_even(weight, ranks)]
             if even:
-                with self._coalesced():
+                with self._coalesced(ranks):
                     for weight in even:
-                        dist.all_gather_into_tensor(weight, self.local_shard(weight).local, group=self._group)
+                        dist.all_gather_into_tensor(weight, _chunk(weight, ranks), group=ranks.group)
             for weight in weights:
-                if not self._is_even(weight):
-                    weight.copy_(self.all_gather_rows(self.local_shard(weight).local, weight.shape[0]))
+                if not _is_even(weight, ranks):
+                    weight.copy_(gather_rows(_chunk(weight, ranks), weight.shape[0], ranks.group))
 
     def _grad_hook(self, unit: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             self._pending[unit] -= 1
             if self._pending[unit] == 0:
-                self._pending[unit] = len(self._units[unit])
+                self._pending[unit] = len(self._units[unit].parameters)
                 self._on_unit_ready(self._units[unit])
 
         return hook
 
     @torch.no_grad()
-    def _on_unit_ready(self, unit: list[nn.Parameter]) -> None:
+    def _on_unit_ready(self, unit: _Unit) -> None:
         """Accumulate and reduce the gradients of a bucket, once all are ready."""
         assert self._optimizer is not None
-        same_dtype = self._reduce_dtype in (None, unit[0].dtype)
+        same_dtype = self._reduce_dtype in (None, unit.parameters[0].dtype)
         if self._first and self._last and same_dtype:
-            gradients = [parameter.grad for parameter in unit if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in unit.parameters if parameter.grad is not None]
         else:
-            gradients = self._optimizer.accumulate(unit)
-        if self._last:
+            gradients = self._optimizer.accumulate(unit.parameters)
+        if self._last and unit.ranks.world_size > 1:
             with self._communication_stream():
-                self._sum(gradients)
+                self._sum(gradients, unit.ranks)
 
-    def _sum(self, gradients: Sequence[Tensor]) -> None:
+    def _sum(self, gradients: Sequence[Tensor], ranks: DistributedContext) -> None:
         """Reduce gradients over ranks in place; with a distributed optimizer only the local rows are then valid."""
-        sharded = [self.layout.shards > 1 and self._is_even(gradient) for gradient in gradients]
+        sharded = [self.layout.shards > 1 and _is_even(gradient, ranks) for gradient in gradients]
         sums = [gradient.to(self._reduce_dtype or gradient.dtype) for gradient in gradients]
         if any(sharded):
-            with self._coalesced():
+            with self._coalesced(ranks):
                 for total, is_sharded in zip(sums, sharded, strict=True):
                     if is_sharded:
                         # in place: the output is a slice of the input
-                        dist.reduce_scatter_tensor(self.local_shard(total).local, total, group=self._group)
+                        dist.reduce_scatter_tensor(_chunk(total, ranks), total, group=ranks.group)
         if not all(sharded):
-            with self._coalesced():
+            with self._coalesced(ranks):
                 for total, is_sharded in zip(sums, sharded, strict=True):
                     if not is_sharded:
-                        dist.all_reduce(total, group=self._group)
+                        dist.all_reduce(total, group=ranks.group)
         for gradient, total, is_sharded in zip(gradients, sums, sharded, strict=True):
             if total is not gradient:
-                destination, source = (
-                    self.local_shard(each).local if is_sharded else each for each in (gradient, total)
-                )
+                destination, source = (_chunk(each, ranks) if is_sharded else each for each in (gradient, total))
                 destination.copy_(source)
 
-    def _is_even(self, tensor: Tensor) -> bool:
-        return tensor.shape[0] % self.layout.shards == 0
+    def _ranks_of(self, part: RankPart | None) -> DistributedContext:
+        """Return the ranks that hold the same part of a parameter."""
+        is_expert = part is not None and part.axis == "expert"
+        return self._expert_replicas if is_expert and self._expert_replicas is not None else self._replicas
 
-    def _coalesced(self) -> AbstractContextManager[Any]:
+    def _coalesced(self, ranks: DistributedContext) -> AbstractContextManager[Any]:
         """Context in which NCCL coalesces collectives into one launch; gloo runs them one by one."""
         if self._stream is None:
             return nullcontext()
-        return dist._coalescing_manager(self._group, self._device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        return dist._coalescing_manager(ranks.group, self._device)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     @contextmanager
     def _communication_stream(self) -> Iterator[None]:
@@ -157,3 +175,13 @@ class ReplicatedDataParallel(DataParallel):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
+
+
+def _chunk(tensor: Tensor, ranks: DistributedContext) -> Tensor:
+    """Return the rows that this rank updates with a distributed optimizer, a view."""
+    start, count = chunk_bounds(tensor.shape[0], ranks.world_size, ranks.rank)
+    return tensor[start : start + count]
+
+
+def _is_even(tensor: Tensor, ranks: DistributedContext) -> bool:
+    return tensor.shape[0] % ranks.world_size == 0

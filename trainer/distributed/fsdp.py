@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from ...models.build import LanguageModel, get_stacks
+from ...models.moe.moe_layer import find_moe_layers
 from ..config.parameter_layout import DataParallelLayout
 from .data_parallel import DataParallel
 
@@ -26,6 +27,7 @@ class ShardedDataParallel(DataParallel):
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         timeout: timeout of collectives; None for torch's default.
         tensor_ranks: tensor-parallel ranks that share each layer; neighbouring ranks.
+        expert_ranks: ranks that share the experts of each layer; neighbouring ranks.
     """
 
     def __init__(
@@ -35,23 +37,31 @@ class ShardedDataParallel(DataParallel):
         reduce_dtype: torch.dtype | None,
         timeout: timedelta | None = None,
         tensor_ranks: int = 1,
+        expert_ranks: int = 1,
     ) -> None:
         sizes = (layout.replicas, layout.shards, tensor_ranks)
         self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(*MESH_DIM_NAMES, "tensor"))[MESH_DIM_NAMES]
+        self.expert_mesh = None
+        if expert_ranks > 1:  # ranks with the same experts are other ones than those with the same of the rest
+            sizes = (layout.replicas * layout.shards * tensor_ranks // expert_ranks, expert_ranks)
+            self.expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("edp_shard", "expert"))["edp_shard"]
+        groups = [self.mesh.get_group(axis) for axis in MESH_DIM_NAMES]
+        groups += [self.expert_mesh.get_group()] if self.expert_mesh is not None else []
         if timeout is not None:  # subgroups do not inherit the timeout of the default group
-            for axis in MESH_DIM_NAMES:
-                _set_pg_timeout(timeout, self.mesh.get_group(axis))
-        super().__init__(layout, self.mesh.get_group("dp_shard"))
+            for group in groups:
+                _set_pg_timeout(timeout, group)
+        super().__init__(layout, groups[1], groups[2] if self.expert_mesh is not None else None)
         # Casting inputs to bf16 would round the count of target tokens.
         self._policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         self._fsdp_modules: list[FSDPModule] = []
 
     def shard(self, model: LanguageModel) -> None:
         """Shard the parameters into DTensors."""
-        for module in (*(layer for stack in get_stacks(model) for layer in stack.layers), model):
+        experts = [] if self.expert_mesh is None else [layer.experts for layer in find_moe_layers(model).values()]
+        for module in (*experts, *(layer for stack in get_stacks(model) for layer in stack.layers), model):
             fully_shard(
                 module,
-                mesh=self.mesh,
+                mesh=self.expert_mesh if module in experts else self.mesh,
                 reshard_after_forward=self.layout.reshard_after_forward,
                 mp_policy=self._policy,
             )

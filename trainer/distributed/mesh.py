@@ -22,12 +22,14 @@ class Mesh:
         data: ranks with other samples; its rank and size number the micro batches.
         replicas: ranks that hold the same part of the model: their losses and gradients add up.
         tensor: ranks that share each layer; None for one.
+        expert_replicas: ranks that hold the same experts; None if every rank has all.
     """
 
     layout: ParallelLayout
     data: DistributedContext
     replicas: DistributedContext
     tensor: TensorParallel | None = None
+    expert_replicas: DistributedContext | None = None
 
 
 def build_mesh(layout: ParallelLayout, ranks: DistributedContext) -> Mesh:

@@ -88,13 +88,16 @@ class Optimizer(torch.optim.Optimizer):
             the gradients of several micro batches in fp32 (NeMo's `megatron_amp_O2`).
         clip_norm: clip the global gradient norm to this; None or 0: off.
         sum_over_shards: all-reduce (sum) of a tensor, in place, over the ranks with the other shards of the parameters.
+        sum_over_expert_shards: the same for the shards of experts that ranks share.
         gather_rows: all-gather of a tensor sharded like a parameter: from the local rows and the total number of rows
             to the full tensor. Collective: all ranks call it for the same tensors in the same order; some may have no
             rows.
-        shard_of: returns the local shard of a parameter, or of its full gradient; given this rank's part of it, with
-            its place in the full parameter.
+        shard_of: returns the local shard of a parameter; given this rank's part of it, with its place in the full
+            parameter.
+        local_rows: returns the rows of a gradient (or its local shard) that this rank updates, given its part.
         parts: this rank's part of each parameter under tensor or expert parallelism, by name.
         sum_over_parts: all-reduce (sum) of a tensor over the ranks with the other parts.
+        sum_over_experts: the same for parts that are experts.
         reduce_gradients: called before each update with the local gradients by name, to sum in place those of which
             each rank of a tensor-parallel group has computed a part.
         host: copy engine, to keep main weights and state in host memory; None: on the device. Ranks with different
@@ -118,10 +121,13 @@ class Optimizer(torch.optim.Optimizer):
         main_weights: bool = False,
         clip_norm: float | None = None,
         sum_over_shards: Callable[[Tensor], Tensor] = no_reduce,
+        sum_over_expert_shards: Callable[[Tensor], Tensor] = no_reduce,
         gather_rows: Callable[[Tensor, int], Tensor] = no_gather,
         shard_of: ShardOf = local_shard,
+        local_rows: Callable[[Tensor, RankPart | None], Tensor] = lambda gradient, part: gradient,
         parts: Mapping[str, RankPart] | None = None,
         sum_over_parts: Callable[[Tensor], Tensor] = no_reduce,
+        sum_over_experts: Callable[[Tensor], Tensor] = no_reduce,
         reduce_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -139,11 +145,14 @@ class Optimizer(torch.optim.Optimizer):
         self.main_weights = main_weights
         self.clip_norm = clip_norm
         self.sum_over_shards = sum_over_shards
+        self.sum_over_expert_shards = sum_over_expert_shards
         self.gather_rows = gather_rows
         self.grad_norm: Tensor | None = None
         self.shard_of = shard_of
+        self.local_rows = local_rows
         self._parts_by_name = dict(parts or {})
         self.sum_over_parts = sum_over_parts
+        self.sum_over_experts = sum_over_experts
         self._reduce_gradients = reduce_gradients
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -256,15 +265,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._reduce_gradients is not None:
             names = [name for group in self.param_groups for name in group["names"]]
             self._reduce_gradients(dict(zip(names, chain.from_iterable(gradients), strict=True)))
-        self.grad_norm = global_norm(
-            [
-                counted
-                for group, found in zip(self.param_groups, gradients, strict=True)
-                for parameter, gradient in zip(group["params"], found, strict=True)
-                for counted in self._counted_in_norm(parameter, gradient)
-            ],
-            self._sum_over_ranks if self._parts_by_name else self.sum_over_shards,
-        )
+        self.grad_norm = self._global_norm(gradients)
         scale = clip_coefficient(self.grad_norm, self.clip_norm)
         # As in torch and Megatron, skipped steps are not counted: bias correction depends on updates of the moments.
         self.updates.add_(scale >= 0)
@@ -273,7 +274,7 @@ class Optimizer(torch.optim.Optimizer):
         else:
             for group, group_gradients in zip(self.param_groups, gradients, strict=True):
                 shards = [
-                    ShardUpdate(name, parameter, self.shard_of(parameter).local, gradient, self._states[parameter])
+                    ShardUpdate(name, parameter, self._placed_shard(parameter).local, gradient, self._states[parameter])
                     for name, parameter, gradient in zip(group["names"], group["params"], group_gradients, strict=True)
                 ]
                 self.update(group, shards, scale)
@@ -313,13 +314,29 @@ class Optimizer(torch.optim.Optimizer):
         main = weight.float() if self._has_main_weight(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
 
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
-        return self.sum_over_parts(self.sum_over_shards(tensor))
+    def _global_norm(self, gradients: list[list[Tensor]]) -> Tensor:
+        """Return the norm of all gradients, of which parts and experts are on different ranks."""
+        if not self._parts_by_name:
+            return global_norm(list(chain.from_iterable(gradients)), self.sum_over_shards)
+        counted: dict[str, list[Tensor]] = {"tensor": [], "expert": []}
+        for group, found in zip(self.param_groups, gradients, strict=True):
+            for parameter, gradient in zip(group["params"], found, strict=True):
+                part = self._part_of(parameter)
+                counted[part.axis if part else "tensor"] += self._counted_in_norm(parameter, gradient)
+        norm = global_norm(counted["tensor"], lambda total: self.sum_over_parts(self.sum_over_shards(total)))
+        if not counted["expert"]:
+            return norm
+        experts = global_norm(
+            counted["expert"], lambda total: self.sum_over_experts(self.sum_over_expert_shards(total))
+        )
+        return torch.hypot(norm, experts)
+
+    def _part_of(self, parameter: Tensor) -> RankPart | None:
+        return self._parts_by_name.get(self._names[parameter])  # pyright: ignore[reportArgumentType]
 
     def _counted_in_norm(self, parameter: nn.Parameter, gradient: Tensor) -> list[Tensor]:
         """Return what this rank adds to the gradient norm: of what several ranks hold, the first one counts it."""
-        part = self._parts_by_name.get(self._names[parameter])
+        part = self._part_of(parameter)
         if part is None:
             return [gradient]
         if part.partition is None:
@@ -332,7 +349,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _placed_shard(self, parameter: nn.Parameter) -> LocalShard:
         """Return the local shard of a parameter, with its place in the full parameter."""
-        return self.shard_of(parameter, self._parts_by_name.get(self._names[parameter]))
+        return self.shard_of(parameter, self._part_of(parameter))
 
     def _check_parts(self) -> None:
         for parameter, name in self._names.items():
@@ -360,6 +377,9 @@ class Optimizer(torch.optim.Optimizer):
             main = torch.empty(rows + tuple(weight.shape[1:]), dtype=dtype, device="meta")
             return ({"main": main} if has_main_weight else {}) | self.initial_state(name, main, shape)
 
+        part = self._part_of(parameter)
+        if shards > 1 and part is not None and part.axis == "expert":
+            shards = part.num_replicas
         # The largest shard of any rank, given how `chunk_bounds` splits rows.
         max_rows = (max(weight.shape[0], -(-parameter.shape[0] // shards)),) if weight.ndim else ()
         return StateShape(
@@ -378,7 +398,7 @@ class Optimizer(torch.optim.Optimizer):
             gradient = gradients[bucket.group][part.index]
             if part.element_range is not None:
                 gradient = gradient.contiguous()
-            weight = part.view(self.shard_of(parameter).local)
+            weight = part.view(self._placed_shard(parameter).local)
             state.setdefault("main", weight)
             shards.append(ShardUpdate(name, parameter, weight, part.view(gradient), state))
         self.update(group, shards, scale)
@@ -386,7 +406,7 @@ class Optimizer(torch.optim.Optimizer):
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return the local shard of the accumulated gradient, and drop `.grad`."""
         gradient = self._sums[parameter] if parameter in self._sums_in_use else self._take_gradient(parameter)
-        return self.shard_of(gradient).local
+        return self.local_rows(gradient, self._part_of(parameter))
 
     def _take_gradient(self, parameter: nn.Parameter) -> Tensor:
         gradient = self._gradient(parameter)
