@@ -127,5 +127,5 @@ class InFlight(NamedTuple):
 
 def start(rows: Tensor, exchange: Exchange) -> InFlight:
     """Start the exchange of (rows, ...)."""
-    rows: Any = _WaitForGradient.apply(rows)
-    return InFlight(rows, _begin(rows.detach(), exchange), exchange)
+    waited: Any = _WaitForGradient.apply(rows)
+    return InFlight(waited, _begin(rows.detach(), exchange), exchange)

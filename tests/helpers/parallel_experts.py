@@ -82,16 +82,15 @@ def _compare_passes(
             layer.expert_bias[without] = -1e3
     batches = _batches(family, layout.data, options.get("padding", False))
     own = batches[place.data]
-    statistics = 0.0
-    losses = []
+    statistics, losses = 0.0, []
+    loss = part.batch_loss(own, 27.0)
+    loss.backward()
     for batch in batches:
         for layer in layers:
             layer.statistics.zero_()
         losses.append(whole.batch_loss(batch, 27.0))
         losses[-1].backward()
         if batch is own:
-            loss = part.batch_loss(batch, 27.0)
-            loss.backward()
             for layer, part_layer in zip(layers, part_layers, strict=True):
                 scale = layer.statistics.abs().clamp(min=1.0)
                 statistics = max(statistics, float(((part_layer.statistics - layer.statistics) / scale).abs().max()))
