@@ -24,11 +24,13 @@ from .config.stack import StackSlice
 from .config.t5 import T5Slice
 from .dispatch.attention_calls import CallContext, CallKind, choose_backends
 from .dispatch.attention_choices import PlannedAttention, plan_attentions
+from .expert_parallel import apply_expert_parallel
 from .init import InitRules, initialize_
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .parallel.collectives import TensorParallel
+from .parallel.expert import ExpertParallel
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
 from .recompute.analysis import has_dropout, training_labels
@@ -75,6 +77,7 @@ def build_model(
     peft: PeftSlice | None = None,
     plan: ModelPlan | None = None,
     tensor_parallel: TensorParallel | None = None,
+    expert_parallel: ExpertParallel | None = None,
 ) -> LanguageModel:
     """Build a model of any family and initialize its weights.
 
@@ -92,10 +95,11 @@ def build_model(
         peft: PEFT scheme, whose parameters are added and trained while the others are frozen; None trains all.
         plan: decisions made before (`plan_model`, of the same arguments); None makes them.
         tensor_parallel: the ranks that share each layer, of which this process builds one's part; None for one.
+        expert_parallel: the ranks that share the experts of each layer; None: every rank has all.
 
     Raises:
         ValueError: `override_vocab_size` is too small, `compile` is not supported, `peft` selects layers or parameters
-            that do not exist, or the model cannot be split over the tensor-parallel ranks.
+            that do not exist, or the model cannot be split over the tensor-parallel or expert-parallel ranks.
         NoBackendError: no attention backend supports a kind of call.
     """
     device = torch.device(device)
@@ -104,8 +108,17 @@ def build_model(
         if peft is not None:  # its modules would be lost with the layers that are replaced
             raise ValueError(f"`peft` must be None in a model split over {tensor_parallel.size} tensor-parallel ranks.")
         described = rank_slice(full, tensor_parallel.size)
+        has_experts = any(stack.moe is not None for stack in full.stacks)
+        if has_experts and "training" in kinds and not tensor_parallel.sequence:
+            raise ValueError(
+                f"`sequence_parallel` (False) must be True to train experts on {tensor_parallel.size} tensor-parallel "
+                "ranks, each of which routes its own tokens; use `sequence_parallel: True`."
+            )
     if device.type == "meta":
-        return _assembled(described, batch_spec, {}, {}, peft).to(dtype)
+        model = _assembled(described, batch_spec, {}, {}, peft).to(dtype)
+        if expert_parallel is not None:
+            apply_expert_parallel(model, expert_parallel)
+        return model
     plan = plan or plan_model(
         described,
         batch_spec,
@@ -128,6 +141,8 @@ def build_model(
     model = _assembled(described, batch_spec, plan.decisions, backends, peft).to(dtype)
     if tensor_parallel is not None:
         apply_tensor_parallel(model, full, tensor_parallel)
+    if expert_parallel is not None:
+        apply_expert_parallel(model, expert_parallel)
     make_copies = copy_engine_factory(device) if "training" in kinds else None
     for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
         apply_recompute(stack, stack_slice, plan.decisions, *labels, offloads=make_copies is not None)

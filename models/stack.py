@@ -25,6 +25,7 @@ from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding, build_ro
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
+from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel, shard_tokens, unshard_tokens
 
 
@@ -171,7 +172,8 @@ class Stack(RecomputableModule):
             fullgraph: compile each module as a full graph; False allows a graph break at attention that cannot be
                 traced.
         """
-        configure_dynamo()
+        exchanges = (layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoE))
+        configure_dynamo(traces_counts=any(experts.ranks is not None for experts in exchanges))
         for module in (*self.layers, *([] if self.final_norm is None else [self.final_norm])):
             if has_hooks:
                 module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)

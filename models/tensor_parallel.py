@@ -3,6 +3,7 @@
 The heads of each attention, the channels of each MLP and the vocabulary are split over the ranks; a rank's model is an
 ordinary one with fewer of them, in which the linear layers at the cuts communicate. With sequence parallelism the
 residual stream between them is sharded over tokens (arXiv 1909.08053, 2205.05198).
+Experts are not split, shared experts are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .layers.cross_attention import CrossAttention
 from .layers.mlp import MLP
 from .layers.norm import LayerNorm, RMSNorm
 from .layers.self_attention import SelfAttention
+from .moe.experts import Experts
+from .moe.router import Router
 from .parallel.collectives import TensorParallel
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from .parallel.partition import Partition, Section, even_partition, set_partitions
@@ -56,15 +59,18 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
 
 def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
     unsupported = {
-        "experts": stack.moe is not None,
         "a norm inside the MLP": stack.block == "normformer",
         "dropout, whose masks would depend on the ranks": has_dropout(stack),
     }
     if any(unsupported.values()):
         parts = " or ".join(part for part, has in unsupported.items() if has)
         raise ValueError(f"a model with {parts} cannot be split over {ranks} tensor-parallel ranks")
+    moe = stack.moe
+    if moe is not None and moe.shared_ffn_hidden_size:  # experts are whole on the ranks that have them
+        moe = replace(moe, shared_ffn_hidden_size=_share(moe.shared_ffn_hidden_size, ranks))
     return replace(
         stack,
+        moe=moe,
         attention=_rank_attention(stack.attention, ranks),
         mlp=replace(stack.mlp, ffn_hidden_size=_share(stack.mlp.ffn_hidden_size, ranks)),
     )
@@ -124,8 +130,14 @@ def _split_stack(stack: Stack, full: StackSlice, cross: AttentionSlice | None, r
         _split_attention(layer.attention, full.attention, ranks)
         if layer.cross_attention is not None and cross is not None:
             _split_attention(layer.cross_attention, cross, ranks)
-        assert isinstance(layer.mlp, MLP)
-        _split_mlp(layer.mlp, full, ranks)
+        if isinstance(layer.mlp, MLP):
+            _split_mlp(layer.mlp, full.mlp.ffn_hidden_size, ranks)
+            continue
+        layer.mlp.router.tensor_parallel = ranks
+        if layer.mlp.shared is not None:
+            assert full.moe is not None
+            assert full.moe.shared_ffn_hidden_size is not None
+            _split_mlp(layer.mlp.shared, full.moe.shared_ffn_hidden_size, ranks)
     if stack.score_positions is not None:
         _split_positions(stack.score_positions, full.attention.heads, ranks)
 
@@ -153,8 +165,7 @@ def _split_attention(attention: SelfAttention | CrossAttention, full: AttentionS
         set_partitions(attention, {"head_scale": ranks.part(even_partition(0, ranks.size, full.heads))})
 
 
-def _split_mlp(mlp: MLP, stack: StackSlice, ranks: TensorParallel) -> None:
-    width = stack.mlp.ffn_hidden_size
+def _split_mlp(mlp: MLP, width: int, ranks: TensorParallel) -> None:
     rows = even_partition(0, ranks.size, *[width] * (2 if mlp.gated else 1))
     mlp.up, mlp.down = ColumnParallelLinear(mlp.up, ranks, rows), RowParallelLinear(mlp.down, ranks)
 
@@ -166,7 +177,8 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
     """Return the names of the replicated parameters whose gradients the ranks must sum.
 
     These are norms of heads, of which each rank has its own, and with sequence parallelism the norms of the residual
-    stream and the biases added to it, since each rank sees its own tokens only.
+    stream, the biases added to it, routers, and experts that every rank has, since each rank sees its own tokens only.
+    Other experts are the business of `expert_parameters`.
     """
     found: set[str] = set()
     for prefix, stack in model.named_children():
@@ -178,6 +190,8 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
                 found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
             elif isinstance(module, RowParallelLinear) and module.bias is not None and ranks.sequence:
                 found.add(f"{name}.bias")
+            elif ranks.sequence and (isinstance(module, Router) or (isinstance(module, Experts) and not module.ranks)):
+                found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
     return found
 
 

@@ -45,7 +45,7 @@ def expert_mlp(
 
     Args:
         hidden: (T, h), any floating dtype; under autocast, cast to its dtype with the weights.
-        experts: experts of each token, (T, k) int64, without duplicates in a row.
+        experts: experts of each token, (T, k) int64, without duplicates among those that a row keeps.
         gates: weights of these experts, (T, k), fp32 (fp64 with fp64).
         up: (E, f, h), or gated (E, 2 f, h) with the rows [gate | up].
         down: (E, h, f).
@@ -80,6 +80,8 @@ def expert_mlp(
     _check_choices(nonlinearity, capacity, dropout, implementation)
     if implementation == "auto" and not triton_runs_on(hidden):
         implementation = "sequential"
+    if not torch.compiler.is_compiling() and not len(hidden):  # another rank's experts have all tokens
+        implementation = "sequential"
     dropout_mask = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
     if capacity is not None:
         output = padded_experts(
@@ -103,10 +105,8 @@ def expert_mlp(
 def _check_shapes(hidden: Tensor, experts: Tensor, gates: Tensor, weights: ExpertWeights, kept: Tensor | None) -> None:
     """Raise ValueError naming the argument whose shape or dtype does not match."""
     up, down, up_bias, down_bias, _, gated = weights
-    if hidden.ndim != 2 or not hidden.numel() or not hidden.is_floating_point():
-        raise ValueError(
-            f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width), floating point, not empty."
-        )
+    if hidden.ndim != 2 or not hidden.shape[1] or not hidden.is_floating_point():
+        raise ValueError(f"`hidden` {tuple(hidden.shape)} of {hidden.dtype} must be (tokens, width), floating point.")
     tokens, width = hidden.shape
     if experts.ndim != 2 or len(experts) != tokens or experts.dtype != torch.int64:
         raise ValueError(f"`experts` {tuple(experts.shape)} of {experts.dtype} must be ({tokens}, k) of int64.")
@@ -130,7 +130,7 @@ def _check_shapes(hidden: Tensor, experts: Tensor, gates: Tensor, weights: Exper
     for name, tensor in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
             raise ValueError(f"`{name}` ({tensor.dtype}) must have the dtype of `hidden` ({hidden.dtype}).")
-    if experts.shape[1] > count:
+    if kept is None and experts.shape[1] > count:
         raise ValueError(f"`experts` has {experts.shape[1]} experts per token, but there are only {count}.")
 
 

@@ -276,7 +276,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     else:
         matrix_gradient = _grouped_outer(left, gradient, ends, ctx.backend)
     if ctx.needs_input_grad[3]:  # the sum over rows as a product with ones: deterministic
-        ones = gradient.new_ones(1, 16).expand(len(gradient), 16)
+        ones = gradient.new_ones(1, 16).expand(gradient.shape[0], 16)
         bias_gradient = _grouped_outer(gradient, ones, ends, ctx.backend)[:, :, 0]
     return left_gradient, matrix_gradient, None, bias_gradient, None
 

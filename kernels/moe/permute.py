@@ -326,8 +326,8 @@ def gather_rows(hidden: Tensor, order: Tensor, places: Tensor) -> Tensor:
     return _gather(hidden, order, places)
 
 
-def combine_rows(rows: Tensor, gates: Tensor, places: Tensor, order: Tensor) -> Tensor:
-    """Return the sum of each token's rows times their gates, (rows, h) to (T, h).
+def combine_rows(rows: Tensor, gates: Tensor | None, places: Tensor, order: Tensor) -> Tensor:
+    """Return the sum of each token's rows times their gates, (rows, h) to (T, h); None for gates of 1.
 
     Accumulated in fp32 (fp64 for fp64); empty rows and the gates of dropped assignments are not read. Differentiable
     once in `rows` and `gates`.

@@ -92,6 +92,7 @@ class MoESlice:
     Attributes:
         jitter: the router's input is multiplied by uniform noise from 1 - jitter to 1 + jitter, in training.
         implementation: grouped GEMMs, or a loop over the experts.
+        dispatcher: how tokens get to experts on other ranks.
         bias_update_rate: update rate of the expert bias; None without this bias.
         dropout: dropout probability inside an expert, after the activation.
         layers: True for each layer of the stack that has experts.
@@ -107,6 +108,7 @@ class MoESlice:
     pad_to_capacity: bool
     drop_policy: Literal["probs", "position"]
     implementation: Literal["grouped", "sequential"]
+    dispatcher: Literal["alltoall", "allgather"]
     pre_softmax: bool
     score: Literal["softmax", "sigmoid"]
     topk_scaling: float | None
@@ -182,6 +184,7 @@ def moe_slice(keys: MoEKeys) -> MoESlice | None:
         pad_to_capacity=keys.moe_pad_expert_input_to_capacity or keys.moe_token_dropping,
         drop_policy=keys.moe_token_drop_policy,
         implementation="sequential" if keys.moe_grouped_gemm is False else "grouped",
+        dispatcher="allgather" if keys.moe_token_dispatcher_type == "allgather" else "alltoall",
         pre_softmax=keys.moe_router_pre_softmax or needs_pre_softmax(keys),
         score=keys.moe_router_score_function,
         topk_scaling=keys.moe_router_topk_scaling_factor,

@@ -16,7 +16,7 @@ def eager_layers(compiled: bool) -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
-def configure_dynamo() -> None:
+def configure_dynamo(*, traces_counts: bool = False) -> None:
     """Raise Dynamo's recompile limit, keep autocast out of backward, and silence a warning that users cannot act on.
 
     The default limit of 8 applies to all models of a process together, since their layers share one code object: the
@@ -24,11 +24,15 @@ def configure_dynamo() -> None:
 
     As eager PyTorch does, the backward pass runs in the dtypes of the forward pass, not under its autocast: traced
     under it, the matmuls of an fp32 router would have bf16 gradients (pytorch #153044, #179804).
+
+    Args:
+        traces_counts: the host reads numbers of rows in a graph, which has shapes that depend on them.
     """
     from torch._dynamo import config  # takes seconds to import
     from torch._functorch import config as autograd_config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    config.capture_scalar_outputs = config.capture_scalar_outputs or traces_counts
     autograd_config.backward_pass_autocast = "off"
     # Inductor 2.11 warns for every softmax over fewer than 8 elements, such as the router's over a few experts.
     warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")

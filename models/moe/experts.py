@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,21 +11,27 @@ from torch import Tensor, nn
 from ...kernels.moe.expert_mlps import expert_mlp
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
+from ..parallel.expert import ExpertParallel
+from .dispatch import DISPATCHERS, DispatcherName, ExpertInputs
 from .router import Routing
 
 
 class Experts(nn.Module):
     """All experts of a layer: each token's expert outputs, weighted by their gates and summed.
 
-    Every process holds all experts. Expert parallelism would add an all-to-all before and after `expert_mlp`.
-
     Args:
         experts: number of experts.
         implementation: `auto`, or `sequential` to run the experts one after the other.
         pad_to_capacity: pad the tokens of every expert to its capacity.
+        dispatcher: how tokens get to experts on other ranks.
 
     Other arguments as in `MLP`, for each expert; the rows of a gated `up` are [gate | up].
+
+    Attributes:
+        ranks: the expert-parallel ranks, of which this one holds its share of the experts; None: it holds all.
     """
+
+    ranks: ExpertParallel | None = None
 
     def __init__(
         self,
@@ -38,6 +45,7 @@ class Experts(nn.Module):
         dropout: float,
         implementation: Literal["auto", "sequential"],
         pad_to_capacity: bool,
+        dispatcher: DispatcherName = "alltoall",
     ) -> None:
         super().__init__()
         self.nonlinearity = nonlinearity
@@ -46,26 +54,46 @@ class Experts(nn.Module):
         self.uses_rng = dropout > 0
         self.implementation: Literal["auto", "sequential"] = implementation
         self.pad_to_capacity = pad_to_capacity
+        self.dispatcher: DispatcherName = dispatcher
         rows = ffn_hidden_size * (2 if gated else 1)
         self.up = nn.Parameter(torch.empty(experts, rows, hidden_size))
         self.down = nn.Parameter(torch.empty(experts, hidden_size, ffn_hidden_size))
         self.up_bias = nn.Parameter(torch.empty(experts, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(experts, hidden_size)) if bias else None
 
-    def forward(self, tokens: Tensor, routed: Routing) -> Tensor:
-        """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0."""
-        return self._mlp(tokens, routed, None)
+    def forward(self, tokens: Tensor, routing: Routing, beside: Callable[[], Tensor] | None = None) -> Tensor:
+        """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0.
+
+        Args:
+            tokens: (tokens, hidden_size).
+            routing: experts of each token.
+            beside: returns a tensor to add to the output, shaped like it, computed while tokens are exchanged.
+        """
+        if self.ranks is None:
+            output = self.compute(self._own_inputs(tokens, routing))
+            return output if beside is None else output + beside()
+        if torch.is_autocast_enabled(tokens.device.type):
+            tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
+        sent = DISPATCHERS[self.dispatcher](tokens, routing, self.ranks, len(self.up), self.pad_to_capacity)
+        added = None if beside is None else beside()
+        output = sent.combine(self.compute(sent.receive()))
+        return output if added is None else output + added
 
     def add_to_residual(self, residual: Tensor, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the residual `residual` (tokens, hidden_size) plus the expert outputs; fused kernels include the
         add.
         """
-        if type(self) is not Experts:  # a subclass with its own forward
+        if self.ranks is not None:
             return residual + self(tokens, routing)
-        return self._mlp(tokens, routing, residual)
+        return self.compute(self._own_inputs(tokens, routing), residual)
 
-    def _mlp(self, tokens: Tensor, routed: Routing, residual: Tensor | None) -> Tensor:
-        weights = (self.up, self.down, self.up_bias, self.down_bias)
+    def _own_inputs(self, tokens: Tensor, routing: Routing) -> ExpertInputs:
+        capacity = routing.capacity if self.pad_to_capacity else None
+        return ExpertInputs(tokens, *routing.assignment, routing.keep_mask, capacity)
+
+    def compute(self, inputs: ExpertInputs, residual: Tensor | None = None) -> Tensor:
+        """Return the weighted outputs of this rank's experts, shaped like the tokens, plus `residual`."""
+        tokens, weights = inputs.tokens, (self.up, self.down, self.up_bias, self.down_bias)
         if torch.is_autocast_enabled(tokens.device.type):
             dtype = torch.get_autocast_dtype(tokens.device.type)
             tokens = tokens.to(dtype)
@@ -75,18 +103,18 @@ class Experts(nn.Module):
         assert down is not None
         return expert_mlp(
             tokens,
-            routed.assignment.experts,
-            routed.assignment.gates,
+            inputs.experts,
+            inputs.gates,
             up,
             down,
             nonlinearity=self.nonlinearity,
             gated=self.gated,
             up_bias=up_bias,
             down_bias=down_bias,
-            kept=routed.keep_mask,
-            capacity=routed.capacity if self.pad_to_capacity else None,
+            kept=inputs.kept,
+            capacity=inputs.capacity,
             dropout=self.dropout if self.training else 0.0,
-            implementation="padded" if self.pad_to_capacity and routed.capacity is not None else self.implementation,
+            implementation=self.implementation if inputs.capacity is None else "padded",
             residual=residual,
         )
 
@@ -104,4 +132,5 @@ def build_experts(stack: StackSlice, moe: MoESlice) -> Experts:
         dropout=moe.dropout,
         implementation="auto" if moe.implementation == "grouped" else "sequential",
         pad_to_capacity=moe.pad_to_capacity,
+        dispatcher=moe.dispatcher,
     )

@@ -125,9 +125,11 @@ class MoE(RecomputableModule):
             return self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed).view_as(
                 hidden
             ), routed.statistics
-        output = self.experts(tokens, routed)
-        if self.shared is not None:
-            output = output + self.shared(tokens)
+        shared = self.shared
+        if shared is None:
+            output = self.experts(tokens, routed)
+        else:
+            output = self.experts(tokens, routed, lambda: shared(tokens.view_as(hidden)).flatten(0, 1))
         output = output.view_as(hidden)
         return (output if residual is None else residual + output), routed.statistics
 

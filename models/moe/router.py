@@ -26,6 +26,7 @@ from ...kernels.moe.routing import (
 )
 from ..config.moe import MoESlice
 from ..layers.cost import StackInputs
+from ..parallel.collectives import TensorParallel, unshard_tokens
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 
@@ -39,7 +40,8 @@ class Routing(NamedTuple):
     Attributes:
         assignment: expert indices (tokens, topk) and their gates.
         keep_mask: bool (tokens, topk), False for assignments dropped at capacity or of padding; None keeps all.
-        capacity: maximal tokens per expert, None for no limit.
+        capacity: maximal tokens per expert, None for no limit; of the whole micro batch, like the statistics, where
+            tensor-parallel ranks share its tokens.
         statistics: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `STATISTIC_NAMES`.
     """
 
@@ -60,7 +62,13 @@ class Router(nn.Module):
         dtype: dtype of the computation, at least that of the input.
 
     Other arguments as in `MoESlice`.
+
+    Attributes:
+        tensor_parallel: the tensor-parallel ranks; None for one. Where they share the tokens of a micro batch, each
+            computes the logits of its own, and all the same routing of the whole from the logits of all.
     """
+
+    tensor_parallel: TensorParallel | None = None
 
     def __init__(
         self,
@@ -110,10 +118,10 @@ class Router(nn.Module):
         """Route tokens to experts.
 
         Args:
-            tokens: (tokens, hidden_size).
+            tokens: (tokens, hidden_size), of this rank.
             expert_bias: fp32 (experts,), added to the scores for selection only; None for none.
             loss_share: scalar, factor of the gradients of both auxiliary losses.
-            real: bool (tokens,), False for padding, which is not routed nor counted; None: all are real.
+            real: bool (tokens of all ranks,), False for padding, which is not routed nor counted; None: all are real.
             use_capacity: apply the capacity factor, if there is one.
         """
         number = len(self.weight)
@@ -124,6 +132,9 @@ class Router(nn.Module):
                 inputs = inputs.to(dtype)
                 inputs = inputs * (1.0 + self.jitter * (2.0 * torch.rand_like(inputs) - 1.0))
             logits = router_logits(inputs, self.weight, dtype)
+            ranks = self.tensor_parallel
+            if ranks is not None and ranks.shards_tokens:
+                logits = unshard_tokens(logits[None], ranks, 1)[0]
             logits_loss = z_loss(logits, token_mask=real)
             if self.training and self.z_loss:
                 logits = attach_auxiliary_loss(logits, self.z_loss * logits_loss, loss_share)
@@ -137,7 +148,7 @@ class Router(nn.Module):
                 )
             capacity, kept = None, None if real is None else real[:, None].expand_as(choice.experts)
             if self.capacity_factor is not None and use_capacity:
-                capacity = expert_capacity(len(tokens), number, self.topk, self.capacity_factor)
+                capacity = expert_capacity(len(logits), number, self.topk, self.capacity_factor)
                 kept = capacity_mask(choice, number, capacity, self.drop_policy, token_mask=real)
             with torch.no_grad():
                 entropy = router_entropy(probabilities, token_mask=real)
@@ -145,6 +156,9 @@ class Router(nn.Module):
                 dropped = assignments - kept.sum() if kept is not None else torch.zeros_like(assignments)
                 values = (balance, logits_loss, entropy, dropped, assignments, torch.ones_like(assignments))
                 sums = torch.cat([counts, torch.stack([value.float() for value in values])])
+        if ranks is not None and ranks.shards_tokens:
+            own = slice(ranks.rank * len(tokens), (ranks.rank + 1) * len(tokens))
+            choice, kept = RoutingResult(choice.experts[own], choice.gates[own]), None if kept is None else kept[own]
         return Routing(choice, kept, capacity, sums)
 
     def _choose(self, logits: Tensor, expert_bias: Tensor | None, real: Tensor | None) -> RoutingResult:

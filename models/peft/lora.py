@@ -14,8 +14,8 @@ from ...kernels.norm_functions import NormFactors
 from ..config.peft import LoRASlice
 from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
+from ..moe.dispatch import ExpertInputs
 from ..moe.experts import Experts
-from ..moe.router import Routing
 from .added_parameters import PeftModule, init_matrix
 
 
@@ -117,6 +117,7 @@ class LoRAExperts(Experts, PeftModule):
             dropout=base.dropout,
             implementation=base.implementation,
             pad_to_capacity=base.pad_to_capacity,
+            dispatcher=base.dispatcher,
         )
         self.up, self.down, self.up_bias, self.down_bias = base.up, base.down, base.up_bias, base.down_bias
         self.lora = lora
@@ -134,8 +135,8 @@ class LoRAExperts(Experts, PeftModule):
         else:
             self.down_lora_a = self.down_lora_b = None
 
-    def forward(self, tokens: Tensor, routed: Routing) -> Tensor:
-        """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0."""
+    def compute(self, inputs: ExpertInputs, residual: Tensor | None = None) -> Tensor:
+        """Return the weighted outputs of this rank's experts, as in `Experts`."""
         training, lora = self.training, self.lora
         scale_and_dropout = lora.scale, lora.dropout if training else 0.0
         up_lora = down_lora = None
@@ -143,10 +144,10 @@ class LoRAExperts(Experts, PeftModule):
             up_lora = LoRAMatrices(self.up_lora_a, self.up_lora_b, self.parts, *scale_and_dropout)
         if self.down_lora_a is not None and self.down_lora_b is not None:
             down_lora = LoRAMatrices(self.down_lora_a, self.down_lora_b, (self.down.shape[1],), *scale_and_dropout)
-        return lora_expert_mlp(
-            tokens,
-            routed.assignment.experts,
-            routed.assignment.gates,
+        output = lora_expert_mlp(
+            inputs.tokens,
+            inputs.experts,
+            inputs.gates,
             self.up,
             self.down,
             up_lora,
@@ -155,11 +156,12 @@ class LoRAExperts(Experts, PeftModule):
             gated=self.gated,
             up_bias=self.up_bias,
             down_bias=self.down_bias,
-            kept=routed.keep_mask,
-            capacity=routed.capacity if self.pad_to_capacity else None,
+            kept=inputs.kept,
+            capacity=inputs.capacity,
             dropout=self.dropout if training else 0.0,
             sequential=self.implementation == "sequential",
         )
+        return output if residual is None else residual + output
 
     def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """Initialize A and B by the configured methods."""

@@ -64,15 +64,15 @@ def batch_of(family: str, seed: int = 1) -> dict[str, Tensor]:
 
 def compare(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str, float]]:
     """Run all cases, each [keys, sequence parallel], on `size` ranks; return the largest differences of any rank."""
-    return _on_ranks(directory, size, _compare_passes, cases)
+    return on_ranks(directory, size, _compare_passes, cases)
 
 
 def compare_steps(directory: str, size: int, tensor_ranks: int, cases: list[list[Any]]) -> list[dict[str, float]]:
     """Train with tensor and data parallelism, each case [keys, layout], and without; return the largest differences."""
-    return _on_ranks(directory, size, partial(_compare_steps, tensor_ranks=tensor_ranks), cases)
+    return on_ranks(directory, size, partial(_compare_steps, tensor_ranks=tensor_ranks), cases)
 
 
-def _on_ranks(
+def on_ranks(
     directory: str, size: int, run: Callable[..., dict[str, float]], cases: list[list[Any]]
 ) -> list[dict[str, float]]:
     """Run every case on forked ranks; return the largest value of any rank."""
@@ -107,7 +107,7 @@ def _in_group(directory: str, size: int, rank: int, run: Any, cases: list[list[A
     return found
 
 
-def _build(changes: dict[str, Any], ranks: Any = None, sharding: Any = None) -> Any:
+def build(changes: dict[str, Any], ranks: Any = None, sharding: Any = None, experts: Any = None) -> Any:
     from stoker.kernels.attention.flags import AttentionFlags
     from stoker.models.build import build_model
     from stoker.models.config.batch_shape import BatchSpec
@@ -125,11 +125,12 @@ def _build(changes: dict[str, Any], ranks: Any = None, sharding: Any = None) -> 
         micro_batch_size=BATCH,
         batch_spec=BatchSpec(seq_length=LENGTH, decoder_seq_length=decoder_length),
         tensor_parallel=ranks,
+        expert_parallel=experts,
         sharding=sharding,
     ).train()
 
 
-def _part_of(full: Tensor, part: Any) -> Tensor:
+def part_of(full: Tensor, part: Any) -> Tensor:
     """Return a rank's part of a full tensor."""
     if part is None or part.partition is None:
         return full
@@ -146,7 +147,7 @@ def _compare_passes(rank: int, size: int, changes: dict[str, Any], sequence: boo
     from stoker.models.tensor_parallel import partial_gradients, reduce_partial_gradients
 
     ranks = TensorParallel(rank, size, dist.group.WORLD.group_name, sequence=sequence)  # type: ignore[union-attr]
-    whole, part = _build(changes), _build(changes, ranks)
+    whole, part = build(changes), build(changes, ranks)
     family = changes.get("family", "gpt")
     batch = batch_of(family)
     losses = [model.batch_loss(batch, 27.0) for model in (whole, part)]
@@ -157,7 +158,7 @@ def _compare_passes(rank: int, size: int, changes: dict[str, Any], sequence: boo
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     assert wanted.keys() == gradients.keys()
     parts = partitions_of(part)
-    wanted = {name: _part_of(gradient, parts.get(name)) for name, gradient in wanted.items()}
+    wanted = {name: part_of(gradient, parts.get(name)) for name, gradient in wanted.items()}
     scale = max(float(gradient.norm()) for gradient in wanted.values())
     worst = max(float((gradients[name] - gradient).norm()) / scale for name, gradient in wanted.items())
     for model in (whole, part):
@@ -213,8 +214,8 @@ def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, 
     else:
         replicas = DistributedContext(place.data, layout.data, group=data_group)
         data_parallel = ReplicatedDataParallel(plan, device, None, replicas)
-    whole = _build(changes)
-    part = _build(changes, ranks, data_parallel)
+    whole = build(changes)
+    part = build(changes, ranks, data_parallel)
     # With the default `eps`, Adam makes steps of gradients that are rounding.
     options: Any = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.05, "eps": 1e-4}
     single: Any = AdamW(whole.named_parameters(), **options)
@@ -252,5 +253,5 @@ def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, 
     wanted = dict(whole.named_parameters())
     for name, parameter in part.named_parameters():
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        worst = max(worst, float((full - _part_of(wanted[name], parts.get(name))).detach().abs().max()))
+        worst = max(worst, float((full - part_of(wanted[name], parts.get(name))).detach().abs().max()))
     return {"norms": norms, "weights": worst}

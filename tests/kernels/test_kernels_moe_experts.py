@@ -119,6 +119,15 @@ def test_sequential_gradients_are_those_of_its_value(gated):
     assert torch.autograd.gradcheck(function, tensors)
 
 
+@looped("implementation", ["auto", "triton", "sequential"])
+def test_experts_without_tokens_have_gradients_of_zero(implementation):
+    """On a rank all of whose experts are left out."""
+    case = make(0, 3, 2, 16, 8, bias=True)
+    got = value_and_gradients(case, torch.float32, nonlinearity="silu", gated=True, implementation=implementation)
+    assert got["out"].shape == (0, 16)
+    assert all(not got[name].any() for name in FLOATS)
+
+
 # those that share parts with others on fewer cases: the interpreter is slow
 AGREE = [("triton", name) for name in CASES]
 AGREE += [("padded", name) for name in ("gated_bias_dropped", "all_on_one", "all_dropped")]
@@ -347,7 +356,7 @@ def test_auto_is_the_loop_without_a_gpu():
 @looped(
     ("change", "message"),
     [
-        ({"hidden": torch.zeros(0, 16)}, r"`hidden` \(0, 16\)"),
+        ({"hidden": torch.zeros(5, 0)}, r"`hidden` \(5, 0\)"),
         ({"experts": torch.zeros(5, 2, dtype=torch.int32)}, "`experts`.*int64"),
         ({"experts": torch.zeros(5, 4, dtype=torch.int64), "gates": torch.zeros(5, 4)}, "there are only 3"),
         ({"gates": torch.zeros(5, 1)}, "`gates`"),

@@ -73,7 +73,6 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"num_moe_experts": 4, "moe_router_topk": 2}, "experts"),
         ({"transformer_block_type": "normformer", "hidden_dropout": 0.1}, "norm inside the MLP or dropout"),
         ({"num_attention_heads": 3, "kv_channels": 8}, "3 must be a multiple of the 2"),
     ],

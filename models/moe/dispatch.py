@@ -1,0 +1,134 @@
+"""Token dispatchers of expert parallelism: bring tokens to the ranks of their experts, and the outputs back.
+
+Both see assignments after capacity has dropped some, and give the same result. Dropped assignments are not sent. Gates
+travel with the tokens, so that experts weight their outputs, and no rank saves the outputs it gets back.
+
+| dispatcher | each rank sends | the host waits |
+|---|---|---|
+| `alltoall` | each token once for each of its experts, to the rank of the expert | for the counts, unless padded |
+| `allgather` | all tokens to all ranks, which compute those of their own experts | no |
+
+n tokens on this rank, E experts in all, L on each of R ranks, h hidden size, k experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...kernels.moe.assignments import padded_assignments, sorted_assignments
+from ...kernels.moe.permute import combine_rows, gather_rows
+from ..parallel.expert import ExpertParallel, InFlight, all_gather, all_to_all, start
+from .router import Routing
+
+DispatcherName = Literal["alltoall", "allgather"]
+
+
+class ExpertInputs(NamedTuple):
+    """Rows for the experts of this rank, as `expert_mlp` takes them.
+
+    Attributes:
+        tokens: (rows, h).
+        experts: experts of each row, counted from the first one of this rank, (rows, 1), or (rows, k) of `allgather`.
+        gates: weights of these experts, of the same shape.
+        kept: bool, False where another rank has the expert or none computes it; None keeps all.
+        capacity: rows to compute for each expert; None for those there are.
+    """
+
+    tokens: Tensor
+    experts: Tensor
+    gates: Tensor
+    kept: Tensor | None
+    capacity: int | None
+
+
+class Dispatched(NamedTuple):
+    """Tokens on their way to the experts.
+
+    Attributes:
+        tokens: (rows, h); this, the gates and all else are as in `ExpertInputs` where they arrive.
+        gates: weights of the experts.
+        experts: experts of each row that arrives.
+        kept: mask of these.
+        capacity: rows to compute for each expert.
+        order: assignment of each row that this rank has sent; None of `allgather`.
+        places: row of each assignment, (n, k), -1 if dropped; None of `allgather`.
+    """
+
+    tokens: InFlight
+    gates: InFlight
+    experts: Tensor
+    kept: Tensor | None
+    capacity: int | None
+    order: Tensor | None = None
+    places: Tensor | None = None
+
+    def receive(self) -> ExpertInputs:
+        """Wait for the tokens."""
+        return ExpertInputs(self.tokens.wait(), self.experts, self.gates.wait(), self.kept, self.capacity)
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """Return the sum of each token's expert outputs, (n, h), from the outputs of this rank's experts, (rows, h)."""
+        rows = start(rows, self.tokens.exchange.transposed()).wait()
+        if self.order is None or self.places is None:
+            return rows
+        return combine_rows(rows, None, self.places, self.order)
+
+
+class Dispatcher(Protocol):
+    """Start to send the tokens of this rank, (n, h), to the ranks of their experts.
+
+    `experts` is the number of experts on each rank. With `pad` as many rows are sent as the capacity allows, of which
+    unused ones are 0, so that all sizes are known.
+    """
+
+    def __call__(self, tokens: Tensor, routing: Routing, ranks: ExpertParallel, experts: int, pad: bool) -> Dispatched:
+        """Return the tokens on their way."""
+        ...
+
+
+def dispatch_all_to_all(tokens: Tensor, routing: Routing, ranks: ExpertParallel, experts: int, pad: bool) -> Dispatched:
+    """`Dispatcher` that sends a row for each assignment to the rank of its expert."""
+    (chosen, gates), number = routing.assignment, ranks.size * experts
+    local, slots = torch.arange(experts, device=tokens.device), _slots(tokens, routing, pad)
+    if slots is not None:
+        order, places = padded_assignments(chosen, number, slots, routing.keep_mask)
+        sent = received = [experts * slots] * ranks.size
+        local = local.repeat_interleave(slots).repeat(ranks.size)
+    else:
+        order, ends, places = sorted_assignments(chosen, number, routing.keep_mask)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
+        arriving = ranks.exchange_counts(counts)
+        sent, received = torch.stack([counts.view(ranks.size, -1).sum(1), arriving.sum(1)]).tolist()
+        order = order[: sum(sent)]
+        local = local.repeat(ranks.size).repeat_interleave(arriving.flatten(), output_size=sum(received))
+    exchange = all_to_all(ranks, sent, received)
+    rows = start(gather_rows(tokens, order, places), exchange)
+    row_gates = start(gather_rows(gates.reshape(-1, 1), order, places.reshape(-1, 1)), exchange)
+    capacity = None if slots is None else slots * ranks.size
+    return Dispatched(rows, row_gates, local[:, None], None, capacity, order, places)
+
+
+def dispatch_all_gather(tokens: Tensor, routing: Routing, ranks: ExpertParallel, experts: int, pad: bool) -> Dispatched:
+    """`Dispatcher` that sends all tokens to all ranks."""
+    (chosen, gates), slots, exchange = routing.assignment, _slots(tokens, routing, pad), all_gather(ranks)
+    if routing.keep_mask is not None:
+        chosen = chosen.masked_fill(~routing.keep_mask, -1)
+    everywhere, rows, row_gates = start(chosen, exchange), start(tokens, exchange), start(gates, exchange)
+    local = everywhere.wait() - ranks.rank * experts
+    here = (local >= 0) & (local < experts)
+    capacity = None if slots is None else slots * ranks.size
+    return Dispatched(rows, row_gates, local.clamp(0, experts - 1), here, capacity)
+
+
+def _slots(tokens: Tensor, routing: Routing, pad: bool) -> int | None:
+    """Return the rows of an expert that a rank can fill at most; None without padding."""
+    return min(routing.capacity, len(tokens)) if pad and routing.capacity is not None else None
+
+
+DISPATCHERS: dict[DispatcherName, Dispatcher] = {
+    "alltoall": dispatch_all_to_all,
+    "allgather": dispatch_all_gather,
+}

@@ -1,0 +1,131 @@
+"""The ranks of expert parallelism, and the differentiable exchange of rows among them (GShard, arXiv 2006.16668).
+
+An exchange is started and ended by two functions, so that other work runs between them in both passes: autograd starts
+the exchange of the gradients where the forward pass ended it, and waits for it where the forward pass started it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .partition import Partition, RankPart
+
+_ops: Any = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """The expert-parallel ranks of this process, each with an equal share of the experts of every layer.
+
+    Attributes:
+        rank: rank in the group; it holds experts rank * E / size to (rank + 1) * E / size - 1.
+        size: ranks of the group, which together hold all experts once.
+        group: name of the process group.
+        replica: index of this rank among those that hold the same experts (`ParallelLayout.expert_data_groups`).
+        num_replicas: number of those.
+    """
+
+    rank: int
+    size: int
+    group: str
+    replica: int = 0
+    num_replicas: int = 1
+
+    def part(self, partition: Partition) -> RankPart:
+        """Return this rank's part of a parameter of the experts."""
+        return RankPart(partition, self.rank, self.size, self.replica, self.num_replicas, "expert")
+
+    def exchange_counts(self, counts: Tensor) -> Tensor:
+        """Return (size, E / size), the rows that each rank sends to this one's experts, from this rank's own (E,)."""
+        even = [len(counts) // self.size] * self.size
+        return _ops.wait_tensor(_ops.all_to_all_single(counts, even, even, self.group)).view(self.size, -1)
+
+
+class Exchange(NamedTuple):
+    """Exchange of the rows of a tensor over a process group.
+
+    Attributes:
+        kind: collective. `all_to_all` sends rows to each rank, `all_gather` the same rows to all, and `reduce_scatter`,
+            its transpose, sums what the ranks have for each.
+        ranks: ranks of the group.
+        group: name of the process group.
+        sent: rows sent to each rank, for `all_to_all`.
+        received: rows received from each rank, likewise.
+    """
+
+    kind: Literal["all_to_all", "all_gather", "reduce_scatter"]
+    ranks: int
+    group: str
+    sent: list[int]
+    received: list[int]
+
+    def transposed(self) -> Exchange:
+        """Return the exchange that sends every row back, and that of the gradients."""
+        if self.kind == "all_to_all":
+            return Exchange("all_to_all", self.ranks, self.group, self.received, self.sent)
+        other = "reduce_scatter" if self.kind == "all_gather" else "all_gather"
+        return Exchange(other, self.ranks, self.group, [], [])
+
+
+def all_to_all(ranks: ExpertParallel, sent: list[int], received: list[int]) -> Exchange:
+    """Return the exchange of `sent` rows to, and `received` rows from each rank."""
+    return Exchange("all_to_all", ranks.size, ranks.group, sent, received)
+
+
+def all_gather(ranks: ExpertParallel) -> Exchange:
+    """Return the exchange in which each rank gets the rows of all."""
+    return Exchange("all_gather", ranks.size, ranks.group, [], [])
+
+
+def _begin(rows: Tensor, exchange: Exchange) -> Tensor:
+    rows = rows.contiguous()
+    if exchange.kind == "all_to_all":
+        return _ops.all_to_all_single(rows, exchange.received, exchange.sent, exchange.group)
+    if exchange.kind == "all_gather":
+        return _ops.all_gather_into_tensor(rows, exchange.ranks, exchange.group)
+    return _ops.reduce_scatter_tensor(rows, "sum", exchange.ranks, exchange.group)
+
+
+class _WaitForGradient(torch.autograd.Function):
+    """Identity whose backward waits for the gradient that `_Receive` has started to exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _ops.wait_tensor(gradient)
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, arriving: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return _ops.wait_tensor(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _begin(gradient, ctx.exchange.transposed()), None, None
+
+
+class InFlight(NamedTuple):
+    """A tensor in an exchange: its rows, and those that arrive."""
+
+    rows: Tensor
+    arriving: Tensor
+    exchange: Exchange
+
+    def wait(self) -> Tensor:
+        """Return the rows that have arrived."""
+        return _Receive.apply(*self)  # pyright: ignore[reportReturnType]
+
+
+def start(rows: Tensor, exchange: Exchange) -> InFlight:
+    """Start the exchange of (rows, ...)."""
+    waited: Any = _WaitForGradient.apply(rows)
+    return InFlight(waited, _begin(rows.detach(), exchange), exchange)

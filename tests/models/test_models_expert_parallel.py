@@ -1,0 +1,102 @@
+"""Mixtures of experts on several ranks have the loss, gradients, statistics and logits of one process, in fp64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fork_server import ForkServer
+from parallel_models import build
+from tiers import extra
+
+from stoker.models.parallel.collectives import TensorParallel
+from stoker.models.parallel.expert import ExpertParallel
+
+Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
+MOE: dict[str, Any] = {
+    "num_layers": 1, "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5,
+    "moe_per_layer_logging": True,
+}  # fmt: skip
+GATHER: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
+TIGHT: dict[str, Any] = {"moe_expert_capacity_factor": 0.8}
+FIRST: dict[str, Any] = TIGHT | {"moe_token_drop_policy": "position"}
+PADDED: dict[str, Any] = {"moe_pad_expert_input_to_capacity": True}
+SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 16, "activation": "swiglu", "bias": False}
+SINKHORN: dict[str, Any] = {
+    "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1, "moe_aux_loss_coeff": 0.0,
+}  # fmt: skip
+BIASED: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+RECOMPUTE: dict[str, Any] = {"moe_layer_recompute": True}
+FULL_RECOMPUTE: dict[str, Any] = {
+    "activations_checkpoint_granularity": "full", "activations_checkpoint_method": "uniform",
+    "activations_checkpoint_num_layers": 1,
+}  # fmt: skip
+T5: dict[str, Any] = {"family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8}
+PAIR, QUAD = {"data": 4, "expert": 2}, {"data": 4, "expert": 4}
+OVER_TENSOR, OVER_BOTH = {"data": 2, "tensor": 2, "expert": 2}, {"data": 2, "tensor": 2, "expert": 4}
+REPLICATED, ONE_BATCH = {"data": 2, "tensor": 2}, {"tensor": 4, "expert": 2}
+LENGTHS, NO_TOKENS = {"padding": True}, {"without": [2, 3]}
+
+CASES: list[Case] = [
+    (MOE | SHARED | RECOMPUTE, QUAD, LENGTHS),
+    (MOE | GATHER | TIGHT | SHARED, PAIR, {}),
+    (MOE | FIRST, OVER_BOTH, LENGTHS),
+    (MOE | GATHER | TIGHT | SHARED, OVER_TENSOR, LENGTHS),
+    (MOE | TIGHT | PADDED | SHARED, OVER_BOTH, {}),
+    (MOE | SINKHORN, ONE_BATCH, LENGTHS),
+    (MOE | BIASED, OVER_TENSOR, NO_TOKENS),
+    (MOE | FIRST | RECOMPUTE, REPLICATED, {}),
+    *extra(
+        *(
+            (MOE | keys | dispatcher, layout, options)
+            for keys in (
+                {}, TIGHT, FIRST | SHARED, TIGHT | PADDED, SINKHORN, SHARED | RECOMPUTE, RECOMPUTE | PADDED | FIRST,
+                FULL_RECOMPUTE | SHARED,
+            )
+            for dispatcher in ({}, GATHER)
+            for layout in (PAIR, QUAD, OVER_TENSOR, OVER_BOTH, REPLICATED, ONE_BATCH)
+            for options in ({}, LENGTHS)
+        ),
+        *(
+            (MOE | BIASED | keys | dispatcher, layout, NO_TOKENS)
+            for keys in ({}, FIRST, TIGHT | PADDED, RECOMPUTE | SHARED)
+            for dispatcher in ({}, GATHER)
+            for layout in (PAIR, QUAD, OVER_TENSOR, OVER_BOTH)
+        ),
+        *(
+            (MOE | family | keys | dispatcher, layout, {})
+            for family in (T5, {"family": "bert"})
+            for keys in (TIGHT | SHARED, FULL_RECOMPUTE)
+            for dispatcher in ({}, GATHER)
+            for layout in (PAIR, OVER_BOTH)
+        ),
+        (MOE | {"num_layers": 3, "moe_layer_freq": 2, "moe_router_dtype": "fp64"} | SHARED, OVER_BOTH, LENGTHS),
+        (MOE | {"transformer_block_type": "post_ln", "moe_grouped_gemm": False}, OVER_TENSOR, LENGTHS),
+    ),
+]  # fmt: skip
+
+
+def test_ranks_together_are_one_process(forks: ForkServer, tmp_path: Path) -> None:
+    found = forks.call("parallel_experts", "compare", str(tmp_path), 4, CASES)
+    for case, differences in zip(CASES, found, strict=True):
+        assert differences.pop("experts") == 1 / case[1].get("expert", 1), case
+        assert differences.pop("fp32 statistics") < 1e-6, (case, differences)
+        assert all(value < 1e-12 for value in differences.values()), (case, differences)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "message"),
+    [
+        (MOE, TensorParallel(0, 2, "none"), "`sequence_parallel: True`"),
+        (MOE | SHARED, TensorParallel(0, 32, "none", sequence=True), "must be a multiple of the 32"),
+        (MOE, ExpertParallel(0, 3, "none"), r"`num_moe_experts` \(4\) must be a multiple"),
+        ({}, ExpertParallel(0, 2, "none"), r"`expert_model_parallel_size` \(2\) must be 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    keys: dict[str, Any], ranks: TensorParallel | ExpertParallel, message: str
+) -> None:
+    tensor, experts = (ranks, None) if isinstance(ranks, TensorParallel) else (None, ranks)
+    with pytest.raises(ValueError, match=message):
+        build(keys, tensor, experts=experts)
