@@ -95,7 +95,8 @@ def context_call(
         moved = True
     if moved and call.bias != "none":  # distances from the end of a block are not those from the end of the sequence
         bias: Bias = "distance_with_gradient" if call.bias_requires_grad else "distance"
-        return replace(call, queries=queries, keys=keys, bias=bias, reach=max(1, queries - 1, keys - 1))
+        reach = max(call.reach if call.bias_is_distance_table else 1, queries - 1, keys - 1)
+        return replace(call, queries=queries, keys=keys, bias=bias, reach=reach)
     return replace(call, queries=queries, keys=keys)
 
 

@@ -102,7 +102,7 @@ class RingOptions(NamedTuple):
     flash: bool
 
 
-class _Block(NamedTuple):
+class RingBlock(NamedTuple):
     """A call of a step: its inputs, its first query among the rank's, and its first key among the source's."""
 
     inputs: AttentionInputs
@@ -110,9 +110,9 @@ class _Block(NamedTuple):
     key: int
 
 
-def _blocks(
+def ring_blocks(
     options: RingOptions, step: int, q: Tensor, key_value: Tensor, others: Sequence[Tensor | None]
-) -> Iterator[_Block]:
+) -> Iterator[RingBlock]:
     """Yield the calls of a step; `key_value` is (2, batch, keys, groups, head_dim)."""
     distance_bias, slopes, padding, *documents = others
     source = (options.rank - step) % options.size
@@ -130,7 +130,7 @@ def _blocks(
             assert ids is not None
             assert ends is not None
             call = call._replace(packed=PackedSequences(ids, ends, None, key_ids, key_ends))
-        yield _Block(
+        yield RingBlock(
             call._replace(q=q[:, queries], k=call.k[:, keys], v=call.v[:, keys], causal=options.causal and step == 0),
             queries.start or 0,
             keys.start or 0,
@@ -146,7 +146,7 @@ def _blocks(
                 pair = pair._replace(key_padding_mask=padding[:, keys.first : keys.first + keys.length])
             placed = place_block(pair, queries.first, keys.first, whole)
             if placed is not None:
-                yield _Block(placed, queries.start, keys.start)
+                yield RingBlock(placed, queries.start, keys.start)
 
 
 def _send_on(tensor: Tensor, options: RingOptions) -> Tensor:
@@ -167,7 +167,7 @@ class _Ring(torch.autograd.Function):
         key_value = torch.stack((k, v))
         for step in range(options.size):
             coming = _send_on(key_value, options) if step < options.size - 1 else None
-            for block in _blocks(options, step, q, key_value, others):
+            for block in ring_blocks(options, step, q, key_value, others):
                 rows = slice(block.query, block.query + block.inputs.queries)
                 found = attend_to_block(block.inputs, flash=options.flash)
                 out[:, rows], lse[:, :, rows] = merge_block(out[:, rows], lse[:, :, rows], *found)
@@ -188,7 +188,7 @@ class _Ring(torch.autograd.Function):
         for step in range(options.size):
             coming = _send_on(key_value, options) if step < options.size - 1 else None
             gradient = torch.zeros_like(key_value, dtype=lse.dtype)
-            for block in _blocks(options, step, q, key_value, others):
+            for block in ring_blocks(options, step, q, key_value, others):
                 rows = slice(block.query, block.query + block.inputs.queries)
                 columns = slice(block.key, block.key + block.inputs.keys)
                 dq, dk, dv = block_gradients(

@@ -82,6 +82,11 @@ def context_messages(directory: str, size: int, cases: list[list[Any]]) -> list[
     return _on_ranks(directory, size, _context_messages, cases)
 
 
+def context_calls(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str, list[list[int]]]]:
+    """Return the largest attention call of any rank, and the planned one, by attention, for cases as above."""
+    return _on_ranks(directory, size, _context_calls, cases)
+
+
 def _on_ranks(
     directory: str, size: int, run: Callable[..., dict[str, Any]], cases: list[list[Any]]
 ) -> list[dict[str, Any]]:
@@ -383,4 +388,63 @@ def _context_messages(rank: int, size: int, changes: dict[str, Any], samples: st
     batch = shard_batch(samples_of(family, samples), context.rank, context.size, causal=family != "bert")
     with Count():
         model.batch_loss(batch, 27.0).backward()
+    return found
+
+
+def _context_calls(rank: int, size: int, changes: dict[str, Any], samples: str, *split: Any) -> dict[str, Any]:
+    """Return [queries, keys, heads, groups, reach] of the largest call and of the planned one."""
+    from dataclasses import replace
+
+    from stoker.models.layers.attention import Attention
+    from stoker.models.parallel import ring_attention
+    from stoker.models.parallel.context import shard_batch
+    from stoker.models.parallel.context_attention import HeadExchange, KeyGather
+
+    _, context = _context_ranks(rank, size, *split)
+    family = changes.get("family", "gpt")
+    model, found = _build(changes, None, None, context, samples), {}
+    current = [""]
+
+    def record(inputs: Any) -> None:
+        bias, slopes = inputs.distance_bias, inputs.alibi_slopes
+        reach = 0 if bias is None else bias.shape[1] // 2
+        sizes = [inputs.queries, inputs.keys, *(each.shape[2] for each in inputs[:2]), reach, int(slopes is not None)]
+        known = found.setdefault(current[0], [sizes, None])
+        known[0] = max(known[0], sizes)
+
+    def recorded(function: Any, name: str) -> Any:
+        """Return a function that records the calls of the backend inside an exchange."""
+
+        def inner(inputs: Any) -> Any:
+            record(inputs)
+            return function.function(inputs)
+
+        outer = function
+        if isinstance(function, KeyGather) or (isinstance(function, HeadExchange) and context.split.ring_ranks == 1):
+            outer = replace(function, function=inner)
+
+        def call(inputs: Any) -> Any:
+            current[0] = name
+            return outer(inputs)
+
+        return call
+
+    attend = ring_attention.attend_to_block
+
+    def attend_and_record(inputs: Any, **options: Any) -> Any:
+        record(inputs)
+        return attend(inputs, **options)
+
+    ring_attention.attend_to_block = attend_and_record  # type: ignore[assignment]
+    for path, module in model.named_modules():
+        if isinstance(module, Attention):
+            name = "cross " if "cross" in path else f"{path.split('.')[0]} " if family == "t5" else ""
+            module.backends["training"] = recorded(module.backends["training"], f"{name}training")
+    batch = shard_batch(samples_of(family, samples), context.rank, context.size, causal=family != "bert")
+    model.batch_loss(batch, 27.0)
+    ring_attention.attend_to_block = attend
+    for name, known in found.items():
+        planned = model.attention_decisions[name].call
+        slopes = int(planned.bias_is_alibi)
+        known[1] = [planned.queries, planned.keys, planned.heads, planned.groups, planned.reach, slopes]
     return found

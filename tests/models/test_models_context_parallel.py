@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
-from parallel_models import BATCH, LENGTH, samples_of
+from parallel_models import BATCH, LENGTH, keys_of, samples_of
 from tiers import extra, full_only
 
+from stoker.models.config.batch_shape import BatchSpec
+from stoker.models.config.families import family_slice
+from stoker.models.context_parallel import check_parts
+from stoker.models.dispatch.attention_calls import CallContext
+from stoker.models.dispatch.attention_choices import plan_attentions
+from stoker.models.dispatch.context_calls import ContextSplit
 from stoker.models.parallel.context import (
     context_token_indices,
     natural_order,
@@ -130,6 +136,61 @@ def test_collectives_move_heads_keys_or_document_ids_only(forks: ForkServer, tmp
     assert found[1] == {"all_gather_into_tensor": [tokens, *gathered], "reduce_scatter_tensor": whole}
     # forward: one block on; backward: one block on, and its gradient on and back
     assert found[2] == documents | {"all_to_all_single": [keys_and_values] * (2 + 2 * 3)}
+
+
+def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_path: Path) -> None:
+    cases: list[Case] = [
+        (GROUPED, "packed", "a2a+p2p", 2, 1),
+        (WINDOW, "", "p2p", 1, 1),
+        (RELATIVE_T5, "padded", "all_gather", 1, 1),
+        ({**BERT, "position_embedding_type": "alibi"}, "", "all_gather", 1, 1),
+        ({"position_embedding_type": "alibi"}, "", "a2a", 1, 1),
+        *extra(
+            ({"position_embedding_type": "alibi"}, "", "p2p", 1, 1),
+            ({**BERT, "position_embedding_type": "sandwich"}, "", "p2p", 1, 1),
+            (RELATIVE_T5, "packed", "a2a", 1, 1),
+            (T5, "packed", "p2p", 1, 1),
+            (T5, "", "all_gather", 1, 1),
+        ),
+    ]
+    found = forks.call("parallel_models", "context_calls", str(tmp_path), 4, cases)
+    for case, calls in zip(cases, found, strict=True):
+        for name, (made, planned) in calls.items():
+            assert made == planned, (case, name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "samples", "split", "named"),
+    [
+        ({}, {}, (3, "a2a"), r"`encoder_seq_length` \(16\) must be a multiple of 6.*pad it to 18"),
+        ({"num_query_groups": 1}, {}, (2, "a2a"), r"`num_query_groups` \(1 on each rank\) must be a multiple of the 2"),
+        ({"num_query_groups": 2}, {}, (8, "a2a+p2p", 4), "`num_query_groups`.*of the 4"),
+        ({"position_embedding_type": "kerple"}, {}, (2, "p2p"), r"learned `position_embedding_type` \(kerple\)"),
+        (RELATIVE_T5, {"packed": True}, (2, "all_gather"), "packed samples with `position_embedding_type`.*`encoder`"),
+        ({"window_size": [4, 0]}, {"packed": True}, (2, "p2p"), "packed samples with `window_size`"),
+        ({"attention_backend": "unfused"}, {}, (2, "p2p"), r"`attention_backend` \(unfused\) cannot be combined"),
+        ({"use_flash_attention": False}, {}, (2, "a2a+p2p", 1), "`hierarchical_context_parallel_sizes`"),
+        ({"use_flash_attention": False}, {}, (2, "p2p"), r"`use_flash_attention` \(False\) cannot be combined"),
+        ({}, {}, (2, "ring"), r"`cp_comm_type` \(ring\) must be one of"),
+        ({"num_moe_experts": 4}, {}, (2, "a2a"), "`context_parallel_size` .* must be 1 for a model with experts"),
+        ({"hidden_dropout": 0.1}, {}, (2, "a2a"), "model with dropout"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused(
+    changes: dict[str, Any], samples: dict[str, bool], split: tuple[Any, ...], named: str
+) -> None:
+    form = BatchSpec(seq_length=LENGTH, decoder_seq_length=8 if "family" in changes else 0, **samples)
+    model = family_slice(keys_of(changes), vocab_size=90, batch_spec=form)
+    context: CallContext = {
+        "device": "cpu", "capability": None, "dtype": "fp64", "batch": 2, "deterministic": False
+    }  # fmt: skip
+
+    def plan() -> None:
+        check_parts(model, None, split[0])
+        list(plan_attentions(model, form, context, ContextSplit(*split)))
+
+    with pytest.raises(ValueError, match=named):
+        plan()
 
 
 @pytest.mark.parametrize("zigzag", [True, False])
