@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class PackedSequences(NamedTuple):
@@ -134,8 +134,8 @@ def _mask(documents: Tensor, key_documents: Tensor, dtype: torch.dtype, causal: 
     return mask.masked_fill_(hidden[:, None], float("-inf"))
 
 
-_unpadded_cache: dict[bool, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
-"""Unpadded `cu_seqlens` of the last micro batch, for self-attention (False) and cross-attention (True)."""
+_unpadded_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Unpadded `cu_seqlens` of queries and keys by the padded ones of the queries, as long as these exist."""
 
 
 def unpadded_cu_seqlens(packed: PackedSequences) -> Tensor:
@@ -156,16 +156,15 @@ def unpadded_key_cu_seqlens(packed: PackedSequences) -> Tensor:
 
 def _whole(packed: PackedSequences) -> tuple[Tensor, Tensor]:
     ends, key_ends = packed.cu_seqlens(), packed.key_cu_seqlens()
-    across = packed.key_document_ids is not None
-    cached = _unpadded_cache.get(across)
-    if cached is None or cached[0]() is not ends:
+    cached: tuple[Tensor, Tensor] | None = _unpadded_cache.get(ends)
+    if cached is None:
         nonempty = ends < packed.document_ids.numel()
         if packed.key_document_ids is not None:
             nonempty |= key_ends < packed.key_document_ids.numel()
         documents = int(nonempty.sum())
         unpadded, unpadded_keys = (each[: documents + 1].contiguous() for each in (ends, key_ends))
-        cached = _unpadded_cache[across] = weakref.ref(ends), unpadded, unpadded_keys
-    return cached[1], cached[2]
+        cached = _unpadded_cache[ends] = unpadded, unpadded_keys
+    return cached
 
 
 def document_position_ids(documents: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ FOUR: list[Case] = [
     (GROUPED, "packed", "a2a+p2p", 2, 1),
     (T5, "padded", "p2p", 1, 1),
     (GROUPED, "", "all_gather", 1, 2),
+    ({"position_embedding_type": "kerple"}, "", "a2a", 1, 2),
     *extra(
         (WINDOW, "", "p2p", 1, 1),
         (WINDOW, "", "all_gather", 1, 1),
@@ -91,8 +92,9 @@ FOUR: list[Case] = [
         ({**BERT, "position_embedding_type": "kerple"}, "padded", "all_gather", 1, 1),
         *((keys, samples, exchange, 1, 2)
           for keys, samples in (({}, "packed"), (RELATIVE_T5, "padded"), (BERT, "padded"),
-                                ({"position_embedding_type": "kerple"}, ""))
+                                )
           for exchange in EXCHANGES[:2]),
+        ({"position_embedding_type": "kerple"}, "", "all_gather", 1, 2),
         ({"num_query_groups": 1, "qk_layernorm": True}, "", "p2p", 1, 2),
         ({**T5, "num_query_groups": 2}, "packed", "p2p", 1, 2),
     ),
