@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
-from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
+from ..kernels.attention.packed_sequences import document_position_ids
 from .config.batch_shape import BatchSpec
 from .config.bert import BertSlice
 from .dispatch.attention_calls import CallKind, decision_for
@@ -28,6 +28,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
 from .parallel.collectives import TensorParallel
+from .parallel.context_attention import pack_documents
 from .stack import Stack, build_stack
 
 
@@ -182,8 +183,8 @@ class BERT(nn.Module):
 
         Other arguments as in `forward`.
         """
-        length = tokens.shape[1]
-        kind = self._kind_of_call(length, padding, documents)
+        shard, length = self.encoder.shard, tokens.shape[1]
+        kind = self._kind_of_call(length if shard is None else shard.whole_length(length), padding, documents)
         decision = decision_for(self.attention_decisions, kind)
         if kind == "generation" and length == 1:  # Backends need not support one token: add one of padding.
             real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else padding
@@ -191,15 +192,15 @@ class BERT(nn.Module):
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
         positions, packed = None, None
         embedded = self.token_embedding(tokens)
+        if shard is not None:
+            documents = None if documents is None else shard.gather(documents)
+            padding = None if padding is None else shard.gather(padding)
         if documents is not None and self.batch_spec.reset_position_ids:
             positions = document_position_ids(documents)
+            positions = positions if shard is None else shard.local(positions)
         if documents is not None and self.batch_spec.packed:
-            packed = PackedSequences.from_documents(
-                documents,
-                dtype=matmul_dtype(embedded),
-                causal=False,
-                with_mask=decision.needs_mask,
-            )
+            dtype, mask = matmul_dtype(embedded), decision.needs_mask
+            packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
         hidden = self._embed(embedded, token_types, positions)
         with eager_layers(self.compiled and kind == "generation"):
             hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
@@ -209,7 +210,7 @@ class BERT(nn.Module):
         return hidden
 
     def _embed(self, hidden: Tensor, token_types: Tensor | None, positions: Tensor | None) -> Tensor:
-        hidden = add_position_embeddings(hidden, self.position_embedding, positions)
+        hidden = add_position_embeddings(hidden, self.position_embedding, positions, self.encoder.shard)
         if self.token_type_embedding is not None:
             types = self.token_type_embedding
             hidden = hidden + (types.weight[0] if token_types is None else types(token_types))

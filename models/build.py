@@ -22,14 +22,17 @@ from .config.families import FamilyKeys, FamilySlice, family_slice
 from .config.peft import PeftSlice, PromptSlice, peft_dropout
 from .config.stack import StackSlice
 from .config.t5 import T5Slice
+from .context_parallel import apply_context_parallel, check_parts
 from .dispatch.attention_calls import CallContext, CallKind, choose_backends
 from .dispatch.attention_choices import PlannedAttention, plan_attentions
+from .dispatch.context_calls import ContextSplit
 from .expert_parallel import apply_expert_parallel
 from .init import InitRules, initialize_
 from .memory.host_copies import CopyEngine, CudaCopyEngine, PinnedMemoryPool
 from .memory.offload_activations import ActivationOffload
 from .memory.offload_weights import WeightOffload
 from .parallel.collectives import TensorParallel
+from .parallel.context import ContextParallel
 from .parallel.expert import ExpertParallel
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
@@ -78,6 +81,7 @@ def build_model(
     plan: ModelPlan | None = None,
     tensor_parallel: TensorParallel | None = None,
     expert_parallel: ExpertParallel | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> LanguageModel:
     """Build a model of any family and initialize its weights.
 
@@ -96,10 +100,12 @@ def build_model(
         plan: decisions made before (`plan_model`, of the same arguments); None makes them.
         tensor_parallel: the ranks that share each layer, of which this process builds one's part; None for one.
         expert_parallel: the ranks that share the experts of each layer; None: every rank has all.
+        context_parallel: the ranks that share the tokens of each sequence, in training and evaluation; None for one.
 
     Raises:
         ValueError: `override_vocab_size` is too small, `compile` is not supported, `peft` selects layers or parameters
-            that do not exist, or the model cannot be split over the tensor-parallel or expert-parallel ranks.
+            that do not exist, or the model cannot be split over the tensor-parallel, context-parallel or
+            expert-parallel ranks.
         NoBackendError: no attention backend supports a kind of call.
     """
     device = torch.device(device)
@@ -114,6 +120,13 @@ def build_model(
                 f"`sequence_parallel` (False) must be True to train experts on {tensor_parallel.size} tensor-parallel "
                 "ranks, each of which routes its own tokens; use `sequence_parallel: True`."
             )
+    if context_parallel is not None:
+        check_parts(full, peft, context_parallel.size)
+        if "generation" in kinds:
+            raise ValueError(
+                f"`kinds` ({', '.join(kinds)}) must be training and evaluation in a model of {context_parallel.size} "
+                "context-parallel ranks; build another one for generation."
+            )
     if device.type == "meta":
         model = _assembled(described, batch_spec, {}, {}, peft).to(dtype)
         if expert_parallel is not None:
@@ -127,6 +140,7 @@ def build_model(
         software=detect_installed_software(device.type),
         kinds=kinds,
         peft=peft,
+        context_parallel=None if context_parallel is None else context_parallel.split,
     )
     backends: dict[str, Backends] = {
         planned.name: {
@@ -146,6 +160,8 @@ def build_model(
     make_copies = copy_engine_factory(device) if "training" in kinds else None
     for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
         apply_recompute(stack, stack_slice, plan.decisions, *labels, offloads=make_copies is not None)
+    if context_parallel is not None:
+        apply_context_parallel(model, context_parallel)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason
     if plan.compiled:
         generation = {planned.label("generation") for planned in plan.attentions}
@@ -226,6 +242,7 @@ def plan_model(
     software: InstalledSoftware,
     kinds: Collection[CallKind] = ALL_CALL_KINDS,
     peft: PeftSlice | None = None,
+    context_parallel: ContextSplit | None = None,
 ) -> ModelPlan:
     """Choose the attention backend of each kind of call, and decide on compilation, without building the model.
 
@@ -237,14 +254,15 @@ def plan_model(
         software: installed, or assumed, packages.
         kinds: kinds of call the model is built for.
         peft: PEFT scheme; soft prompts lengthen the sequences that attention sees.
+        context_parallel: how ranks share the tokens of each sequence; None for one rank.
 
     Raises:
-        ValueError: `compile` is not supported.
+        ValueError: `compile` is not supported, or the tokens cannot be shared so.
         NoBackendError: no attention backend supports a kind of call.
     """
     if isinstance(peft, PromptSlice):
         batch_spec = replace(batch_spec, seq_length=batch_spec.seq_length + peft.virtual_tokens)
-    attentions = tuple(plan_attentions(model, batch_spec, context))
+    attentions = tuple(plan_attentions(model, batch_spec, context, context_parallel))
     decisions: dict[str, BackendSelection] = {}
     problems: list[NoBackendError] = []
     for planned in attentions:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
-from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
+from ..kernels.attention.packed_sequences import document_position_ids
 from .config.batch_shape import BatchSpec
 from .config.gpt import GPTSlice
 from .dispatch.attention_calls import CallKind, decision_for
@@ -26,6 +26,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
 from .parallel.collectives import TensorParallel
+from .parallel.context_attention import pack_documents
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
 
@@ -170,20 +171,20 @@ class GPT(nn.Module):
             documents: as in `forward`.
             routed: bool (batch, tokens), True for tokens that are routed to experts; None: all, as in generation.
         """
-        length = tokens.shape[1]
-        kind = self._kind_of_call(length, documents)
+        shard, length = self.decoder.shard, tokens.shape[1]
+        kind = self._kind_of_call(length if shard is None else shard.whole_length(length), documents)
         decision = decision_for(self.attention_decisions, kind)
         if kind != "generation":
             positions, packed = None, None
+            if documents is not None and shard is not None:
+                documents = shard.gather(documents)
             if documents is not None and self.reset_position_ids:
                 positions = document_position_ids(documents)
+                positions = positions if shard is None else shard.local(positions)
             hidden = self._embed(tokens, positions)
             if documents is not None and self.reset_attention_mask:
-                packed = PackedSequences.from_documents(
-                    documents,
-                    dtype=matmul_dtype(hidden),
-                    causal=True,
-                    with_mask=decision.needs_mask,
+                packed = pack_documents(
+                    documents, shard, dtype=matmul_dtype(hidden), causal=True, with_mask=decision.needs_mask
                 )
             if self.prompt is not None:
                 routed = self.prompt.extend_routing_mask(routed)
@@ -238,7 +239,7 @@ class GPT(nn.Module):
         hidden = self.token_embedding(tokens)
         if self.prompt is not None:
             hidden = self.prompt(hidden)
-        hidden = add_position_embeddings(hidden, self.position_embedding, positions)
+        hidden = add_position_embeddings(hidden, self.position_embedding, positions, self.decoder.shard)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
         if self.training and self.dropout:

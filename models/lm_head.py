@@ -13,6 +13,7 @@ from ..kernels.cross_entropy import can_accumulate_in_gemm, default_chunk_tokens
 from .layers.cost import ByteWidths, Matrix, Weights
 from .layers.position_embeddings import PositionEmbedding, SamplePositionEmbedding
 from .parallel.collectives import TensorParallel
+from .parallel.context import SequenceShard
 from .parallel.linear import gather_vocabulary
 from .parallel.vocabulary_loss import vocabulary_parallel_loss
 
@@ -23,7 +24,9 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def add_position_embeddings(embedded: Tensor, table: PositionEmbedding | None, positions: Tensor | None) -> Tensor:
+def add_position_embeddings(
+    embedded: Tensor, table: PositionEmbedding | None, positions: Tensor | None, shard: SequenceShard | None = None
+) -> Tensor:
     """Add learned position embeddings.
 
     Args:
@@ -31,10 +34,14 @@ def add_position_embeddings(embedded: Tensor, table: PositionEmbedding | None, p
         table: learned position embedding, or None.
         positions: position ids, int64 (batch, tokens), ignored by a `SamplePositionEmbedding`; None counts each row
             from 0.
+        shard: which tokens of whole sequences these are; None: all.
     """
     tokens = embedded.shape[1]
     if table is None:
         return embedded
+    if shard is not None and (positions is None or isinstance(table, SamplePositionEmbedding)):
+        weight = table.table if isinstance(table, SamplePositionEmbedding) else table.weight
+        return embedded + F.embedding(shard.positions(tokens, embedded.device), weight)
     if isinstance(table, SamplePositionEmbedding):
         return embedded + table(tokens)
     return embedded + (table.weight[:tokens] if positions is None else table(positions))

@@ -27,6 +27,7 @@ from .memory.offload_weights import WeightOffload
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
 from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel, shard_tokens, unshard_tokens
+from .parallel.context import SequenceShard
 
 
 class Stack(RecomputableModule):
@@ -43,6 +44,7 @@ class Stack(RecomputableModule):
     Attributes:
         recompute_chunk: number of layers that are recomputed together.
         activation_offload: keeps the saved tensors of the first layers in host memory, or None.
+        shard: which tokens of whole sequences the rank has in training and evaluation; None: all.
         tensor_parallel: the ranks that share each layer; None for one.
         weight_offload: keeps the weights of the first layers in host memory between uses, or None.
     """
@@ -51,6 +53,7 @@ class Stack(RecomputableModule):
     activation_offload: ActivationOffload | None = None
     weight_offload: WeightOffload | None = None
     tensor_parallel: TensorParallel | None = None
+    shard: SequenceShard | None = None
 
     def __init__(
         self,
@@ -85,7 +88,8 @@ class Stack(RecomputableModule):
             kind: kind of call, which selects the attention backend.
             positions: position ids, int64 (batch, tokens); None counts each row from 0.
             packed: document boundaries of packed samples, for attention within documents.
-            padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real.
+            padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real. With
+                `shard` those of whole sequences.
             routed: bool (batch, tokens), True for tokens that are routed to experts, possibly fewer than are attended
                 to; None: those of `padding`.
             memory: encoder output for cross-attention; None in a stack without it.
@@ -93,9 +97,12 @@ class Stack(RecomputableModule):
         Returns:
             (batch, tokens, hidden_size), after the final norm.
         """
-        tokens = hidden.shape[1]
+        tokens = whole = hidden.shape[1]
+        if self.shard is not None:
+            whole = self.shard.whole_length(tokens)
+            positions = self.shard.positions(tokens, hidden.device) if positions is None else positions
         rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
-        terms = None if self.score_positions is None else self.score_positions(tokens, tokens)
+        terms = None if self.score_positions is None else self.score_positions(whole, whole)
         ranks, batch = self.tensor_parallel, None
         if ranks is not None:
             ranks.shards_tokens = ranks.sequence and kind != "generation"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention.dispatch import BackendSelection
-from ..kernels.attention.packed_sequences import PackedSequences, document_position_ids
+from ..kernels.attention.packed_sequences import document_position_ids
 from .config.batch_shape import BatchSpec
 from .config.t5 import T5Slice, T5StackSlice
 from .dispatch.attention_calls import CallKind, decision_for
@@ -30,6 +30,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .parallel.collectives import TensorParallel
+from .parallel.context_attention import pack_cross_documents, pack_documents
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
 
@@ -39,7 +40,8 @@ class EncoderOutput(NamedTuple):
 
     Attributes:
         hidden: output of the encoder's final norm, (batch, tokens, hidden_size).
-        padding: bool (batch, tokens), True for real tokens; None: all are real.
+        padding: bool (batch, tokens), True for real tokens; None: all are real. On context-parallel ranks that of whole
+            sequences.
     """
 
     hidden: Tensor
@@ -237,9 +239,11 @@ class T5(nn.Module):
 
         Other arguments as in `forward`.
         """
-        kind = self._kind_of_call(
-            encoder_tokens.shape[1], decoder_tokens.shape[1], encoder_padding, encoder_documents, decoder_documents
-        )
+        lengths = [
+            tokens.shape[1] if stack.shard is None else stack.shard.whole_length(tokens.shape[1])
+            for tokens, stack in ((encoder_tokens, self.encoder), (decoder_tokens, self.decoder))
+        ]
+        kind = self._kind_of_call(lengths[0], lengths[1], encoder_padding, encoder_documents, decoder_documents)
         if kind == "generation":
             return self.decode(decoder_tokens, self.encode(encoder_tokens, encoder_padding))
         encoded = self._run_encoder(encoder_tokens, encoder_padding, encoder_documents, kind, encoder_routed)
@@ -308,12 +312,17 @@ class T5(nn.Module):
                 self.prompt.extend_padding_mask(padding),
                 self.prompt.extend_routing_mask(routed),
             )
+        shard = self.encoder.shard
+        if padding is not None and shard is not None:
+            padding = shard.gather(padding)
         if documents is not None:
+            documents = documents if shard is None else shard.gather(documents)
             positions = document_position_ids(documents)
+            positions = positions if shard is None else shard.local(positions)
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
-            packed = PackedSequences.from_documents(documents, dtype=dtype, causal=False, with_mask=mask)
+            packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
         hidden = self._dropout(
-            add_position_embeddings(hidden, self.encoder_position_embedding, positions), self.dropouts[0]
+            add_position_embeddings(hidden, self.encoder_position_embedding, positions, shard), self.dropouts[0]
         )
         hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
         return EncoderOutput(hidden, padding)
@@ -331,18 +340,22 @@ class T5(nn.Module):
         decision = decision_for(self.attention_decisions, f"decoder {kind}")
         cross_decision = decision_for(self.attention_decisions, f"cross {kind}")
         hidden = self.decoder_embedding(tokens)
+        shard, encoder_shard = self.decoder.shard, self.encoder.shard
+        shards = None if shard is None or encoder_shard is None else (shard, encoder_shard)
         if documents is not None and encoder_documents is not None:
+            if shard is not None and shards is not None:
+                documents, encoder_documents = shard.gather(documents), shards[1].gather(encoder_documents)
             positions, dtype = document_position_ids(documents), matmul_dtype(hidden)
-            packed = PackedSequences.from_documents(documents, dtype=dtype, causal=True, with_mask=decision.needs_mask)
+            positions = positions if shard is None else shard.local(positions)
+            packed = pack_documents(documents, shard, dtype=dtype, causal=True, with_mask=decision.needs_mask)
             mask = cross_decision.needs_mask
-            cross_packed = PackedSequences.from_query_and_key_documents(
-                documents, encoder_documents, dtype=dtype, with_mask=mask
-            )
+            cross_packed = pack_cross_documents(documents, encoder_documents, shards, dtype=dtype, with_mask=mask)
         terms = None
         if self.cross_positions is not None:
-            terms = self.cross_positions(tokens.shape[1], encoded.hidden.shape[1]).distance_bias
+            ranks = 1 if shard is None else shard.ranks.size
+            terms = self.cross_positions(ranks * tokens.shape[1], ranks * encoded.hidden.shape[1]).distance_bias
         hidden = self._dropout(
-            add_position_embeddings(hidden, self.decoder_position_embedding, positions), self.dropouts[1]
+            add_position_embeddings(hidden, self.decoder_position_embedding, positions, shard), self.dropouts[1]
         )
         memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms)
         hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed, memory=memory)

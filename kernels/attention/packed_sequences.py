@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class PackedSequences(NamedTuple):
@@ -23,9 +23,11 @@ class PackedSequences(NamedTuple):
             -inf elsewhere. In the dtype of the queries, so that layers need no converted copy. None if the backend
             does not need it.
         key_document_ids: document ids of the keys in cross-attention, int32 (batch, keys); `document_ids` then belongs
-            to the queries, and `mask` is (batch, 1, queries, keys). None in self-attention.
+            to the queries, and `mask` is (batch, 1, queries, keys). None if these are the same tokens.
         padded_key_cu_seqlens: document boundaries in the flattened keys, as many entries as `padded_cu_seqlens`; None
-            in self-attention.
+            if the keys are the same tokens.
+        calls: those of each of a rank's calls, if the context-parallel ranks make several; the others are then those of
+            whole sequences, without mask.
     """
 
     document_ids: Tensor
@@ -33,6 +35,7 @@ class PackedSequences(NamedTuple):
     mask: Tensor | None
     key_document_ids: Tensor | None = None
     padded_key_cu_seqlens: Tensor | None = None
+    calls: tuple[PackedSequences, ...] = ()
 
     @classmethod
     def from_documents(
@@ -50,9 +53,15 @@ class PackedSequences(NamedTuple):
 
     @classmethod
     def from_query_and_key_documents(
-        cls, documents: Tensor, key_documents: Tensor, *, dtype: torch.dtype, with_mask: bool = True
+        cls,
+        documents: Tensor,
+        key_documents: Tensor,
+        *,
+        dtype: torch.dtype,
+        causal: bool = False,
+        with_mask: bool = True,
     ) -> PackedSequences:
-        """Build from the document ids of queries and keys, for cross-attention; equal ids attend to each other.
+        """Build from the document ids of queries and keys; equal ids attend to each other.
 
         A document may lack queries or keys; a query whose document has no keys is fully masked.
 
@@ -60,10 +69,11 @@ class PackedSequences(NamedTuple):
             documents: document ids of the queries; see `document_ids`.
             key_documents: of the keys.
             dtype: of the queries.
+            causal: also mask later keys; both end at the same token.
             with_mask: build the mask, for backends without support for `cu_seqlens`.
         """
         ends, key_ends = _common_ends(documents, key_documents)
-        additive_mask = _mask(documents, key_documents, dtype, causal=False) if with_mask else None
+        additive_mask = _mask(documents, key_documents, dtype, causal) if with_mask else None
         return cls(documents, ends, additive_mask, key_documents, key_ends)
 
     def require_mask(self) -> Tensor:
@@ -115,17 +125,17 @@ def _common_ends(documents: Tensor, key_documents: Tensor) -> tuple[Tensor, Tens
 
 
 def _mask(documents: Tensor, key_documents: Tensor, dtype: torch.dtype, causal: bool) -> Tensor:
-    batch, tokens = documents.shape
+    (batch, queries), keys = documents.shape, key_documents.shape[1]
     hidden = documents[:, :, None] != key_documents[:, None, :]
     if causal:
-        position = torch.arange(tokens, device=documents.device)
-        hidden |= position > position[:, None]
-    mask = torch.zeros((batch, 1, tokens, key_documents.shape[1]), dtype=dtype, device=documents.device)
+        position = torch.arange(keys, device=documents.device)
+        hidden |= position > position[keys - queries :, None]
+    mask = torch.zeros((batch, 1, queries, keys), dtype=dtype, device=documents.device)
     return mask.masked_fill_(hidden[:, None], float("-inf"))
 
 
-_unpadded_cache: dict[bool, tuple[weakref.ref[Tensor], Tensor, Tensor]] = {}
-"""Unpadded `cu_seqlens` of the last micro batch, for self-attention (False) and cross-attention (True)."""
+_unpadded_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Unpadded `cu_seqlens` of queries and keys by the padded ones of the queries, as long as these exist."""
 
 
 def unpadded_cu_seqlens(packed: PackedSequences) -> Tensor:
@@ -146,16 +156,15 @@ def unpadded_key_cu_seqlens(packed: PackedSequences) -> Tensor:
 
 def _whole(packed: PackedSequences) -> tuple[Tensor, Tensor]:
     ends, key_ends = packed.cu_seqlens(), packed.key_cu_seqlens()
-    across = packed.key_document_ids is not None
-    cached = _unpadded_cache.get(across)
-    if cached is None or cached[0]() is not ends:
+    cached: tuple[Tensor, Tensor] | None = _unpadded_cache.get(ends)
+    if cached is None:
         nonempty = ends < packed.document_ids.numel()
         if packed.key_document_ids is not None:
             nonempty |= key_ends < packed.key_document_ids.numel()
         documents = int(nonempty.sum())
         unpadded, unpadded_keys = (each[: documents + 1].contiguous() for each in (ends, key_ends))
-        cached = _unpadded_cache[across] = weakref.ref(ends), unpadded, unpadded_keys
-    return cached[1], cached[2]
+        cached = _unpadded_cache[ends] = unpadded, unpadded_keys
+    return cached
 
 
 def document_position_ids(documents: Tensor) -> Tensor:

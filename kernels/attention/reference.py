@@ -107,7 +107,7 @@ def _attend(inputs: AttentionInputs, geometry: AttentionGeometry, *, first_seque
         visible = visible & inputs.key_padding_mask[:, None, None, :]
     key_visible = visible.any(dim=2).transpose(1, 2)[..., None]  # (batch or 1, keys, 1, 1)
     # keys and values masked for all queries are zeroed: NaN times a weight of 0 would be NaN
-    scores = _scores(inputs, torch.where(key_visible, k, 0), geometry.scale)
+    scores = attention_scores(inputs, torch.where(key_visible, k, 0), geometry.scale)
     keep = None
     if inputs.dropout_p and inputs.rng is not None:
         keep = dropout_keep_mask(
@@ -118,7 +118,7 @@ def _attend(inputs: AttentionInputs, geometry: AttentionGeometry, *, first_seque
     return _softmax_times_values(masked_scores, torch.where(key_visible, v, 0), keep, inputs.dropout_p, q.dtype)
 
 
-def _scores(inputs: AttentionInputs, k: Tensor, scale: float) -> Tensor:
+def attention_scores(inputs: AttentionInputs, k: Tensor, scale: float) -> Tensor:
     """Return cap(scale * q k^T) + biases, (batch, heads, queries, keys), in fp32 or fp64."""
     q = inputs.q
     accumulate = torch.promote_types(q.dtype, torch.float32)
@@ -154,9 +154,8 @@ def _softmax_times_values(
     return out, lse.masked_fill(empty[..., 0], float("-inf"))
 
 
-def reference_backend(inputs: AttentionInputs) -> Tensor:
-    """Reference attention as a backend; selected by name only."""
-    scores = _scores(inputs, inputs.k, inputs.scale)
+def visible_scores(inputs: AttentionInputs, scores: Tensor) -> Tensor:
+    """Return scores (batch, heads, queries, keys) of a dense call with -inf where its masks hide a key."""
     visible = visibility_mask(
         inputs.queries, inputs.keys, causal=inputs.causal, window=inputs.window_size, device=inputs.q.device
     )
@@ -166,7 +165,17 @@ def reference_backend(inputs: AttentionInputs) -> Tensor:
         visible = visible & (documents[:, None, :, None] == key_documents[:, None, None, :])
     if inputs.key_padding_mask is not None:
         visible = visible & inputs.key_padding_mask[:, None, None, :]
+    return scores.masked_fill(~visible, float("-inf"))
+
+
+def dense_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of a dense call, as a backend gets it."""
+    scores = attention_scores(inputs, inputs.k, inputs.scale)
     dropout = inputs.dropout_p
     keep = torch.rand_like(scores) >= dropout if dropout else None
-    masked_scores = scores.masked_fill(~visible, float("-inf"))
-    return _softmax_times_values(masked_scores, inputs.v, keep, dropout, inputs.q.dtype)[0]
+    return _softmax_times_values(visible_scores(inputs, scores), inputs.v, keep, dropout, inputs.q.dtype)
+
+
+def reference_backend(inputs: AttentionInputs) -> Tensor:
+    """Reference attention as a backend; selected by name only."""
+    return dense_attention(inputs)[0]

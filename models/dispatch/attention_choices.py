@@ -12,6 +12,7 @@ from ..config.dense_stack import AttentionSlice
 from ..config.families import FamilySlice
 from ..config.t5 import T5Slice
 from .attention_calls import CallContext, CallKind, attention_calls
+from .context_calls import ContextSplit, check_context_parallel, context_attention_slice, context_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,9 @@ class PlannedAttention:
         return f"{self.name} {kind}".strip()
 
 
-def plan_attentions(model: FamilySlice, batch_spec: BatchSpec, context: CallContext) -> Iterator[PlannedAttention]:
+def plan_attentions(
+    model: FamilySlice, batch_spec: BatchSpec, context: CallContext, context_parallel: ContextSplit | None = None
+) -> Iterator[PlannedAttention]:
     """Yield all attentions of a model.
 
     Args:
@@ -43,7 +46,31 @@ def plan_attentions(model: FamilySlice, batch_spec: BatchSpec, context: CallCont
         batch_spec: shape of the samples of training and evaluation. In generation, prompts and outputs are never
             packed.
         context: properties common to all calls.
+        context_parallel: the calls of a rank of these, without generation; None for one rank.
+
+    Raises:
+        ValueError: the model cannot be split over the context-parallel ranks.
     """
+    planned = _plan_attentions(model, batch_spec, context)
+    if context_parallel is None:
+        yield from planned
+        return
+    check_context_parallel(model, batch_spec, context_parallel)
+    for each in planned:
+        across = each.name == "cross"  # the decoder's queries, the encoder's keys
+        bidirectional = not across and not each.attention.causal
+        calls: dict[CallKind, AttentionCall] = {
+            kind: context_call(
+                call, context_parallel, bidirectional=bidirectional, keys_in_order=True if across else None
+            )
+            for kind, call in each.calls.items()
+            if kind != "generation"
+        }
+        attention = context_attention_slice(each.attention, context_parallel, context["device"])
+        yield PlannedAttention(each.name, attention, calls, each.uses_kv_cache)
+
+
+def _plan_attentions(model: FamilySlice, batch_spec: BatchSpec, context: CallContext) -> Iterator[PlannedAttention]:
     match model:
         case T5Slice():
             encoder, decoder = model.encoder, model.decoder

@@ -148,9 +148,10 @@ class TEAttention:
         if self.family == "unfused":  # with cu_seqlens it would pad every document to the length of a row
             hidden = build_mask(inputs, causal=causal)
             return {"attn_mask_type": "arbitrary", "attention_mask": hidden, "window_size": (-1, -1)}
+        aligned = "padding_causal" if packed.key_document_ids is None else "padding_causal_bottom_right"
         return {
             "qkv_format": "thd",
-            "attn_mask_type": "padding_causal" if causal else "padding",
+            "attn_mask_type": aligned if causal else "padding",
             "window_size": window_size,
             "cu_seqlens_q": unpadded_cu_seqlens(packed),
             "cu_seqlens_kv": unpadded_key_cu_seqlens(packed),

@@ -1,0 +1,69 @@
+"""Context parallelism: the plan that makes a model compute the tokens of one rank of each sequence.
+
+No parameter is split: the gradients of all are the sums over the ranks, as is the loss.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from ..kernels.attention.backends.triton import triton_attention
+from .assemble import LanguageModel
+from .bert import BERT
+from .config.families import FamilySlice
+from .config.peft import PeftSlice, PromptSlice
+from .layer import Layer
+from .layers.attention import Attention
+from .layers.recomputed_attention import RecomputedAttention
+from .parallel.context import ContextParallel, SequenceShard
+from .parallel.context_attention import context_attention
+from .recompute.analysis import has_dropout
+from .t5 import T5
+
+
+def check_parts(model: FamilySlice, peft: PeftSlice | None, size: int) -> None:
+    """Check that no part of a model other than attention depends on the tokens of other ranks.
+
+    Raises:
+        ValueError: a part does.
+    """
+    unsupported = {
+        "experts": any(stack.moe is not None for stack in model.stacks),
+        "dropout, whose masks would depend on the ranks": any(map(has_dropout, model.stacks)),
+        "soft prompts": isinstance(peft, PromptSlice),
+    }
+    if any(unsupported.values()):
+        parts = " or ".join(part for part, has in unsupported.items() if has)
+        raise ValueError(f"`context_parallel_size` ({size}) must be 1 for a model with {parts}.")
+
+
+def apply_context_parallel(model: LanguageModel, ranks: ContextParallel) -> None:
+    """Let a model compute the tokens of this rank (`shard_batch`), in training and evaluation, in place.
+
+    Args:
+        model: built for these ranks (`build_model`), with its recomputation.
+        ranks: the context-parallel ranks.
+    """
+    bidirectional = SequenceShard(ranks, zigzag=False)
+    causal = SequenceShard(ranks, zigzag=True)
+    if isinstance(model, T5):
+        stacks = [(model.encoder, bidirectional), (model.decoder, causal)]
+    elif isinstance(model, BERT):
+        stacks = [(model.encoder, bidirectional)]
+    else:
+        stacks = [(model.decoder, causal)]
+    for stack, shard in stacks:
+        stack.shard = shard
+        for module in stack.layers:
+            layer = cast(Layer, module)
+            _exchange(layer.attention, ranks, (shard.zigzag, shard.zigzag))
+            if layer.cross_attention is not None:
+                _exchange(layer.cross_attention, ranks, (shard.zigzag, bidirectional.zigzag))
+
+
+def _exchange(attention: Attention, ranks: ContextParallel, zigzag: tuple[bool, bool]) -> None:
+    for kind, function in attention.backends.items():
+        if ranks.split.ring_ranks > 1 and isinstance(function, RecomputedAttention):
+            function = function.function  # a ring saves no scores
+        flash = function is triton_attention
+        attention.backends[kind] = context_attention(function, ranks, zigzag=zigzag, flash=flash)
