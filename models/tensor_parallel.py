@@ -28,6 +28,7 @@ from .layers.norm import LayerNorm, RMSNorm
 from .layers.self_attention import SelfAttention
 from .parallel.collectives import TensorParallel
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
+from .parallel.norm import ChannelParallelNorm
 from .parallel.partition import Partition, Section, even_partition, set_partitions
 from .recompute.analysis import has_dropout
 from .stack import Stack
@@ -57,7 +58,6 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
 def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
     unsupported = {
         "experts": stack.moe is not None,
-        "a norm inside the MLP": stack.block == "normformer",
         "dropout, whose masks would depend on the ranks": has_dropout(stack),
     }
     if any(unsupported.values()):
@@ -157,6 +157,11 @@ def _split_mlp(mlp: MLP, stack: StackSlice, ranks: TensorParallel) -> None:
     width = stack.mlp.ffn_hidden_size
     rows = even_partition(0, ranks.size, *[width] * (2 if mlp.gated else 1))
     mlp.up, mlp.down = ColumnParallelLinear(mlp.up, ranks, rows), RowParallelLinear(mlp.down, ranks)
+    norm = mlp.inner_norm
+    if isinstance(norm, LayerNorm | RMSNorm):
+        bias = norm.bias if isinstance(norm, LayerNorm) else None
+        settings = {"epsilon": norm.epsilon, "zero_centered": norm.zero_centered}
+        mlp.inner_norm = ChannelParallelNorm(norm.weight, bias, **settings, ranks=ranks)
 
 
 # ---------------------------------------------------------------- gradients

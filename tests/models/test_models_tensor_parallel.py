@@ -33,10 +33,14 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"family": "bert"}, True),
     (GATED_T5, True),
     ({"position_embedding_type": "kerple", "transformer_block_type": "parallel_ln"}, True),
+    ({"transformer_block_type": "normformer", "init_method_std": 0.5}, True),
     ({**LLAMA, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
     *extra(
         *((keys, sequence) for keys in ({}, LLAMA, T5) for sequence in (False, True)),
         (GATED_T5, False),
+        ({**LLAMA, "transformer_block_type": "normformer", f"{RECOMPUTE}_modules": ["norm", "mlp_activation"]}, True),
+        ({**SHARED_HEADS, "transformer_block_type": "normformer", "normalization": "layernorm1p"}, False),
+        ({**T5, "transformer_block_type": "normformer"}, True),
         ({"family": "bert", "bert": {"mlm_transform": False}}, False),
         ({"position_embedding_type": "alibi"}, False),
         ({"position_embedding_type": "sandwich", "transformer_block_type": "post_ln"}, True),
@@ -74,7 +78,7 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
     ("keys", "named"),
     [
         ({"num_moe_experts": 4, "moe_router_topk": 2}, "experts"),
-        ({"transformer_block_type": "normformer", "hidden_dropout": 0.1}, "norm inside the MLP or dropout"),
+        ({"num_moe_experts": 4, "moe_router_topk": 2, "hidden_dropout": 0.1}, "experts or dropout"),
         ({"num_attention_heads": 3, "kv_channels": 8}, "3 must be a multiple of the 2"),
     ],
 )
