@@ -30,6 +30,8 @@ from .parallel.collectives import TensorParallel
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from .parallel.norm import ChannelParallelNorm
 from .parallel.partition import Partition, Section, even_partition, set_partitions
+from .peft.adapter import BottleneckAdapter
+from .peft.lora_parallel import LoRAColumnParallelLinear, LoRARowParallelLinear
 from .recompute.analysis import has_dropout
 from .stack import Stack
 from .t5 import T5
@@ -170,8 +172,9 @@ def _split_mlp(mlp: MLP, stack: StackSlice, ranks: TensorParallel) -> None:
 def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
     """Return the names of the replicated parameters whose gradients the ranks must sum.
 
-    These are norms of heads, of which each rank has its own, and with sequence parallelism the norms of the residual
-    stream and the biases added to it, since each rank sees its own tokens only.
+    These are norms of heads, of which each rank has its own, the replicated matrices of LoRA, and with sequence
+    parallelism the norms of the residual stream, the biases added to it and its adapters, since each rank sees its own
+    tokens only.
     """
     found: set[str] = set()
     for prefix, stack in model.named_children():
@@ -179,10 +182,13 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
             continue
         for name, module in stack.named_modules(prefix=prefix):
             of_heads = name.endswith((".query_norm", ".key_norm"))
-            if isinstance(module, LayerNorm | RMSNorm) and (of_heads or ranks.sequence):
+            of_tokens = isinstance(module, LayerNorm | RMSNorm | BottleneckAdapter) and ranks.sequence
+            if of_tokens or of_heads:
                 found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
-            elif isinstance(module, RowParallelLinear) and module.bias is not None and ranks.sequence:
+            if isinstance(module, RowParallelLinear) and module.bias is not None and ranks.sequence:
                 found.add(f"{name}.bias")
+            if isinstance(module, LoRAColumnParallelLinear | LoRARowParallelLinear):
+                found |= {f"{name}.{part}" for part in module.partial_gradients}
     return found
 
 

@@ -17,12 +17,12 @@ LENGTH, DECODER_LENGTH, BATCH, VOCAB = 16, 8, 2, 90
 
 
 def keys_of(changes: dict[str, Any]) -> Any:
-    """Return the keys of a small model of `changes["family"]`, with two stacks in a T5."""
+    """Return the keys of a small model of `changes["family"]`, with two stacks in a T5; `peft` is not one of them."""
     from stoker.models.config.bert import BertKeys
     from stoker.models.config.gpt import GPTKeys
     from stoker.models.config.t5 import T5Keys
 
-    changes = dict(changes)
+    changes = {name: value for name, value in changes.items() if name != "peft"}
     family = changes.pop("family", "gpt")
     stack = {
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "init_method_std": 0.3,
@@ -100,6 +100,9 @@ def _in_group(directory: str, size: int, rank: int, run: Any, cases: list[list[A
     from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)
+    # traced as a whole and split into forward and backward as on a GPU, but run by plain operations
+    module_class: Any = torch.nn.Module
+    module_class.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     dist.init_process_group("gloo", store=FileStore(f"{directory}/store", size), rank=rank, world_size=size)
     found = [run(rank, size, *case) for case in cases]
     dist.barrier()
@@ -107,14 +110,12 @@ def _in_group(directory: str, size: int, rank: int, run: Any, cases: list[list[A
     return found
 
 
-def _build(changes: dict[str, Any], ranks: Any = None, sharding: Any = None) -> Any:
+def build(changes: dict[str, Any], ranks: Any = None, sharding: Any = None) -> Any:
     from stoker.kernels.attention.flags import AttentionFlags
     from stoker.models.build import build_model
     from stoker.models.config.batch_shape import BatchSpec
+    from stoker.models.config.peft import PeftKeys, peft_slice
 
-    # traced as a whole and split into forward and backward as on a GPU, but run by plain operations
-    module_class: Any = torch.nn.Module
-    module_class.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     decoder_length = DECODER_LENGTH if changes.get("family") == "t5" else 0
     return build_model(
         keys_of(changes),
@@ -126,6 +127,7 @@ def _build(changes: dict[str, Any], ranks: Any = None, sharding: Any = None) -> 
         batch_spec=BatchSpec(seq_length=LENGTH, decoder_seq_length=decoder_length),
         tensor_parallel=ranks,
         sharding=sharding,
+        peft=peft_slice(PeftKeys.model_validate(changes.get("peft", {}))),
     ).train()
 
 
@@ -146,7 +148,7 @@ def _compare_passes(rank: int, size: int, changes: dict[str, Any], sequence: boo
     from stoker.models.tensor_parallel import partial_gradients, reduce_partial_gradients
 
     ranks = TensorParallel(rank, size, dist.group.WORLD.group_name, sequence=sequence)  # type: ignore[union-attr]
-    whole, part = _build(changes), _build(changes, ranks)
+    whole, part = build(changes), build(changes, ranks)
     family = changes.get("family", "gpt")
     batch = batch_of(family)
     losses = [model.batch_loss(batch, 27.0) for model in (whole, part)]
@@ -211,8 +213,8 @@ def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, 
         data_parallel: Any = ShardedDataParallel(plan, device, None, tensor_ranks=tensor_ranks)
     else:
         data_parallel = ReplicatedDataParallel(plan, device, None, data_group)
-    whole = _build(changes)
-    part = _build(changes, ranks, data_parallel)
+    whole = build(changes)
+    part = build(changes, ranks, data_parallel)
     options: Any = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.05}
     single: Any = AdamW(whole.named_parameters(), **options)
     several: Any = AdamW(
