@@ -27,6 +27,8 @@ GATED_T5 = {
     **T5, "activation": "geglu", "num_query_groups": 1, "share_token_embeddings": False, "label_smoothing": 0.1,
     "normalization": "rmsnorm", "bias": False,
 }  # fmt: skip
+WHOLE = ("adafactor", "muon", "scaled")
+"""Optimizers whose updates are not elementwise."""
 CASES: list[tuple[dict[str, Any], bool]] = [
     (SHARED_HEADS, False),
     (SHARED_HEADS, True),
@@ -67,6 +69,16 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
         (LLAMA, "zero1"),
         (shared_heads, "fsdp"),
         *extra((shared_heads, "ddp"), (GATED_T5, "fsdp"), (GATED_T5, "zero1")),
+        (shared_heads, "fsdp", "adafactor"),
+        (LLAMA, "ddp", "muon"),
+        *extra(
+            *(
+                (keys, kind, name)
+                for keys in (LLAMA, shared_heads, GATED_T5)
+                for kind in ("ddp", "fsdp")
+                for name in WHOLE
+            )
+        ),
     ]
     for case, differences in zip(
         cases, forks.call("parallel_models", "compare_steps", str(tmp_path), 4, 2, cases), strict=True

@@ -5,8 +5,8 @@ A step whose gradient norm is not finite changes neither weights nor state, and 
 
 With sharded parameters, an optimizer updates the local shard (`utils.local_shard`), and communicates with the other
 shards through `sum_over_shards` and `gather_rows`. Under tensor or expert parallelism these see the data-parallel
-shards of this rank's part of a parameter only, so that an update must be elementwise, or of whole matrices of experts
-(`supports_part`): AdamW without `scale_parameter` and SGD for all parameters, Muon for all but partitioned matrices.
+shards of this rank's part of a parameter only, and `sum_over_parts` those with the other parts: every rank counts its
+share of what several hold once (`counted`).
 
 Main weights and state may be kept in host memory (`model.cpu_offloading_optimizer`, see `host_state`): an update then
 gets them on the device, a bucket of parameters at a time.
@@ -15,6 +15,7 @@ gets them on the device, a bucket of parameters at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -102,6 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         bucket_bytes: bytes of state that are moved to the device at once, with `host`.
 
     Attributes:
+        parts_by_name: `parts`.
         host_state: state in host memory; None without `host`.
 
     Raises:
@@ -142,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
         self.gather_rows = gather_rows
         self.grad_norm: Tensor | None = None
         self.shard_of = shard_of
-        self._parts_by_name = dict(parts or {})
+        self.parts_by_name = dict(parts or {})
         self.sum_over_parts = sum_over_parts
         self._reduce_gradients = reduce_gradients
         self._names: dict[nn.Parameter, str] = {}
@@ -187,8 +189,11 @@ class Optimizer(torch.optim.Optimizer):
         return False
 
     def supports_part(self, name: str, shape: tuple[int, ...], part: RankPart) -> bool:
-        """Return True if `update` is correct for a rank with one part of a parameter of this (full) shape."""
-        return part.partition is None or self.is_elementwise(name, shape)
+        """Return True if `update` is correct for a rank with one part of a parameter of this (full) shape.
+
+        By default it is, unless matrices of experts are split.
+        """
+        return part.partition is None or self.is_elementwise(name, shape) or len(shape) < 3 or part.partition.dim == 0
 
     def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update weights of one group in place: all of them, or those of a bucket.
@@ -261,9 +266,9 @@ class Optimizer(torch.optim.Optimizer):
                 counted
                 for group, found in zip(self.param_groups, gradients, strict=True)
                 for parameter, gradient in zip(group["params"], found, strict=True)
-                for counted in self._counted_in_norm(parameter, gradient)
+                for counted in self.counted(parameter, gradient)
             ],
-            self._sum_over_ranks if self._parts_by_name else self.sum_over_shards,
+            self.sum_over_ranks if self.parts_by_name else self.sum_over_shards,
         )
         scale = clip_coefficient(self.grad_norm, self.clip_norm)
         # As in torch and Megatron, skipped steps are not counted: bias correction depends on updates of the moments.
@@ -292,12 +297,15 @@ class Optimizer(torch.optim.Optimizer):
         named: dict[str, LocalShard] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                shard = self._placed_shard(parameter)
+                shard = self.placed_shard(parameter)
                 for key, tensor in self._states[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
                     if self.is_replicated(key, shard.shape):
                         named[f"{name}.{key}"] = whole_shard(tensor, *rank_and_world_size())
+                    elif shard.columns is not None and tensor.ndim < 2:  # of rows, the same for all parts of them
+                        of_rows = self.shard_of(parameter, replace(self.parts_by_name[name], partition=None))
+                        named[f"{name}.{key}"] = of_rows.with_local(tensor)
                     else:
                         named[f"{name}.{key}"] = shard.with_local(tensor)
         return named
@@ -308,39 +316,43 @@ class Optimizer(torch.optim.Optimizer):
             self.host_state.synchronize()
 
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        shard = self._placed_shard(parameter)
+        shard = self.placed_shard(parameter)
         weight = shard.local
         main = weight.float() if self._has_main_weight(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
 
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
         return self.sum_over_parts(self.sum_over_shards(tensor))
 
-    def _counted_in_norm(self, parameter: nn.Parameter, gradient: Tensor) -> list[Tensor]:
-        """Return what this rank adds to the gradient norm: of what several ranks hold, the first one counts it."""
-        part = self._parts_by_name.get(self._names[parameter])
-        if part is None:
-            return [gradient]
-        if part.partition is None:
-            return [gradient] if part.rank == 0 else []
-        replicas = {each.replica for each in part.ranges()}
-        if len(replicas) == 1:
-            return [gradient] if replicas == {0} else []
-        shard = self._placed_shard(parameter)
-        return [gradient[start : start + rows.size] for start, rows in shard.local_ranges() if rows.is_saved]
+    def counted(self, parameter: nn.Parameter, tensor: Tensor, first: int = 0) -> list[Tensor]:
+        """Return what this rank adds to a sum over all elements: of what several ranks hold, the first one counts it.
 
-    def _placed_shard(self, parameter: nn.Parameter) -> LocalShard:
+        Args:
+            parameter: the parameter.
+            tensor: its local shard, or another tensor of the same shape, or some rows of it.
+            first: first of these rows.
+        """
+        part = self.parts_by_name.get(self._names[parameter])
+        if part is None:
+            return [tensor]
+        replicas = {each.replica for each in part.ranges()} or {part.rank}
+        if len(replicas) == 1:
+            return [tensor] if replicas == {0} else []
+        ranges = [(start - first, rows) for start, rows in self.placed_shard(parameter).local_ranges()]
+        return [tensor[max(start, 0) : max(start + rows.size, 0)] for start, rows in ranges if rows.is_saved]
+
+    def placed_shard(self, parameter: nn.Parameter) -> LocalShard:
         """Return the local shard of a parameter, with its place in the full parameter."""
-        return self.shard_of(parameter, self._parts_by_name.get(self._names[parameter]))
+        return self.shard_of(parameter, self.parts_by_name.get(self._names[parameter]))
 
     def _check_parts(self) -> None:
         for parameter, name in self._names.items():
-            part = self._parts_by_name.get(name)
-            if part is not None and not self.supports_part(name, self._placed_shard(parameter).shape, part):
+            part = self.parts_by_name.get(name)
+            if part is not None and not self.supports_part(name, self.placed_shard(parameter).shape, part):
                 raise UserError(
-                    f"`{name}` is partitioned over {part.ranks} ranks, but {type(self).__name__} needs all of it; "
-                    "set model.optim.name=adamw without scale_parameter"
+                    f"`{name}` is a stack of matrices that are split over {part.ranks} ranks, but "
+                    f"{type(self).__name__} needs whole ones; set model.optim.name=adamw"
                 )
 
     def _state_on_host(self, host: CopyEngine, bucket_bytes: int) -> HostState:
@@ -351,7 +363,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_shape(self, parameter: nn.Parameter, shards: int) -> StateShape:
         """Return the shapes of a parameter's state in host memory: all except a main weight that is the parameter."""
-        name, shard = self._names[parameter], self._placed_shard(parameter)
+        name, shard = self._names[parameter], self.placed_shard(parameter)
         shape, weight = shard.shape, shard.local
         has_main_weight = self._has_main_weight(parameter)
 
