@@ -104,15 +104,18 @@ def build_model(
 
     Raises:
         ValueError: `override_vocab_size` is too small, `compile` is not supported, `peft` selects layers or parameters
-            that do not exist, or the model cannot be split over the tensor-parallel, context-parallel or
+            that do not exist, or the model or `peft` cannot be split over the tensor-parallel, context-parallel or
             expert-parallel ranks.
         NoBackendError: no attention backend supports a kind of call.
     """
     device = torch.device(device)
     described = full = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
     if tensor_parallel is not None:
-        if peft is not None:  # its modules would be lost with the layers that are replaced
-            raise ValueError(f"`peft` must be None in a model split over {tensor_parallel.size} tensor-parallel ranks.")
+        if peft_dropout(peft):
+            raise ValueError(
+                f"`adapter_dropout` ({peft_dropout(peft)}) must be 0 in a model split over {tensor_parallel.size} "
+                "tensor-parallel ranks, on which its masks would depend."
+            )
         described = rank_slice(full, tensor_parallel.size)
         has_experts = any(stack.moe is not None for stack in full.stacks)
         if has_experts and "training" in kinds and not tensor_parallel.sequence:
@@ -127,11 +130,21 @@ def build_model(
                 f"`kinds` ({', '.join(kinds)}) must be training and evaluation in a model of {context_parallel.size} "
                 "context-parallel ranks; build another one for generation."
             )
-    if device.type == "meta":
-        model = _assembled(described, batch_spec, {}, {}, peft).to(dtype)
+
+    def assembled(decisions: Mapping[str, BackendSelection], backends: Mapping[str, Backends]) -> LanguageModel:
+        """Build the modules of the model on the meta device, split over the ranks, and those of PEFT."""
+        model = assemble(described, batch_spec, decisions, backends)
+        if tensor_parallel is not None:
+            apply_tensor_parallel(model, full, tensor_parallel)
+        if peft is not None:
+            with torch.device("meta"):
+                apply_peft(model, get_stacks(model), described, peft)
         if expert_parallel is not None:
             apply_expert_parallel(model, expert_parallel)
-        return model
+        return model.to(dtype)
+
+    if device.type == "meta":
+        return assembled({}, {})
     plan = plan or plan_model(
         described,
         batch_spec,
@@ -152,11 +165,7 @@ def build_model(
         }
         for planned in plan.attentions
     }
-    model = _assembled(described, batch_spec, plan.decisions, backends, peft).to(dtype)
-    if tensor_parallel is not None:
-        apply_tensor_parallel(model, full, tensor_parallel)
-    if expert_parallel is not None:
-        apply_expert_parallel(model, expert_parallel)
+    model = assembled(plan.decisions, backends)
     make_copies = copy_engine_factory(device) if "training" in kinds else None
     for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
         apply_recompute(stack, stack_slice, plan.decisions, *labels, offloads=make_copies is not None)
@@ -177,21 +186,6 @@ def build_model(
         initialize_(model, _init_rules_of(model, described), sharding.load_full)
     if make_copies is not None:
         enable_offloading(model, described, make_copies)
-    return model
-
-
-def _assembled(
-    described: FamilySlice,
-    form: BatchSpec,
-    decisions: Mapping[str, BackendSelection],
-    backends: Mapping[str, Backends],
-    peft: PeftSlice | None,
-) -> LanguageModel:
-    """Build the modules of a model on the meta device, including those of PEFT."""
-    model = assemble(described, form, decisions, backends)
-    if peft is not None:
-        with torch.device("meta"):
-            apply_peft(model, get_stacks(model), described, peft)
     return model
 
 

@@ -31,7 +31,10 @@ from .moe.experts import Experts
 from .moe.router import Router
 from .parallel.collectives import TensorParallel
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
+from .parallel.norm import ChannelParallelNorm
 from .parallel.partition import Partition, Section, even_partition, set_partitions
+from .peft.adapter import BottleneckAdapter
+from .peft.lora_parallel import LoRAColumnParallelLinear, LoRARowParallelLinear
 from .recompute.analysis import has_dropout
 from .stack import Stack
 from .t5 import T5
@@ -59,7 +62,6 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
 
 def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
     unsupported = {
-        "a norm inside the MLP": stack.block == "normformer",
         "dropout, whose masks would depend on the ranks": has_dropout(stack),
     }
     if any(unsupported.values()):
@@ -168,6 +170,11 @@ def _split_attention(attention: SelfAttention | CrossAttention, full: AttentionS
 def _split_mlp(mlp: MLP, width: int, ranks: TensorParallel) -> None:
     rows = even_partition(0, ranks.size, *[width] * (2 if mlp.gated else 1))
     mlp.up, mlp.down = ColumnParallelLinear(mlp.up, ranks, rows), RowParallelLinear(mlp.down, ranks)
+    norm = mlp.inner_norm
+    if isinstance(norm, LayerNorm | RMSNorm):
+        bias = norm.bias if isinstance(norm, LayerNorm) else None
+        settings = {"epsilon": norm.epsilon, "zero_centered": norm.zero_centered}
+        mlp.inner_norm = ChannelParallelNorm(norm.weight, bias, **settings, ranks=ranks)
 
 
 # ---------------------------------------------------------------- gradients
@@ -176,9 +183,9 @@ def _split_mlp(mlp: MLP, width: int, ranks: TensorParallel) -> None:
 def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
     """Return the names of the replicated parameters whose gradients the ranks must sum.
 
-    These are norms of heads, of which each rank has its own, and with sequence parallelism the norms of the residual
-    stream, the biases added to it, routers, and experts that every rank has, since each rank sees its own tokens only.
-    Other experts are the business of `expert_parameters`.
+    These are norms of heads, of which each rank has its own, the replicated matrices of LoRA, and with sequence
+    parallelism the norms of the residual stream, the biases added to it, its adapters, routers, and experts that every
+    rank has, since each rank sees its own tokens only. Other experts are the business of `expert_parameters`.
     """
     found: set[str] = set()
     for prefix, stack in model.named_children():
@@ -186,12 +193,15 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
             continue
         for name, module in stack.named_modules(prefix=prefix):
             of_heads = name.endswith((".query_norm", ".key_norm"))
-            if isinstance(module, LayerNorm | RMSNorm) and (of_heads or ranks.sequence):
+            of_tokens = isinstance(module, LayerNorm | RMSNorm | BottleneckAdapter) and ranks.sequence
+            if of_tokens or of_heads:
                 found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
-            elif isinstance(module, RowParallelLinear) and module.bias is not None and ranks.sequence:
+            if isinstance(module, RowParallelLinear) and module.bias is not None and ranks.sequence:
                 found.add(f"{name}.bias")
-            elif ranks.sequence and (isinstance(module, Router) or (isinstance(module, Experts) and not module.ranks)):
+            if ranks.sequence and (isinstance(module, Router) or (isinstance(module, Experts) and not module.ranks)):
                 found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
+            if isinstance(module, LoRAColumnParallelLinear | LoRARowParallelLinear):
+                found |= {f"{name}.{part}" for part in module.partial_gradients}
     return found
 
 

@@ -116,7 +116,7 @@ def compute_lora_a_gradient(low_gradient: Tensor, inputs: Tensor, gain: Tensor |
 
 
 @torch.library.custom_op("stoker::lora_linear", mutates_args=())
-def _lora_linear(
+def fused_lora_linear(
     inputs: Tensor,
     source: Tensor | None,
     factors: Tensor | None,
@@ -137,7 +137,7 @@ def _lora_linear(
     return linear_with_update(inputs, weight, start, low, lora_b, scale, parts), low
 
 
-@_lora_linear.register_fake
+@fused_lora_linear.register_fake
 def _(
     inputs: Tensor, source: Tensor | None, factors: Tensor | None, gain: Tensor | None, weight: Tensor,
     start: Tensor | None, lora_a: Tensor, *_: Any,
@@ -146,7 +146,7 @@ def _(
 
 
 @torch.library.custom_op("stoker::lora_linear_backward", mutates_args=())
-def _lora_linear_backward(
+def fused_lora_linear_backward(
     gradient: Tensor,
     inputs: Tensor,
     factors: Tensor | None,
@@ -168,7 +168,7 @@ def _lora_linear_backward(
     return input_gradient, compute_lora_a_gradient(scaled, inputs, gain), lora_b_gradient
 
 
-@_lora_linear_backward.register_fake
+@fused_lora_linear_backward.register_fake
 def _(
     gradient: Tensor, inputs: Tensor, factors: Tensor | None, gain: Tensor | None, weight: Tensor, lora_a: Tensor,
     lora_b: Tensor, low: Tensor, scale: float, parts: list[int], with_input_gradient: bool,
@@ -186,7 +186,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     with_input_gradient = ctx.needs_input_grad[0]
-    input_gradient, lora_a_gradient, lora_b_gradient = _lora_linear_backward(
+    input_gradient, lora_a_gradient, lora_b_gradient = fused_lora_linear_backward(
         gradient.contiguous(), *ctx.saved_tensors, ctx.scale, ctx.parts, with_input_gradient
     )
     # a residual (n, out): a bias, of another shape, is frozen
@@ -195,7 +195,7 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | No
     return input_gradient, None, None, None, None, start_gradient, lora_a_gradient, lora_b_gradient, None, None
 
 
-_lora_linear.register_autograd(_backward, setup_context=_save)
+fused_lora_linear.register_autograd(_backward, setup_context=_save)
 
 
 # ---------------------------------------------------------------- public function
@@ -259,7 +259,7 @@ def lora_linear(
     rows, start = inputs.flatten(0, -2).contiguous(), bias
     if residual is not None and bias is None and residual.dtype == inputs.dtype:
         start, residual = residual.flatten(0, -2), None
-    output, _ = _lora_linear(rows, *flatten_norm_factors(norm), weight, start, lora_a, lora_b, scale, list(parts))
+    output, _ = fused_lora_linear(rows, *flatten_norm_factors(norm), weight, start, lora_a, lora_b, scale, list(parts))
     output = output.unflatten(0, inputs.shape[:-1])
     return output if residual is None else residual + output
 

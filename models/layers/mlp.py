@@ -49,7 +49,7 @@ class MLP(RecomputableModule):
         self.dropout = dropout
         self.uses_rng = dropout > 0
         self.up = nn.Linear(hidden_size, ffn_hidden_size * (2 if gated else 1), bias=bias)
-        self.inner_norm = inner_norm
+        self.inner_norm: nn.Module | None = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
     def forward(

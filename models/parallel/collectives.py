@@ -10,7 +10,7 @@ rank's share of the flattened tokens, so that no collective needs a transposed c
 | `reduce_scatter_tokens` | reduce-scatter | all-gather |
 | `shard_tokens` | the rank's share | all-gather |
 | `unshard_tokens` | all-gather | the rank's share |
-| `column_linear` | (all-gather,) product | product, (reduce-scatter or) all-reduce |
+| `column_linear`, `lora_column_linear` | (all-gather,) product | product, (reduce-scatter or) all-reduce |
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.lora.lora_linear import fused_lora_linear, fused_lora_linear_backward
 from .partition import Partition, RankPart
 
 _ops: Any = torch.ops._c10d_functional
@@ -194,6 +195,24 @@ def _sum_shared_rows(gradient: Tensor, shared: Sequence[SharedRows], rank: int, 
     return gradient
 
 
+class _SumSharedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, rank: int, size: int, group: str, shared: Sequence[SharedRows]) -> Tensor:
+        ctx.rank, ctx.size, ctx.group, ctx.shared = rank, size, group, shared
+        return vector.view_as(vector)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _sum_shared_rows(gradient, ctx.shared, ctx.rank, ctx.size, ctx.group), None, None, None, None
+
+
+def sum_shared_gradient(vector: Tensor, shared: Sequence[SharedRows], ranks: TensorParallel) -> Tensor:
+    """Return a parameter (rows,) whose gradient is summed over the ranks that share some of its rows."""
+    if not shared:
+        return vector
+    return _SumSharedGradient.apply(vector, ranks.rank, ranks.size, ranks.group, shared)  # pyright: ignore[reportReturnType]
+
+
 def reduce_partial(partial: Tensor, ranks: TensorParallel) -> Tensor:
     """Return the sum of the ranks' partial results."""
     return _ReducePartial.apply(partial, ranks.group)  # pyright: ignore[reportReturnType]
@@ -205,7 +224,17 @@ def reduce_scatter_tokens(partial: Tensor, ranks: TensorParallel) -> Tensor:
 
 
 def shard_tokens(tokens: Tensor, ranks: TensorParallel) -> Tensor:
-    """Return this rank's share of tokens (batch, tokens, channels) that all ranks have."""
+    """Return this rank's share of tokens (batch, tokens, channels) that all ranks have.
+
+    Raises:
+        ValueError: they do not split evenly.
+    """
+    batch, length = tokens.shape[:2]
+    if batch * length % ranks.size:
+        raise ValueError(
+            f"`tokens` ({batch} x {length}, with those of a prompt) must be a multiple of the {ranks.size} ranks of "
+            "sequence parallelism; pad the samples."
+        )
     return _ShardTokens.apply(tokens, ranks.rank, ranks.size, ranks.group)  # pyright: ignore[reportReturnType]
 
 
@@ -236,8 +265,93 @@ def column_linear(
     Returns:
         (batch, tokens, out / ranks), with `gathers` (1, batch * tokens, out / ranks).
     """
+    tensors = _autocast(hidden, weight, bias)
+    return _ColumnLinear.apply(*tensors, ranks.rank, ranks.size, ranks.group, gathers, shared)  # pyright: ignore[reportReturnType]
+
+
+def _autocast(hidden: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """Cast tensors as autocast would, which does not reach into a function."""
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):  # does not reach into the function
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _ColumnLinear.apply(hidden, weight, bias, ranks.rank, ranks.size, ranks.group, gathers, shared)  # pyright: ignore[reportReturnType]
+    if not torch.is_autocast_enabled(kind):
+        return [hidden, *others]
+    dtype = torch.get_autocast_dtype(kind)
+    return [None if tensor is None else tensor.to(dtype) for tensor in (hidden, *others)]
+
+
+# ---------------------------------------------------------------- LoRA
+
+
+class _LoRAColumnLinear(torch.autograd.Function):
+    """`_ColumnLinear` of a frozen weight with a LoRA update, whose share of the input gradient joins the same sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor,
+        lora_b: Tensor,
+        scale: float,
+        parts: Sequence[int],
+        rank: int,
+        size: int,
+        group: str,
+        gathers: bool,
+        shared: Sequence[SharedRows],
+    ) -> Tensor:
+        whole = _wait(_gather(hidden, size, group)) if gathers else hidden.flatten(0, -2).contiguous()
+        output, low = fused_lora_linear(whole, None, None, None, weight, bias, lora_a, lora_b, scale, list(parts))
+        ctx.save_for_backward(hidden, weight, lora_a, lora_b, low)
+        ctx.scale, ctx.parts, ctx.shared = scale, parts, shared
+        ctx.rank, ctx.size, ctx.group, ctx.gathers = rank, size, group, gathers
+        return output[None] if gathers else output.view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, lora_a, lora_b, low = ctx.saved_tensors
+        whole = hidden.flatten(0, -2)
+        if ctx.gathers:
+            whole = _wait(_gather(hidden, ctx.size, ctx.group))
+        gradient = gradient.flatten(0, -2).contiguous()
+        needs_input = ctx.needs_input_grad[0]
+        partial, a_gradient, b_gradient = fused_lora_linear_backward(
+            gradient, whole, None, None, weight, lora_a, lora_b, low, ctx.scale, list(ctx.parts), needs_input
+        )
+        hidden_gradient = None
+        if needs_input and ctx.gathers:
+            hidden_gradient = _wait(_scatter(partial, ctx.size, ctx.group)).view(hidden.shape)
+        elif needs_input:
+            hidden_gradient = _wait(_ops.all_reduce(partial, "sum", ctx.group)).view(hidden.shape)
+        b_gradient = _sum_shared_rows(b_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
+        return hidden_gradient, None, None, a_gradient, b_gradient, *(None,) * 7
+
+
+def lora_column_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    ranks: TensorParallel,
+    *,
+    scale: float,
+    parts: Sequence[int],
+    gathers: bool,
+    shared: Sequence[SharedRows] = (),
+) -> Tensor:
+    """Return `column_linear` with a LoRA update (`kernels.lora.lora_linear`); the weight and the bias are frozen.
+
+    Args:
+        hidden, weight, bias, ranks, gathers, shared: as in `column_linear`; `shared` are rows of `lora_b` too.
+        lora_a: (parts * r, in), the same on all ranks; its gradient is this rank's share of a sum.
+        lora_b: (out / ranks, r).
+        scale: factor of the update.
+        parts: this rank's rows of each projection of the weight.
+
+    Returns:
+        As `column_linear`.
+    """
+    tensors = _autocast(hidden, weight, bias, lora_a, lora_b)
+    place = ranks.rank, ranks.size, ranks.group
+    return _LoRAColumnLinear.apply(*tensors, scale, tuple(parts), *place, gathers, shared)  # pyright: ignore[reportReturnType]

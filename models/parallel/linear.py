@@ -29,9 +29,10 @@ class ColumnParallelLinear(nn.Linear):
             linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=linear.weight.dtype
         )
         self.ranks = ranks
+        self.rows = rows
         self.gathers = gathers
         set_partitions(self, {name: ranks.part(rows) for name, _ in self.named_parameters()})
-        self.shared_rows = _shared_rows(ranks.part(rows))
+        self.shared_rows = shared_rows(ranks.part(rows))
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (batch, tokens, in), or the rank's share of the tokens, to (batch, tokens, out / ranks)."""
@@ -39,7 +40,7 @@ class ColumnParallelLinear(nn.Linear):
         return column_linear(input, self.weight, self.bias, self.ranks, gathers=gathers, shared=self.shared_rows)
 
 
-def _shared_rows(part: RankPart) -> tuple[SharedRows, ...]:
+def shared_rows(part: RankPart) -> tuple[SharedRows, ...]:
     """Return the local rows that several ranks hold: key and value heads, where these are fewer than ranks."""
     found: list[SharedRows] = []
     start = 0
@@ -63,11 +64,15 @@ class RowParallelLinear(nn.Linear):
             linear.in_features, linear.out_features, linear.bias is not None, device="meta", dtype=linear.weight.dtype
         )
         self.ranks = ranks
-        set_partitions(self, {"weight": ranks.part(even_partition(1, ranks.size, linear.in_features * ranks.size))})
+        self.columns = even_partition(1, ranks.size, linear.in_features * ranks.size)
+        set_partitions(self, {"weight": ranks.part(self.columns)})
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (batch, tokens, in / ranks) to (batch, tokens, out), or to the rank's share of the tokens."""
-        partial = F.linear(input, self.weight)
+        return self.reduce(F.linear(input, self.weight))
+
+    def reduce(self, partial: Tensor) -> Tensor:
+        """Return the sum of the ranks' products, and the bias."""
         reduce = reduce_scatter_tokens if self.ranks.shards_tokens else reduce_partial
         output = reduce(partial, self.ranks)
         return output if self.bias is None else output + self.bias.to(output.dtype)

@@ -12,9 +12,10 @@ from ..moe.moe_layer import MoE
 from ..stack import Stack
 from .adapter import BottleneckAdapter
 from .added_parameters import peft_parameter_names
-from .ia3 import IA3InputLinear, IA3OutputLinear
-from .lora import LoRAExperts, LoRALinear
+from .ia3 import scale_inputs, scale_outputs
+from .lora import LoRAExperts
 from .lora_mlp import LoRAMLP
+from .lora_parallel import add_lora
 from .ptuning import PromptEncoder
 
 
@@ -22,7 +23,7 @@ def apply_peft(model: nn.Module, stacks: tuple[Stack, ...], model_slice: FamilyS
     """Add the PEFT modules to a model on the meta device and freeze all other parameters, in place.
 
     Args:
-        model: built from `described`.
+        model: built from `model_slice`; split over the tensor-parallel ranks before, if it is.
         stacks: stacks of the model, in the order of its slice.
         model_slice: slice of the model.
         peft: PEFT scheme.
@@ -36,7 +37,7 @@ def apply_peft(model: nn.Module, stacks: tuple[Stack, ...], model_slice: FamilyS
             assert isinstance(layer, Layer)
             match peft:
                 case LoRASlice() if peft.layers.includes(index):
-                    _add_lora(layer, peft, peft.can_fuse_mlp(part))
+                    _add_lora(layer, peft, stack.tensor_parallel is None and peft.can_fuse_mlp(part))
                 case AdapterSlice() if peft.layers.includes(index):
                     layer.attention_adapter = BottleneckAdapter(part.hidden_size, peft)
                     layer.mlp_adapter = BottleneckAdapter(part.hidden_size, peft)
@@ -77,15 +78,15 @@ def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None
     attention, cross, mlp = layer.attention, layer.cross_attention, layer.mlp
     query, key = attention.heads * attention.head_dim, attention.groups * attention.head_dim
     if "attention_qkv" in lora.targets:
-        attention.qkv = LoRALinear(attention.qkv, lora, (query, key, key))
+        attention.qkv = add_lora(attention.qkv, lora, (query, key, key))
         if cross is not None:
             width = cross.groups * cross.head_dim
-            cross.query = LoRALinear(cross.query, lora, (cross.query.out_features,))
-            cross.kv = LoRALinear(cross.kv, lora, (width, width))
+            cross.query = add_lora(cross.query, lora, (cross.query.out_features,))
+            cross.kv = add_lora(cross.kv, lora, (width, width))
     if "attention_dense" in lora.targets:
-        attention.output = LoRALinear(attention.output, lora, (attention.output.out_features,))
+        attention.output = add_lora(attention.output, lora, (attention.output.out_features,))
         if cross is not None:
-            cross.output = LoRALinear(cross.output, lora, (cross.output.out_features,))
+            cross.output = add_lora(cross.output, lora, (cross.output.out_features,))
     if isinstance(mlp, MoE):
         if lora.targets & {"mlp_fc1", "mlp_fc2"}:
             mlp.experts = LoRAExperts(mlp.experts, lora)
@@ -97,9 +98,9 @@ def _add_lora(layer: Layer, lora: LoRASlice, mlp_is_one_operation: bool) -> None
 
 def _add_ia3(layer: Layer) -> None:
     attention, cross = layer.attention, layer.cross_attention
-    attention.qkv = IA3OutputLinear(attention.qkv, 2 * attention.groups * attention.head_dim)
+    attention.qkv = scale_outputs(attention.qkv, 2 * attention.groups * attention.head_dim)
     if cross is not None:
-        cross.kv = IA3OutputLinear(cross.kv, cross.kv.out_features)
+        cross.kv = scale_outputs(cross.kv, cross.kv.out_features)
     mlp = layer.mlp.shared if isinstance(layer.mlp, MoE) else layer.mlp
     if isinstance(mlp, MLP):
-        mlp.down = IA3InputLinear(mlp.down)
+        mlp.down = scale_inputs(mlp.down)

@@ -19,11 +19,39 @@ from ..moe.experts import Experts
 from .added_parameters import PeftModule, init_matrix
 
 
-class LoRALinear(FusedLinear, PeftModule):
-    """Frozen linear layer with a LoRA update, x W^T + b + scale (x A^T) B^T.
+class LoRAUpdate(PeftModule):
+    """LoRA update of a linear layer, its other base class: the matrices, their initialization and merging.
 
     A fused weight has a LoRA pair for each of its projections: the rows of `lora_a`, (parts * rank, in), are those of
     the first projection, then of the second, ...; the rows of `lora_b`, (out, rank), match those of `weight`.
+    """
+
+    peft_parameters: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
+
+    def add_matrices(self, base: nn.Linear, lora: LoRASlice, parts: tuple[int, ...]) -> None:
+        """Add A and B for a weight of these projections, each of so many rows."""
+        self.lora = lora
+        self.uses_rng = lora.dropout > 0
+        self.parts = parts if lora.canonical else (base.out_features,)
+        self.lora_a = nn.Parameter(torch.empty(len(self.parts) * lora.rank, base.in_features))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank))
+
+    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        """Initialize A and B by the configured methods."""
+        if name == "lora_a":
+            return init_matrix(self.lora.column_init, shape, generator, len(self.parts))
+        return init_matrix(self.lora.row_init, shape, generator)
+
+    def merge(self, name: str, weight: Tensor, peft_parameters: Mapping[str, Tensor]) -> Tensor:
+        """Return W + scale B A."""
+        if name != "weight":
+            return weight
+        update = _update(peft_parameters["lora_a"], peft_parameters["lora_b"], self.parts)
+        return weight + self.lora.scale * update.to(weight)
+
+
+class LoRALinear(FusedLinear, LoRAUpdate):
+    """Frozen linear layer with a LoRA update, x W^T + b + scale (x A^T) B^T.
 
     Args:
         base: layer on the meta device, whose weight and bias are reused.
@@ -31,16 +59,10 @@ class LoRALinear(FusedLinear, PeftModule):
         parts: rows of each projection in the weight.
     """
 
-    peft_parameters: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
-
     def __init__(self, base: nn.Linear, lora: LoRASlice, parts: tuple[int, ...]) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
-        self.lora = lora
-        self.uses_rng = lora.dropout > 0
-        self.parts = parts if lora.canonical else (base.out_features,)
-        self.lora_a = nn.Parameter(torch.empty(len(self.parts) * lora.rank, base.in_features))
-        self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank))
+        self.add_matrices(base, lora, parts)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
@@ -75,20 +97,6 @@ class LoRALinear(FusedLinear, PeftModule):
             dropout=self.lora.dropout if self.training else 0.0,
             norm=norm,
             residual=residual,
-        )
-
-    def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """Initialize A and B by the configured methods."""
-        if name == "lora_a":
-            return init_matrix(self.lora.column_init, shape, generator, len(self.parts))
-        return init_matrix(self.lora.row_init, shape, generator)
-
-    def merge(self, name: str, weight: Tensor, peft_parameters: Mapping[str, Tensor]) -> Tensor:
-        """Return W + scale B A."""
-        if name != "weight":
-            return weight
-        return weight + self.lora.scale * _update(peft_parameters["lora_a"], peft_parameters["lora_b"], self.parts).to(
-            weight
         )
 
 

@@ -13,6 +13,7 @@ from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm, RMSNorm
 from ..memory.recompute import run_with_recomputed_input, should_recompute
 from .lora import LoRALinear
+from .lora_parallel import add_lora
 
 
 def is_lora_mlp_fused(peft: PeftSlice | None, stack: StackSlice, device: str, dtype: str) -> bool:
@@ -40,9 +41,9 @@ class LoRAMLP(MLP):
         self.rank, self.fused = lora.rank, fused
         if "mlp_fc1" in lora.targets:
             width = base.down.in_features
-            self.up = LoRALinear(base.up, lora, (width, width) if base.gated else (width,))
+            self.up = add_lora(base.up, lora, (width, width) if base.gated else (width,))
         if "mlp_fc2" in lora.targets:
-            self.down = LoRALinear(base.down, lora, (base.down.out_features,))
+            self.down = add_lora(base.down, lora, (base.down.out_features,))
 
     def forward(
         self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, residual: Tensor | None = None

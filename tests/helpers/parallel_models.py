@@ -17,12 +17,12 @@ LENGTH, DECODER_LENGTH, BATCH, VOCAB = 16, 8, 2, 90
 
 
 def keys_of(changes: dict[str, Any]) -> Any:
-    """Return the keys of a small model of `changes["family"]`, with two stacks in a T5."""
+    """Return the keys of a small model of `changes["family"]`, with two stacks in a T5; `peft` is not one of them."""
     from stoker.models.config.bert import BertKeys
     from stoker.models.config.gpt import GPTKeys
     from stoker.models.config.t5 import T5Keys
 
-    changes = dict(changes)
+    changes = {name: value for name, value in changes.items() if name != "peft"}
     family = changes.pop("family", "gpt")
     stack = {
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "init_method_std": 0.3,
@@ -68,7 +68,10 @@ def compare(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str,
 
 
 def compare_steps(directory: str, size: int, tensor_ranks: int, cases: list[list[Any]]) -> list[dict[str, float]]:
-    """Train with tensor and data parallelism, each case [keys, layout], and without; return the largest differences."""
+    """Train with tensor and data parallelism, each case [keys, layout, optimizer (AdamW)], and without.
+
+    Returns the largest differences.
+    """
     return on_ranks(directory, size, partial(_compare_steps, tensor_ranks=tensor_ranks), cases)
 
 
@@ -115,6 +118,9 @@ def _in_group(directory: str, size: int, rank: int, run: Any, cases: list[list[A
     from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)
+    # traced as a whole and split into forward and backward as on a GPU, but run by plain operations
+    module_class: Any = torch.nn.Module
+    module_class.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     dist.init_process_group("gloo", store=FileStore(f"{directory}/store", size), rank=rank, world_size=size)
     found = [run(rank, size, *case) for case in cases]
     dist.barrier()
@@ -133,10 +139,8 @@ def build(
     from stoker.kernels.attention.flags import AttentionFlags
     from stoker.models.build import ALL_CALL_KINDS, build_model
     from stoker.models.config.batch_shape import BatchSpec
+    from stoker.models.config.peft import PeftKeys, peft_slice
 
-    # traced as a whole and split into forward and backward as on a GPU, but run by plain operations
-    module_class: Any = torch.nn.Module
-    module_class.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     decoder_length = DECODER_LENGTH if changes.get("family") == "t5" else 0
     return build_model(
         keys_of(changes),
@@ -157,6 +161,7 @@ def build(
         expert_parallel=experts,
         context_parallel=context,
         sharding=sharding,
+        peft=peft_slice(PeftKeys.model_validate(changes.get("peft", {}))),
     ).train()
 
 
@@ -204,19 +209,38 @@ def _compare_passes(rank: int, size: int, changes: dict[str, Any], sequence: boo
     }
 
 
-def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, tensor_ranks: int) -> dict[str, float]:
-    """Three steps of AdamW with clipping, two micro batches for each data-parallel rank, in fp64."""
+def _optimizer(name: str, changes: dict[str, Any], model: Any, **options: Any) -> Any:
+    """Return an optimizer with all the state it can have; `scaled` is AdamW with `scale_parameter`."""
+    from stoker.trainer.optim.adafactor import Adafactor
+    from stoker.trainer.optim.adamw import AdamW
+    from stoker.trainer.optim.muon import Muon
+    from stoker.trainer.optim.optimizer_factory import fused_projection_rows
+
+    fused = fused_projection_rows(keys_of(changes))
+    build: Any = {
+        "adamw": partial(AdamW, eps=1e-4),  # with the default, Adam makes steps of gradients that are rounding
+        "scaled": partial(AdamW, scale_parameter=True, fused=fused),
+        "adafactor": partial(Adafactor, beta1=0.9),
+        "muon": partial(Muon, fused=fused),
+    }[name]
+    return build(model.named_parameters(), lr=0.01, weight_decay=0.1, clip_norm=0.05, main_weights=True, **options)
+
+
+def _compare_steps(
+    rank: int, size: int, changes: dict[str, Any], kind: str, optimizer: str = "adamw", *, tensor_ranks: int
+) -> dict[str, float]:
+    """Three steps with clipping, two micro batches for each data-parallel rank, in fp64."""
     import torch.distributed as dist
 
     from stoker.models.parallel.collectives import TensorParallel
     from stoker.models.parallel.layout import ParallelLayout
     from stoker.models.parallel.partition import partitions_of
     from stoker.models.tensor_parallel import partial_gradients, reduce_partial_gradients
-    from stoker.trainer.config.parameter_layout import plan_layout
+    from stoker.trainer.config.parameter_layout import DataParallelLayout, plan_layout
+    from stoker.trainer.distributed.data_parallel import DataParallel
     from stoker.trainer.distributed.ddp import ReplicatedDataParallel
     from stoker.trainer.distributed.fsdp import ShardedDataParallel
     from stoker.trainer.distributed.process_group import DistributedContext
-    from stoker.trainer.optim.adamw import AdamW
     from stoker.trainer.utils.local_shard import local_tensor
 
     layout = ParallelLayout(tensor=tensor_ranks, data=size // tensor_ranks)
@@ -237,23 +261,23 @@ def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, 
     )
     name = "distributed_fused_adam" if kind == "zero1" else "adamw"
     plan = plan_layout(layout.data, optimizer=name, fsdp=kind == "fsdp", strategy="full", shard_size=None)
-    assert plan is not None
     device = torch.device("cpu")
-    if kind == "fsdp":
-        data_parallel: Any = ShardedDataParallel(plan, device, None, tensor_ranks=tensor_ranks)
+    if plan is None:
+        data_parallel: Any = DataParallel(DataParallelLayout("none", 1, 1), None)
+    elif kind == "fsdp":
+        data_parallel = ShardedDataParallel(plan, device, None, tensor_ranks=tensor_ranks)
     else:
         replicas = DistributedContext(place.data, layout.data, group=data_group)
         data_parallel = ReplicatedDataParallel(plan, device, None, replicas)
     whole = build(changes)
     part = build(changes, ranks, data_parallel)
-    # With the default `eps`, Adam makes steps of gradients that are rounding.
-    options: Any = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.05, "eps": 1e-4}
-    single: Any = AdamW(whole.named_parameters(), **options)
-    several: Any = AdamW(
-        part.named_parameters(),
+    single = _optimizer(optimizer, changes, whole)
+    several = _optimizer(
+        optimizer,
+        changes,
+        part,
         parts=partitions_of(part),
         sum_over_parts=ranks.sum,
-        **options,
         **data_parallel.optimizer_arguments,
     )
     data_parallel.attach(part, several)
@@ -273,18 +297,25 @@ def _compare_steps(rank: int, size: int, changes: dict[str, Any], kind: str, *, 
             if parameter.grad is not None
         }
         reduce_partial_gradients(gradients, partial_names, ranks)
-        for optimizer in (single, several):
-            optimizer.step()
+        for each in (single, several):
+            each.step()
         data_parallel.after_update()
         norms = max(norms, float((single.grad_norm / several.grad_norm - 1).abs()))
-        for optimizer in (single, several):
-            optimizer.zero_grad()
+        for each in (single, several):
+            each.zero_grad()
+    state = 0.0
+    full_state = single.local_shards()
+    for name, shard in several.local_shards().items():
+        expected = shard.with_local(torch.empty_like(shard.local))
+        expected.copy_from_full(full_state[name].local)
+        assert shard.shape == full_state[name].shape, name
+        state = max(state, float((shard.local - expected.local).abs().max()) if shard.local.numel() else 0.0)
     parts, worst = partitions_of(part), 0.0
     wanted = dict(whole.named_parameters())
     for name, parameter in part.named_parameters():
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         worst = max(worst, float((full - part_of(wanted[name], parts.get(name))).detach().abs().max()))
-    return {"norms": norms, "weights": worst}
+    return {"norms": norms, "weights": worst, "state": state}
 
 
 # ---------------------------------------------------------------- context parallelism

@@ -27,16 +27,22 @@ GATED_T5 = {
     **T5, "activation": "geglu", "num_query_groups": 1, "share_token_embeddings": False, "label_smoothing": 0.1,
     "normalization": "rmsnorm", "bias": False,
 }  # fmt: skip
+WHOLE = ("adafactor", "muon", "scaled")
+"""Optimizers whose updates are not elementwise."""
 CASES: list[tuple[dict[str, Any], bool]] = [
     (SHARED_HEADS, False),
     (SHARED_HEADS, True),
     ({"family": "bert"}, True),
     (GATED_T5, True),
     ({"position_embedding_type": "kerple", "transformer_block_type": "parallel_ln"}, True),
+    ({"transformer_block_type": "normformer", "init_method_std": 0.5}, True),
     ({**LLAMA, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
     *extra(
         *((keys, sequence) for keys in ({}, LLAMA, T5) for sequence in (False, True)),
         (GATED_T5, False),
+        ({**LLAMA, "transformer_block_type": "normformer", f"{RECOMPUTE}_modules": ["norm", "mlp_activation"]}, True),
+        ({**SHARED_HEADS, "transformer_block_type": "normformer", "normalization": "layernorm1p"}, False),
+        ({**T5, "transformer_block_type": "normformer"}, True),
         ({"family": "bert", "bert": {"mlm_transform": False}}, False),
         ({"position_embedding_type": "alibi"}, False),
         ({"position_embedding_type": "sandwich", "transformer_block_type": "post_ln"}, True),
@@ -63,6 +69,16 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
         (LLAMA, "zero1"),
         (shared_heads, "fsdp"),
         *extra((shared_heads, "ddp"), (GATED_T5, "fsdp"), (GATED_T5, "zero1")),
+        (shared_heads, "fsdp", "adafactor"),
+        (LLAMA, "ddp", "muon"),
+        *extra(
+            *(
+                (keys, kind, name)
+                for keys in (LLAMA, shared_heads, GATED_T5)
+                for kind in ("ddp", "fsdp")
+                for name in WHOLE
+            )
+        ),
     ]
     for case, differences in zip(
         cases, forks.call("parallel_models", "compare_steps", str(tmp_path), 4, 2, cases), strict=True
@@ -73,7 +89,7 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"transformer_block_type": "normformer", "hidden_dropout": 0.1}, "norm inside the MLP or dropout"),
+        ({"hidden_dropout": 0.1}, "dropout"),
         ({"num_attention_heads": 3, "kv_channels": 8}, "3 must be a multiple of the 2"),
     ],
 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from stoker.models.parallel.partition import Partition, RankPart, Section
 from stoker.trainer.checkpoint.reader import Checkpoint
 from stoker.trainer.checkpoint.sharded_safetensors import open_full_tensors, read_shards, shard_file_name, write_shards
+from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
+from stoker.trainer.optim.base_optimizer import Optimizer
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.muon import Muon
 from stoker.trainer.utils.errors import UserError
@@ -249,16 +253,16 @@ def test_optimizer_state_and_average_know_their_place(tmp_path: Path) -> None:
             assert torch.equal(tensors.read(name), shard.local), name
 
 
-def test_optimizers_that_need_the_whole_weight_say_so() -> None:
-    weight, parts = local_model(0, RankPart(QKV, 0, 4))
-    for build in (
-        lambda: Muon([("w", weight)], lr=0.1, parts=parts),
-        lambda: AdamW([("w", weight)], lr=0.1, scale_parameter=True, parts=parts),
+@pytest.mark.parametrize("kind", [Muon, Adafactor])
+def test_optimizers_that_need_whole_matrices_of_experts_say_so(kind: type[Optimizer]) -> None:
+    experts: Any = [("experts.up", nn.Parameter(torch.zeros(2, 4, 4)))]
+    whole, split = (Partition(0, (Section(4, 2),)), Partition(1, (Section(8, 2),)))
+    build: Any = partial(kind, experts, lr=0.1)
+    build(parts={"experts.up": RankPart(whole, 0, 2)})
+    with pytest.raises(
+        UserError, match=r"`experts.up` is a stack of matrices that are split over 2 ranks, but .* whole"
     ):
-        with pytest.raises(UserError, match=r"`w` is partitioned over 4 ranks, but .* needs all of it"):
-            build()
-    experts = nn.Parameter(torch.zeros(2, 4, 4))
-    Muon([("experts.up", experts)], lr=0.1, parts={"experts.up": RankPart(Partition(0, (Section(4, 2),)), 0, 2)})
+        build(parts={"experts.up": RankPart(split, 0, 2)})
 
 
 class Attention(nn.Module):

@@ -7,12 +7,14 @@ projections share the column means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..utils.local_shard import LocalShard
 from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
 
 
@@ -59,7 +61,7 @@ class Adafactor(Optimizer):
         state: dict[str, Tensor] = {}
         if main.ndim > 1:
             state["exp_avg_sq_row"] = main.new_zeros(main.shape[:-1], dtype=dtype)
-            state["exp_avg_sq_col"] = main.new_zeros(main.shape[:-2] + main.shape[-1:], dtype=dtype)
+            state["exp_avg_sq_col"] = main.new_zeros((*main.shape[:-2], shape[-1]), dtype=dtype)
         else:
             state["exp_avg_sq"] = torch.zeros_like(main, dtype=dtype)
         if self.beta1 is not None:
@@ -67,30 +69,45 @@ class Adafactor(Optimizer):
         return state
 
     def is_replicated(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Return True for the column means of a matrix, which are over the rows of all ranks."""
+        """Return True for the column means of a matrix: all columns, over the rows of all ranks."""
         return key == "exp_avg_sq_col" and len(shape) == 2
 
     def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
-        """Update all weights together, with two all-reduces over the shards; see `Optimizer.update`."""
+        """Update all weights together, with two all-reduces over the ranks; see `Optimizer.update`.
+
+        Another one over the parts sums the squares of rows of which each rank has some columns.
+        """
         live = scale >= 0
         steps: list[Tensor] = []
         for shard in shards:
             dtype = arithmetic_dtype(shard.state["main"])
             steps.append(shard.gradient.to(dtype).mul_(scale.to(dtype)))
 
-        column_squares = [_column_squares(step) for step in steps]
-        weight_squares = [_squares(s.state["main"].to(step.dtype)) for s, step in zip(shards, steps, strict=True)]
-        # Columns of a matrix run over the rows of all shards; batched matrices (experts) are not split by rows.
+        places = [self.placed_shard(shard.parameter) for shard in shards]
+        row_squares = [_row_squares(step) for step in steps]
+        self._sum(
+            [squares for squares, place in zip(row_squares, places, strict=True) if place.columns is not None],
+            self.sum_over_parts,
+        )
+        column_squares = [
+            self._column_squares(s, step, place) for s, step, place in zip(shards, steps, places, strict=True)
+        ]
+        weight_squares = [
+            self._squares(s, s.state["main"].to(step.dtype)) for s, step in zip(shards, steps, strict=True)
+        ]
+        # Columns of a matrix run over the rows of all ranks; batched matrices (experts) are not split by rows.
         sharded = [squares for squares, s in zip(column_squares, shards, strict=True) if s.parameter.ndim == 2]
-        self._sum([*sharded, *weight_squares])
+        self._sum([*sharded, *weight_squares], self.sum_over_ranks)
 
-        for step, squares, shard in zip(steps, column_squares, shards, strict=True):
-            self._normalize(step, squares, shard.parameter.shape, shard.state, live)
+        for step, rows, columns, place, shard in zip(steps, row_squares, column_squares, places, shards, strict=True):
+            self._normalize(step, rows, columns, place, shard.state, live)
 
-        step_squares = [_squares(step) for step in steps]
-        self._sum(step_squares)
-        for shard, step, step_square, weight_square in zip(shards, steps, step_squares, weight_squares, strict=True):
-            state, elements = shard.state, shard.parameter.numel()
+        step_squares = [self._squares(shard, step) for shard, step in zip(shards, steps, strict=True)]
+        self._sum(step_squares, self.sum_over_ranks)
+        for shard, step, place, step_square, weight_square in zip(
+            shards, steps, places, step_squares, weight_squares, strict=True
+        ):
+            state, elements = shard.state, math.prod(place.shape)
             rate: Any = group["lr"]
             if self.scale_parameter:
                 rate = (weight_square / elements).sqrt().clamp(min=self.eps[1]) * rate
@@ -102,15 +119,36 @@ class Adafactor(Optimizer):
             new = state["main"].to(step.dtype) * (1 - group["weight_decay"] * rate) - step
             write_weight(shard.weight, state["main"], new, live)
 
+    def _squares(self, shard: ShardUpdate, tensor: Tensor) -> Tensor:
+        """Return the sum of squares of what this rank counts of a tensor shaped like the local shard."""
+        counted = [torch.linalg.vector_norm(each).square() for each in self.counted(shard.parameter, tensor)]
+        return torch.stack(counted).sum() if counted else tensor.new_zeros(())
+
+    def _column_squares(self, shard: ShardUpdate, step: Tensor, place: LocalShard) -> Tensor:
+        """Return the sum of squares of each column of the full matrix, over what this rank counts of it."""
+        if step.ndim != 2:
+            return step if step.ndim < 2 else torch.linalg.vector_norm(step, dim=-2).square()
+        squares = step.new_zeros(place.shape[1])
+        for rows in self.counted(shard.parameter, step):
+            _own_columns(squares, place, step).add_(torch.linalg.vector_norm(rows, dim=0).square())
+        return squares
+
     def _normalize(
-        self, step: Tensor, squares: Tensor, shape: torch.Size, state: dict[str, Tensor], live: Tensor
+        self,
+        step: Tensor,
+        row_squares: Tensor,
+        column_squares: Tensor,
+        place: LocalShard,
+        state: dict[str, Tensor],
+        live: Tensor,
     ) -> None:
         """Update the second moments and divide the gradient `step` by their root, in place.
 
         Args:
             step: local shard of the gradient.
-            squares: sum of squares of each column of the full matrix; unused for a vector.
-            shape: full shape of the parameter.
+            row_squares: sum of squares of each local row; unused for a vector.
+            column_squares: sum of squares of each column of the full matrix; unused for a vector.
+            place: local shard of the parameter.
             state: second moments of the parameter.
             live: False leaves the state unchanged (a skipped step).
         """
@@ -124,24 +162,25 @@ class Adafactor(Optimizer):
         if step.ndim < 2:
             step.mul_(update_moment("exp_avg_sq", step.square()).rsqrt())
             return
-        rows = update_moment("exp_avg_sq_row", torch.linalg.vector_norm(step, dim=-1).square() / shape[-1])
-        columns = update_moment("exp_avg_sq_col", squares / shape[-2])
+        rows = update_moment("exp_avg_sq_row", row_squares / place.shape[-1])
+        columns = update_moment("exp_avg_sq_col", column_squares / place.shape[-2])
         # The mean of the row means over all ranks equals the mean of the column means, which are replicated.
         step.mul_((rows / columns.mean(dim=-1, keepdim=True)).rsqrt().unsqueeze(-1))
-        step.mul_(columns.rsqrt().unsqueeze(-2))
+        step.mul_(_own_columns(columns, place, step).rsqrt().unsqueeze(-2))
 
-    def _sum(self, tensors: list[Tensor]) -> None:
-        """All-reduce tensors over the shards in place, in one message."""
-        flat = self.sum_over_shards(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    def _sum(self, tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
+        """All-reduce tensors in place, in one message."""
+        if not tensors:
+            return
+        flat = reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
 
 
-def _squares(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor).square()
+def _row_squares(step: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(step, dim=-1).square() if step.ndim > 1 else step
 
 
-def _column_squares(tensor: Tensor) -> Tensor:
-    if tensor.ndim < 2:
-        return tensor
-    return torch.linalg.vector_norm(tensor, dim=-2).square()
+def _own_columns(columns: Tensor, place: LocalShard, local: Tensor) -> Tensor:
+    """Return the columns that this rank holds, of a vector of all of them."""
+    return columns if place.columns is None else columns.narrow(0, place.columns.first, local.shape[1])

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.optim.adamw_kernel import adamw_step
+from ...models.parallel.partition import RankPart
+from ..utils.local_shard import LocalShard
 from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype
 
 MIN_RMS = 1e-3
@@ -59,10 +61,15 @@ class AdamW(Optimizer):
         """Return True, unless `scale_parameter` needs the RMS of the weight."""
         return not self.scale_parameter
 
+    def supports_part(self, name: str, shape: tuple[int, ...], part: RankPart) -> bool:
+        """Return True."""
+        return True
+
     def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update all weights with one fused kernel; see `Optimizer.update`."""
         tensors: list[_Tensors] = []
         counts: list[int] = []
+        counted: list[Tensor] = []
         for shard in shards:
             state, main, parameter = shard.state, shard.state["main"], shard.parameter
             target = main if main.dtype == shard.weight.dtype else shard.weight
@@ -70,12 +77,14 @@ class AdamW(Optimizer):
             if not self.scale_parameter:
                 tensors.append(shard_tensors)
                 continue
-            position = self.shard_of(parameter)
+            position = self.placed_shard(parameter)
             # The experts of a layer share one RMS.
             parts = self._parts(shard.name, position.num_rows) if parameter.ndim < 3 else [position.num_rows]
-            for rows, part in _split(shard_tensors, position.rows[0].first, parts):
+            for rows, first, part in _split(shard_tensors, position, parts):
                 tensors.append(part)
-                counts.append(parameter.numel() * rows // position.num_rows)
+                counts.append(math.prod(position.shape) * rows // position.num_rows)
+                own = self.counted(parameter, part.main, first)
+                counted.append(own[0] if len(own) == 1 else torch.cat([part.main[:0], *own]))
         if not tensors:
             return
         adamw_step(
@@ -87,7 +96,7 @@ class AdamW(Optimizer):
             weight_decay=group["weight_decay"],
             step=self.updates,
             grad_scale=scale,
-            lr_scales=self._rms([part.main for part in tensors], counts) if self.scale_parameter else None,
+            lr_scales=self._rms(counted, counts) if self.scale_parameter else None,
         )
 
     def _parts(self, name: str, rows: int) -> list[int]:
@@ -98,10 +107,10 @@ class AdamW(Optimizer):
         return [rows]
 
     def _rms(self, mains: list[Tensor], counts: list[int]) -> Tensor:
-        """Return the RMS of each weight, at least `MIN_RMS`, from its local shard and its full element count."""
+        """Return the RMS of each weight, at least `MIN_RMS`, from what this rank counts and its full element count."""
         norms = torch._foreach_norm(mains, 2, dtype=arithmetic_dtype(mains[0]))  # pyright: ignore[reportPrivateImportUsage]
         shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])  # pyright: ignore[reportPrivateImportUsage]
-        return self.sum_over_shards(torch.stack(shares).square()).sqrt().clamp(min=MIN_RMS)
+        return self.sum_over_ranks(torch.stack(shares).square()).sqrt().clamp(min=MIN_RMS)
 
 
 class _Tensors(NamedTuple):
@@ -114,16 +123,17 @@ class _Tensors(NamedTuple):
     exp_avg_sq: Tensor
 
 
-def _split(shard: _Tensors, start: int, parts: list[int]) -> Iterator[tuple[int, _Tensors]]:
-    """Split a local shard into the projections of a fused weight; yield the full number of rows of each and its part.
+def _split(shard: _Tensors, position: LocalShard, parts: list[int]) -> Iterator[tuple[int, int, _Tensors]]:
+    """Split a local shard into the projections of a fused weight, which have `parts` rows each.
 
-    `start` is the index of the shard's first row in the full weight, `parts` the rows of each projection.
+    Yields the full number of rows of each, its first local row, and its local rows.
     """
     if len(parts) == 1:
-        yield parts[0], shard
+        yield parts[0], 0, shard
         return
-    begin = -start
+    begin = low = 0
     for rows in parts:
-        low, high = max(begin, 0), max(begin + rows, 0)
-        yield rows, _Tensors(*(tensor[low:high] for tensor in shard))
         begin += rows
+        high = sum(min(max(begin - held.first, 0), held.size) for held in position.rows)
+        yield rows, low, _Tensors(*(tensor[low:high] for tensor in shard))
+        low = high

@@ -5,8 +5,8 @@ A step whose gradient norm is not finite changes neither weights nor state, and 
 
 With sharded parameters, an optimizer updates the local shard (`utils.local_shard`), and communicates with the other
 shards through `sum_over_shards` and `gather_rows`. Under tensor or expert parallelism these see the data-parallel
-shards of this rank's part of a parameter only, so that an update must be elementwise, or of whole matrices of experts
-(`supports_part`): AdamW without `scale_parameter` and SGD for all parameters, Muon for all but partitioned matrices.
+shards of this rank's part of a parameter only, and `sum_over_parts` those with the other parts: every rank counts its
+share of what several hold once (`counted`).
 
 Main weights and state may be kept in host memory (`model.cpu_offloading_optimizer`, see `host_state`): an update then
 gets them on the device, a bucket of parameters at a time.
@@ -15,6 +15,7 @@ gets them on the device, a bucket of parameters at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -105,6 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         bucket_bytes: bytes of state that are moved to the device at once, with `host`.
 
     Attributes:
+        parts_by_name: `parts`.
         host_state: state in host memory; None without `host`.
 
     Raises:
@@ -150,7 +152,7 @@ class Optimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self.shard_of = shard_of
         self.local_rows = local_rows
-        self._parts_by_name = dict(parts or {})
+        self.parts_by_name = dict(parts or {})
         self.sum_over_parts = sum_over_parts
         self.sum_over_experts = sum_over_experts
         self._reduce_gradients = reduce_gradients
@@ -196,8 +198,11 @@ class Optimizer(torch.optim.Optimizer):
         return False
 
     def supports_part(self, name: str, shape: tuple[int, ...], part: RankPart) -> bool:
-        """Return True if `update` is correct for a rank with one part of a parameter of this (full) shape."""
-        return part.partition is None or self.is_elementwise(name, shape)
+        """Return True if `update` is correct for a rank with one part of a parameter of this (full) shape.
+
+        By default it is, unless matrices of experts are split.
+        """
+        return part.partition is None or self.is_elementwise(name, shape) or len(shape) < 3 or part.partition.dim == 0
 
     def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update weights of one group in place: all of them, or those of a bucket.
@@ -274,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         else:
             for group, group_gradients in zip(self.param_groups, gradients, strict=True):
                 shards = [
-                    ShardUpdate(name, parameter, self._placed_shard(parameter).local, gradient, self._states[parameter])
+                    ShardUpdate(name, parameter, self.placed_shard(parameter).local, gradient, self._states[parameter])
                     for name, parameter, gradient in zip(group["names"], group["params"], group_gradients, strict=True)
                 ]
                 self.update(group, shards, scale)
@@ -293,12 +298,15 @@ class Optimizer(torch.optim.Optimizer):
         named: dict[str, LocalShard] = {}
         for group in self.param_groups:
             for name, parameter in zip(group["names"], group["params"], strict=True):
-                shard = self._placed_shard(parameter)
+                shard = self.placed_shard(parameter)
                 for key, tensor in self._states[parameter].items():
                     if key == "main" and not self.main_weights:
                         continue
                     if self.is_replicated(key, shard.shape):
                         named[f"{name}.{key}"] = whole_shard(tensor, *rank_and_world_size())
+                    elif shard.columns is not None and tensor.ndim < 2:  # of rows, the same for all parts of them
+                        of_rows = self.shard_of(parameter, replace(self.parts_by_name[name], partition=None))
+                        named[f"{name}.{key}"] = of_rows.with_local(tensor)
                     else:
                         named[f"{name}.{key}"] = shard.with_local(tensor)
         return named
@@ -309,21 +317,21 @@ class Optimizer(torch.optim.Optimizer):
             self.host_state.synchronize()
 
     def _first_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        shard = self._placed_shard(parameter)
+        shard = self.placed_shard(parameter)
         weight = shard.local
         main = weight.float() if self._has_main_weight(parameter) else weight
         return {"main": main, **self.initial_state(self._names[parameter], main, shard.shape)}
 
     def _global_norm(self, gradients: list[list[Tensor]]) -> Tensor:
         """Return the norm of all gradients, of which parts and experts are on different ranks."""
-        if not self._parts_by_name:
+        if not self.parts_by_name:
             return global_norm(list(chain.from_iterable(gradients)), self.sum_over_shards)
         counted: dict[str, list[Tensor]] = {"tensor": [], "expert": []}
         for group, found in zip(self.param_groups, gradients, strict=True):
             for parameter, gradient in zip(group["params"], found, strict=True):
                 part = self._part_of(parameter)
-                counted[part.axis if part else "tensor"] += self._counted_in_norm(parameter, gradient)
-        norm = global_norm(counted["tensor"], lambda total: self.sum_over_parts(self.sum_over_shards(total)))
+                counted[part.axis if part else "tensor"] += self.counted(parameter, gradient)
+        norm = global_norm(counted["tensor"], self.sum_over_ranks)
         if not counted["expert"]:
             return norm
         experts = global_norm(
@@ -332,32 +340,40 @@ class Optimizer(torch.optim.Optimizer):
         return torch.hypot(norm, experts)
 
     def _part_of(self, parameter: Tensor) -> RankPart | None:
-        return self._parts_by_name.get(self._names[parameter])  # pyright: ignore[reportArgumentType]
+        return self.parts_by_name.get(self._names[parameter])  # pyright: ignore[reportArgumentType]
 
-    def _counted_in_norm(self, parameter: nn.Parameter, gradient: Tensor) -> list[Tensor]:
-        """Return what this rank adds to the gradient norm: of what several ranks hold, the first one counts it."""
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
+        return self.sum_over_parts(self.sum_over_shards(tensor))
+
+    def counted(self, parameter: nn.Parameter, tensor: Tensor, first: int = 0) -> list[Tensor]:
+        """Return what this rank adds to a sum over all elements: of what several ranks hold, the first one counts it.
+
+        Args:
+            parameter: the parameter.
+            tensor: its local shard, or another tensor of the same shape, or some rows of it.
+            first: first of these rows.
+        """
         part = self._part_of(parameter)
         if part is None:
-            return [gradient]
-        if part.partition is None:
-            return [gradient] if part.rank == 0 else []
-        replicas = {each.replica for each in part.ranges()}
+            return [tensor]
+        replicas = {each.replica for each in part.ranges()} or {part.rank}
         if len(replicas) == 1:
-            return [gradient] if replicas == {0} else []
-        shard = self._placed_shard(parameter)
-        return [gradient[start : start + rows.size] for start, rows in shard.local_ranges() if rows.is_saved]
+            return [tensor] if replicas == {0} else []
+        ranges = [(start - first, rows) for start, rows in self.placed_shard(parameter).local_ranges()]
+        return [tensor[max(start, 0) : max(start + rows.size, 0)] for start, rows in ranges if rows.is_saved]
 
-    def _placed_shard(self, parameter: nn.Parameter) -> LocalShard:
+    def placed_shard(self, parameter: nn.Parameter) -> LocalShard:
         """Return the local shard of a parameter, with its place in the full parameter."""
         return self.shard_of(parameter, self._part_of(parameter))
 
     def _check_parts(self) -> None:
         for parameter, name in self._names.items():
-            part = self._parts_by_name.get(name)
-            if part is not None and not self.supports_part(name, self._placed_shard(parameter).shape, part):
+            part = self.parts_by_name.get(name)
+            if part is not None and not self.supports_part(name, self.placed_shard(parameter).shape, part):
                 raise UserError(
-                    f"`{name}` is partitioned over {part.ranks} ranks, but {type(self).__name__} needs all of it; "
-                    "set model.optim.name=adamw without scale_parameter"
+                    f"`{name}` is a stack of matrices that are split over {part.ranks} ranks, but "
+                    f"{type(self).__name__} needs whole ones; set model.optim.name=adamw"
                 )
 
     def _state_on_host(self, host: CopyEngine, bucket_bytes: int) -> HostState:
@@ -368,7 +384,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _state_shape(self, parameter: nn.Parameter, shards: int) -> StateShape:
         """Return the shapes of a parameter's state in host memory: all except a main weight that is the parameter."""
-        name, shard = self._names[parameter], self._placed_shard(parameter)
+        name, shard = self._names[parameter], self.placed_shard(parameter)
         shape, weight = shard.shape, shard.local
         has_main_weight = self._has_main_weight(parameter)
 
@@ -398,7 +414,7 @@ class Optimizer(torch.optim.Optimizer):
             gradient = gradients[bucket.group][part.index]
             if part.element_range is not None:
                 gradient = gradient.contiguous()
-            weight = part.view(self._placed_shard(parameter).local)
+            weight = part.view(self.placed_shard(parameter).local)
             state.setdefault("main", weight)
             shards.append(ShardUpdate(name, parameter, weight, part.view(gradient), state))
         self.update(group, shards, scale)

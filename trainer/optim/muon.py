@@ -71,9 +71,9 @@ class Muon(AdamW):
     Each projection of a fused weight (`fused`) is orthogonalized separately, as if it were a weight of its own:
     otherwise a projection with large gradients would suppress the singular values of the others.
 
-    With sharded parameters, each matrix is all-gathered, orthogonalized on every rank, and each rank updates its local
-    shard; experts are sharded by whole matrices and need no gathering. The iteration is in bf16, as in torch, and in
-    fp64 for fp64 weights.
+    With sharded parameters, and under tensor parallelism, each matrix is gathered, orthogonalized on every rank, and
+    each rank updates its local shard; experts are sharded by whole matrices and need no gathering. The iteration is in
+    bf16, as in torch, and in fp64 for fp64 weights.
 
     Args:
         lr: learning rate until `set_lr` is called.
@@ -113,8 +113,8 @@ class Muon(AdamW):
         return not is_hidden_matrix(name, shape) and super().is_elementwise(name, shape)
 
     def supports_part(self, name: str, shape: tuple[int, ...], part: RankPart) -> bool:
-        """Return True for experts too, whose matrices stay whole; a part of a matrix cannot be orthogonalized."""
-        return super().supports_part(name, shape, part) or (is_hidden_matrix(name, shape) and len(shape) == 3)
+        """Return True, except for split matrices of experts, which are not gathered."""
+        return part.partition is None or part.partition.dim == 0 or len(shape) < 3
 
     def update(self, group: dict[str, Any], shards: list[ShardUpdate], scale: Tensor) -> None:
         """Update matrices one after the other, then the rest with AdamW; see `Optimizer.update`."""
@@ -136,15 +136,29 @@ class Muon(AdamW):
         direction = torch.lerp(gradient, mean, self.momentum) if self.nesterov else mean
         narrow = direction.to(torch.float64 if dtype == torch.float64 else torch.bfloat16)
 
-        is_stack, rows = parameter.ndim == 3, parameter.shape[-2]
-        full = narrow if is_stack else self.gather_rows(narrow, rows)
+        is_stack = parameter.ndim == 3
+        full = narrow if is_stack else self._gather(narrow, shard)
         steps = [
             orthogonalize(part, self.ns_steps).to(dtype) * rate_factor(self.adjust_lr_fn, *part.shape[-2:])
-            for part in full.split(self._parts(shard.name, rows), dim=-2)
+            for part in full.split(self._parts(shard.name, full.shape[-2]), dim=-2)
         ]
         step = torch.cat(steps, dim=-2)
         if not is_stack:
-            first = self.shard_of(parameter).rows[0].first
-            step = step[first : first + main.shape[0]]
+            place = self.placed_shard(parameter).with_local(torch.empty_like(main, dtype=dtype))
+            place.copy_from_full(step)
+            step = place.local
         lr, weight_decay = group["lr"], group["weight_decay"]
         write_weight(shard.weight, main, main.to(dtype) * (1 - lr * weight_decay) - lr * step, live)
+
+    def _gather(self, local: Tensor, shard: ShardUpdate) -> Tensor:
+        """Return the full matrix: the rows of all shards, then all parts, which are summed with zeros elsewhere."""
+        rows, part = self.gather_rows(local, shard.parameter.shape[-2]), self.parts_by_name.get(shard.name)
+        if part is None or part.partition is None:
+            return rows
+        dim, start = part.partition.dim, 0
+        full = rows.new_zeros(part.full_shape(rows.shape))
+        for held in part.ranges():
+            if held.replica == 0:
+                full.narrow(dim, held.start, held.size).copy_(rows.narrow(dim, start, held.size))
+            start += held.size
+        return self.sum_over_parts(full)
