@@ -31,7 +31,7 @@ class RingInOneProcess:
         self.key_value = [*key_value.contiguous()]
         self.options = [
             RingOptions(
-                inputs.causal, inputs.window_size, inputs.scale, inputs.softcap, rank, size, "", (zigzag,) * 2, flash
+                inputs.causal, inputs.window_size, inputs.scale, inputs.softcap, rank, size, "", (zigzag, zigzag), flash
             )
             for rank in range(size)
         ]
