@@ -80,8 +80,6 @@ def expert_mlp(
     _check_choices(nonlinearity, capacity, dropout, implementation)
     if implementation == "auto" and not triton_runs_on(hidden):
         implementation = "sequential"
-    if not torch.compiler.is_compiling() and not len(hidden):  # another rank's experts have all tokens
-        implementation = "sequential"
     dropout_mask = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
     if capacity is not None:
         output = padded_experts(

@@ -94,6 +94,10 @@ def _experts(
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output (T, h) and the result of the first projection, which is saved for the backward."""
+    if not len(hidden):
+        return hidden.new_empty(hidden.shape, dtype=(hidden if residual is None else residual).dtype), hidden.new_empty(
+            0, up.shape[1]
+        )
     hidden = hidden.contiguous()
     rows = _make_rows(order, ends, places.shape[1], up, down, backend)
     if rows.by_torch and up_bias is None:
@@ -149,6 +153,10 @@ def _experts_backward(
 
     With `frozen` all but the first two are empty.
     """
+    if not len(hidden):
+        trained = () if frozen else (up, down, up_bias, down_bias)
+        zeros = [gradient.new_empty(0) if weight is None else torch.zeros_like(weight) for weight in trained]
+        return hidden.clone(), gates.clone(), *(zeros or [gradient.new_empty(0) for _ in range(4)])
     hidden, gradient = hidden.contiguous(), gradient.contiguous()
     rows = _make_rows(order, ends, places.shape[1], up, down, backend)
     operand = rows.operand(gradient)
@@ -161,12 +169,12 @@ def _experts_backward(
     del operand, weighted
     down_bias_gradient = gradient.new_empty(0)
     if down_bias is not None:
-        # per token and expert (T, E) instead of per row, as a token has each expert at most once
+        # per token and expert (T, E) instead of per row, as a token has each expert at most once; dropped ones in E + 1
         by_expert = gradient.float() @ down_bias.float().t()
         gate_gradient += torch.where(places >= 0, by_expert.gather(1, experts), 0)
         if not frozen:
-            kept_gates = torch.where(places >= 0, gates.float(), 0)
-            dense_gates = torch.zeros(len(gradient), len(ends), device=gradient.device).scatter(1, experts, kept_gates)
+            dense_gates = torch.zeros(len(gradient), len(ends) + 1, device=gradient.device)
+            dense_gates = dense_gates.scatter(1, torch.where(places >= 0, experts, len(ends)), gates.float())[:, :-1]
             down_bias_gradient = (dense_gates.t() @ gradient.float()).to(down_bias.dtype)
     up_gradient = gradient.new_empty(0)
     if not frozen:

@@ -227,6 +227,8 @@ def _zero_after(out: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("stoker::grouped_matmul", mutates_args=())
 def _grouped_matmul(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None, backend: str) -> Tensor:
+    if not len(left):
+        return left.new_empty(0, matrices.shape[2])
     backend = resolve_backend(backend, left, *matrices.shape[1:])
     if backend == "torch" and bias is not None:  # it could add the bias to rounded products only
         backend = "triton" if triton_runs_on(left) else "loop"
@@ -245,6 +247,8 @@ def _(left: Tensor, matrices: Tensor, ends: Tensor, bias: Tensor | None, backend
 
 @torch.library.custom_op("stoker::grouped_outer", mutates_args=())
 def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor, backend: str) -> Tensor:
+    if not len(left):
+        return left.new_zeros(len(ends), left.shape[1], right.shape[1])
     backend = resolve_backend(backend, left, left.shape[1], right.shape[1])
     if backend == "triton":
         widths = left.shape[1], right.shape[1]
