@@ -25,7 +25,7 @@ from .layer import Layer
 from .layers.attention_bias import ScoreBiasModule
 from .layers.cross_attention import CrossAttention
 from .layers.mlp import MLP
-from .layers.norm import LayerNorm, RMSNorm
+from .layers.norm import LayerNorm, RMSNorm, norm_parameters
 from .layers.self_attention import SelfAttention
 from .moe.experts import Experts
 from .moe.router import Router
@@ -193,6 +193,27 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
             elif ranks.sequence and (isinstance(module, Router) or (isinstance(module, Experts) and not module.ranks)):
                 found |= {f"{name}.{part}" for part, _ in module.named_parameters(recurse=False)}
     return found
+
+
+def count_partial_gradients(model: FamilySlice, *, sequence: bool) -> int:
+    """Count the elements of the parameters of `partial_gradients`, given the slice of a rank's model."""
+    crosses = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
+    pairs = zip(model.stacks, crosses, strict=True)
+    return sum(_count_partial(stack, cross, sequence=sequence) for stack, cross in pairs)
+
+
+def _count_partial(stack: StackSlice, cross: AttentionSlice | None, *, sequence: bool) -> int:
+    attentions = [stack.attention, *([] if cross is None else [cross])]
+    count = stack.num_layers * sum(
+        2 * norm_parameters(stack.norm, each.head_dim) for each in attentions if each.qk_norm
+    )
+    if not sequence:
+        return count
+    norms = stack.num_layers * (len(attentions) + 1) + (stack.block != "post_ln")
+    biases = sum(each.output_bias for each in attentions) + stack.mlp.bias
+    return (
+        count + norms * norm_parameters(stack.norm, stack.hidden_size) + stack.num_layers * biases * stack.hidden_size
+    )
 
 
 def reduce_partial_gradients(gradients: Mapping[str, Tensor], partial: Set[str], ranks: TensorParallel) -> None:

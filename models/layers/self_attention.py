@@ -17,6 +17,8 @@ from ..config.dense_stack import AttentionSlice
 from ..config.stack import StackSlice
 from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
+from ..parallel.linear import column_traffic, row_traffic
+from ..parallel.traffic import Collective, Pass
 from .attention import Attention, AttentionArguments, Backends, attention_arguments
 from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
@@ -170,6 +172,71 @@ def attention_weights(attention: AttentionSlice, stack: StackSlice) -> Weights:
     return Weights((Matrix("qkv", hidden * qkv), Matrix("output", hidden * query)), others)
 
 
+def attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
+    """Return the traffic of self-attention."""
+    attention, mesh = inputs.stack.attention, inputs.mesh
+    if mesh.tensor == 1:
+        return context_traffic(attention, inputs, inputs.tokens)
+    whole = inputs.outer_elements * inputs.widths.compute
+    trained = "attention_qkv" in inputs.trained_projections
+    return (
+        *column_traffic(
+            whole,
+            gathers=mesh.sequence,
+            trained=trained,
+            saves_gathered=inputs.saves_gathered,
+            shared=shared_head_bytes(attention, inputs),
+        ),
+        *context_traffic(attention, inputs, inputs.tokens),
+        *row_traffic(whole, scatters=mesh.sequence),
+    )
+
+
+def shared_head_bytes(attention: AttentionSlice, inputs: StackInputs) -> tuple[int, ...]:
+    """Return the bytes of the gradients of all key heads, of all value heads, and of their biases, if ranks share them;
+    see `parallel.collectives.SharedRows`.
+    """
+    if inputs.shared_heads == 1:
+        return ()
+    parts = inputs.mesh.tensor // inputs.shared_heads
+    rows = parts * attention.groups * attention.head_dim * inputs.widths.compute
+    return (rows * inputs.stack.hidden_size,) * 2 + (rows,) * 2 * attention.qkv_bias
+
+
+def context_traffic(attention: AttentionSlice, inputs: StackInputs, key_tokens: int) -> tuple[Collective, ...]:
+    """Return the traffic of the core of an attention over the context-parallel ranks.
+
+    Args:
+        attention: its configuration.
+        inputs: inputs of the stack.
+        key_tokens: keys of the rank.
+    """
+    ranks, width = inputs.mesh.context, attention.head_dim * inputs.widths.compute
+    if ranks == 1:
+        return ()
+    queries = inputs.tokens * attention.heads * width
+    keys = key_tokens * attention.groups * width
+    match inputs.comm_type:
+        case "a2a":  # queries, keys, values and output, and their gradients
+            passes: tuple[Pass, Pass] = ("forward", "backward")
+            return tuple(Collective("context", "all-to-all", 2 * (queries + keys), each, number=4) for each in passes)
+        case "all_gather":
+            gathered = Collective("context", "all-gather", 2 * keys * ranks, "forward", number=2)
+            return (
+                gathered,
+                gathered._replace(during="backward"),
+                gathered._replace(kind="reduce-scatter", during="backward"),
+            )
+        case _:  # a ring: keys and values go around, in the backward pass with their fp32 gradients
+            steps = ranks - 1
+            gradients = 2 * keys * 4 // inputs.widths.compute
+            return (
+                Collective("context", "send", 2 * keys * steps, "forward", number=steps, overlaps=True),
+                Collective("context", "send", 2 * keys * steps, "backward", number=steps, overlaps=True),
+                Collective("context", "send", gradients * ranks, "backward", number=ranks, overlaps=True),
+            )
+
+
 def self_attention_memory(inputs: StackInputs) -> PartMemory:
     """Return the memory of self-attention."""
     q, k = (heads * inputs.tokens for heads in (inputs.stack.attention.heads, inputs.stack.attention.groups))
@@ -204,7 +271,7 @@ def attention_memory(
     elif has_rotary:
         projected, copies = k_bytes, q_bytes + k_bytes
     qk_norms = _qk_norm_bytes(attention, inputs, sum(rows)) if attention.qk_norm else 0
-    core = core_memory(attention, decision, widths.compute, compiled=compiled)
+    core = core_memory(attention, decision, widths.compute, compiled=compiled).shared_by(inputs.mesh.context)
     kept = projected + copies if core.inputs is None else core.inputs
     recompute_inputs = freed = 0
     if decision.saves_scores:
@@ -224,8 +291,19 @@ def attention_memory(
         SavedTensors("scores", core.scores, "core_attention" if decision.saves_scores else None),
         *[SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1),
     ]
-    working = 2 * q_bytes + 2 * k_bytes + q_bytes + core.working
+    working = 2 * q_bytes + 2 * k_bytes + q_bytes + core.working + _exchanged_bytes(inputs, q_bytes, k_bytes)
     return PartMemory(tuple(each for each in saved if each.num_bytes), working, working - freed, recompute_inputs)
+
+
+def _exchanged_bytes(inputs: StackInputs, q_bytes: int, k_bytes: int) -> int:
+    """Return the bytes of what context-parallel ranks exchange in the backward pass of an attention: keys, values and
+    their gradients of all ranks, or of two at a time in a ring; or the rank's heads of all tokens and their gradients.
+    """
+    if inputs.mesh.context == 1:
+        return 0
+    if inputs.comm_type == "a2a":
+        return 2 * (q_bytes + 2 * k_bytes)
+    return 4 * k_bytes * (inputs.mesh.context if inputs.comm_type == "all_gather" else 2)
 
 
 def _qk_norm_bytes(attention: AttentionSlice, inputs: StackInputs, rows: int) -> int:

@@ -14,6 +14,7 @@ from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
+from ..parallel.traffic import Collective
 from .experts import Experts, build_experts
 from .router import STATISTIC_NAMES, Router, build_router, router_saved_bytes
 
@@ -166,10 +167,12 @@ def build_moe(stack: StackSlice, moe: MoESlice) -> MoE:
 # ---------------------------------------------------------------- cost
 
 
-def moe_weights(stack: StackSlice, moe: MoESlice, *, active: bool = False) -> Weights:
-    """Return the weights of router, experts and shared expert; `active`: only those of `topk` experts."""
+def moe_weights(stack: StackSlice, moe: MoESlice, *, active: bool = False, expert_ranks: int = 1) -> Weights:
+    """Return the weights of router, experts and shared expert of one of `expert_ranks`; `active`: only those of `topk`
+    experts.
+    """
     router = Weights((Matrix("router", moe.experts * stack.hidden_size),))
-    experts = mlp_weights(stack, moe.ffn_hidden_size, moe.topk if active else moe.experts, experts=True)
+    experts = mlp_weights(stack, moe.ffn_hidden_size, moe.topk if active else moe.experts // expert_ranks, experts=True)
     shared = moe.shared_ffn_hidden_size
     return router + experts + (mlp_weights(stack, shared) if shared else Weights())
 
@@ -181,6 +184,26 @@ def expert_rows(moe: MoESlice, tokens: int) -> int:
     return tokens * moe.topk
 
 
+def moe_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
+    """Return the traffic of the tokens sent to experts of other ranks and back, if these are chosen evenly."""
+    ranks, width = inputs.mesh.expert, inputs.stack.hidden_size * inputs.widths.compute
+    if ranks == 1:
+        return ()
+    if moe.dispatcher == "allgather":
+        whole = inputs.residual_tokens * ranks * width
+        return (
+            Collective("expert", "all-gather", whole, "forward"),
+            Collective("expert", "reduce-scatter", whole, "forward"),
+            Collective("expert", "all-gather", whole, "backward"),
+            Collective("expert", "reduce-scatter", whole, "backward"),
+        )
+    rows = 2 * expert_rows(moe, inputs.residual_tokens) * width
+    return (
+        Collective("expert", "all-to-all", rows, "forward", number=2),
+        Collective("expert", "all-to-all", rows, "backward", number=2),
+    )
+
+
 def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:
     """Return True if the experts run as separate operations, not as the fused one that saves less."""
     return inputs.lora_experts or bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
@@ -188,7 +211,7 @@ def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:
 
 def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     """Return the memory of router, experts and shared expert."""
-    stack, widths, tokens = inputs.stack, inputs.widths, inputs.tokens
+    stack, widths, tokens = inputs.stack, inputs.widths, inputs.residual_tokens
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
     rows, width = expert_rows(moe, tokens), moe.ffn_hidden_size
@@ -201,8 +224,11 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     if moe.dropout:
         mask = 1 if inputs.compiled else e  # a boolean mask, or the scaled one in the compute dtype
         kept.append(SavedTensors("dropout", tokens * moe.topk * width * mask, "moe"))
+    elif inputs.mesh.expert > 1:  # rows received from and for other ranks
+        kept.append(SavedTensors("experts", 2 * rows * hidden * e, "moe"))
     activation_gradients = rows * width * e * (2 + ups)
-    weight_gradients = rows * width * ups * e + rows * hidden * e + moe_weights(stack, moe).numel * widths.weights
+    weights = moe_weights(stack, moe, expert_ranks=inputs.mesh.expert).numel * widths.weights
+    weight_gradients = rows * width * ups * e + rows * hidden * e + weights
     working, recompute_inputs = max(activation_gradients, weight_gradients), 0
     if moe.shared_ffn_hidden_size:
         shared = mlp_memory(inputs, moe.shared_ffn_hidden_size)
