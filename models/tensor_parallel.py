@@ -24,7 +24,7 @@ from .gpt import GPT
 from .layer import Layer
 from .layers.attention_bias import ScoreBiasModule
 from .layers.cross_attention import CrossAttention
-from .layers.mlp import MLP
+from .layers.mlp import MLP, mlp_weights
 from .layers.norm import LayerNorm, RMSNorm, norm_parameters
 from .layers.self_attention import SelfAttention
 from .moe.experts import Experts
@@ -195,11 +195,26 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
     return found
 
 
-def count_partial_gradients(model: FamilySlice, *, sequence: bool) -> int:
-    """Count the elements of the parameters of `partial_gradients`, given the slice of a rank's model."""
+def count_partial_gradients(model: FamilySlice, *, sequence: bool, expert_ranks: int = 1) -> int:
+    """Count the elements of the parameters of `partial_gradients`, given the slice of a rank's model.
+
+    With sequence parallelism these include routers, and experts that all ranks have (`expert_ranks` 1).
+    """
     crosses = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
     pairs = zip(model.stacks, crosses, strict=True)
-    return sum(_count_partial(stack, cross, sequence=sequence) for stack, cross in pairs)
+    count = sum(_count_partial(stack, cross, sequence=sequence) for stack, cross in pairs)
+    return count + (sum(_count_partial_experts(stack, expert_ranks) for stack in model.stacks) if sequence else 0)
+
+
+def _count_partial_experts(stack: StackSlice, expert_ranks: int) -> int:
+    """Count what layers with experts have more than those with the biases of a dense MLP."""
+    moe = stack.moe
+    if moe is None:
+        return 0
+    router = moe.experts * stack.hidden_size
+    experts = mlp_weights(stack, moe.ffn_hidden_size, moe.experts, experts=True).numel if expert_ranks == 1 else 0
+    bias = 0 if moe.shared_ffn_hidden_size else stack.hidden_size * stack.mlp.bias
+    return sum(moe.layers) * (router + experts - bias)
 
 
 def _count_partial(stack: StackSlice, cross: AttentionSlice | None, *, sequence: bool) -> int:

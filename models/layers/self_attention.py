@@ -219,14 +219,10 @@ def context_traffic(attention: AttentionSlice, inputs: StackInputs, key_tokens: 
     match inputs.comm_type:
         case "a2a":  # queries, keys, values and output, and their gradients
             passes: tuple[Pass, Pass] = ("forward", "backward")
-            return tuple(Collective("context", "all-to-all", 2 * (queries + keys), each, number=4) for each in passes)
-        case "all_gather":
-            gathered = Collective("context", "all-gather", 2 * keys * ranks, "forward", number=2)
-            return (
-                gathered,
-                gathered._replace(during="backward"),
-                gathered._replace(kind="reduce-scatter", during="backward"),
-            )
+            return tuple(Collective("context", "all-to-all", 2 * (queries + keys), each, number=2) for each in passes)
+        case "all_gather":  # what is gathered is saved
+            gathered = Collective("context", "all-gather", 2 * keys * ranks, "forward")
+            return gathered, gathered._replace(kind="reduce-scatter", during="backward")
         case _:  # a ring: keys and values go around, in the backward pass with their fp32 gradients
             steps = ranks - 1
             gradients = 2 * keys * 4 // inputs.widths.compute
@@ -287,6 +283,7 @@ def attention_memory(
         kept += copies
     saved = [
         SavedTensors("attention", kept + qk_norms),
+        SavedTensors("attention", 2 * k_bytes * inputs.mesh.context if _gathers_keys(inputs) else 0),
         SavedTensors("attention", core.log_sum_exp),
         SavedTensors("scores", core.scores, "core_attention" if decision.saves_scores else None),
         *[SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1),
@@ -295,15 +292,23 @@ def attention_memory(
     return PartMemory(tuple(each for each in saved if each.num_bytes), working, working - freed, recompute_inputs)
 
 
+def _gathers_keys(inputs: StackInputs) -> bool:
+    """Return True if each context-parallel rank has the keys and values of all."""
+    return inputs.mesh.context > 1 and inputs.comm_type == "all_gather"
+
+
 def _exchanged_bytes(inputs: StackInputs, q_bytes: int, k_bytes: int) -> int:
-    """Return the bytes of what context-parallel ranks exchange in the backward pass of an attention: keys, values and
-    their gradients of all ranks, or of two at a time in a ring; or the rank's heads of all tokens and their gradients.
+    """Return the bytes of what context-parallel ranks exchange in the backward pass of an attention: gradients of the
+    keys and values of all ranks; in a ring keys, values and fp32 gradients of two at a time; or the rank's heads of all
+    tokens and their gradients.
     """
     if inputs.mesh.context == 1:
         return 0
     if inputs.comm_type == "a2a":
         return 2 * (q_bytes + 2 * k_bytes)
-    return 4 * k_bytes * (inputs.mesh.context if inputs.comm_type == "all_gather" else 2)
+    if _gathers_keys(inputs):
+        return 2 * k_bytes * inputs.mesh.context
+    return 2 * (2 * k_bytes + 2 * k_bytes * 4 // inputs.widths.compute)
 
 
 def _qk_norm_bytes(attention: AttentionSlice, inputs: StackInputs, rows: int) -> int:

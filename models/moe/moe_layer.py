@@ -12,7 +12,7 @@ from ...kernels.moe.routing import expert_capacity
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
-from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_weights
+from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
 from ..parallel.traffic import Collective
 from .experts import Experts, build_experts
@@ -185,23 +185,34 @@ def expert_rows(moe: MoESlice, tokens: int) -> int:
 
 
 def moe_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
-    """Return the traffic of the tokens sent to experts of other ranks and back, if these are chosen evenly."""
-    ranks, width = inputs.mesh.expert, inputs.stack.hidden_size * inputs.widths.compute
-    if ranks == 1:
-        return ()
+    """Return the traffic of a MoE layer: router, shared expert, and the tokens sent to experts of other ranks and back.
+
+    Experts are assumed to be chosen evenly, and no assignment to be dropped unless experts are padded.
+    """
+    mesh = inputs.mesh
+    found = mlp_traffic(inputs) if moe.shared_ffn_hidden_size else ()
+    if inputs.residual_tokens < inputs.tokens:
+        itemsize = 8 if moe.router_dtype == "fp64" else 4
+        found += (Collective("tensor", "all-gather", inputs.tokens * moe.experts * itemsize, "forward"),)
+    return found if mesh.expert == 1 else found + _dispatch_traffic(inputs, moe)
+
+
+def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
+    """Return the traffic of dispatching tokens with their gates, and of combining the outputs."""
+    ranks, tokens, gate = inputs.mesh.expert, inputs.residual_tokens, 8 if moe.router_dtype == "fp64" else 4
+    width = inputs.stack.hidden_size * inputs.widths.compute
     if moe.dispatcher == "allgather":
-        whole = inputs.residual_tokens * ranks * width
+        rows, gates = tokens * ranks * width, tokens * ranks * moe.topk * gate
+        chosen = tokens * ranks * moe.topk * 8
         return (
-            Collective("expert", "all-gather", whole, "forward"),
-            Collective("expert", "reduce-scatter", whole, "forward"),
-            Collective("expert", "all-gather", whole, "backward"),
-            Collective("expert", "reduce-scatter", whole, "backward"),
+            Collective("expert", "all-gather", rows + gates + chosen, "forward", number=3),
+            Collective("expert", "reduce-scatter", rows, "forward"),
+            Collective("expert", "all-gather", rows, "backward"),
+            Collective("expert", "reduce-scatter", rows + gates, "backward", number=2),
         )
-    rows = 2 * expert_rows(moe, inputs.residual_tokens) * width
-    return (
-        Collective("expert", "all-to-all", rows, "forward", number=2),
-        Collective("expert", "all-to-all", rows, "backward", number=2),
-    )
+    rows, counts = expert_rows(moe, tokens), 0 if moe.pad_to_capacity else moe.experts * 8
+    exchanged = Collective("expert", "all-to-all", rows * (2 * width + gate), "backward", number=3)
+    return exchanged._replace(during="forward", num_bytes=exchanged.num_bytes + counts), exchanged
 
 
 def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:
@@ -224,8 +235,8 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     if moe.dropout:
         mask = 1 if inputs.compiled else e  # a boolean mask, or the scaled one in the compute dtype
         kept.append(SavedTensors("dropout", tokens * moe.topk * width * mask, "moe"))
-    elif inputs.mesh.expert > 1:  # rows received from and for other ranks
-        kept.append(SavedTensors("experts", 2 * rows * hidden * e, "moe"))
+    elif inputs.mesh.expert > 1:  # rows received from other ranks
+        kept.append(SavedTensors("experts", rows * hidden * e, "moe"))
     activation_gradients = rows * width * e * (2 + ups)
     weights = moe_weights(stack, moe, expert_ranks=inputs.mesh.expert).numel * widths.weights
     weight_gradients = rows * width * ups * e + rows * hidden * e + weights

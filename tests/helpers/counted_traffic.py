@@ -42,6 +42,8 @@ class CollectiveCounter(TorchDispatchMode):
             assert name in NOT_COUNTED, f"{func} is not counted"
             return
         kind, place = KINDS[name]
+        if name == "all_to_all_single" and sum(map(bool, arguments[2])) == 1:  # to the next rank of a ring
+            kind = "send"
         tensors = result if place is None else arguments[place]
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -51,7 +51,7 @@ TWO_RANKS = [
     for keys in ({}, FULL, CHUNKS, BLOCK, MODULES)
     for split in (TENSOR, SEQUENCE)
 ]
-FAST = [LLAMA | TENSOR, recomputing(LLAMA, MODULES) | SEQUENCE, recomputing(T5, CHUNKS) | SEQUENCE, BERT | SEQUENCE]
+FAST = [recomputing(LLAMA, MODULES) | SEQUENCE, recomputing(T5, CHUNKS) | SEQUENCE, BERT | TENSOR]
 DATA: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"model__optim__name": "distributed_fused_adam"},

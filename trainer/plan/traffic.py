@@ -73,7 +73,7 @@ def _update_traffic(run: RunInputs) -> Iterator[Collective]:
     """Yield what is communicated once per step: partial gradients, replicated gradients, and updated weights."""
     mesh, layout = run.mesh, run.layout
     if mesh.tensor > 1 and not run.is_frozen:
-        partial = run.sharded(count_partial_gradients(run.family, sequence=mesh.sequence))
+        partial = run.sharded(count_partial_gradients(run.family, sequence=mesh.sequence, expert_ranks=mesh.expert))
         width = 4 if accumulates_in_fp32(run) else run.widths.weights
         yield Collective("tensor", "all-reduce", partial * width, "update")
     if layout is None or not layout.replicates_weights:
