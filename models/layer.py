@@ -395,12 +395,14 @@ def layer_traffic(
     mlp = mlp_traffic(inputs) if moe is None else moe_traffic(inputs, moe)
     attentions = attention_traffic(inputs), cross_attention_traffic(inputs)
     found = (*attentions[0], *attentions[1], *mlp)
+    # a recomputation ends at the last tensor that is saved, before the output of an MLP or shared expert is reduced
+    reduces_last = bool(mlp) and (moe is None or bool(moe.shared_ffn_hidden_size and inputs.mesh.expert == 1))
     if recomputed_layer:
-        again = recomputed(found)
-        # the output of the layer is not needed again, unless something that saves its input comes after the projection
         reads_output = bool(inputs.stack.hidden_dropout) or inputs.stack.block == "post_ln"
-        return found + (again[:-1] if ends_recompute and moe is None and not reads_output else again)
+        again = recomputed(found)
+        return found + (again[:-1] if ends_recompute and reduces_last and not reads_output else again)
     again = recomputed(mlp) if moe is not None and "moe" in recomputes else ()
+    again = again[:-1] if again and reduces_last else again
     if "norm" in recomputes and not inputs.compiled:
         # a projection is run again with the norm before it, up to what it saves: after its tokens have been gathered
         normed = attentions if moe is not None else (*attentions, mlp)

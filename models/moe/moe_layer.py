@@ -189,12 +189,12 @@ def moe_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
 
     Experts are assumed to be chosen evenly, and no assignment to be dropped unless experts are padded.
     """
-    mesh = inputs.mesh
-    found = mlp_traffic(inputs) if moe.shared_ffn_hidden_size else ()
+    routed: tuple[Collective, ...] = ()
     if inputs.residual_tokens < inputs.tokens:
         itemsize = 8 if moe.router_dtype == "fp64" else 4
-        found += (Collective("tensor", "all-gather", inputs.tokens * moe.experts * itemsize, "forward"),)
-    return found if mesh.expert == 1 else found + _dispatch_traffic(inputs, moe)
+        routed = (Collective("tensor", "all-gather", inputs.tokens * moe.experts * itemsize, "forward"),)
+    shared = mlp_traffic(inputs) if moe.shared_ffn_hidden_size else ()
+    return (*routed, *shared) if inputs.mesh.expert == 1 else (*routed, *shared, *_dispatch_traffic(inputs, moe))
 
 
 def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:

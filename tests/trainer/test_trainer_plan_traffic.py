@@ -18,6 +18,10 @@ LLAMA = GPT | {
     "model__activation": "swiglu", "model__num_query_groups": 1, "model__qk_layernorm": True,
     "model__position_embedding_type": "rope",
 }  # fmt: skip
+MIXTRAL = LLAMA | {
+    "model__num_moe_experts": 4, "model__moe_router_topk": 2, "model__moe_aux_loss_coeff": 0.1,
+    "model__moe_shared_expert_intermediate_size": 48, "model__moe_layer_freq": [1, 0, 1],
+}  # fmt: skip
 BERT = STILL | {"model__family": "bert", "model__transformer_block_type": "post_ln"}
 _STACK = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0,
@@ -51,6 +55,17 @@ TWO_RANKS = [
     for keys in ({}, FULL, CHUNKS, BLOCK, MODULES)
     for split in (TENSOR, SEQUENCE)
 ]
+EXPERTS = [
+    recomputing(MIXTRAL, keys) | SEQUENCE
+    for keys in (
+        {},
+        FULL,
+        CHUNKS,
+        MODULES,
+        {f"{RECOMPUTE}_modules": ["moe"]},
+        {f"{RECOMPUTE}_modules": ["norm", "moe"]},
+    )
+]
 FAST = [recomputing(LLAMA, MODULES) | SEQUENCE, recomputing(T5, CHUNKS) | SEQUENCE, BERT | TENSOR]
 DATA: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -74,7 +89,7 @@ def test_planned_bytes_of_tensor_parallel_ranks_are_counted(forks: ForkServer, t
 
 @full_only
 def test_planned_bytes_of_all_models_and_recomputations_are_counted(forks: ForkServer, tmp_path: Path) -> None:
-    check(forks, tmp_path, 2, TWO_RANKS)
+    check(forks, tmp_path, 2, TWO_RANKS + EXPERTS)
 
 
 @full_only
