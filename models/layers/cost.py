@@ -17,6 +17,7 @@ from ..config.dense_stack import AttentionSlice
 from ..config.memory import RecomputeModule
 from ..config.peft import Projection
 from ..config.stack import StackSlice
+from ..dispatch.context_calls import ContextSplit
 from ..parallel.layout import ONE_RANK, ParallelLayout
 
 MatrixInputs = Literal["tokens", "encoder tokens", "expert rows"]
@@ -116,7 +117,7 @@ class StackInputs:
         trains_router: the MoE router is trained.
         first_trained_layer: index of the first layer whose backward pass runs.
         mesh: ranks that the model and its samples are split over.
-        comm_type: how context-parallel ranks communicate (`cp_comm_type`).
+        context_split: how context-parallel ranks share attention; None for one rank.
         shared_heads: tensor-parallel ranks that have the same key and value heads.
     """
 
@@ -137,7 +138,7 @@ class StackInputs:
     trains_router: bool
     first_trained_layer: int
     mesh: ParallelLayout = ONE_RANK
-    comm_type: str = "p2p"
+    context_split: ContextSplit | None = None
     shared_heads: int = 1
 
     @property

@@ -18,7 +18,7 @@ from ..config.stack import StackSlice
 from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
 from ..parallel.linear import column_traffic, row_traffic
-from ..parallel.traffic import Collective, Pass
+from ..parallel.traffic import Collective
 from .attention import Attention, AttentionArguments, Backends, attention_arguments
 from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
@@ -211,26 +211,24 @@ def context_traffic(attention: AttentionSlice, inputs: StackInputs, key_tokens: 
         inputs: inputs of the stack.
         key_tokens: keys of the rank.
     """
-    ranks, width = inputs.mesh.context, attention.head_dim * inputs.widths.compute
-    if ranks == 1:
+    split, width = inputs.context_split, attention.head_dim * inputs.widths.compute
+    if split is None:
         return ()
-    queries = inputs.tokens * attention.heads * width
-    keys = key_tokens * attention.groups * width
-    match inputs.comm_type:
-        case "a2a":  # queries, keys, values and output, and their gradients
-            passes: tuple[Pass, Pass] = ("forward", "backward")
-            return tuple(Collective("context", "all-to-all", 2 * (queries + keys), each, number=2) for each in passes)
-        case "all_gather":  # what is gathered is saved
-            gathered = Collective("context", "all-gather", 2 * keys * ranks, "forward")
-            return gathered, gathered._replace(kind="reduce-scatter", during="backward")
-        case _:  # a ring: keys and values go around, in the backward pass with their fp32 gradients
-            steps = ranks - 1
-            gradients = 2 * keys * 4 // inputs.widths.compute
-            return (
-                Collective("context", "send", 2 * keys * steps, "forward", number=steps, overlaps=True),
-                Collective("context", "send", 2 * keys * steps, "backward", number=steps, overlaps=True),
-                Collective("context", "send", gradients * ranks, "backward", number=ranks, overlaps=True),
-            )
+    queries, keys = inputs.tokens * attention.heads * width, 2 * key_tokens * attention.groups * width
+    if split.exchange == "all_gather":  # what is gathered is saved
+        gathered = Collective("context", "all-gather", keys * split.size, "forward")
+        return gathered, gathered._replace(kind="reduce-scatter", during="backward")
+    found: list[Collective] = []
+    if split.head_ranks > 1:  # queries, keys, values and output, and their gradients
+        exchanged = Collective("context", "all-to-all", 2 * queries + keys, "forward", number=2)
+        found += [exchanged, exchanged._replace(during="backward")]
+    steps = split.ring_ranks - 1
+    if steps:  # keys and values go around, in the backward pass with their gradients
+        sent = Collective("context", "send", keys * steps, "forward", number=steps, overlaps=True)
+        gradients = keys * max(4, inputs.widths.compute) // inputs.widths.compute * split.ring_ranks
+        found += [sent, sent._replace(during="backward")]
+        found.append(sent._replace(during="backward", num_bytes=gradients, number=split.ring_ranks))
+    return tuple(found)
 
 
 def self_attention_memory(inputs: StackInputs) -> PartMemory:
@@ -283,7 +281,7 @@ def attention_memory(
         kept += copies
     saved = [
         SavedTensors("attention", kept + qk_norms),
-        SavedTensors("attention", 2 * k_bytes * inputs.mesh.context if _gathers_keys(inputs) else 0),
+        SavedTensors("attention", 2 * k_bytes * _gathered_key_ranks(inputs)),
         SavedTensors("attention", core.log_sum_exp),
         SavedTensors("scores", core.scores, "core_attention" if decision.saves_scores else None),
         *[SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1),
@@ -292,23 +290,25 @@ def attention_memory(
     return PartMemory(tuple(each for each in saved if each.num_bytes), working, working - freed, recompute_inputs)
 
 
-def _gathers_keys(inputs: StackInputs) -> bool:
-    """Return True if each context-parallel rank has the keys and values of all."""
-    return inputs.mesh.context > 1 and inputs.comm_type == "all_gather"
+def _gathered_key_ranks(inputs: StackInputs) -> int:
+    """Return the number of context-parallel ranks of whose keys and values each has copies; 0 if of its own only."""
+    split = inputs.context_split
+    return split.size if split is not None and split.exchange == "all_gather" else 0
 
 
 def _exchanged_bytes(inputs: StackInputs, q_bytes: int, k_bytes: int) -> int:
     """Return the bytes of what context-parallel ranks exchange in the backward pass of an attention: gradients of the
-    keys and values of all ranks; in a ring keys, values and fp32 gradients of two at a time; or the rank's heads of all
-    tokens and their gradients.
+    keys and values of all ranks; the rank's heads of all tokens and their gradients; or in a ring the keys and values
+    of two ranks, and their gradients.
     """
-    if inputs.mesh.context == 1:
+    split = inputs.context_split
+    if split is None:
         return 0
-    if inputs.comm_type == "a2a":
-        return 2 * (q_bytes + 2 * k_bytes)
-    if _gathers_keys(inputs):
-        return 2 * k_bytes * inputs.mesh.context
-    return 2 * (2 * k_bytes + 2 * k_bytes * 4 // inputs.widths.compute)
+    if split.exchange == "all_gather":
+        return 2 * k_bytes * split.size
+    heads = 2 * (q_bytes + 2 * k_bytes) if split.head_ranks > 1 else 0
+    gradients = k_bytes * max(4, inputs.widths.compute) // inputs.widths.compute
+    return heads + (2 * (2 * k_bytes + 2 * gradients) if split.ring_ranks > 1 else 0)
 
 
 def _qk_norm_bytes(attention: AttentionSlice, inputs: StackInputs, rows: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from config_helpers import load
 
+from stoker.models.dispatch.context_calls import ContextSplit
 from stoker.models.parallel.layout import ParallelLayout
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.parameter_layout import layout_from_keys
@@ -24,14 +25,15 @@ MIXTRAL = ["model=gpt_moe_8x", "data=mock", "model.global_batch_size=64"]
 DISTRIBUTED = "model.optim.name=distributed_fused_adam"
 
 
-def planned(*overrides: str, devices: int = 8, nodes: int = 1, comm: str = "p2p", **axes: Any) -> Plan:
+def planned(*overrides: str, devices: int = 8, nodes: int = 1, comm: Any = "p2p", **axes: Any) -> Plan:
     """Plan a rank of a mesh, also of axes whose keys are not given."""
     root = on_machines(load(*overrides).root, devices, nodes)
     run = resolve_run(root, world_size=devices * nodes, capability=(9, 0))
     ranks = ParallelLayout(**axes).model_ranks
     mesh = ParallelLayout(data=devices * nodes // ranks, **axes)
     run = replace(run, mesh=mesh, layout=layout_from_keys(root.model, mesh, devices))
-    return make_plan(run, gpu_target(run, parse_gpu("h100")), comm_type=comm)
+    split = None if mesh.context == 1 else ContextSplit(mesh.context, comm, neighbours=2)
+    return make_plan(run, gpu_target(run, parse_gpu("h100")), context_split=split)
 
 
 def sizes(plan: Plan) -> dict[Any, int]:
@@ -78,6 +80,9 @@ def test_bytes_of_attention_over_context_parallel_ranks() -> None:
     # keys and values to three others in both passes, their fp32 gradients around to where they came from
     assert ring["context", "send"] == 2 * 2 * keys * 3 + 2 * 2 * keys * 4
     assert {axis for axis, _ in a2a} == {"context", "data"}
+    both = sizes(planned(*LLAMA, context=4, comm="a2a+p2p"))
+    assert both["context", "all-to-all"] == a2a["context", "all-to-all"]
+    assert both["context", "send"] == 2 * 2 * keys * 1 + 2 * 2 * keys * 2
 
 
 def test_experts_are_split_and_their_tokens_sent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,8 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice
 from ...models.config.peft import PROJECTIONS, LoRASlice, PeftSlice, SelectiveSlice
 from ...models.dispatch.attention_calls import CallContext
+from ...models.dispatch.attention_choices import plan_attentions
+from ...models.dispatch.context_calls import ContextSplit
 from ...models.layers.cost import ByteWidths, StackInputs
 from ...models.model_cost import count_experts, stacks_with_cross_attention
 from ...models.parallel.layout import ParallelLayout
@@ -192,7 +194,7 @@ def collect_inputs(
     *,
     vocab_size: int | None = None,
     model_plan: ModelPlan | None = None,
-    comm_type: str = "p2p",
+    context_split: ContextSplit | None = None,
 ) -> RunInputs:
     """Collect the inputs of an estimate.
 
@@ -201,7 +203,7 @@ def collect_inputs(
         target: device and software.
         vocab_size: vocabulary size of the tokenizer; None: `override_vocab_size`.
         model_plan: its attention backends on the target, if they have been chosen before.
-        comm_type: how context-parallel ranks communicate (`cp_comm_type`).
+        context_split: how context-parallel ranks share attention; None: in a ring.
 
     Raises:
         ValueError: no attention backend supports the run, compilation is not available, the vocabulary is too small, or
@@ -214,14 +216,15 @@ def collect_inputs(
     family = rank_slice(whole, mesh.tensor)
     all_counts = count_trainable(keys, vocab_size, run.batch_spec)
     counts = count_rank(all_counts, whole, family, mesh)
+    split = None if mesh.context == 1 else context_split or ContextSplit(mesh.context)
+    context: CallContext = {
+        "device": target.device,
+        "capability": target.capability,
+        "dtype": run.precision.compute,
+        "batch": keys.micro_batch_size,
+        "deterministic": not target.flags.allow_nondeterministic,
+    }
     if model_plan is None:
-        context: CallContext = {
-            "device": target.device,
-            "capability": target.capability,
-            "dtype": run.precision.compute,
-            "batch": keys.micro_batch_size,
-            "deterministic": not target.flags.allow_nondeterministic,
-        }
         model_plan = plan_model(
             family,
             run.batch_spec,
@@ -230,6 +233,7 @@ def collect_inputs(
             software=target.software,
             kinds=("training",),
             peft=run.peft,
+            context_parallel=split,
         )
     device, decisions = torch.device(target.device), model_plan.decisions
     uses_cuda_graph(run, device, decisions)  # raises if CUDA graphs are required but not supported
@@ -245,7 +249,7 @@ def collect_inputs(
         run=run,
         target=target,
         family=family,
-        stacks=tuple(_stacks(run, whole, family, model_plan, widths, counts, comm_type)),
+        stacks=tuple(_stacks(run, whole, family, model_plan, widths, counts, split, context)),
         reduce_itemsize=gradient_dtype.itemsize,
         ema_itemsize=max(4, precision.weights_itemsize) if ema.enable else 0,
         ema_on_host=ema.cpu_offload and target.device == "cuda",
@@ -265,10 +269,14 @@ def _stacks(
     model_plan: ModelPlan,
     widths: ByteWidths,
     counts: ParameterCounts,
-    comm_type: str,
+    split: ContextSplit | None,
+    context: CallContext,
 ) -> Iterator[StackInputs]:
     peft, form, stacks = run.peft, run.layer_batch_spec, stacks_with_cross_attention(family)
     compiled, decisions = model_plan.compiled, model_plan.decisions
+    if split is not None:  # the backends of a rank's calls, but the size of whole ones, which the ranks share
+        calls = {each.label("training"): each.calls["training"] for each in plan_attentions(family, form, context)}
+        decisions = {label: replace(decisions[label], call=call) for label, call in calls.items()}
     lora = peft if isinstance(peft, LoRASlice) else None
     # projections that only some layers update count as if all were trained
     targets = lora.targets if lora is not None and lora.layers.numbers is None else None
@@ -296,6 +304,6 @@ def _stacks(
             fused_lora_mlp=is_lora_mlp_fused(peft, stack, call.device, call.dtype),
             first_trained_layer=first,
             mesh=run.mesh,
-            comm_type=comm_type,
+            context_split=split,
             shared_heads=run.mesh.tensor // group_parts(groups, run.mesh.tensor),
         )
