@@ -283,10 +283,10 @@ def embedding_norm_saved_bytes(model: BertSlice, inputs: StackInputs) -> int:
     """Return the bytes saved by the norm of the embeddings."""
     if not model.embedding_norm:
         return 0
-    elements, s = inputs.residual_elements, inputs.widths.residual
+    elements, s = inputs.outer_elements, inputs.widths.residual
     return elements * s + norm_saved_bytes(model.stack.norm, elements, s)
 
 
 def transform_saved_bytes(model: BertSlice, inputs: StackInputs) -> int:
     """Return the bytes saved by the MLM transform: inputs of its linear layer, GELU and norm."""
-    return 3 * inputs.residual_elements * inputs.widths.compute if model.mlm_transform else 0
+    return 3 * inputs.outer_elements * inputs.widths.compute if model.mlm_transform else 0

@@ -17,9 +17,14 @@ from .config.stack import StackSlice
 from .layers.attention import Backends, attention_arguments
 from .layers.context import LayerContext
 from .layers.cost import LayerMemory, PartMemory, SavedTensors, StackInputs, Weights
-from .layers.cross_attention import CrossAttention, cross_attention_memory, cross_attention_weights
+from .layers.cross_attention import (
+    CrossAttention,
+    cross_attention_memory,
+    cross_attention_traffic,
+    cross_attention_weights,
+)
 from .layers.fused_linear import can_skip_norm_output
-from .layers.mlp import MLP, build_mlp, mlp_memory, mlp_weights
+from .layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from .layers.norm import (
     BranchInput,
     LayerNorm,
@@ -30,9 +35,16 @@ from .layers.norm import (
     norm_saves_input,
     norm_statistics_bytes,
 )
-from .layers.self_attention import SelfAttention, attention_weights, build_self_attention, self_attention_memory
+from .layers.self_attention import (
+    SelfAttention,
+    attention_traffic,
+    attention_weights,
+    build_self_attention,
+    self_attention_memory,
+)
 from .memory.recompute import RecomputableModule, run_with_recompute, should_recompute
-from .moe.moe_layer import MoE, build_moe, expert_rows, moe_memory, moe_weights, runs_eager_experts
+from .moe.moe_layer import MoE, build_moe, expert_rows, moe_memory, moe_traffic, moe_weights, runs_eager_experts
+from .parallel.traffic import Collective, recomputed
 
 BlockType = Literal["pre_ln", "post_ln", "normformer", "parallel_ln"]
 
@@ -235,10 +247,16 @@ def build_layer(
 
 
 def layer_weights(
-    stack: StackSlice, cross: AttentionSlice | None = None, *, has_experts: bool = False, active: bool = False
+    stack: StackSlice,
+    cross: AttentionSlice | None = None,
+    *,
+    has_experts: bool = False,
+    active: bool = False,
+    expert_ranks: int = 1,
 ) -> Weights:
-    """Return the weights of a layer with or without experts and cross-attention; `active` as in `moe_weights`."""
-    weights = attention_weights(stack.attention, stack) + _mlp_weights(stack, has_experts=has_experts, active=active)
+    """Return the weights of a layer with or without experts and cross-attention; others as in `moe_weights`."""
+    mlp = _mlp_weights(stack, has_experts=has_experts, active=active, expert_ranks=expert_ranks)
+    weights = attention_weights(stack.attention, stack) + mlp
     branches = 2
     if cross is not None:
         weights, branches = weights + cross_attention_weights(cross, stack), 3
@@ -249,9 +267,9 @@ def layer_weights(
     return weights + Weights(others=norms)
 
 
-def _mlp_weights(stack: StackSlice, *, has_experts: bool, active: bool = False) -> Weights:
+def _mlp_weights(stack: StackSlice, *, has_experts: bool, active: bool = False, expert_ranks: int) -> Weights:
     if has_experts and stack.moe is not None:
-        return moe_weights(stack, stack.moe, active=active)
+        return moe_weights(stack, stack.moe, active=active, expert_ranks=expert_ranks)
     return mlp_weights(stack, stack.mlp.ffn_hidden_size)
 
 
@@ -265,7 +283,8 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
     """
     stack, widths, moe = inputs.stack, inputs.widths, inputs.stack.moe if is_moe else None
     mlp = mlp_memory(inputs, stack.mlp.ffn_hidden_size) if moe is None else moe_memory(inputs, moe)
-    mlp_part, weights = _mlp_weights(stack, has_experts=is_moe), layer_weights(stack, inputs.cross, has_experts=is_moe)
+    mlp_part = _mlp_weights(stack, has_experts=is_moe, expert_ranks=inputs.mesh.expert)
+    weights = layer_weights(stack, inputs.cross, has_experts=is_moe, expert_ranks=inputs.mesh.expert)
     own, cross = self_attention_memory(inputs), cross_attention_memory(inputs)
     attentions = (own,) if cross is None else (own, cross)
     mlp_saved, saved = [*mlp.saved], [*own.saved, *_stream_and_norms(inputs, moe), *(cross.saved if cross else ())]
@@ -279,11 +298,14 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
     mlp_base = residual * (1 if inputs.compiled else 2)
     mlp_base += mlp_part.matrices[-1].elements * widths.weights if moe is None else 0
     attention_base = 2 * residual + weights.numel * widths.weights
+    if inputs.residual_tokens < inputs.tokens:  # gathered: the input of a projection, and the gradient of its output
+        gathered = 2 * inputs.outer_elements * widths.compute
+        mlp_base, attention_base = mlp_base + gathered, attention_base + gathered
     return LayerMemory(
         inputs=inputs,
         weights=weights,
         mlp_weights=mlp_part,
-        expert_rows=expert_rows(moe, inputs.tokens) if moe is not None else 0,
+        expert_rows=expert_rows(moe, inputs.residual_tokens) if moe is not None else 0,
         saves_input=keeps_boundary,
         norm_input_bytes=_norm_input_bytes(inputs, keeps_boundary=keeps_boundary),
         mlp=PartMemory(_existing(mlp_saved), mlp_base + mlp.working, recompute_inputs=mlp.recompute_inputs),
@@ -325,11 +347,13 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
     normed = projections.count(True) - (stack.block == "post_ln")
     module: RecomputeModule | None = "norm" if stack.block != "post_ln" else None
     saved = [SavedTensors("norm", normed * elements * e, module)]
+    if inputs.saves_gathered:  # with post-LN instead of the residual stream, which is saved as well
+        saved = [SavedTensors("norm", projections.count(True) * inputs.outer_elements * e)]
     # router and experts save one input; experts that gather rows save those rows instead
     if moe is not None and (not runs_eager_experts(inputs, moe) or moe.shared_ffn_hidden_size):
         saved.append(SavedTensors("norm", elements * e, module, "moe"))
     norms = branches + (branches if stack.block == "normformer" else 0)
-    saved.append(SavedTensors("norm", norms * norm_statistics_bytes(stack.norm, inputs.tokens)))
+    saved.append(SavedTensors("norm", norms * norm_statistics_bytes(stack.norm, inputs.residual_tokens)))
     sequential = stack.block != "parallel_ln"  # in a parallel block all sublayers read the layer's input
     if inputs.compiled and sequential:
         # the output of the first sublayer; the residual stream before each further one
@@ -348,3 +372,39 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
     if stack.hidden_dropout:
         saved.append(SavedTensors("dropout", branches * elements))
     return saved
+
+
+def layer_traffic(
+    inputs: StackInputs,
+    *,
+    is_moe: bool,
+    recomputes: frozenset[RecomputeModule] = frozenset(),
+    recomputed_layer: bool = False,
+    ends_recompute: bool = False,
+) -> tuple[Collective, ...]:
+    """Return the traffic of a layer with or without experts in the forward and backward pass of a micro batch.
+
+    Args:
+        inputs: inputs of the stack.
+        is_moe: it has experts.
+        recomputes: modules that the backward pass recomputes.
+        recomputed_layer: it recomputes the whole layer.
+        ends_recompute: it is the last of the layers that are recomputed together.
+    """
+    moe = inputs.stack.moe if is_moe else None
+    mlp = mlp_traffic(inputs) if moe is None else moe_traffic(inputs, moe)
+    attentions = attention_traffic(inputs), cross_attention_traffic(inputs)
+    found = (*attentions[0], *attentions[1], *mlp)
+    # a recomputation ends at the last tensor that is saved, before the output of an MLP or shared expert is reduced
+    reduces_last = bool(mlp) and (moe is None or bool(moe.shared_ffn_hidden_size and inputs.mesh.expert == 1))
+    if recomputed_layer:
+        reads_output = bool(inputs.stack.hidden_dropout) or inputs.stack.block == "post_ln"
+        again = recomputed(found)
+        return found + (again[:-1] if ends_recompute and reduces_last and not reads_output else again)
+    again = recomputed(mlp) if moe is not None and "moe" in recomputes else ()
+    again = again[:-1] if again and reduces_last else again
+    if "norm" in recomputes and not inputs.compiled:
+        # a projection is run again with the norm before it, up to what it saves: after its tokens have been gathered
+        normed = attentions if moe is not None else (*attentions, mlp)
+        again += tuple(each for part in normed for each in recomputed(part) if each.kind == "all-gather")
+    return found + again

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from .bert import bert_outer_weights, embedding_norm_saved_bytes, transform_saved_bytes
 from .config.batch_shape import BatchSpec
@@ -15,6 +17,9 @@ from .dispatch.core_attention import attended_pairs
 from .gpt import gpt_outer_weights
 from .layer import layer_weights
 from .layers.cost import StackInputs, Weights
+from .parallel.linear import embedding_traffic
+from .parallel.traffic import Collective
+from .parallel.vocabulary_loss import vocabulary_loss_traffic
 from .stack import count_stack, layer_kinds
 from .t5 import t5_outer_weights
 
@@ -49,11 +54,31 @@ def count_parameters(
             alone.
         active: count the active parameters per token: only `topk` experts of a layer.
     """
-    model = family_slice(
-        keys, vocab_size=vocab_size, batch_spec=batch_spec or BatchSpec(seq_length=sequence_length_of(keys))
-    )
-    stacks = sum(count_stack(stack, cross, active=active) for stack, cross in stacks_with_cross_attention(model))
+    form = batch_spec or BatchSpec(seq_length=sequence_length_of(keys))
+    return count_slice_parameters(family_slice(keys, vocab_size=vocab_size, batch_spec=form), active=active)
+
+
+def count_slice_parameters(model: FamilySlice, *, active: bool = False, expert_ranks: int = 1) -> int:
+    """Count the parameters of a model, or of the part of a tensor-parallel rank, with the experts of one of
+    `expert_ranks`; `active` as in `count_parameters`.
+    """
+    options: Any = {"active": active, "expert_ranks": expert_ranks}
+    stacks = sum(count_stack(stack, cross, **options) for stack, cross in stacks_with_cross_attention(model))
     return outer_weights(model).numel + stacks
+
+
+def count_experts(model: FamilySlice, *, expert_ranks: int = 1) -> int:
+    """Count the parameters of the experts of one of `expert_ranks`."""
+    return sum(
+        layer_kinds(stack)[True]
+        * sum(
+            m.numel
+            for m in layer_weights(stack, has_experts=True, expert_ranks=expert_ranks).matrices
+            if m.inputs == "expert rows"
+        )
+        for stack in model.stacks
+        if stack.moe is not None
+    )
 
 
 def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: BatchSpec, *, frozen: bool = False) -> float:
@@ -96,7 +121,7 @@ def embedding_saved_bytes(model: FamilySlice, inputs: StackInputs) -> int:
         dropout = (model.decoder if inputs.name == "decoder" else model.encoder).embedding_dropout
     else:
         dropout = model.embedding_dropout
-    saved = inputs.residual_elements if dropout else 0
+    saved = inputs.outer_elements if dropout else 0
     return saved + (embedding_norm_saved_bytes(model, inputs) if isinstance(model, BertSlice) else 0)
 
 
@@ -113,3 +138,14 @@ def embedding_grad_is_sum(model: FamilySlice) -> bool:
 def decoder_embedding_grad_is_separate(model: FamilySlice) -> bool:
     """Return True if the decoder's embedding has a separate gradient during the encoder's backward pass."""
     return isinstance(model, T5Slice) and model.shared_embeddings and not model.tied
+
+
+def outer_traffic(model: FamilySlice, stacks: Sequence[StackInputs], *, cuda: bool) -> tuple[Collective, ...]:
+    """Return the traffic of embeddings and loss in a micro batch; `model` is the part of a tensor-parallel rank."""
+    if stacks[0].mesh.tensor == 1:
+        return ()
+    last, widths = stacks[-1], stacks[0].widths
+    hidden, vocab = last.stack.hidden_size, model.padded_vocab_size
+    embedded = (embedding_traffic(stack.outer_elements * widths.weights) for stack in stacks)
+    loss = vocabulary_loss_traffic(last.tokens, vocab, hidden, widths.compute, cuda=cuda)
+    return (*(each for found in embedded for each in found), *loss)

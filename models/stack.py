@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .memory.recompute import RecomputableModule, run_with_recompute, should_rec
 from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel, shard_tokens, unshard_tokens
 from .parallel.context import SequenceShard
+from .parallel.traffic import Collective
 
 
 class Stack(RecomputableModule):
@@ -234,12 +235,15 @@ def layer_kinds(stack: StackSlice) -> dict[bool, int]:
     return {False: stack.num_layers - sparse, True: sparse}
 
 
-def count_stack(stack: StackSlice, cross: AttentionSlice | None = None, *, active: bool = False) -> int:
-    """Count the parameters of a stack with final norm and position bias; `active` as in `layer_weights`."""
+def count_stack(
+    stack: StackSlice, cross: AttentionSlice | None = None, *, active: bool = False, expert_ranks: int = 1
+) -> int:
+    """Count the parameters of a stack with final norm and position bias; other arguments as in `layer_weights`."""
     count = 0 if stack.block == "post_ln" else norm_parameters(stack.norm, stack.hidden_size)
     count += position_bias_parameters(stack.attention)
     kinds = layer_kinds(stack).items()
-    return count + sum(n * layer_weights(stack, cross, has_experts=kind, active=active).numel for kind, n in kinds)
+    options: Any = {"active": active, "expert_ranks": expert_ranks}
+    return count + sum(n * layer_weights(stack, cross, has_experts=kind, **options).numel for kind, n in kinds)
 
 
 def final_norm_saved_bytes(inputs: StackInputs) -> int:
@@ -250,3 +254,11 @@ def final_norm_saved_bytes(inputs: StackInputs) -> int:
     if inputs.compiled:
         return elements * s
     return elements * s * norm_saves_input(inputs.stack.norm, s) + norm_saved_bytes(inputs.stack.norm, elements, s)
+
+
+def stack_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
+    """Return the traffic at the ends of a stack, whose layers share the tokens with sequence parallelism."""
+    if inputs.residual_tokens == inputs.tokens:
+        return ()
+    whole = inputs.outer_elements * inputs.widths.residual
+    return tuple(Collective("tensor", "all-gather", whole, each) for each in ("backward", "forward"))

@@ -453,4 +453,4 @@ def t5_outer_weights(model: T5Slice) -> Weights:
 def encoder_output_bytes(encoder: StackInputs) -> int:
     """Return the bytes of the encoder's output, which every decoder layer reads."""
     widths = encoder.widths
-    return encoder.residual_elements * (widths.residual + (widths.compute if widths.casts_weights else 0))
+    return encoder.outer_elements * (widths.residual + (widths.compute if widths.casts_weights else 0))

@@ -24,8 +24,8 @@ from .gpt import GPT
 from .layer import Layer
 from .layers.attention_bias import ScoreBiasModule
 from .layers.cross_attention import CrossAttention
-from .layers.mlp import MLP
-from .layers.norm import LayerNorm, RMSNorm
+from .layers.mlp import MLP, mlp_weights
+from .layers.norm import LayerNorm, RMSNorm, norm_parameters
 from .layers.self_attention import SelfAttention
 from .moe.experts import Experts
 from .moe.router import Router
@@ -203,6 +203,42 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
             if isinstance(module, LoRAColumnParallelLinear | LoRARowParallelLinear):
                 found |= {f"{name}.{part}" for part in module.partial_gradients}
     return found
+
+
+def count_partial_gradients(model: FamilySlice, *, sequence: bool, expert_ranks: int = 1) -> int:
+    """Count the elements of the parameters of `partial_gradients`, given the slice of a rank's model.
+
+    With sequence parallelism these include routers, and experts that all ranks have (`expert_ranks` 1).
+    """
+    crosses = (None, model.cross_attention) if isinstance(model, T5Slice) else (None,)
+    pairs = zip(model.stacks, crosses, strict=True)
+    count = sum(_count_partial(stack, cross, sequence=sequence) for stack, cross in pairs)
+    return count + (sum(_count_partial_experts(stack, expert_ranks) for stack in model.stacks) if sequence else 0)
+
+
+def _count_partial_experts(stack: StackSlice, expert_ranks: int) -> int:
+    """Count what layers with experts have more than those with the biases of a dense MLP."""
+    moe = stack.moe
+    if moe is None:
+        return 0
+    router = moe.experts * stack.hidden_size
+    experts = mlp_weights(stack, moe.ffn_hidden_size, moe.experts, experts=True).numel if expert_ranks == 1 else 0
+    bias = 0 if moe.shared_ffn_hidden_size else stack.hidden_size * stack.mlp.bias
+    return sum(moe.layers) * (router + experts - bias)
+
+
+def _count_partial(stack: StackSlice, cross: AttentionSlice | None, *, sequence: bool) -> int:
+    attentions = [stack.attention, *([] if cross is None else [cross])]
+    count = stack.num_layers * sum(
+        2 * norm_parameters(stack.norm, each.head_dim) for each in attentions if each.qk_norm
+    )
+    if not sequence:
+        return count
+    norms = stack.num_layers * (len(attentions) + 1) + (stack.block != "post_ln")
+    biases = sum(each.output_bias for each in attentions) + stack.mlp.bias
+    return (
+        count + norms * norm_parameters(stack.norm, stack.hidden_size) + stack.num_layers * biases * stack.hidden_size
+    )
 
 
 def reduce_partial_gradients(gradients: Mapping[str, Tensor], partial: Set[str], ranks: TensorParallel) -> None:

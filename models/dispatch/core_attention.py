@@ -31,6 +31,11 @@ class CoreMemory(NamedTuple):
     scores: int
     working: int
 
+    def shared_by(self, ranks: int) -> CoreMemory:
+        """Return the share of one of these context-parallel ranks, each with its queries or its heads."""
+        inputs = None if self.inputs is None else self.inputs // ranks
+        return CoreMemory(inputs, self.log_sum_exp // ranks, self.scores // ranks, self.working // ranks)
+
 
 def attended_pairs(attention: AttentionSlice, queries: int, keys: int) -> float:
     """Return the (query, key) pairs that are not masked in one sample; a causal mask counts half of all pairs."""

@@ -1,7 +1,8 @@
 """Records in which the parts of a model describe their training cost, each beside its `forward`.
 
 A part says which weights it holds (`Weights`), what it multiplies (`Matrix.inputs`), and what it saves for its backward
-pass (`SavedTensors`, for each recompute module). A part split over ranks will say here what it sends to them.
+pass (`SavedTensors`, for each recompute module); a part split over ranks also what it sends to them
+(`parallel.traffic.Collective`).
 `models.model_size` sums parameters and FLOPs over a model, `trainer.plan` places all of it on the timeline of a step.
 """
 
@@ -16,6 +17,8 @@ from ..config.dense_stack import AttentionSlice
 from ..config.memory import RecomputeModule
 from ..config.peft import Projection
 from ..config.stack import StackSlice
+from ..dispatch.context_calls import ContextSplit
+from ..parallel.layout import ONE_RANK, ParallelLayout
 
 MatrixInputs = Literal["tokens", "encoder tokens", "expert rows"]
 
@@ -92,11 +95,11 @@ class ByteWidths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackInputs:
-    """One transformer stack and the shape of its micro batches.
+    """One transformer stack on a rank, and the shape of its micro batches.
 
     Attributes:
         name: `encoder` or `decoder` for T5, otherwise empty.
-        stack: configuration of the stack.
+        stack: configuration of the stack; with tensor parallelism the rank's part, with all experts.
         batch: samples per micro batch.
         length: tokens per sample.
         attention: backend chosen for self-attention in training.
@@ -113,6 +116,9 @@ class StackInputs:
         lora_experts: experts have LoRA updates; see `kernels.moe.lora_experts`.
         trains_router: the MoE router is trained.
         first_trained_layer: index of the first layer whose backward pass runs.
+        mesh: ranks that the model and its samples are split over.
+        context_split: how context-parallel ranks share attention; None for one rank.
+        shared_heads: tensor-parallel ranks that have the same key and value heads.
     """
 
     name: str
@@ -131,16 +137,34 @@ class StackInputs:
     lora_experts: bool
     trains_router: bool
     first_trained_layer: int
+    mesh: ParallelLayout = ONE_RANK
+    context_split: ContextSplit | None = None
+    shared_heads: int = 1
 
     @property
     def tokens(self) -> int:
-        """Tokens per micro batch."""
-        return self.batch * self.length
+        """Tokens of the rank per micro batch; those of a sequence are shared by the context-parallel ranks."""
+        return self.batch * self.length // self.mesh.context
+
+    @property
+    def residual_tokens(self) -> int:
+        """Those between attention and MLP, which the tensor-parallel ranks share with sequence parallelism."""
+        return self.tokens // (self.mesh.tensor if self.mesh.sequence else 1)
 
     @property
     def residual_elements(self) -> int:
-        """Elements of the residual stream per micro batch."""
+        """Elements of the rank's residual stream per micro batch."""
+        return self.residual_tokens * self.stack.hidden_size
+
+    @property
+    def outer_elements(self) -> int:
+        """Elements of the hidden states outside of the layers per micro batch."""
         return self.tokens * self.stack.hidden_size
+
+    @property
+    def saves_gathered(self) -> bool:
+        """True if projections save the tokens of all ranks: the compiler does not gather them twice."""
+        return self.compiled and self.residual_tokens < self.tokens
 
     @property
     def num_branches(self) -> int:
@@ -155,8 +179,8 @@ class StackInputs:
 
     @property
     def encoder_tokens(self) -> int:
-        """Tokens per micro batch that cross-attention reads."""
-        return self.batch * self.encoder_length
+        """Tokens of the rank per micro batch that cross-attention reads."""
+        return self.batch * self.encoder_length // self.mesh.context
 
     def saves_norm_output(self, projection: Projection) -> bool:
         """Return True if this projection after a norm saves the norm's output."""
@@ -254,7 +278,8 @@ class LayerMemory:
     def mlp_input_bytes(self) -> int:
         """Bytes of the normalized input of the MLP."""
         saved = self.has_experts or self.inputs.saves_norm_output("mlp_fc1")
-        return self.inputs.residual_elements * self.inputs.widths.compute if saved else 0
+        elements = self.inputs.outer_elements if self.inputs.saves_gathered else self.inputs.residual_elements
+        return elements * self.inputs.widths.compute if saved else 0
 
     @property
     def matmul_rows(self) -> dict[MatrixInputs, int]:

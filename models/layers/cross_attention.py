@@ -12,12 +12,14 @@ from ...kernels.attention.inputs import AttentionInputs
 from ..config.dense_stack import AttentionSlice
 from ..config.stack import StackSlice
 from ..kv_cache import CrossAttentionCache
+from ..parallel.linear import column_traffic, row_traffic
+from ..parallel.traffic import Collective
 from .attention import Attention, AttentionArguments
 from .context import LayerContext
 from .cost import Matrix, PartMemory, StackInputs, Weights
 from .fused_linear import norm_linear
 from .norm import LayerNorm, RMSNorm
-from .self_attention import attention_memory, attention_weights
+from .self_attention import attention_memory, attention_weights, context_traffic, shared_head_bytes
 
 
 class CrossAttention(Attention):
@@ -115,6 +117,26 @@ def cross_attention_weights(attention: AttentionSlice, stack: StackSlice) -> Wei
         Matrix("output", hidden * query),
     )
     return replace(attention_weights(attention, stack), matrices=matrices)
+
+
+def cross_attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
+    """Return the traffic of the cross-attention of a layer; none without one."""
+    attention, mesh, compute = inputs.cross, inputs.mesh, inputs.widths.compute
+    if attention is None:
+        return ()
+    exchanged = context_traffic(attention, inputs, inputs.encoder_tokens)
+    if mesh.tensor == 1:
+        return exchanged
+    whole, encoder = (
+        elements * compute for elements in (inputs.outer_elements, inputs.encoder_tokens * inputs.stack.hidden_size)
+    )
+    trained = "attention_qkv" in inputs.trained_projections
+    return (
+        *column_traffic(whole, gathers=mesh.sequence, trained=trained, saves_gathered=inputs.saves_gathered),
+        *column_traffic(encoder, gathers=False, trained=trained, shared=shared_head_bytes(attention, inputs)),
+        *exchanged,
+        *row_traffic(whole, scatters=mesh.sequence),
+    )
 
 
 def cross_attention_memory(inputs: StackInputs) -> PartMemory | None:

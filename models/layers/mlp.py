@@ -12,6 +12,8 @@ from ...kernels.launch import triton_runs_on
 from ..config.dense_stack import MLPSlice
 from ..config.stack import StackSlice
 from ..memory.recompute import RecomputableModule, run_with_recomputed_input
+from ..parallel.linear import column_traffic, row_traffic
+from ..parallel.traffic import Collective
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, build_norm, norm_saved_bytes, norm_saves_input
@@ -117,6 +119,16 @@ def mlp_weights(stack: StackSlice, width: int, number: int = 1, *, experts: bool
 def saves_only_output(mlp: MLPSlice) -> bool:
     """Return True if the backward of the activation needs its output instead of its input."""
     return mlp.nonlinearity in SAVES_ONLY_OUTPUT and not mlp.gated  # a gate needs both
+
+
+def mlp_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
+    """Return the traffic of a dense MLP."""
+    mesh, whole = inputs.mesh, inputs.outer_elements * inputs.widths.compute
+    if mesh.tensor == 1:
+        return ()
+    trained = "mlp_fc1" in inputs.trained_projections
+    up = column_traffic(whole, gathers=mesh.sequence, trained=trained, saves_gathered=inputs.saves_gathered)
+    return (*up, *row_traffic(whole, scatters=mesh.sequence))
 
 
 def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:

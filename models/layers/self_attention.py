@@ -17,6 +17,8 @@ from ..config.dense_stack import AttentionSlice
 from ..config.stack import StackSlice
 from ..dispatch.core_attention import core_memory, recomputes_from_log_sum_exp
 from ..kv_cache import LayerKVCache
+from ..parallel.linear import column_traffic, row_traffic
+from ..parallel.traffic import Collective
 from .attention import Attention, AttentionArguments, Backends, attention_arguments
 from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
@@ -170,6 +172,65 @@ def attention_weights(attention: AttentionSlice, stack: StackSlice) -> Weights:
     return Weights((Matrix("qkv", hidden * qkv), Matrix("output", hidden * query)), others)
 
 
+def attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
+    """Return the traffic of self-attention."""
+    attention, mesh = inputs.stack.attention, inputs.mesh
+    if mesh.tensor == 1:
+        return context_traffic(attention, inputs, inputs.tokens)
+    whole = inputs.outer_elements * inputs.widths.compute
+    trained = "attention_qkv" in inputs.trained_projections
+    return (
+        *column_traffic(
+            whole,
+            gathers=mesh.sequence,
+            trained=trained,
+            saves_gathered=inputs.saves_gathered,
+            shared=shared_head_bytes(attention, inputs),
+        ),
+        *context_traffic(attention, inputs, inputs.tokens),
+        *row_traffic(whole, scatters=mesh.sequence),
+    )
+
+
+def shared_head_bytes(attention: AttentionSlice, inputs: StackInputs) -> tuple[int, ...]:
+    """Return the bytes of the gradients of all key heads, of all value heads, and of their biases, if ranks share them;
+    see `parallel.collectives.SharedRows`.
+    """
+    if inputs.shared_heads == 1:
+        return ()
+    parts = inputs.mesh.tensor // inputs.shared_heads
+    rows = parts * attention.groups * attention.head_dim * inputs.widths.compute
+    return (rows * inputs.stack.hidden_size,) * 2 + (rows,) * 2 * attention.qkv_bias
+
+
+def context_traffic(attention: AttentionSlice, inputs: StackInputs, key_tokens: int) -> tuple[Collective, ...]:
+    """Return the traffic of the core of an attention over the context-parallel ranks.
+
+    Args:
+        attention: its configuration.
+        inputs: inputs of the stack.
+        key_tokens: keys of the rank.
+    """
+    split, width = inputs.context_split, attention.head_dim * inputs.widths.compute
+    if split is None:
+        return ()
+    queries, keys = inputs.tokens * attention.heads * width, 2 * key_tokens * attention.groups * width
+    if split.exchange == "all_gather":  # what is gathered is saved
+        gathered = Collective("context", "all-gather", keys * split.size, "forward")
+        return gathered, gathered._replace(kind="reduce-scatter", during="backward")
+    found: list[Collective] = []
+    if split.head_ranks > 1:  # queries, keys, values and output, and their gradients
+        exchanged = Collective("context", "all-to-all", 2 * queries + keys, "forward", number=2)
+        found += [exchanged, exchanged._replace(during="backward")]
+    steps = split.ring_ranks - 1
+    if steps:  # keys and values go around, in the backward pass with their gradients
+        sent = Collective("context", "send", keys * steps, "forward", number=steps, overlaps=True)
+        gradients = keys * max(4, inputs.widths.compute) // inputs.widths.compute * split.ring_ranks
+        found += [sent, sent._replace(during="backward")]
+        found.append(sent._replace(during="backward", num_bytes=gradients, number=split.ring_ranks))
+    return tuple(found)
+
+
 def self_attention_memory(inputs: StackInputs) -> PartMemory:
     """Return the memory of self-attention."""
     q, k = (heads * inputs.tokens for heads in (inputs.stack.attention.heads, inputs.stack.attention.groups))
@@ -204,7 +265,7 @@ def attention_memory(
     elif has_rotary:
         projected, copies = k_bytes, q_bytes + k_bytes
     qk_norms = _qk_norm_bytes(attention, inputs, sum(rows)) if attention.qk_norm else 0
-    core = core_memory(attention, decision, widths.compute, compiled=compiled)
+    core = core_memory(attention, decision, widths.compute, compiled=compiled).shared_by(inputs.mesh.context)
     kept = projected + copies if core.inputs is None else core.inputs
     recompute_inputs = freed = 0
     if decision.saves_scores:
@@ -220,12 +281,34 @@ def attention_memory(
         kept += copies
     saved = [
         SavedTensors("attention", kept + qk_norms),
+        SavedTensors("attention", 2 * k_bytes * _gathered_key_ranks(inputs)),
         SavedTensors("attention", core.log_sum_exp),
         SavedTensors("scores", core.scores, "core_attention" if decision.saves_scores else None),
         *[SavedTensors("attention", q_bytes)] * (2 if attention.head_scale else 1),
     ]
-    working = 2 * q_bytes + 2 * k_bytes + q_bytes + core.working
+    working = 2 * q_bytes + 2 * k_bytes + q_bytes + core.working + _exchanged_bytes(inputs, q_bytes, k_bytes)
     return PartMemory(tuple(each for each in saved if each.num_bytes), working, working - freed, recompute_inputs)
+
+
+def _gathered_key_ranks(inputs: StackInputs) -> int:
+    """Return the number of context-parallel ranks of whose keys and values each has copies; 0 if of its own only."""
+    split = inputs.context_split
+    return split.size if split is not None and split.exchange == "all_gather" else 0
+
+
+def _exchanged_bytes(inputs: StackInputs, q_bytes: int, k_bytes: int) -> int:
+    """Return the bytes of what context-parallel ranks exchange in the backward pass of an attention: gradients of the
+    keys and values of all ranks; the rank's heads of all tokens and their gradients; or in a ring the keys and values
+    of two ranks, and their gradients.
+    """
+    split = inputs.context_split
+    if split is None:
+        return 0
+    if split.exchange == "all_gather":
+        return 2 * k_bytes * split.size
+    heads = 2 * (q_bytes + 2 * k_bytes) if split.head_ranks > 1 else 0
+    gradients = k_bytes * max(4, inputs.widths.compute) // inputs.widths.compute
+    return heads + (2 * (2 * k_bytes + 2 * gradients) if split.ring_ranks > 1 else 0)
 
 
 def _qk_norm_bytes(attention: AttentionSlice, inputs: StackInputs, rows: int) -> int:

@@ -12,8 +12,9 @@ from ...kernels.moe.routing import expert_capacity
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
-from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_weights
+from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
+from ..parallel.traffic import Collective
 from .experts import Experts, build_experts
 from .router import STATISTIC_NAMES, Router, build_router, router_saved_bytes
 
@@ -166,10 +167,12 @@ def build_moe(stack: StackSlice, moe: MoESlice) -> MoE:
 # ---------------------------------------------------------------- cost
 
 
-def moe_weights(stack: StackSlice, moe: MoESlice, *, active: bool = False) -> Weights:
-    """Return the weights of router, experts and shared expert; `active`: only those of `topk` experts."""
+def moe_weights(stack: StackSlice, moe: MoESlice, *, active: bool = False, expert_ranks: int = 1) -> Weights:
+    """Return the weights of router, experts and shared expert of one of `expert_ranks`; `active`: only those of `topk`
+    experts.
+    """
     router = Weights((Matrix("router", moe.experts * stack.hidden_size),))
-    experts = mlp_weights(stack, moe.ffn_hidden_size, moe.topk if active else moe.experts, experts=True)
+    experts = mlp_weights(stack, moe.ffn_hidden_size, moe.topk if active else moe.experts // expert_ranks, experts=True)
     shared = moe.shared_ffn_hidden_size
     return router + experts + (mlp_weights(stack, shared) if shared else Weights())
 
@@ -181,6 +184,37 @@ def expert_rows(moe: MoESlice, tokens: int) -> int:
     return tokens * moe.topk
 
 
+def moe_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
+    """Return the traffic of a MoE layer: router, shared expert, and the tokens sent to experts of other ranks and back.
+
+    Experts are assumed to be chosen evenly, and no assignment to be dropped unless experts are padded.
+    """
+    routed: tuple[Collective, ...] = ()
+    if inputs.residual_tokens < inputs.tokens:
+        itemsize = 8 if moe.router_dtype == "fp64" else 4
+        routed = (Collective("tensor", "all-gather", inputs.tokens * moe.experts * itemsize, "forward"),)
+    shared = mlp_traffic(inputs) if moe.shared_ffn_hidden_size else ()
+    return (*routed, *shared) if inputs.mesh.expert == 1 else (*routed, *shared, *_dispatch_traffic(inputs, moe))
+
+
+def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
+    """Return the traffic of dispatching tokens with their gates, and of combining the outputs."""
+    ranks, tokens, gate = inputs.mesh.expert, inputs.residual_tokens, 8 if moe.router_dtype == "fp64" else 4
+    width = inputs.stack.hidden_size * inputs.widths.compute
+    if moe.dispatcher == "allgather":
+        rows, gates = tokens * ranks * width, tokens * ranks * moe.topk * gate
+        chosen = tokens * ranks * moe.topk * 8
+        return (
+            Collective("expert", "all-gather", rows + gates + chosen, "forward", number=3),
+            Collective("expert", "reduce-scatter", rows, "forward"),
+            Collective("expert", "all-gather", rows, "backward"),
+            Collective("expert", "reduce-scatter", rows + gates, "backward", number=2),
+        )
+    rows, counts = expert_rows(moe, tokens), 0 if moe.pad_to_capacity else moe.experts * 8
+    exchanged = Collective("expert", "all-to-all", rows * (2 * width + gate), "backward", number=3)
+    return exchanged._replace(during="forward", num_bytes=exchanged.num_bytes + counts), exchanged
+
+
 def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:
     """Return True if the experts run as separate operations, not as the fused one that saves less."""
     return inputs.lora_experts or bool(moe.dropout) or moe.pad_to_capacity or moe.implementation == "sequential"
@@ -188,7 +222,7 @@ def runs_eager_experts(inputs: StackInputs, moe: MoESlice) -> bool:
 
 def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     """Return the memory of router, experts and shared expert."""
-    stack, widths, tokens = inputs.stack, inputs.widths, inputs.tokens
+    stack, widths, tokens = inputs.stack, inputs.widths, inputs.residual_tokens
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
     rows, width = expert_rows(moe, tokens), moe.ffn_hidden_size
@@ -201,8 +235,11 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     if moe.dropout:
         mask = 1 if inputs.compiled else e  # a boolean mask, or the scaled one in the compute dtype
         kept.append(SavedTensors("dropout", tokens * moe.topk * width * mask, "moe"))
+    elif inputs.mesh.expert > 1:  # rows received from other ranks
+        kept.append(SavedTensors("experts", rows * hidden * e, "moe"))
     activation_gradients = rows * width * e * (2 + ups)
-    weight_gradients = rows * width * ups * e + rows * hidden * e + moe_weights(stack, moe).numel * widths.weights
+    weights = moe_weights(stack, moe, expert_ranks=inputs.mesh.expert).numel * widths.weights
+    weight_gradients = rows * width * ups * e + rows * hidden * e + weights
     working, recompute_inputs = max(activation_gradients, weight_gradients), 0
     if moe.shared_ffn_hidden_size:
         shared = mlp_memory(inputs, moe.shared_ffn_hidden_size)

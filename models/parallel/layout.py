@@ -123,3 +123,7 @@ class ParallelLayout:
         if self.expert > 1:
             named.append(f"expert {self.expert}")
         return ", ".join(named) or "one rank"
+
+
+ONE_RANK = ParallelLayout()
+"""The layout without parallelism."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, reduce_scatter_tokens
 from .partition import Partition, RankPart, even_partition, set_partitions
+from .traffic import Collective
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -107,3 +108,43 @@ class VocabularyParallelEmbedding(nn.Embedding):
 def gather_vocabulary(logits: Tensor, ranks: TensorParallel) -> Tensor:
     """Return logits (..., padded_vocab_size) of the whole vocabulary, for generation; not differentiable."""
     return ranks.gather(logits.detach()).movedim(0, -2).flatten(-2)
+
+
+# ---------------------------------------------------------------- cost
+
+
+def column_traffic(
+    num_bytes: int, *, gathers: bool, trained: bool = True, saves_gathered: bool = False, shared: tuple[int, ...] = ()
+) -> tuple[Collective, ...]:
+    """Return the traffic of a column-parallel linear layer.
+
+    Args:
+        num_bytes: of its input of all ranks.
+        gathers: the ranks share its tokens.
+        trained: the weight has a gradient.
+        saves_gathered: the gathered tokens are saved, not gathered again.
+        shared: bytes of each section of the weight, or of the bias, of which several ranks have the same part.
+    """
+    sums = tuple(Collective("tensor", "all-reduce", size, "backward") for size in shared if trained)
+    if not gathers:
+        return (Collective("tensor", "all-reduce", num_bytes, "backward", overlaps=trained), *sums)
+    gathered = Collective("tensor", "all-gather", num_bytes, "forward")
+    again = (gathered._replace(during="backward", overlaps=True),) if trained and not saves_gathered else ()
+    return (gathered, *again, Collective("tensor", "reduce-scatter", num_bytes, "backward", overlaps=trained), *sums)
+
+
+def row_traffic(num_bytes: int, *, scatters: bool) -> tuple[Collective, ...]:
+    """Return the traffic of a row-parallel linear layer with an output of these bytes, which may be sharded over tokens
+    (`scatters`).
+    """
+    if not scatters:
+        return (Collective("tensor", "all-reduce", num_bytes, "forward"),)
+    return (
+        Collective("tensor", "reduce-scatter", num_bytes, "forward"),
+        Collective("tensor", "all-gather", num_bytes, "backward"),
+    )
+
+
+def embedding_traffic(num_bytes: int) -> tuple[Collective, ...]:
+    """Return the traffic of a vocabulary-parallel embedding with an output of these bytes."""
+    return (Collective("tensor", "all-reduce", num_bytes, "forward"),)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels.cross_entropy import default_chunk_tokens
 from .collectives import TensorParallel
+from .traffic import Collective
 
 
 class LossOptions(NamedTuple):
@@ -140,3 +141,42 @@ def vocabulary_parallel_loss(
     chunk = chunk_tokens or default_chunk_tokens(len(weight), cuda=hidden.is_cuda)
     options = LossOptions(valid_vocab, smoothing, softcap, ignore_index, chunk)
     return _VocabularyParallelLoss.apply(hidden, weight, bias, labels, denominator, ranks, options)  # pyright: ignore[reportReturnType]
+
+
+# ---------------------------------------------------------------- cost
+
+
+def vocabulary_loss_traffic(
+    tokens: int, vocab: int, hidden: int, itemsize: int, *, cuda: bool
+) -> tuple[Collective, ...]:
+    """Return the traffic of the loss of a micro batch over a vocabulary of which each rank has `vocab` rows.
+
+    Args:
+        tokens: output positions.
+        vocab: rows of the rank, with padding.
+        hidden: width of the residual stream.
+        itemsize: bytes per element of `hidden`.
+        cuda: the loss runs on a GPU.
+    """
+    accumulate, chunks = max(4, itemsize), -(-tokens // default_chunk_tokens(vocab, cuda=cuda))
+    return (
+        # the maximum; the sum of exponentials, the label's logit and the sum of the logits
+        Collective("tensor", "all-reduce", 4 * tokens * accumulate, "forward", number=2 * chunks),
+        Collective("tensor", "all-reduce", tokens * hidden * itemsize, "forward"),
+    )
+
+
+def vocabulary_loss_bytes(
+    tokens: int, vocab: int, hidden: int, itemsize: int, *, frozen: bool, cuda: bool
+) -> tuple[int, int]:
+    """Return the peak bytes of the forward and of the backward pass of the loss; arguments as above.
+
+    Args:
+        frozen: the weight has no gradient.
+    """
+    chunk, accumulate = min(tokens, default_chunk_tokens(vocab, cuda=cuda)), max(4, itemsize)
+    # logits, their fp32 copy, padded copy, exponentials, and gradient in both dtypes
+    logits = chunk * vocab * (2 * itemsize + 4 * accumulate)
+    kept = tokens * hidden * itemsize + (0 if frozen else vocab * hidden * itemsize)
+    weight = 0 if frozen else vocab * hidden * accumulate
+    return tokens * hidden * 2 * itemsize + logits + weight, 2 * kept

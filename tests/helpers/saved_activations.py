@@ -33,8 +33,10 @@ from stoker.models.build import TORCH_DTYPES, get_stacks
 from stoker.models.config.peft import peft_slice
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.layers.context import LayerContext, Memory
+from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.peft.apply import apply_peft
 from stoker.models.recompute.apply_recompute import apply_recompute
+from stoker.models.tensor_parallel import apply_tensor_parallel
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.plan.hardware import parse_gpu
 from stoker.trainer.plan.run_inputs import RunInputs, collect_inputs
@@ -60,12 +62,12 @@ def simulate_cuda(monkeypatch: Any) -> Iterator[None]:
         yield
 
 
-def plan_inputs(overrides: list[str], *, compiled: bool) -> RunInputs:
-    """Return the plan's inputs for a run on an H100 without cuDNN."""
+def plan_inputs(overrides: list[str], *, compiled: bool, ranks: int = 1) -> RunInputs:
+    """Return the plan's inputs for a run on H100s without cuDNN."""
     root = load(*overrides, f"model.compile={compiled}").root
     target = gpu_target(root, parse_gpu("h100"))
     target = replace(target, software=replace(target.software, cudnn=None, torch=(2, 11)))
-    return collect_inputs(resolve_run(root, capability=target.capability), target)
+    return collect_inputs(resolve_run(root, world_size=ranks, capability=target.capability), target)
 
 
 def model_of(facts: RunInputs) -> Any:
@@ -91,6 +93,9 @@ def model_of(facts: RunInputs) -> Any:
     if peft is not None:
         with torch.device("meta"):
             apply_peft(model, get_stacks(model), facts.family, peft)
+    if facts.tensor_parallel:  # fake collectives need no process group
+        ranks = TensorParallel(0, facts.mesh.tensor, "none", sequence=facts.mesh.sequence)
+        apply_tensor_parallel(model, facts.run.with_vocabulary(facts.vocab_size), ranks)
     model = model.to(TORCH_DTYPES[facts.precision.weights])
     for part, stack in zip(stacks, get_stacks(model), strict=True):
         names = (
@@ -149,26 +154,38 @@ class _PartitionedError(Exception):
 
 def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int:
     """Bytes saved by the last layer of a stack if compiled, including its input."""
+    return saved_and_sent_compiled(facts, monkeypatch, stack=stack)[0]
+
+
+def saved_and_sent_compiled(
+    facts: RunInputs, monkeypatch: Any, *, stack: int = 0
+) -> tuple[int, dict[tuple[str, str], int]]:
+    """Bytes saved by the last layer of a stack if compiled, and those of its collectives by (pass, operation)."""
     inductor: Any = import_module("torch._inductor.compile_fx")
 
     partition, graphs = inductor.min_cut_rematerialization_partition, []
 
     def record(*arguments: Any, **options: Any) -> Any:
-        forward, _ = partition(*arguments, **options)
-        graphs.append((forward, options["num_fwd_outputs"]))
+        forward, backward = partition(*arguments, **options)
+        graphs.append((forward, options["num_fwd_outputs"], backward))
         raise _PartitionedError
 
     model, inputs = model_of(facts), facts.stacks[stack]
     module = get_stacks(model)[stack]
     width, dtype = inputs.stack.hidden_size, TORCH_DTYPES[facts.precision.weights]
-    hidden = torch.zeros(inputs.batch, inputs.length, width, dtype=dtype, requires_grad=True)
+    shards = inputs.residual_tokens < inputs.tokens
+    shape = (1, inputs.residual_tokens) if shards else (inputs.batch, inputs.length)
+    hidden = torch.zeros(*shape, width, dtype=dtype, requires_grad=True)
+    if module.tensor_parallel is not None:
+        module.tensor_parallel.shards_tokens = shards
     rotary = None if module.rotary is None else module.rotary(inputs.length)
     positions = module.score_positions
     terms = None if positions is None else positions(inputs.length, inputs.length)
     memory = None
     if inputs.cross is not None:
         memory = Memory(torch.zeros(inputs.batch, inputs.encoder_length, width, dtype=dtype, requires_grad=True))
-    layer, context = module.layers[-1], LayerContext("training", rotary, terms, memory=memory)
+    batch = inputs.batch if shards else None
+    layer, context = module.layers[-1], LayerContext("training", rotary, terms, memory=memory, batch=batch)
 
     def run(hidden: Tensor) -> Any:
         precision = facts.precision
@@ -184,15 +201,26 @@ def saved_compiled(facts: RunInputs, monkeypatch: Any, *, stack: int = 0) -> int
         except Exception:
             if not graphs:
                 raise
-    forward, outputs = graphs[0]
+    forward, outputs, backward = graphs[0]
     saved = next(iter(forward.graph.find_nodes(op="output"))).args[0][outputs:]
     storages: dict[int, int] = {}
     for node in saved:
         value = node.meta["val"] if hasattr(node, "meta") else None
         is_input = node.op == "placeholder"
-        if isinstance(value, Tensor) and _is_activation(value, inputs.tokens, inputs.encoder_tokens, is_input):
+        if isinstance(value, Tensor) and _is_activation(value, inputs.residual_tokens, inputs.encoder_tokens, is_input):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
-    return sum(size for size in storages.values() if isinstance(size, int))  # RNG states have no size
+    sent = {**_sent(forward, "forward"), **_sent(backward, "backward")}
+    return sum(size for size in storages.values() if isinstance(size, int)), sent  # RNG states have no size
+
+
+def _sent(graph: Any, name: str) -> dict[tuple[str, str], int]:
+    found: dict[tuple[str, str], int] = {}
+    for node in graph.graph.nodes:
+        kind = getattr(node.target, "_opname", "")
+        if kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            value = (node if kind == "all_gather_into_tensor" else node.args[0]).meta["val"]
+            found[name, kind] = found.get((name, kind), 0) + value.numel() * value.element_size()
+    return found
 
 
 def _is_activation(value: Tensor, tokens: int, memory_tokens: int, is_input: bool) -> bool:

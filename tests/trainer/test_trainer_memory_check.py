@@ -10,7 +10,8 @@ from config_helpers import gpt, load
 from tiny_run import tiny_config
 
 from stoker.kernels.launch import INTERPRETED
-from stoker.models.model_cost import count_parameters
+from stoker.models.model_cost import count_parameters, count_slice_parameters
+from stoker.models.tensor_parallel import rank_slice
 from stoker.trainer.cli.thread_tuning import measure_step_time
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.conversion import load_model
@@ -93,6 +94,22 @@ def test_each_process_needs_what_it_holds(tmp_path, monkeypatch, layout, bytes_p
     monkeypatch.setattr(memory_check, "host_memory", lambda: 4 * int(need + 100))
     with pytest.raises(UserError, match="activations of one micro batch"):
         check_memory(root, CPU, world_size=4)
+
+
+def test_a_tensor_parallel_rank_needs_its_part(tmp_path, monkeypatch):
+    split = {"model__tensor_model_parallel_size": 2, "model__hidden_dropout": 0.0, "model__attention_dropout": 0.0}
+    changes = {"model__num_layers": 50, "model__override_vocab_size": 256, "trainer__precision": "32"}
+    root = tiny_config(tmp_path, **changes, **split).root
+    part = rank_slice(resolve_run(root).family, 2)
+    need = count_slice_parameters(part) * 16
+    assert need < 0.6 * count_parameters(root.model, 256) * 16
+    for host, message in (
+        (need - 100, "parameters with their gradients"),
+        (need + 100, "activations of one micro batch"),
+    ):
+        monkeypatch.setattr(memory_check, "host_memory", lambda host=host: 2 * host)
+        with pytest.raises(UserError, match=message):
+            check_memory(root, CPU, world_size=2)
 
 
 def test_the_memory_of_this_machine_is_known():

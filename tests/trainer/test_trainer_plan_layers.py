@@ -1,12 +1,23 @@
 """What the plan says that layers keep, beside what torch saves: as written, and compiled."""
 
+from collections import Counter
+
 import pytest
 import torch
 from deferred_copies import DeferredCopies
-from saved_activations import backward_peak_bytes, loss_peak_bytes, model_of, plan_inputs, saved_compiled, saved_eager
+from saved_activations import (
+    backward_peak_bytes,
+    loss_peak_bytes,
+    model_of,
+    plan_inputs,
+    saved_and_sent_compiled,
+    saved_compiled,
+    saved_eager,
+)
 from tiers import cases, extra, full_only
 
 from stoker.models.build import TORCH_DTYPES
+from stoker.models.layer import layer_traffic
 from stoker.models.layers import recomputed_attention
 from stoker.models.memory.offload_activations import ActivationOffload
 from stoker.trainer.plan import timeline
@@ -196,6 +207,47 @@ def test_compiled_layers_keep_what_the_partitioner_chooses(name, monkeypatch):
     for number, stack in enumerate(facts.stacks):
         last = [layer for layer in layers_in_order(facts) if layer.stack is stack][-1]
         assert last.saved_bytes == pytest.approx(saved_compiled(facts, monkeypatch, stack=number), rel=0.03), stack.name
+
+
+OPERATIONS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather_into_tensor",
+    "reduce-scatter": "reduce_scatter_tensor",
+}
+SPLIT = ("llama", "gpt3", "norms of heads", "autocast", "t5", "cheap parts again", "layers again", "kerple")
+
+
+def split_inputs(name, sequence, *, compiled):
+    keys = ["model.tensor_model_parallel_size=2", f"model.sequence_parallel={sequence}"]
+    return plan_inputs([*CASES[name], *keys], compiled=compiled, ranks=2)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", cases(list(SPLIT), fast=2))
+def test_layers_of_a_tensor_parallel_rank_keep_what_autograd_saves(name, sequence, monkeypatch):
+    facts = split_inputs(name, sequence, compiled=False)
+    plan = memory_plan(facts)
+    casts = sum(each.num_bytes for layer in plan.layers for each in layer.memory.saved if each.part == "weights")
+    planned = plan.moments[0].activations - casts
+    assert planned == pytest.approx(saved_eager(facts, monkeypatch), rel=0.03)
+
+
+@full_only
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", SPLIT)
+def test_compiled_layers_of_a_tensor_parallel_rank_keep_what_the_partitioner_chooses(name, sequence, monkeypatch):
+    facts = split_inputs(name, sequence, compiled=True)
+    for number, stack in enumerate(facts.stacks):
+        last = [layer for layer in layers_in_order(facts) if layer.stack is stack][-1]
+        saved, sent = saved_and_sent_compiled(facts, monkeypatch, stack=number)
+        assert last.saved_bytes == pytest.approx(saved, rel=0.03), stack.name
+        planned = Counter()
+        recomputes = last.recomputed_modules, last.is_recomputed
+        for each in layer_traffic(
+            stack, is_moe=False, recomputes=recomputes[0], recomputed_layer=recomputes[1], ends_recompute=True
+        ):
+            planned["forward" if each.during == "forward" else "backward", OPERATIONS[each.kind]] += each.num_bytes
+        assert sent == planned, stack.name
 
 
 @pytest.mark.parametrize(("name", "times"), [("scores again", 2), ("scores again, dropout", 0)])

@@ -155,7 +155,7 @@ def test_what_is_taken_for_granted_is_told(capsys):
     assert "a memory size alone: this plan is for an NVIDIA H100 80GB HBM3" in told["notes"][0]
     nodes = ["model.fsdp=True", "trainer.devices=8", "trainer.num_nodes=4", "model.global_batch_size=128"]
     assert main(["plan", LLAMA, "--device", "h100", *nodes]) == EXIT_OK
-    assert "communication between 4 nodes" in capsys.readouterr().out
+    assert "the network between 4 nodes has 46 GB/s for each GPU" in capsys.readouterr().out
     assert main(["plan", LLAMA, "--device", ""]) == EXIT_BAD_INPUT
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..utils.errors import EXIT_BAD_INPUT, EXIT_OK, UserError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from ..plan.run_plan import Plan
     from ..plan.search import Change, CurrentOverrides
 
+_GPUS_PER_NODE = 8
+"""GPUs of a machine for `--gpus`."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stoker config`, the device, and the output format."""
@@ -33,6 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_finetune_argument(parser)
     parser.add_argument("--fit", action="store_true", help="search for the fastest overrides that fit")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="plan for this number of GPUs, in machines of 8, instead of trainer.devices and trainer.num_nodes; with "
+        "--fit also search for their layout: tensor, context, expert and data parallelism",
+    )
+    parser.add_argument(
+        "--network",
+        type=float,
+        metavar="GB/S",
+        help="bandwidth of each GPU to other machines, instead of that of hardware.yaml",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -45,6 +62,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: an invalid configuration or an unknown GPU.
     """
+    machines = [] if args.gpus is None else _machines(args.gpus)
+    if not args.fit:
+        args.overrides = [*args.overrides, *machines]
     config = load_config(args)
     # these import torch, which takes seconds: only after the configuration has been validated
     from ..core.run_summary import host_offload_keys
@@ -53,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     from ..plan.search import search, suggest_changes
 
     root, given = config.root, _given(config, args.overrides)
-    resolved, target = _target(root, args.device)
+    if args.fit and args.gpus is not None:
+        return _fit_layouts(args, root, given)
+    resolved, target = _target(root, args.device, args.network)
     vocab_size, unknown = _vocabulary(resolved.data)
     try:
         plan = make_plan(resolved, target, vocab_size=vocab_size)
@@ -114,7 +136,7 @@ def _notes(keys: TrainerBlock, device: str | None, target: Target, offloaded: Se
     if device is not None and device[:1].isdigit():
         yield f"`--device` ({device}) is a memory size alone: this plan is for {name} with that much memory"
     if nodes > 1:
-        yield f"communication between {nodes} nodes (`trainer.num_nodes`) is timed as if all GPUs were in one node"
+        yield f"the network between {nodes} nodes has {target.gpu.network / 1e9:g} GB/s for each GPU; --network sets it"
 
 
 def _notes_document(findings: Sequence[Finding], notes: Sequence[str]) -> dict[str, Any]:
@@ -131,7 +153,19 @@ def _print_notes(findings: Sequence[Finding], notes: Sequence[str]) -> None:
         print("\n" + "\n".join(lines))
 
 
-def _target(root: RootBlock, device: str | None) -> tuple[ResolvedRun, Target]:
+def _machines(gpus: int) -> list[str]:
+    """Return the overrides for a number of GPUs.
+
+    Raises:
+        UserError: they do not fill machines of 8.
+    """
+    if gpus < 1 or (gpus > _GPUS_PER_NODE and gpus % _GPUS_PER_NODE):
+        raise UserError(f"`--gpus` ({gpus}) must be from 1 to {_GPUS_PER_NODE}, or a multiple of {_GPUS_PER_NODE}")
+    nodes = -(-gpus // _GPUS_PER_NODE)
+    return [f"trainer.devices={gpus // nodes}", f"trainer.num_nodes={nodes}"]
+
+
+def _target(root: RootBlock, device: str | None, network: float | None) -> tuple[ResolvedRun, Target]:
     """Return the run on the GPU of `--device`, or this machine's, or the default one, and that GPU."""
     import torch
 
@@ -149,10 +183,30 @@ def _target(root: RootBlock, device: str | None) -> tuple[ResolvedRun, Target]:
         return run, local_target(run, local)
     try:
         gpu = parse_gpu(DEFAULT_GPU if device is None else device)
+        gpu = gpu if network is None else replace(gpu, network=network * 1e9)
     except ValueError as error:
         raise UserError(str(error)) from None
     run = resolve_run(root, world_size=processes, capability=gpu.capability)
     return run, gpu_target(run, gpu)
+
+
+def _fit_layouts(args: argparse.Namespace, root: RootBlock, given: CurrentOverrides) -> int:
+    """Search for the layout of `--gpus`, and print the fastest ones that fit."""
+    from ..plan.layout_search import on_machines, search_layouts
+    from ..plan.report import layout_document, layout_lines
+
+    machines = _machines(args.gpus)
+    devices, nodes = (int(override.partition("=")[2]) for override in machines)
+    root = on_machines(root, devices, nodes)
+    resolved, target = _target(on_machines(root, 1, 1), args.device, args.network)
+    vocab_size, unknown = _vocabulary(resolved.data)
+    found = search_layouts(root, target, vocab_size)
+    if args.json:
+        print(json.dumps({"layouts": [layout_document(change, machines, given) for change in found]}, indent=2))
+        return EXIT_OK if found else EXIT_BAD_INPUT
+    print("\n".join(layout_lines(found, args.gpus, machines, given)))
+    _print_notes([], [*_notes(root.trainer, args.device, target, ()), *filter(None, [unknown])])
+    return EXIT_OK if found else EXIT_BAD_INPUT
 
 
 def _vocabulary(spec: DataSpec) -> tuple[int | None, str]:

@@ -26,6 +26,7 @@ class GPUSpec:
         bandwidth: memory bandwidth in bytes/s, from the data sheet.
         host_link: bytes/s to the host in one direction, as reached by copies of pinned memory.
         peer_link: bytes/s to the other GPUs of its machine, as reached by NCCL collectives.
+        network: bytes/s to GPUs of other machines, as reached by NCCL collectives.
         measured: the efficiencies were measured on this GPU; otherwise they are those of the H100.
     """
 
@@ -35,6 +36,7 @@ class GPUSpec:
     bandwidth: float
     host_link: float
     peer_link: float
+    network: float
     measured: bool = False
 
     @property

@@ -23,13 +23,14 @@ from ...models.layers.position_embeddings import rotary_table_bytes
 from ...models.memory.offload_activations import MIN_OFFLOAD_BYTES
 from ...models.model_cost import stacks_with_cross_attention
 from ...models.moe.moe_layer import expert_rows
+from ...models.tensor_parallel import rank_slice
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.root import AnyModelBlock
 from ..data.dataloader import PREFETCH_FACTOR
 from ..optim.optimizer_factory import min_state_elements, offloads_optimizer_state
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
-from .trainable_count import count_trainable
+from .trainable_count import count_rank, count_trainable
 
 _GIB = 2**30
 _EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -93,12 +94,16 @@ class _LowerBound:
 
 
 def _lower_bound(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) -> _LowerBound:
-    keys, form, manager, model, layout = run.model, run.batch_spec, run.exp_manager, run.family, run.layout
+    keys, form, manager, mesh, layout = run.model, run.batch_spec, run.exp_manager, run.mesh, run.layout
     vocab_size, shards = keys.override_vocab_size or 1, layout.shards if layout else 1
-    counts = count_trainable(keys, vocab_size, form)
+    if shards > 1 and mesh.expert > 1:  # experts may be in more shards
+        shards = max(shards, mesh.world_size // mesh.expert)
+    model, whole = rank_slice(run.family, mesh.tensor), count_trainable(keys, vocab_size, form)
+    counts = count_rank(whole, run.family, model, mesh)
     lengths = (form.seq_length, form.decoder_seq_length)[: len(model.stacks)]
     itemsize, main = run.precision.weights_itemsize, run.precision.main_weight_bytes
-    state_size = min_state_elements(keys, vocab_size, *((counts.trainable,) if keys.peft.is_on else ()))
+    state_size = min_state_elements(keys, vocab_size, *((whole.trainable,) if keys.peft.is_on else ()))
+    state_size = state_size * counts.total // whole.total
     optimizer = (counts.trainable * main + state_size * (main or itemsize)) // shards
     optimizer_on_host = optimizer if offloads_optimizer_state(keys, device) else 0
     if manager.create_checkpoint_callback and manager.checkpoint_callback_params.async_save:
@@ -113,7 +118,7 @@ def _lower_bound(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) 
     compute_itemsize = run.precision.compute_itemsize
     saved = on_device = 0
     for stack, length, first in zip(model.stacks, lengths, counts.first_backward_layers, strict=True):
-        tokens = keys.micro_batch_size * length
+        tokens = keys.micro_batch_size * length // mesh.context // (mesh.tensor if mesh.sequence else 1)
         saved += compute_itemsize * _saved_activations(stack, tokens, first)
         resident = max(first, _num_offloaded_layers(stack, device))
         on_device += compute_itemsize * _saved_activations(stack, tokens, resident)
@@ -121,7 +126,7 @@ def _lower_bound(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) 
     # tokens and labels in int64, document ids in int32
     sample_bytes = sum(lengths) * (8 + 4 * (form.packed or form.reset_position_ids)) + lengths[-1] * 8
     return _LowerBound(
-        parameters=counts.total,
+        parameters=whole.total,
         state=weights + (0 if optimizer_on_host else optimizer) + ema - ema_on_host + tables,
         activations=on_device,
         offloaded_weights=counts.total * itemsize if offloads_weights else 0,
@@ -129,7 +134,7 @@ def _lower_bound(run: ResolvedRun, device: torch.device, model_plan: ModelPlan) 
         optimizer_on_host=optimizer_on_host,
         ema_on_host=ema_on_host,
         offloaded=saved - on_device + _weights_on_host(model, device, itemsize),
-        batches=keys.global_batch_size // run.world_size * sample_bytes * PREFETCH_FACTOR,
+        batches=keys.global_batch_size // mesh.data * sample_bytes * PREFETCH_FACTOR,
     )
 
 

@@ -16,6 +16,7 @@ from .run_plan import Plan, effective_recompute, offload_recompute
 from .search import NO_OVERRIDES, Change, CurrentOverrides, suggest_changes
 from .state_memory import CUDA_CONTEXT_BYTES
 from .timeline import Moment
+from .traffic import AxisTraffic
 
 _LABELS = {
     "average of the weights": "EMA of the weights",
@@ -132,6 +133,9 @@ def report_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
     yield from _memory_lines(plan)
     yield ""
     yield from _time_lines(plan)
+    if plan.time is not None and plan.time.traffic:
+        yield ""
+        yield from _traffic_lines(plan.time.traffic)
     if changes:
         yield ""
         yield "changes that need less memory" if plan.fits else "changes that could make it fit"
@@ -152,12 +156,14 @@ def _run_lines(plan: Plan) -> Iterator[str]:
     )
     yield f"model        {plan.num_parameters:,} parameters{active}"
     yield f"device       {_device(plan)}"
-    ranks = f"{run.ranks} processes, " if run.ranks > 1 else ""
+    axes = f" ({run.mesh.description})" if run.mesh.data < run.ranks else ""
+    ranks = f"{run.ranks} processes{axes}, " if run.ranks > 1 else ""
+    per_rank = (" per data-parallel rank" if axes else " per process") if run.mesh.data > 1 else ""
     layout = f"{run.layout.name}, " if run.layout else ""
     yield (
         f"step         {ranks}{layout}{pluralize(run.micro_batches, 'micro batch', 'micro batches')} of "
         f"{pluralize(run.model_config.micro_batch_size, 'sample')}"
-        f"{' per process' * (run.ranks > 1)}, {run.precision.name}{', as CUDA graphs' * run.uses_cuda_graph}"
+        f"{per_rank}, {run.precision.name}{', as CUDA graphs' * run.uses_cuda_graph}"
     )
     for stack, modules, recompute in zip(run.stacks, offload_recompute(run), effective_recompute(run), strict=True):
         cross = f", cross {stack.cross_attention.backend}" if stack.cross_attention else ""
@@ -223,6 +229,30 @@ def change_lines(plan: Plan, changes: Sequence[Change], given: CurrentOverrides 
         yield f"  {format_gib(change.plan.needed)} ({', '.join(effects)})  {' '.join(change.overrides(given))}{instead}"
 
 
+def layout_lines(
+    changes: Sequence[Change], gpus: int, machines: Sequence[str], given: CurrentOverrides, limit: int = 5
+) -> Iterator[str]:
+    """Yield the lines of the layouts of `gpus` GPUs that fit, fastest first: time, memory and overrides."""
+    if not changes:
+        yield f"no layout of {pluralize(gpus, 'GPU')} fits, with any mode of recomputation and offloading"
+        return
+    yield f"the fastest of {pluralize(len(changes), 'layout')} of {pluralize(gpus, 'GPU')} that fit:"
+    for change in changes[:limit]:
+        time, mesh = change.plan.time, change.plan.inputs.mesh
+        speed = f"{_seconds(time.seconds)}, MFU {100 * time.mfu:.0f} %, " if time else ""
+        layout = f", {change.plan.inputs.layout.name}" if change.plan.inputs.layout else ""
+        yield f"  {speed}{format_gib(change.plan.needed)}: {mesh.description}{layout}"
+        replaced = change.replaced(given)
+        instead = f"  (instead of {' '.join(replaced)})" if replaced else ""
+        yield f"    {' '.join([*machines, *change.overrides(given)])}{instead}"
+
+
+def layout_document(change: Change, machines: Sequence[str], given: CurrentOverrides) -> dict[str, Any]:
+    """Return a layout as a JSON document."""
+    document = change_document(change, given)
+    return document | {"overrides": [*machines, *document["overrides"]], "mesh": asdict(change.plan.inputs.mesh)}
+
+
 def out_of_memory_lines(root: RootBlock, plan: Plan | None) -> list[str]:
     """Return lines that list the keys that lower the memory of a run that failed, and by how much."""
     if plan is None or plan.inputs.target.device != "cuda":
@@ -277,6 +307,19 @@ def _time_lines(plan: Plan) -> Iterator[str]:
         )
 
 
+def _traffic_lines(traffic: Sequence[AxisTraffic]) -> Iterator[str]:
+    """Describe what a rank sends to others per step: on which axis, to how many, in which collectives, over what."""
+    yield f"traffic      of each process per step{'':<9} {'sent':>9}  link                  time   exposed"
+    for each in traffic:
+        link, name = each.link, f"{each.axis} ({pluralize(each.link.ranks, 'rank')})"
+        where = f"{link.name}, {link.bandwidth / 1e9:,.0f} GB/s"
+        yield (
+            f"  {name:<43} {each.sent / GIB:>6,.2f} GiB  {where:<18} {each.seconds * 1e3:>6,.1f} ms "
+            f"{each.exposed * 1e3:>6,.1f} ms"
+        )
+        yield "    " + ", ".join(f"{kind} of {format_gib(size)}" for kind, size in each.collectives.items())
+
+
 def _cuda_graph_advice(plan: Plan) -> Iterator[str]:
     """Recommend CUDA graphs if the GPU waits for kernel launches and graphs are supported."""
     run, time = plan.inputs, plan.time
@@ -318,6 +361,7 @@ def plan_document(plan: Plan, changes: Sequence[Change], given: CurrentOverrides
         "parameters": plan.num_parameters,
         "active_parameters": plan.num_active_parameters,
         "processes": run.ranks,
+        "mesh": asdict(run.mesh),
         "micro_batches": run.micro_batches,
         "precision": run.precision.name,
         "compiled": run.compiled,

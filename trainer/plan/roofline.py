@@ -1,8 +1,7 @@
 """Roofline estimate of step time from FLOPs and bytes moved.
 
 Matmuls, attention and pointwise kernels run one after the other, each at its measured fraction of the GPU's peak
-(hardware.yaml); communication between ranks is added, and copies to the host count where they do not overlap with
-computation.
+(hardware.yaml); communication between ranks and copies to the host count where they do not overlap with computation.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from .hardware import EFFICIENCY, GPUSpec
 from .run_inputs import RunInputs
 from .state_memory import num_state_elements
 from .timeline import LayerInStack, MemoryPlan
+from .traffic import AxisTraffic, axis_traffic
 from .transfers import offload_stall_seconds, offloaded_bytes
 
 _ATTENTION_BACKWARD_RATIO = 2.5
@@ -71,6 +71,7 @@ class StepTime:
         peak_flops: peak FLOP/s of all GPUs.
         parts: seconds by component.
         sent: bytes a rank copies to its host per step; as many are copied back.
+        traffic: what a rank sends to the others, by axis.
     """
 
     seconds: float
@@ -80,6 +81,7 @@ class StepTime:
     peak_flops: float
     parts: dict[str, float] = field(default_factory=dict)
     sent: int = 0
+    traffic: tuple[AxisTraffic, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -95,21 +97,27 @@ class StepTime:
 # ---------------------------------------------------------------- a micro batch
 
 
-def _core_forward(attention: AttentionSlice, decision: BackendSelection, batch: int, queries: int, keys: int) -> Work:
-    """Work of the core of an attention (scores and weighted values); unfused attention computes masked pairs too."""
+def _core_forward(
+    attention: AttentionSlice, decision: BackendSelection, batch: int, queries: int, keys: int, ranks: int
+) -> Work:
+    """Work of the core of an attention (scores and weighted values) that `ranks` context-parallel ranks share; unfused
+    attention computes masked pairs too.
+    """
     width = attention.heads * attention.head_dim
     if not decision.saves_scores:
-        return Work(attention=4.0 * width * batch * attended_pairs(attention, queries, keys))
-    pairs = float(batch * queries * keys)
-    return Work(matmul=4.0 * width * pairs, moved=decision.call.score_bytes * (EFFICIENCY["score_passes"] / 3))
+        return Work(attention=4.0 * width * batch * attended_pairs(attention, queries, keys) / ranks)
+    pairs = float(batch * queries * keys) / ranks
+    moved = decision.call.score_bytes / ranks * (EFFICIENCY["score_passes"] / 3)
+    return Work(matmul=4.0 * width * pairs, moved=moved)
 
 
 def _attentions(inputs: StackInputs) -> Iterator[tuple[AttentionSlice, BackendSelection, Work]]:
     """Yield self- and cross-attention of a layer, each with the forward work of its core."""
     own, cross, decision = inputs.stack.attention, inputs.cross, inputs.cross_attention
-    yield own, inputs.attention, _core_forward(own, inputs.attention, inputs.batch, inputs.length, inputs.length)
+    batch, length, ranks = inputs.batch, inputs.length, inputs.mesh.context
+    yield own, inputs.attention, _core_forward(own, inputs.attention, batch, length, length, ranks)
     if cross is not None and decision is not None:
-        yield cross, decision, _core_forward(cross, decision, inputs.batch, inputs.length, inputs.encoder_length)
+        yield cross, decision, _core_forward(cross, decision, batch, length, inputs.encoder_length, ranks)
 
 
 def attention_core_work(inputs: StackInputs, *, recompute_scores: bool = False) -> Work:
@@ -194,23 +202,6 @@ def _lora_work(run: RunInputs) -> Work:
     return Work(matmul=6.0 * tokens * trained, moved=passes * tokens * run.widths.compute * trained / peft.rank)
 
 
-# ---------------------------------------------------------------- bytes over links
-
-
-def _messages(run: RunInputs) -> float:
-    """Bytes a GPU sends to its peers per step, in ring all-reduces, reduce-scatters and all-gathers."""
-    layout = run.layout
-    if layout is None:
-        return 0.0
-    peers = (run.ranks - 1) / run.ranks
-    gradients = run.counts.trainable * run.reduce_itemsize
-    if layout.replicates_weights:
-        weights = run.counts.trainable * run.widths.weights
-        return peers * (2 * gradients if layout.shards == 1 else gradients + weights)
-    gathers = 2 if layout.reshard_after_forward else 1
-    return peers * run.micro_batches * (gathers * run.counts.total * run.widths.weights + gradients)
-
-
 def _update_bytes(run: RunInputs) -> float:
     """Bytes of GPU memory that the optimizer's update reads and writes per step."""
     trained, gradient = run.counts.trainable, run.widths.weights
@@ -218,7 +209,7 @@ def _update_bytes(run: RunInputs) -> float:
     state = num_state_elements(run) / trained
     per_parameter = main * 2 + state * main * 2 + gradient * 2 + gradient
     accumulation = (2 * 4 + gradient) * run.micro_batches if run.micro_batches > 1 else 0
-    return trained / run.shards * per_parameter + trained * accumulation
+    return run.sharded(trained) * per_parameter + trained * accumulation
 
 
 def _newton_schulz_flops(run: RunInputs, memory: MemoryPlan) -> float:
@@ -229,7 +220,7 @@ def _newton_schulz_flops(run: RunInputs, memory: MemoryPlan) -> float:
     for layer in memory.layers:
         stack = layer.stack.stack
         hidden, mlp = stack.hidden_size, stack.mlp
-        number = stack.moe.experts if stack.moe and stack.moe.layers[layer.index] else 1
+        number = stack.moe.experts // run.mesh.expert if stack.moe and stack.moe.layers[layer.index] else 1
         width = stack.moe.ffn_hidden_size if number > 1 and stack.moe else mlp.ffn_hidden_size
         heads = stack.attention.heads * stack.attention.head_dim
         shapes = [(hidden, width)] * number * (3 if mlp.gated else 2) + [(hidden, heads)] * 3
@@ -242,7 +233,7 @@ def _ema_seconds(run: RunInputs, memory: MemoryPlan, gpu: GPUSpec) -> float:
 
     The time a host needs to update an EMA in its memory is not known, and counts as zero.
     """
-    size = run.counts.trainable / run.shards * run.ema_itemsize
+    size = run.sharded(run.counts.trainable) * run.ema_itemsize
     source_on_host = memory.persistent.on_host > 0 and run.precision.main_weight_bytes > 0
     copy = size / gpu.host_link if run.ema_on_host != source_on_host else 0.0
     update = 0.0 if run.ema_on_host else 3 * size / gpu.pointwise_bandwidth
@@ -303,8 +294,17 @@ def step_time(run: RunInputs, memory: MemoryPlan) -> StepTime | None:
     )
     update = _update_bytes(run) / speeds.pointwise + _newton_schulz_flops(run, memory) / speeds.matmul
     parts["update"] = max(update, memory.persistent.on_host / gpu.host_link) + _ema_seconds(run, memory, gpu)
-    parts["messages"] = _messages(run) / gpu.peer_link
+    traffic = axis_traffic(
+        run,
+        memory.layers,
+        gpu,
+        micro_batch_seconds=speeds.seconds(model_work),
+        matmul_seconds=micro * model_work.dense_equivalent / speeds.matmul,
+        attention_seconds=parts["attention"],
+    )
+    parts["messages"] = sum((each.exposed for each in traffic), 0.0)
     samples, form, vocab = run.model_config.global_batch_size, run.batch_spec, run.family.padded_vocab_size
+    vocab *= run.mesh.tensor
     return StepTime(
         seconds=sum(parts.values()),
         model_flops=samples * training_flops_per_sample(run.model_config, vocab, form, frozen=run.is_frozen),
@@ -313,6 +313,7 @@ def step_time(run: RunInputs, memory: MemoryPlan) -> StepTime | None:
         peak_flops=gpu.peak * run.ranks,
         parts=parts,
         sent=micro * sum(map(offloaded_bytes, memory.layers)) + memory.persistent.on_host,
+        traffic=traffic,
     )
 
 
@@ -342,4 +343,8 @@ def _matmul_efficiency(run: RunInputs) -> float:
     def speed(tokens: float) -> float:
         return tokens / (tokens + EFFICIENCY["half_speed_tokens"])
 
-    return speed(max(stack.tokens for stack in run.stacks)) / speed(EFFICIENCY["measured_tokens"])
+    whole = speed(max(stack.tokens for stack in run.stacks)) / speed(EFFICIENCY["measured_tokens"])
+    if not run.tensor_parallel:
+        return whole
+    width = min(stack.stack.attention.heads * stack.stack.attention.head_dim for stack in run.stacks)
+    return whole * speed(width) / speed(width * run.mesh.tensor)

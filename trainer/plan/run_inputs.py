@@ -1,9 +1,9 @@
-"""Inputs of a memory and time estimate: model slices, attention backends, sharding layout and target device."""
+"""Inputs of a memory and time estimate of a rank: model slices, attention backends, layout and target device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,9 +15,13 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice
 from ...models.config.peft import PROJECTIONS, LoRASlice, PeftSlice, SelectiveSlice
 from ...models.dispatch.attention_calls import CallContext
+from ...models.dispatch.attention_choices import plan_attentions
+from ...models.dispatch.context_calls import ContextSplit
 from ...models.layers.cost import ByteWidths, StackInputs
-from ...models.model_cost import stacks_with_cross_attention
+from ...models.model_cost import count_experts, stacks_with_cross_attention
+from ...models.parallel.layout import ParallelLayout
 from ...models.peft.lora_mlp import is_lora_mlp_fused
+from ...models.tensor_parallel import group_parts, rank_slice
 from ..config.parameter_layout import DataParallelLayout
 from ..config.resolved_run import ResolvedRun
 from ..config.run_precision import RunPrecision
@@ -25,7 +29,7 @@ from ..config.schema.root import AnyModelBlock
 from ..device.cuda_graph_support import cuda_graph_unsupported_reason, uses_cuda_graph
 from ..distributed.data_parallel import grad_reduce_dtype
 from .hardware import GPUSpec
-from .trainable_count import ParameterCounts, count_trainable
+from .trainable_count import ParameterCounts, count_rank, count_trainable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +62,16 @@ class RunInputs:
     Attributes:
         run: the resolved configuration.
         target: device and software.
-        family: slices of the model, for `vocab_size`.
+        family: slices of the rank's part of the model, for `vocab_size`.
         stacks: stacks in forward order.
         reduce_itemsize: bytes per gradient element in the reduction over ranks.
         ema_itemsize: bytes per element of the exponential moving average (EMA); 0 without one.
         ema_on_host: the EMA is in host memory.
         ema_every_n_steps: steps between two updates of the EMA.
         vocab_size: of the tokenizer.
-        counts: number of parameters.
+        counts: number of parameters of the rank.
+        num_parameters: of the whole model.
+        expert_parameters: those of the rank's experts, if these are split over ranks.
         can_use_cuda_graph: micro batches can run as CUDA graphs, whether or not they are configured to.
     """
 
@@ -79,6 +85,8 @@ class RunInputs:
     ema_every_n_steps: int
     vocab_size: int
     counts: ParameterCounts
+    num_parameters: int
+    expert_parameters: int
     can_use_cuda_graph: bool
 
     @property
@@ -103,8 +111,18 @@ class RunInputs:
 
     @property
     def layout(self) -> DataParallelLayout | None:
-        """Sharding layout; None for one process."""
+        """Sharding layout; None if no other rank has the same part of the model."""
         return self.run.layout
+
+    @property
+    def mesh(self) -> ParallelLayout:
+        """Ranks that the model and its samples are split over."""
+        return self.run.mesh
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes on each node."""
+        return max(1, self.mesh.world_size // self.run.trainer.num_nodes)
 
     @property
     def micro_batches(self) -> int:
@@ -134,12 +152,20 @@ class RunInputs:
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return self.run.world_size
+        return self.mesh.world_size
 
     @property
     def shards(self) -> int:
-        """Number of shards of the optimizer state."""
+        """Number of shards of the optimizer state, except that of experts."""
         return self.layout.shards if self.layout else 1
+
+    def sharded(self, elements: int) -> int:
+        """Return the share of a rank of the elements that belong to its parameters, if these are sharded."""
+        if not self.expert_parameters:
+            return elements // self.shards
+        experts = elements * self.expert_parameters // self.counts.total
+        shards = self.mesh.world_size // self.mesh.pipeline // self.mesh.expert if self.shards > 1 else 1
+        return (elements - experts) // self.shards + experts // shards
 
     @property
     def widths(self) -> ByteWidths:
@@ -152,13 +178,23 @@ class RunInputs:
         return self.stacks[-1].tokens
 
     @property
+    def tensor_parallel(self) -> bool:
+        """True if several ranks share each layer."""
+        return self.mesh.tensor > 1
+
+    @property
     def compiled(self) -> bool:
         """True if layers run through torch.compile."""
         return self.stacks[0].compiled
 
 
 def collect_inputs(
-    run: ResolvedRun, target: Target, *, vocab_size: int | None = None, model_plan: ModelPlan | None = None
+    run: ResolvedRun,
+    target: Target,
+    *,
+    vocab_size: int | None = None,
+    model_plan: ModelPlan | None = None,
+    context_split: ContextSplit | None = None,
 ) -> RunInputs:
     """Collect the inputs of an estimate.
 
@@ -167,22 +203,28 @@ def collect_inputs(
         target: device and software.
         vocab_size: vocabulary size of the tokenizer; None: `override_vocab_size`.
         model_plan: its attention backends on the target, if they have been chosen before.
+        context_split: how context-parallel ranks share attention; None: in a ring.
 
     Raises:
-        ValueError: no attention backend supports the run, compilation is not available, or the vocabulary is too small.
+        ValueError: no attention backend supports the run, compilation is not available, the vocabulary is too small, or
+            the model cannot be split over these ranks.
         UserError: CUDA graphs are required but not supported for this run.
     """
     keys = run.model
     vocab_size = vocab_size or keys.override_vocab_size or 1
-    family, counts = run.with_vocabulary(vocab_size), count_trainable(keys, vocab_size, run.batch_spec)
+    mesh, whole = run.mesh, run.with_vocabulary(vocab_size)
+    family = rank_slice(whole, mesh.tensor)
+    all_counts = count_trainable(keys, vocab_size, run.batch_spec)
+    counts = count_rank(all_counts, whole, family, mesh)
+    split = None if mesh.context == 1 else context_split or ContextSplit(mesh.context)
+    context: CallContext = {
+        "device": target.device,
+        "capability": target.capability,
+        "dtype": run.precision.compute,
+        "batch": keys.micro_batch_size,
+        "deterministic": not target.flags.allow_nondeterministic,
+    }
     if model_plan is None:
-        context: CallContext = {
-            "device": target.device,
-            "capability": target.capability,
-            "dtype": run.precision.compute,
-            "batch": keys.micro_batch_size,
-            "deterministic": not target.flags.allow_nondeterministic,
-        }
         model_plan = plan_model(
             family,
             run.batch_spec,
@@ -191,6 +233,7 @@ def collect_inputs(
             software=target.software,
             kinds=("training",),
             peft=run.peft,
+            context_parallel=split,
         )
     device, decisions = torch.device(target.device), model_plan.decisions
     uses_cuda_graph(run, device, decisions)  # raises if CUDA graphs are required but not supported
@@ -206,22 +249,34 @@ def collect_inputs(
         run=run,
         target=target,
         family=family,
-        stacks=tuple(_stacks(run, family, model_plan, widths, counts)),
+        stacks=tuple(_stacks(run, whole, family, model_plan, widths, counts, split, context)),
         reduce_itemsize=gradient_dtype.itemsize,
         ema_itemsize=max(4, precision.weights_itemsize) if ema.enable else 0,
         ema_on_host=ema.cpu_offload and target.device == "cuda",
         ema_every_n_steps=ema.every_n_steps,
         vocab_size=vocab_size,
         counts=counts,
+        num_parameters=all_counts.total,
+        expert_parameters=count_experts(family, expert_ranks=mesh.expert) if mesh.expert > 1 else 0,
         can_use_cuda_graph=cuda_graph_unsupported_reason(run, device, decisions) is None,
     )
 
 
 def _stacks(
-    run: ResolvedRun, family: FamilySlice, model_plan: ModelPlan, widths: ByteWidths, counts: ParameterCounts
+    run: ResolvedRun,
+    whole: FamilySlice,
+    family: FamilySlice,
+    model_plan: ModelPlan,
+    widths: ByteWidths,
+    counts: ParameterCounts,
+    split: ContextSplit | None,
+    context: CallContext,
 ) -> Iterator[StackInputs]:
     peft, form, stacks = run.peft, run.layer_batch_spec, stacks_with_cross_attention(family)
     compiled, decisions = model_plan.compiled, model_plan.decisions
+    if split is not None:  # the backends of a rank's calls, but the size of whole ones, which the ranks share
+        calls = {each.label("training"): each.calls["training"] for each in plan_attentions(family, form, context)}
+        decisions = {label: replace(decisions[label], call=call) for label, call in calls.items()}
     lora = peft if isinstance(peft, LoRASlice) else None
     # projections that only some layers update count as if all were trained
     targets = lora.targets if lora is not None and lora.layers.numbers is None else None
@@ -230,6 +285,7 @@ def _stacks(
     for (stack, cross), name, length, first in zip(stacks, names, lengths, counts.first_backward_layers, strict=False):
         attention = decisions[f"{name} training".strip()]
         call = attention.call
+        groups = whole.stacks[-1 if cross else 0].attention.groups
         yield StackInputs(
             name=name,
             stack=stack,
@@ -247,4 +303,7 @@ def _stacks(
             trains_router=peft is None or isinstance(peft, SelectiveSlice),
             fused_lora_mlp=is_lora_mlp_fused(peft, stack, call.device, call.dtype),
             first_trained_layer=first,
+            mesh=run.mesh,
+            context_split=split,
+            shared_heads=run.mesh.tensor // group_parts(groups, run.mesh.tensor),
         )

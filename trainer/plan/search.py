@@ -93,9 +93,9 @@ def suggest_changes(root: RootBlock, target: Target, plan: Plan, *, limit: int =
 
     `plan` is that of the unchanged run.
     """
-    run, found = _PlannedRun(root, target, plan), []
+    run, found = PlannedRun(root, target, plan), []
     batches = [{"micro_batch_size": each} for each in run.micro_batches()[1:7]]
-    for values in (*_recompute_modes(run), *_offloading(run), *batches, *_others(run)):
+    for values in (*recompute_modes(run), *_offloading(run), *batches, *_others(run)):
         change = run.changed(values)
         if change is not None and change.plan.allocated < 0.99 * plan.allocated:
             found.append(change)
@@ -111,14 +111,14 @@ def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, 
     Returns:
         The best change of the unchanged `plan` that fits (None if none does), and the one that needs the least memory.
     """
-    run, unchanged = _PlannedRun(root, target, plan), Change({}, plan)
+    run, unchanged = PlannedRun(root, target, plan), Change({}, plan)
     best = unchanged if plan.fits else None
     least = unchanged
     for values in _combinations(run):
-        change = _with_largest_batch(run, values)
+        change = with_largest_batch(run, values)
         if change is None:
             continue
-        if change.plan.fits and (best is None or _cost(change) < _cost(best)):
+        if change.plan.fits and (best is None or cost(change) < cost(best)):
             best = change
         if change.plan.needed < least.plan.needed:
             least = change
@@ -126,7 +126,7 @@ def search(root: RootBlock, target: Target, plan: Plan) -> tuple[Change | None, 
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedRun:
+class PlannedRun:
     """A run before any change, and its plans with other values of its keys."""
 
     root: RootBlock
@@ -166,18 +166,22 @@ class _PlannedRun:
                 nested.setdefault(stack, {})[name] = value
         stacks = {stack: getattr(model, stack).model_copy(update=update) for stack, update in nested.items()}
         root = self.root.model_copy(update={"model": model.model_copy(update={**own, **stacks})})
-        errors = _errors(root)
-        if errors and errors - _errors(self.root):
+        errors = rule_errors(root)
+        if errors and errors - rule_errors(self.root):
             return None
         try:
             inputs = self.plan.inputs
             run = resolve_run(root, world_size=inputs.ranks, capability=self.target.capability)
             return Change(differing, make_plan(run, self.target, vocab_size=inputs.vocab_size))
-        except (NoBackendError, UserError):  # attention and CUDA graphs may not support another micro batch size
+        except (
+            NoBackendError,
+            UserError,
+            ValueError,
+        ):  # attention and CUDA graphs may not support another micro batch size
             return None
 
 
-def _cost(change: Change) -> tuple[int, int, int]:
+def cost(change: Change) -> tuple[int, int, int]:
     """Sort key, lower is better: log of the time in steps of 0.1 %, then number of changed keys, then memory.
 
     If times are not known: host memory, then number of changed keys, then unused device memory.
@@ -188,7 +192,7 @@ def _cost(change: Change) -> tuple[int, int, int]:
     return round(math.log(seconds) * 1000), len(change.values), needed
 
 
-def _with_largest_batch(run: _PlannedRun, values: Values) -> Change | None:
+def with_largest_batch(run: PlannedRun, values: Values) -> Change | None:
     """Combine `values` with the largest micro batch that fits, the fastest one; with the smallest if none fits."""
     sizes = run.micro_batches()
 
@@ -210,12 +214,12 @@ def _with_largest_batch(run: _PlannedRun, values: Values) -> Change | None:
 # ---------------------------------------------------------------- candidates
 
 
-def _combinations(run: _PlannedRun) -> Iterator[Values]:
+def _combinations(run: PlannedRun) -> Iterator[Values]:
     """Yield combinations of recomputation, offloading and sharding: unchanged, off, and every other mode."""
-    recomputing, offloading = _recompute_modes(run, partial=True), _offloading(run)
+    recomputing, offloading = recompute_modes(run, partial=True), _offloading(run)
     no_recompute = run.in_stacks({f"{_RECOMPUTE}_granularity": None, **_without_moe(run.plan)})
     no_offload = run.in_stacks({"cpu_offloading": False})
-    combinable = [run.in_stacks({**_full("uniform", 1), **_without_moe(run.plan)})]
+    combinable = [run.in_stacks({**full_recompute("uniform", 1), **_without_moe(run.plan)})]
     if cheap := _cheap_modules(run.plan):
         combinable.append(run.in_stacks({f"{_RECOMPUTE}_modules": cheap}))
     stacks = [{}, *recomputing, *offloading, *({**mode, **each} for mode in combinable for each in offloading)]
@@ -233,7 +237,7 @@ def _combinations(run: _PlannedRun) -> Iterator[Values]:
                 yield differing
 
 
-def _recompute_modes(run: _PlannedRun, *, partial: bool = False) -> list[dict[str, Any]]:
+def recompute_modes(run: PlannedRun, *, partial: bool = False) -> list[dict[str, Any]]:
     """Return recompute modes, cheap ones first; `partial`: also full recomputation of a part of the layers."""
     order, cheap = effective_modules(run.plan), _cheap_modules(run.plan)
     modes: list[dict[str, Any]] = [{f"{_RECOMPUTE}_modules": order[:number]} for number in range(1, len(order) + 1)]
@@ -242,11 +246,11 @@ def _recompute_modes(run: _PlannedRun, *, partial: bool = False) -> list[dict[st
         for eighths in range(1, 8):
             number = round(layers * eighths / 8)
             if 0 < number < layers:
-                modes.append({**_full("block", number), f"{_RECOMPUTE}_modules": cheap or None})
-    modes.append(_full("uniform", 1))
+                modes.append({**full_recompute("block", number), f"{_RECOMPUTE}_modules": cheap or None})
+    modes.append(full_recompute("uniform", 1))
     chunk = round(math.sqrt(layers))
     if chunk > 1:
-        modes.append(_full("uniform", chunk))
+        modes.append(full_recompute("uniform", chunk))
     return [run.in_stacks({**mode, **_without_moe(run.plan)}) for mode in modes]
 
 
@@ -271,7 +275,8 @@ def _without_moe(plan: Plan) -> dict[str, Any]:
     return {"moe_layer_recompute": False} if any(stack.stack.moe for stack in plan.inputs.stacks) else {}
 
 
-def _full(method: str, number: int) -> dict[str, Any]:
+def full_recompute(method: str, number: int) -> dict[str, Any]:
+    """Return the values that recompute whole layers."""
     return {
         f"{_RECOMPUTE}_granularity": "full",
         f"{_RECOMPUTE}_method": method,
@@ -280,7 +285,7 @@ def _full(method: str, number: int) -> dict[str, Any]:
     }
 
 
-def _offloading(run: _PlannedRun) -> list[dict[str, Any]]:
+def _offloading(run: PlannedRun) -> list[dict[str, Any]]:
     """Return offloading modes: activations of as many layers as can be copied during computation, and of more; then
     activations and weights of all but two layers.
     """
@@ -296,7 +301,7 @@ def _offloading(run: _PlannedRun) -> list[dict[str, Any]]:
     return [run.in_stacks(mode) for mode in modes]
 
 
-def _layers_overlapped(run: _PlannedRun, layers: int) -> int:
+def _layers_overlapped(run: PlannedRun, layers: int) -> int:
     """Return the number of layers whose activations can be copied with stalls of at most 1 % of the step."""
 
     def waits(number: int) -> bool:
@@ -312,14 +317,14 @@ def _offload(number: int, *, weights: bool) -> dict[str, Any]:
     return {"cpu_offloading": True, "cpu_offloading_num_layers": number, "cpu_offloading_weights": weights}
 
 
-def _others(run: _PlannedRun) -> list[dict[str, Any]]:
+def _others(run: PlannedRun) -> list[dict[str, Any]]:
     """Return other changes: FSDP if there are several ranks, optimizer offloading toggled."""
     model = run.root.model
     fsdp: list[dict[str, Any]] = [{"fsdp": True}] if run.plan.inputs.ranks > 1 and not model.fsdp else []
     return [*fsdp, {"cpu_offloading_optimizer": not model.cpu_offloading_optimizer}]
 
 
-def _errors(root: RootBlock) -> set[str]:
+def rule_errors(root: RootBlock) -> set[str]:
     """Return the messages of all violated rules."""
     context = RuleContext(root, frozenset(), frozenset(), {})
     return {finding.message for finding in run_rules(context) if finding.level == "error"}

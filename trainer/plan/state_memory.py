@@ -61,29 +61,35 @@ class PersistentState:
 
 
 def num_state_elements(run: RunInputs) -> int:
-    """Number of elements of optimizer state besides main weights."""
-    return min_state_elements(run.model_config, run.vocab_size, run.counts.trainable if run.is_frozen else None)
+    """Number of elements of optimizer state of a rank's parameters besides main weights."""
+    if run.is_frozen:
+        return min_state_elements(run.model_config, run.vocab_size, run.counts.trainable)
+    elements = min_state_elements(run.model_config, run.vocab_size)
+    if run.counts.total == run.num_parameters:
+        return elements
+    return elements * run.counts.total // run.num_parameters
 
 
 def persistent_state(run: RunInputs) -> PersistentState:
     """Return the persistent memory of a rank of a run on CUDA."""
     keys, widths = run.model_config, run.widths
     parameters = run.counts.trainable
-    shards, main = run.shards, run.precision.main_weight_bytes
-    weight_shards = 1 if run.layout is None or run.layout.replicates_weights else shards
-    state = num_state_elements(run) * (main or widths.weights) // shards
+    main = run.precision.main_weight_bytes
+    shards_weights = run.layout is not None and not run.layout.replicates_weights
+    state = run.sharded(num_state_elements(run) * (main or widths.weights))
     on_host = offloads_optimizer_state(keys, torch.device(run.target.device))
-    ema = parameters * run.ema_itemsize // shards
+    ema = run.sharded(parameters * run.ema_itemsize)
+    weights, sums = run.counts.total * widths.weights, parameters * 4 if main and accumulates_in_fp32(run) else 0
     return PersistentState(
-        weights=run.counts.total * widths.weights // weight_shards,
-        main_weights=0 if on_host else parameters * main // shards,
+        weights=run.sharded(weights) if shards_weights else weights,
+        main_weights=0 if on_host else run.sharded(parameters * main),
         optimizer=0 if on_host else state,
         ema=0 if run.ema_on_host else ema,
-        gradient_sums=parameters * 4 // weight_shards if main and accumulates_in_fp32(run) else 0,
-        tables=sum(rotary_table_bytes(each.stack.rotary) for each in run.stacks) + _masks(run),
+        gradient_sums=run.sharded(sums) if shards_weights else sums,
+        tables=sum(rotary_table_bytes(each.stack.rotary) for each in run.stacks) + _masks(run) // run.mesh.context,
         batches=_batches(run),
         workspace=_workspace(run),
-        on_host=(parameters * main // shards + state) if on_host else 0,
+        on_host=(run.sharded(parameters * main) + state) if on_host else 0,
         ema_on_host=ema if run.ema_on_host else 0,
     )
 
@@ -119,7 +125,7 @@ def _batches(run: RunInputs) -> int:
     lengths = [form.seq_length, *([form.decoder_seq_length] if form.decoder_seq_length else [])]
     extras = 4 * (form.packed or form.reset_position_ids) + (1 if form.padded else 0)  # document ids, padding mask
     sample = sum(lengths) * (8 + extras) + lengths[-1] * 8
-    return 2 * run.model_config.global_batch_size // run.ranks * sample
+    return 2 * run.model_config.global_batch_size // run.mesh.data * sample // run.mesh.context
 
 
 def _workspace(run: RunInputs) -> int:
@@ -131,7 +137,7 @@ def update_working_bytes(run: RunInputs) -> int:
     """Bytes of temporary memory of the optimizer's update."""
     kind, settings = optimizer_kind(run.model_config.optim.name), optimizer_settings(run.model_config.optim)
     weights = _weights(run)
-    parameters = run.counts.trainable // run.shards
+    parameters = run.sharded(run.counts.trainable)
     largest = max(weight.elements for weight in weights) // run.shards
     hidden = max((weight.elements for weight in weights if weight.is_hidden), default=0) // run.shards
     slots = (
@@ -208,7 +214,7 @@ def _weights(run: RunInputs) -> list[_Weight]:
     weights = [embedding] * (1 + (isinstance(family, T5Slice) and not family.shared_embeddings))
     for each in run.stacks:
         for has_experts in each.stack.moe.layers if each.stack.moe else (False,) * each.stack.num_layers:
-            layer = layer_weights(each.stack, each.cross, has_experts=has_experts)
+            layer = layer_weights(each.stack, each.cross, has_experts=has_experts, expert_ranks=run.mesh.expert)
             large = [matrix.numel for matrix in layer.matrices if matrix.name != "router"]
             weights += [_Weight(elements, is_hidden=True) for elements in large]
     return weights if family.tied else [*weights, embedding]

@@ -22,6 +22,7 @@ from ...models.model_cost import (
     embedding_saved_bytes,
     head_saved_bytes,
 )
+from ...models.parallel.vocabulary_loss import vocabulary_loss_bytes
 from ...models.stack import final_norm_saved_bytes
 from ...models.t5 import encoder_output_bytes
 from .run_inputs import RunInputs
@@ -269,6 +270,13 @@ def loss_memory(run: RunInputs) -> LossMemory:
     """Return the memory of the loss of one micro batch."""
     family, cuda = run.family, run.target.device == "cuda"
     hidden = run.stacks[-1].stack.hidden_size
+    if run.tensor_parallel:
+        rows, itemsize = family.padded_vocab_size, run.widths.compute
+        forward, backward = vocabulary_loss_bytes(
+            run.output_tokens, rows, hidden, itemsize, frozen=run.is_frozen, cuda=cuda
+        )
+        number = 0 if run.is_frozen else rows * hidden
+        return LossMemory(forward=forward, backward=backward, num_parameters=number)
     return token_loss_memory(
         run.output_tokens, family.padded_vocab_size, hidden, run.widths, frozen=run.is_frozen, cuda=cuda
     )
@@ -345,7 +353,7 @@ class _Gradients:
         self._replicated = run.layout is None or run.layout.replicates_weights
         # ranks with replicated weights add a layer's gradients to the fp32 sums at once and free them
         self._freed_at_once = run.layout is not None and self._replicated and accumulates_in_fp32(run)
-        self._shards = run.shards
+        self._sharded = run.sharded
         parameters = run.counts.total
         self._trained_fraction = run.counts.trainable / parameters
         # 16-bit gradients are added to fp32 sums at once (several ranks) or after the micro batch, and freed
@@ -369,7 +377,8 @@ class _Gradients:
         """Bytes of the gradients of `parameters`, of which only the trained fraction has any, once computed."""
         if self._freed_at_once:
             return 0
-        return int(parameters * self._trained_fraction) * self._width // (1 if self._replicated else self._shards)
+        size = int(parameters * self._trained_fraction) * self._width
+        return size if self._replicated else self._sharded(size)
 
     def adding(self, parameters: int) -> int:
         """Bytes of the gradients of a layer while they are added to those of the previous micro batches."""

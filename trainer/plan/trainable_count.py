@@ -10,11 +10,12 @@ import torch
 from ...kernels.attention.flags import AttentionFlags
 from ...models.build import LanguageModel, build_model, get_stacks, num_parameters
 from ...models.config.batch_shape import BatchSpec
-from ...models.config.families import keys_by_stack
+from ...models.config.families import FamilySlice, keys_by_stack
 from ...models.config.memory import MemoryKeys
 from ...models.config.model import Family
 from ...models.config.peft import peft_slice
-from ...models.model_cost import count_parameters
+from ...models.model_cost import count_parameters, count_slice_parameters
+from ...models.parallel.layout import ParallelLayout
 from ...models.peft.apply import trainable_parameters
 from ..config.schema.root import MODEL_BLOCKS, AnyModelBlock
 
@@ -51,6 +52,16 @@ def count_trainable(keys: AnyModelBlock, vocab_size: int, form: BatchSpec) -> Pa
         number = count_parameters(keys, vocab_size, form)
         return ParameterCounts(number, number, (), (0,) * len(keys_by_stack(keys)))
     return _count_on_meta(keys.family, keys.model_dump_json(exclude=_IRRELEVANT_KEYS), vocab_size, form)
+
+
+def count_rank(counts: ParameterCounts, whole: FamilySlice, part: FamilySlice, mesh: ParallelLayout) -> ParameterCounts:
+    """Return the counts of a rank's part of a model, of which PEFT trains the same fraction as of the whole model."""
+    if mesh.tensor == mesh.expert == 1:
+        return counts
+    removed = count_slice_parameters(whole) - count_slice_parameters(part, expert_ranks=mesh.expert)
+    total = counts.total - removed
+    trainable = round(counts.trainable * total / counts.total)
+    return counts._replace(total=total, trainable=trainable)
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,141 @@
+"""Bytes of every collective of a training step, counted in forked ranks beside those of the plan."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FEW_BYTES = 32
+"""Collectives of fewer bytes, of losses, norms and counts, are not planned."""
+KINDS = {
+    "all_reduce": ("all-reduce", 0), "allreduce_": ("all-reduce", 0),
+    "all_gather_into_tensor": ("all-gather", None), "_allgather_base_": ("all-gather", 0),
+    "reduce_scatter_tensor": ("reduce-scatter", 0), "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "all_to_all_single": ("all-to-all", 0), "alltoall_base_": ("all-to-all", 1),
+}  # fmt: skip
+"""Kind of each operation, and its argument that is the whole tensor; None for its result."""
+NOT_COUNTED = {"wait_tensor", "barrier", "broadcast_", "allgather_", "monitored_barrier_"}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Adds up the bytes of collectives by (ranks of the group, kind), of torch's functional and other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, (*args, *(kwargs or {}).values()), result)
+        return result
+
+    def _count(self, func: Any, arguments: Any, result: Any) -> None:
+        name = func._schema.name.partition("::")[2]
+        if name not in KINDS:
+            assert name in NOT_COUNTED, f"{func} is not counted"
+            return
+        kind, place = KINDS[name]
+        if name == "all_to_all_single" and sum(map(bool, arguments[2])) == 1:  # to the next rank of a ring
+            kind = "send"
+        tensors = result if place is None else arguments[place]
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        ranks = _group_ranks(arguments)
+        if size >= FEW_BYTES and len(ranks) > 1:
+            self.sizes[f"{ranks} {kind}"] += size
+
+
+def _group_ranks(arguments: Any) -> tuple[int, ...]:
+    import torch.distributed as dist
+
+    module: Any = dist.distributed_c10d
+    for argument in arguments:
+        if isinstance(argument, str):
+            if argument in ("sum", "max"):
+                continue
+            group = module._resolve_process_group(argument)
+        elif type(argument).__name__ == "ScriptObject" and "ProcessGroup" in str(argument._type()):
+            group = dist.ProcessGroup.unbox(argument)
+        else:
+            continue
+        return tuple(dist.get_process_group_ranks(group))
+    raise AssertionError(f"no group among {arguments}")
+
+
+def compare(directory: str, size: int, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
+    """Take one step of each case, changes of `tiny_run.tiny_document`, on `size` ranks; return what rank 0 counted."""
+    import json
+
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                found = _rank(Path(directory), size, rank, cases)
+                (Path(directory) / f"{rank}.json").write_text(json.dumps(found))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert not any(codes), codes
+    return json.loads((Path(directory) / "0.json").read_text())
+
+
+def _rank(directory: Path, size: int, rank: int, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
+    from torch._C._distributed_c10d import FileStore
+
+    from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed
+
+    torch.set_num_threads(1)
+    ranks = init_distributed(rank, size, rank, store=FileStore(f"{directory}/store", size), timeout=600)
+    found = [_compare_step(directory / f"run-{number}", ranks, changes) for number, changes in enumerate(cases)]
+    ranks.barrier()
+    shutdown_distributed()
+    return found
+
+
+def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, dict[str, int]]:
+    from tiny_run import tiny_config
+
+    from stoker.trainer.config.resolved_run import resolve_run
+    from stoker.trainer.lightning.lightning_module import LanguageModule
+    from stoker.trainer.plan.run_plan import local_target, make_plan
+    from stoker.trainer.plan.traffic import planned_by_group
+    from stoker.trainer.train import run_training
+
+    training_step, module_class = LanguageModule.training_step, LanguageModule
+    counted: Counter[str] = Counter()
+    vocab_sizes: list[int] = []
+
+    def count(module: Any, batch: Any, batch_idx: int) -> None:
+        with CollectiveCounter() as counter:
+            training_step(module, batch, batch_idx)
+        counted.update(counter.sizes)
+        vocab_sizes.append(module.model.vocab_size)
+
+    quick: dict[str, Any] = {
+        "trainer__max_steps": 1, "trainer__val_check_interval": 1, "trainer__limit_val_batches": 0,
+        "exp_manager__create_checkpoint_callback": False, "exp_manager__checkpoint_callback_params": {},
+        "exp_manager__resume_if_exists": False,
+    }  # fmt: skip
+    module_class.training_step = count  # type: ignore[method-assign]
+    try:
+        config = tiny_config(directory, **(quick | changes))
+        run_training(config, ranks)
+    finally:
+        module_class.training_step = training_step  # type: ignore[method-assign]
+    run = resolve_run(config.root, world_size=ranks.world_size)
+    plan = make_plan(run, local_target(run, torch.device("cpu")), vocab_size=vocab_sizes[0])
+    planned = planned_by_group(plan.inputs, plan.memory.layers)
+    return {"counted": dict(counted), "planned": {f"{group} {kind}": size for (group, kind), size in planned.items()}}

@@ -1,0 +1,252 @@
+"""What a rank sends to the others in a training step: bytes of each collective, and the links that carry them.
+
+Parts of the model say what they send (`models.parallel.traffic`); this adds recomputation, the reduction of gradients
+and the gathering of weights. Losses, norms and counts, a few numbers a step, are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...models.layer import layer_traffic
+from ...models.model_cost import outer_traffic
+from ...models.parallel.traffic import Collective, CollectiveKind, CommunicationAxis, bytes_by_collective
+from ...models.stack import stack_traffic
+from ...models.tensor_parallel import count_partial_gradients
+from .hardware import EFFICIENCY, GPUSpec
+from .run_inputs import RunInputs
+from .state_memory import accumulates_in_fp32
+from .timeline import LayerInStack
+
+AXES: tuple[CommunicationAxis, ...] = ("tensor", "context", "expert", "data", "replicas", "expert data")
+
+
+def step_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> tuple[Collective, ...]:
+    """Return all collectives of a step of a rank, with equal ones of a micro batch added up."""
+    micro = _merged([*micro_batch_traffic(run, layers), *_sharded_data_traffic(run)])
+    step = [*(each.times(run.micro_batches) for each in micro), *_update_traffic(run)]
+    return tuple(each for each in step if len(axis_ranks(run, each.axis)) > 1)
+
+
+def micro_batch_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Iterator[Collective]:
+    """Yield the collectives inside the model in one micro batch."""
+    mesh = run.mesh
+    if mesh.tensor == mesh.context == mesh.expert == 1:
+        return
+    for layer in layers:
+        last_in_chunk = (layer.index + 1) % layer.recompute.chunk == 0
+        found = layer_traffic(
+            layer.stack,
+            is_moe=layer.memory.has_experts,
+            recomputes=layer.recomputed_modules,
+            recomputed_layer=layer.is_recomputed,
+            ends_recompute=last_in_chunk or layer.index + 1 == layer.stack.stack.num_layers,
+        )
+        yield from (each for each in found if each.during == "forward" or not layer.skips_backward)
+    for stack in run.stacks:
+        yield from stack_traffic(stack)
+    yield from outer_traffic(run.family, run.stacks, cuda=run.target.device == "cuda")
+
+
+def _sharded_data_traffic(run: RunInputs) -> Iterator[Collective]:
+    """Yield what FSDP2 communicates in every micro batch."""
+    layout = run.layout
+    if layout is None or layout.replicates_weights:
+        return
+    for axis, share in _parameter_shares(run):
+        weights = int(run.counts.total * share) * run.widths.weights
+        gradients = int(run.counts.trainable * share) * run.reduce_itemsize
+        units = len(run.family.stacks) * run.stacks[0].stack.num_layers
+        gather = Collective(axis, "all-gather", weights, "forward", number=units, overlaps=True)
+        yield gather
+        if layout.reshard_after_forward:
+            yield gather._replace(during="backward")
+        yield Collective(axis, "reduce-scatter", gradients, "backward", number=units, overlaps=True)
+        if layout.replicas > 1 and axis == "data":
+            shard = gradients // layout.shards
+            yield Collective("replicas", "all-reduce", shard, "backward", number=units, overlaps=True)
+
+
+def _update_traffic(run: RunInputs) -> Iterator[Collective]:
+    """Yield what is communicated once per step: partial gradients, replicated gradients, and updated weights."""
+    mesh, layout = run.mesh, run.layout
+    if mesh.tensor > 1 and not run.is_frozen:
+        partial = run.sharded(count_partial_gradients(run.family, sequence=mesh.sequence, expert_ranks=mesh.expert))
+        width = 4 if accumulates_in_fp32(run) else run.widths.weights
+        yield Collective("tensor", "all-reduce", partial * width, "update")
+    if layout is None or not layout.replicates_weights:
+        return
+    units = len(run.family.stacks) * run.stacks[0].stack.num_layers
+    for axis, share in _parameter_shares(run):
+        trained = int(run.counts.trainable * share)
+        kind: CollectiveKind = "all-reduce" if layout.shards == 1 else "reduce-scatter"
+        yield Collective(axis, kind, trained * run.reduce_itemsize, "backward", number=units, overlaps=True)
+        if layout.shards > 1:
+            yield Collective(axis, "all-gather", trained * run.widths.weights, "update", number=units)
+
+
+def _parameter_shares(run: RunInputs) -> list[tuple[CommunicationAxis, float]]:
+    """Return the fractions of a rank's parameters whose gradients are summed over each group of ranks."""
+    experts = run.expert_parameters / run.counts.total
+    return [("data", 1.0 - experts), *([("expert data", experts)] if experts else [])]
+
+
+def _merged(collectives: Sequence[Collective]) -> Iterator[Collective]:
+    found: dict[tuple[object, ...], Collective] = {}
+    for each in collectives:
+        key = (each.axis, each.kind, each.during, each.overlaps)
+        before = found.get(key)
+        if before is not None:
+            each = each._replace(num_bytes=before.num_bytes + each.num_bytes, number=before.number + each.number)
+        found[key] = each
+    yield from (each for each in found.values() if each.num_bytes)
+
+
+def planned_bytes(
+    run: RunInputs, layers: Sequence[LayerInStack]
+) -> dict[tuple[CommunicationAxis, CollectiveKind], int]:
+    """Return the bytes of each axis and kind in a step of a rank: the whole tensor of each collective."""
+    return bytes_by_collective(step_traffic(run, layers))
+
+
+def planned_by_group(
+    run: RunInputs, layers: Sequence[LayerInStack]
+) -> dict[tuple[tuple[int, ...], CollectiveKind], int]:
+    """Return them for rank 0, by the ranks of the group that they run in, which axes may share."""
+    found: Counter[tuple[tuple[int, ...], CollectiveKind]] = Counter()
+    for (axis, kind), size in planned_bytes(run, layers).items():
+        found[axis_ranks(run, axis), kind] += size
+    return dict(found)
+
+
+# ---------------------------------------------------------------- links
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Link that the ranks of an axis communicate over.
+
+    Attributes:
+        ranks: ranks of a group.
+        in_node: these of them are on one node; all, if it is the link inside a node.
+        bandwidth: bytes/s of a rank in one direction.
+        latency: seconds until a message arrives.
+    """
+
+    ranks: int
+    in_node: int
+    bandwidth: float
+    latency: float
+
+    @property
+    def name(self) -> str:
+        """`node` or `network`."""
+        return "node" if self.in_node == self.ranks else "network"
+
+    def seconds(self, collective: Collective) -> float:
+        """Return the time of a collective in a ring: of what is sent, and of its steps."""
+        steps = 1 if collective.kind == "send" else (self.ranks - 1) * (2 if collective.kind == "all-reduce" else 1)
+        return collective.sent_bytes(self.ranks) / self.bandwidth + collective.number * steps * self.latency
+
+
+def axis_link(run: RunInputs, axis: CommunicationAxis, gpu: GPUSpec) -> Link:
+    """Return the link of an axis: that of the nodes for neighbouring ranks, otherwise the network between nodes, on
+    which each rank of a node has its share of the messages of a group that has several ranks there.
+    """
+    members = axis_ranks(run, axis)
+    in_node = sum(rank < run.ranks_per_node for rank in members)
+    if in_node == len(members):
+        return Link(len(members), in_node, gpu.peer_link, EFFICIENCY["peer_latency"])
+    return Link(len(members), in_node, min(gpu.peer_link, in_node * gpu.network), EFFICIENCY["network_latency"])
+
+
+def axis_ranks(run: RunInputs, axis: CommunicationAxis) -> tuple[int, ...]:
+    """Return the group of rank 0 on an axis."""
+    mesh, shards = run.mesh, run.shards
+    stage = mesh.data * mesh.context * mesh.tensor
+    match axis:
+        case "tensor":
+            return tuple(range(mesh.tensor))
+        case "context":
+            return tuple(range(0, mesh.context * mesh.tensor, mesh.tensor))
+        case "expert":
+            return tuple(range(mesh.expert))
+        case "expert data":
+            return tuple(range(0, stage, mesh.expert))
+        case "replicas":
+            return tuple(range(0, stage, shards * mesh.tensor))
+        case "data":
+            ranks = range(0, stage, mesh.tensor)
+            return tuple(ranks[:shards] if shards > 1 else ranks)
+
+
+# ---------------------------------------------------------------- time
+
+
+@dataclass(frozen=True, slots=True)
+class AxisTraffic:
+    """Traffic of a rank on an axis in a step.
+
+    Attributes:
+        axis: ranks that communicate.
+        link: what carries it.
+        collectives: bytes of each kind of collective, as in `planned_bytes`.
+        sent: bytes that the rank sends.
+        seconds: time of all collectives.
+        exposed: part of it that does not overlap with computation.
+    """
+
+    axis: CommunicationAxis
+    link: Link
+    collectives: dict[CollectiveKind, int]
+    sent: float
+    seconds: float
+    exposed: float
+
+
+def axis_traffic(
+    run: RunInputs,
+    layers: Sequence[LayerInStack],
+    gpu: GPUSpec,
+    *,
+    micro_batch_seconds: float,
+    matmul_seconds: float,
+    attention_seconds: float,
+) -> tuple[AxisTraffic, ...]:
+    """Return the traffic of a step of a rank by axis, and its time.
+
+    Args:
+        run: inputs of the estimate.
+        layers: of all stacks.
+        gpu: the GPU of a rank.
+        micro_batch_seconds: computing time of a micro batch.
+        matmul_seconds: that of all matmuls of the step.
+        attention_seconds: that of all attention of the step.
+    """
+    step = step_traffic(run, layers)
+    replicated = run.layout is None or run.layout.replicates_weights
+    in_last_backward = micro_batch_seconds * 2 / 3
+    hides: dict[CommunicationAxis, float] = {
+        # half of the matmuls are column-parallel, and communicate beside two of their three products
+        "tensor": matmul_seconds / 3,
+        "context": attention_seconds,
+        "expert": 0.0,
+        "data": in_last_backward if replicated else micro_batch_seconds * run.micro_batches,
+    }
+    found: list[AxisTraffic] = []
+    for axis in AXES:
+        own = [each for each in step if each.axis == axis]
+        if not own:
+            continue
+        link = axis_link(run, axis, gpu)
+        beside = [each for each in own if each.overlaps]
+        hidden = sum(map(link.seconds, beside))
+        # the first or last message has nothing to overlap with
+        alone = max((link.seconds(each) / each.number for each in beside), default=0.0)
+        total = sum(map(link.seconds, own))
+        exposed = total - hidden + max(alone, hidden - hides.get(axis, hides["data"]))
+        sizes: dict[CollectiveKind, int] = {kind: size for (_, kind), size in bytes_by_collective(own).items()}
+        found.append(AxisTraffic(axis, link, sizes, sum(e.sent_bytes(link.ranks) for e in own), total, exposed))
+    return tuple(found)
