@@ -32,7 +32,6 @@ from .moe.router import Router
 from .parallel.collectives import TensorParallel
 from .parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabularyParallelEmbedding
 from .parallel.partition import Partition, Section, even_partition, set_partitions
-from .recompute.analysis import has_dropout
 from .stack import Stack
 from .t5 import T5
 
@@ -60,7 +59,7 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
 def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
     unsupported = {
         "a norm inside the MLP": stack.block == "normformer",
-        "dropout, whose masks would depend on the ranks": has_dropout(stack),
+        "router jitter, which would depend on the ranks": stack.moe is not None and bool(stack.moe.jitter),
     }
     if any(unsupported.values()):
         parts = " or ".join(part for part, has in unsupported.items() if has)
@@ -161,12 +160,14 @@ def _split_attention(attention: SelfAttention | CrossAttention, full: AttentionS
         # every rank has the whole output of the encoder
         attention.kv = ColumnParallelLinear(attention.kv, ranks, Partition(0, (keys, keys)), gathers=False)
     attention.output = RowParallelLinear(attention.output, ranks)
+    attention.first_head = ranks.rank * full.heads // ranks.size
     if attention.head_scale is not None:
         set_partitions(attention, {"head_scale": ranks.part(even_partition(0, ranks.size, full.heads))})
 
 
 def _split_mlp(mlp: MLP, width: int, ranks: TensorParallel) -> None:
     rows = even_partition(0, ranks.size, *[width] * (2 if mlp.gated else 1))
+    mlp.first_channel = ranks.rank * width // ranks.size
     mlp.up, mlp.down = ColumnParallelLinear(mlp.up, ranks, rows), RowParallelLinear(mlp.down, ranks)
 
 

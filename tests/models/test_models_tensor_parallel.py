@@ -27,6 +27,8 @@ GATED_T5 = {
     **T5, "activation": "geglu", "num_query_groups": 1, "share_token_embeddings": False, "label_smoothing": 0.1,
     "normalization": "rmsnorm", "bias": False,
 }  # fmt: skip
+DROPOUTS: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "ffn_dropout": 0.4}
+FULL = {f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1}
 CASES: list[tuple[dict[str, Any], bool]] = [
     (SHARED_HEADS, False),
     (SHARED_HEADS, True),
@@ -34,13 +36,23 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     (GATED_T5, True),
     ({"position_embedding_type": "kerple", "transformer_block_type": "parallel_ln"}, True),
     ({**LLAMA, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
+    ({**LLAMA, **DROPOUTS, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
+    ({**T5, **DROPOUTS, "embedding_dropout": 0.25}, True),
     *extra(
+        *(
+            ({**keys, **DROPOUTS}, sequence)
+            for keys in (SHARED_HEADS, {"family": "bert"})
+            for sequence in (False, True)
+        ),
+        ({**GATED_T5, **DROPOUTS, "embedding_dropout": 0.25}, False),
+        *(({**LLAMA, **DROPOUTS, **FULL, "attention_backend": name}, True) for name in ("unfused", "reference")),
+        ({**DROPOUTS, **FULL, f"{RECOMPUTE}_num_layers": 2}, True),
         *((keys, sequence) for keys in ({}, LLAMA, T5) for sequence in (False, True)),
         (GATED_T5, False),
         ({"family": "bert", "bert": {"mlm_transform": False}}, False),
         ({"position_embedding_type": "alibi"}, False),
         ({"position_embedding_type": "sandwich", "transformer_block_type": "post_ln"}, True),
-        ({f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1}, True),
+        (FULL, True),
     ),
 ]
 
@@ -60,7 +72,7 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
     # the gradients of biases of keys and of their norms are rounding, of which Adam makes a step
     shared_heads = SHARED_HEADS | {"bias": False, "normalization": "rmsnorm"}
     cases = [
-        (LLAMA, "zero1"),
+        ({**LLAMA, **DROPOUTS}, "zero1"),
         (shared_heads, "fsdp"),
         *extra((shared_heads, "ddp"), (GATED_T5, "fsdp"), (GATED_T5, "zero1")),
     ]
@@ -73,7 +85,10 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"transformer_block_type": "normformer", "hidden_dropout": 0.1}, "norm inside the MLP or dropout"),
+        (
+            {"transformer_block_type": "normformer", "num_moe_experts": 4, "moe_input_jitter_eps": 0.1},
+            "norm inside the MLP or router jitter",
+        ),
         ({"num_attention_heads": 3, "kv_channels": 8}, "3 must be a multiple of the 2"),
     ],
 )
@@ -85,6 +100,7 @@ def test_what_cannot_be_split_is_refused(keys: dict[str, Any], named: str) -> No
 
 @full_only
 def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_path: Path) -> None:
-    cases = [({**keys, "compile": True}, True) for keys in (LLAMA, SHARED_HEADS, GATED_T5)]
+    dropouts = [{**DROPOUTS, **keys} for keys in (LLAMA, {**T5, "embedding_dropout": 0.25}, {"family": "bert", **FULL})]
+    cases = [({**keys, "compile": True}, True) for keys in (LLAMA, SHARED_HEADS, GATED_T5, *dropouts)]
     for differences in forks.call("parallel_models", "compare", str(tmp_path), 2, cases):
         assert all(value < 1e-12 for name, value in differences.items() if name != "parts"), differences
