@@ -22,10 +22,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .attention.flash.ops import flash_attention
+from .dropout import draw_keys
 
 
 def flash_attn_func(
@@ -223,10 +223,9 @@ def _options(
     deterministic: bool,
 ) -> dict[str, Any]:
     """Return keyword arguments for `flash_attention`, with a fresh seed when dropout is active."""
-    seed = torch.randint(2**62, (1,), device=q.device) if dropout_p else None
     return {
         "dropout_p": dropout_p,
-        "rng": None if seed is None else F.pad(seed, (0, 1)),  # no offset
+        "rng": draw_keys(device=q.device) if dropout_p else None,
         "softmax_scale": softmax_scale,
         "causal": causal,
         "window_size": window_size,

@@ -201,9 +201,11 @@ class BERT(nn.Module):
         if documents is not None and self.batch_spec.packed:
             dtype, mask = matmul_dtype(embedded), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        hidden = self._embed(embedded, token_types, positions)
+        hidden, dropout = self.encoder.drop_embeddings(self._embed(embedded, token_types, positions), self.dropout)
         with eager_layers(self.compiled and kind == "generation"):
-            hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
+            hidden = self.encoder(
+                hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed, dropout=dropout
+            )
         hidden = hidden[:, :length]
         if self.transform is not None and self.transform_norm is not None:
             hidden = self.transform_norm(F.gelu(self.transform(hidden)))
@@ -216,7 +218,7 @@ class BERT(nn.Module):
             hidden = hidden + (types.weight[0] if token_types is None else types(token_types))
         if self.embedding_norm is not None:
             hidden = self.embedding_norm(hidden)
-        return F.dropout(hidden, self.dropout) if self.training and self.dropout else hidden
+        return hidden
 
     def _kind_of_call(self, length: int, padding: Tensor | None, documents: Tensor | None) -> CallKind:
         """Return the kind of call: training and evaluation have fixed sample shapes, anything else is generation."""

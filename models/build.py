@@ -36,7 +36,7 @@ from .parallel.context import ContextParallel
 from .parallel.expert import ExpertParallel
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
-from .recompute.analysis import has_dropout, training_labels
+from .recompute.analysis import modules_with_rng, training_labels
 from .recompute.apply_recompute import apply_recompute
 from .stack import Stack
 from .t5 import T5
@@ -271,8 +271,8 @@ def plan_model(
     if problems:
         rows = tuple(row for problem in problems for row in problem.rows)
         raise NoBackendError("\n".join(map(str, problems)), rows)
-    dropout = any(map(has_dropout, model.stacks)) or peft_dropout(peft) > 0
-    compiled, reason = decide_compile(model.compile, context["device"], software.torch, dropout=dropout)
+    uses_rng = "training" in kinds and any(modules_with_rng(model, decisions))
+    compiled, reason = decide_compile(model.compile, context["device"], software.torch, uses_rng=uses_rng)
     return ModelPlan(attentions, decisions, compiled, reason)
 
 
@@ -322,24 +322,28 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def decide_compile(
-    requested: bool | None, device_type: str, torch_release: tuple[int, int], *, dropout: bool
+    requested: bool | None, device_type: str, torch_release: tuple[int, int], *, uses_rng: bool
 ) -> tuple[bool, str]:
     """Decide whether to compile the layers; return the decision and its reason.
 
+    Args:
+        uses_rng: the layers draw from PyTorch's generator in training (`modules_with_rng`).
+
     Raises:
-        ValueError: compilation is requested where it would silently give wrong dropout masks.
+        ValueError: compilation is requested where it would silently give wrong random numbers.
     """
-    wrong_masks = dropout and device_type == "cuda" and torch_release >= (2, 13)
+    wrong_masks = uses_rng and device_type == "cuda" and torch_release >= (2, 13)
     release = ".".join(map(str, torch_release))
     if requested is False:
         return False, "`compile` is False"
     if wrong_masks:
         if requested:
             raise ValueError(
-                f"`compile` (True) must not be combined with dropout on a GPU under PyTorch {release}, whose compiled "
-                "dropout masks are wrong (pytorch #198333); use compile=null, dropouts of 0, or PyTorch 2.12."
+                f"`compile` (True) must not be combined with `moe_input_jitter_eps`, or with `attention_dropout` in a "
+                f"backend that is not ours, on a GPU under PyTorch {release}, whose compiled random numbers are wrong "
+                "(pytorch #198333); use compile=null, attention_backend=triton, or PyTorch 2.12."
             )
-        return False, f"dropout masks compiled by PyTorch {release} are wrong (pytorch #198333)"
+        return False, f"random numbers compiled by PyTorch {release} are wrong (pytorch #198333)"
     if requested:
         return True, "`compile` is True"
     if device_type == "cuda":

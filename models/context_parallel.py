@@ -17,7 +17,6 @@ from .layers.attention import Attention
 from .layers.recomputed_attention import RecomputedAttention
 from .parallel.context import ContextParallel, SequenceShard
 from .parallel.context_attention import context_attention
-from .recompute.analysis import has_dropout
 from .t5 import T5
 
 
@@ -29,7 +28,6 @@ def check_parts(model: FamilySlice, peft: PeftSlice | None, size: int) -> None:
     """
     unsupported = {
         "experts": any(stack.moe is not None for stack in model.stacks),
-        "dropout, whose masks would depend on the ranks": any(map(has_dropout, model.stacks)),
         "soft prompts": isinstance(peft, PromptSlice),
     }
     if any(unsupported.values()):

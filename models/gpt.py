@@ -181,14 +181,14 @@ class GPT(nn.Module):
             if documents is not None and self.reset_position_ids:
                 positions = document_position_ids(documents)
                 positions = positions if shard is None else shard.local(positions)
-            hidden = self._embed(tokens, positions)
+            hidden, dropout = self.decoder.drop_embeddings(self._embed(tokens, positions), self.dropout)
             if documents is not None and self.reset_attention_mask:
                 packed = pack_documents(
                     documents, shard, dtype=matmul_dtype(hidden), causal=True, with_mask=decision.needs_mask
                 )
             if self.prompt is not None:
                 routed = self.prompt.extend_routing_mask(routed)
-            hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed)
+            hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed, dropout=dropout)
             return hidden if self.prompt is None else hidden[:, len(self.prompt) :]
         if length == 1:  # Backends need not support one token: pad by another, which a causal model does not attend to.
             tokens = F.pad(tokens, (0, 1))
@@ -242,8 +242,6 @@ class GPT(nn.Module):
         hidden = add_position_embeddings(hidden, self.position_embedding, positions, self.decoder.shard)
         if self.embedding_scale != 1.0:
             hidden = hidden * self.embedding_scale
-        if self.training and self.dropout:
-            hidden = F.dropout(hidden, self.dropout)
         return hidden
 
 

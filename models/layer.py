@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config.dense_stack import AttentionSlice
@@ -22,6 +21,15 @@ from .layers.cross_attention import (
     cross_attention_memory,
     cross_attention_traffic,
     cross_attention_weights,
+)
+from .layers.dropout import (
+    ATTENTION_ADAPTER,
+    ATTENTION_OUTPUT,
+    CROSS_ATTENTION_OUTPUT,
+    MLP_ADAPTER,
+    MLP_OUTPUT,
+    DropoutMask,
+    require_dropout,
 )
 from .layers.fused_linear import can_skip_norm_output
 from .layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
@@ -103,7 +111,7 @@ class Layer(RecomputableModule):
         self.attention_adapter: nn.Module | None = None
         self.mlp_adapter: nn.Module | None = None
         self.dropout = dropout
-        self.uses_rng = dropout > 0
+        self.has_dropout = dropout > 0
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """Run the layer without updating its buffers, so that it can be recomputed.
@@ -132,17 +140,21 @@ class Layer(RecomputableModule):
         fused = fusable and self.attention_adapter is None and self.attention_output_norm is None
         residual = read.residual if fused else None
         output = self.attention(read.hidden, context, read.norm, residual)
+        dropout = context.dropout
         if self.attention_adapter is not None:
-            output = self.attention_adapter(output)
-        output_norm = self.attention_output_norm
-        hidden = output if fused else self._add_residual(read.residual, output, self.attention_norm, output_norm)
+            output = self.attention_adapter(output, None if dropout is None else dropout.of_stream(ATTENTION_ADAPTER))
+        if not fused:
+            mask = None if dropout is None else dropout.of_stream(ATTENTION_OUTPUT)
+            output = self._add_residual(read.residual, output, self.attention_norm, mask, self.attention_output_norm)
+        hidden = output
         if self.cross_attention is not None and self.cross_attention_norm is not None:
             read = self._branch_input(self.cross_attention_norm, hidden, layer_input, self.cross_attention.query)
             output_norm = self.cross_attention_output_norm
             fused = fusable and output_norm is None
-            output = self.cross_attention(read.hidden, context, read.norm, read.residual if fused else None)
-            norm = self.cross_attention_norm
-            hidden = output if fused else self._add_residual(read.residual, output, norm, output_norm)
+            hidden = self.cross_attention(read.hidden, context, read.norm, read.residual if fused else None)
+            if not fused:
+                mask = None if dropout is None else dropout.of_stream(CROSS_ATTENTION_OUTPUT)
+                hidden = self._add_residual(read.residual, hidden, self.cross_attention_norm, mask, output_norm)
         sums = None
         fused = fusable and self.mlp_adapter is None
         if isinstance(self.mlp, MoE):
@@ -156,15 +168,17 @@ class Layer(RecomputableModule):
                 use_capacity=context.kind != "generation",
                 router_input=read.second_hidden,
                 residual=read.residual if fused else None,
+                dropout=dropout,
             )
         else:
             read = self._branch_input(self.mlp_norm, hidden, layer_input, self.mlp.up)
-            output = self.mlp(read.hidden, read.norm, read.residual if fused else None)
+            output = self.mlp(read.hidden, read.norm, read.residual if fused else None, dropout)
         if fused:
             return output, sums
         if self.mlp_adapter is not None:
-            output = self.mlp_adapter(output)
-        return self._add_residual(read.residual, output, self.mlp_norm), sums
+            output = self.mlp_adapter(output, None if dropout is None else dropout.of_stream(MLP_ADAPTER))
+        mask = None if dropout is None else dropout.of_stream(MLP_OUTPUT)
+        return self._add_residual(read.residual, output, self.mlp_norm, mask), sums
 
     def _branch_input(
         self,
@@ -204,14 +218,16 @@ class Layer(RecomputableModule):
         hidden: Tensor,
         output: Tensor,
         norm: LayerNorm | RMSNorm,
+        dropout: DropoutMask | None,
         output_norm: LayerNorm | RMSNorm | None = None,
     ) -> Tensor:
         """Add a branch output to the residual stream, with its output norm, dropout and post-norm."""
         if output_norm is not None:
             output = output_norm(output)
         if self.training and self.dropout:
-            output = F.dropout(output, self.dropout)
-        hidden = hidden + output
+            hidden = require_dropout(dropout).apply(output, self.dropout, hidden)
+        else:
+            hidden = hidden + output
         return norm(hidden) if self.block == "post_ln" else hidden
 
 
@@ -336,7 +352,7 @@ def _norm_input_bytes(inputs: StackInputs, *, keeps_boundary: bool) -> int:
 
 
 def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTensors]:
-    """Return the tensors saved of the residual stream, of norms and of dropouts."""
+    """Return the tensors saved of the residual stream and of norms."""
     stack, e, s = inputs.stack, inputs.widths.compute, inputs.widths.residual
     elements, keeps_stream = inputs.residual_elements, _norm_saves_stream(inputs)
     branches = inputs.num_branches
@@ -369,8 +385,6 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
         ]
         if stack.block == "normformer":
             saved.append(SavedTensors("norm", (branches - 1) * (extra + keeps_stream * elements * e)))
-    if stack.hidden_dropout:
-        saved.append(SavedTensors("dropout", branches * elements))
     return saved
 
 

@@ -116,13 +116,8 @@ def training_flops_per_sample(keys: FamilyKeys, vocab_size: int, form: BatchSpec
 
 
 def embedding_saved_bytes(model: FamilySlice, inputs: StackInputs) -> int:
-    """Return the bytes saved by the embeddings of a stack: dropout masks, for BERT also by the norm."""
-    if isinstance(model, T5Slice):
-        dropout = (model.decoder if inputs.name == "decoder" else model.encoder).embedding_dropout
-    else:
-        dropout = model.embedding_dropout
-    saved = inputs.outer_elements if dropout else 0
-    return saved + (embedding_norm_saved_bytes(model, inputs) if isinstance(model, BertSlice) else 0)
+    """Return the bytes saved by the embeddings of a stack: in BERT by their norm."""
+    return embedding_norm_saved_bytes(model, inputs) if isinstance(model, BertSlice) else 0
 
 
 def head_saved_bytes(model: FamilySlice, inputs: StackInputs) -> int:

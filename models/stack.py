@@ -20,6 +20,7 @@ from .layers.attention_bias import ScoreBias, ScoreBiasModule, build_score_bias,
 from .layers.compiling import configure_dynamo
 from .layers.context import LayerContext, Memory
 from .layers.cost import StackInputs
+from .layers.dropout import StackDropout, token_places
 from .layers.norm import LayerNorm, RMSNorm, build_norm, norm_parameters, norm_saved_bytes, norm_saves_input
 from .layers.position_embeddings import RotaryEmbedding, XPosEmbedding, build_rotary
 from .memory.offload_activations import ActivationOffload
@@ -70,6 +71,26 @@ class Stack(RecomputableModule):
         self.rotary = rotary
         self.score_positions = score_positions
         self._compiled_step: Callable[..., Tensor] | None = None
+        self._has_dropout: bool | None = None
+
+    def drop_embeddings(self, embedded: Tensor, p: float) -> tuple[Tensor, StackDropout | None]:
+        """Apply the dropout of the embeddings, and draw the keys of those of the layers.
+
+        Args:
+            embedded: (batch, tokens, hidden_size).
+            p: dropout of the embeddings, in training.
+
+        Returns:
+            (batch, tokens, hidden_size), and the `dropout` of `forward`; None outside training or without dropout.
+        """
+        if not self.training:
+            return embedded, None
+        if self._has_dropout is None:
+            self._has_dropout = any(getattr(module, "has_dropout", False) for module in self.modules())
+        if not p and not self._has_dropout:
+            return embedded, None
+        dropout = StackDropout.draw(len(self.layers), token_places(embedded, self.shard))
+        return dropout.of_embeddings().apply(embedded, p) if p else embedded, dropout
 
     def forward(
         self,
@@ -81,6 +102,7 @@ class Stack(RecomputableModule):
         padding: Tensor | None = None,
         routed: Tensor | None = None,
         memory: Memory | None = None,
+        dropout: StackDropout | None = None,
     ) -> Tensor:
         """Run all layers.
 
@@ -94,6 +116,7 @@ class Stack(RecomputableModule):
             routed: bool (batch, tokens), True for tokens that are routed to experts, possibly fewer than are attended
                 to; None: those of `padding`.
             memory: encoder output for cross-attention; None in a stack without it.
+            dropout: dropouts of this forward (`drop_embeddings`); None outside training or without dropout.
 
         Returns:
             (batch, tokens, hidden_size), after the final norm.
@@ -105,10 +128,12 @@ class Stack(RecomputableModule):
         rotary = None if self.rotary is None else self.rotary(tokens if positions is None else positions)
         terms = None if self.score_positions is None else self.score_positions(whole, whole)
         ranks, batch = self.tensor_parallel, None
+        stream_tokens = None if dropout is None else dropout.tokens
         if ranks is not None:
             ranks.shards_tokens = ranks.sequence and kind != "generation"
             if ranks.shards_tokens:
                 batch, hidden = hidden.shape[0], shard_tokens(hidden, ranks)
+                stream_tokens = None if stream_tokens is None else stream_tokens.chunk(ranks.size)[ranks.rank]
         context = LayerContext(kind, rotary, terms, packed, padding, routed, memory, batch=batch)
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and should_recompute(self):
@@ -117,15 +142,18 @@ class Stack(RecomputableModule):
         for first in range(0, len(self.layers), chunk):
             numbers = range(first, min(first + chunk, len(self.layers)))
             layers = [cast(Layer, self.layers[number]) for number in numbers]
+            contexts = [context] * len(layers)
+            if dropout is not None and stream_tokens is not None:
+                contexts = [context._replace(dropout=dropout.of_layer(number, stream_tokens)) for number in numbers]
             if weights is not None:
                 weights.pre_forward(numbers)
             with (
                 contextlib.nullcontext() if activations is None else activations.offload_saved_tensors(numbers, layers)
             ):
                 if self.is_recomputed:
-                    hidden, sums = run_with_recompute(_run_layers, self.preserve_rng_state, layers, hidden, context)
+                    hidden, sums = run_with_recompute(_run_layers, self.preserve_rng_state, layers, hidden, contexts)
                 else:
-                    hidden, sums = _run_layers(layers, hidden, context)
+                    hidden, sums = _run_layers(layers, hidden, contexts)
             for layer, layer_sums in zip(layers, sums, strict=True):
                 layer.update_statistics(layer_sums)
             if weights is not None and should_recompute(self):
@@ -194,10 +222,12 @@ def _run_layer_cached(layer: Layer, hidden: Tensor, context: LayerContext) -> Te
     return layer(hidden, context)[0]
 
 
-def _run_layers(layers: Sequence[Layer], hidden: Tensor, context: LayerContext) -> tuple[Tensor, list[Tensor | None]]:
+def _run_layers(
+    layers: Sequence[Layer], hidden: Tensor, contexts: Sequence[LayerContext]
+) -> tuple[Tensor, list[Tensor | None]]:
     """Run consecutive layers; return the statistics for `Layer.update_statistics` too, since this may be recomputed."""
     collected: list[Tensor | None] = []
-    for layer in layers:
+    for layer, context in zip(layers, contexts, strict=True):
         hidden, sums = layer(hidden, context)
         collected.append(sums)
     return hidden, collected

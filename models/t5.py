@@ -19,6 +19,7 @@ from .layers.attention_bias import CrossRelativeBias, position_bias_parameters
 from .layers.compiling import eager_layers
 from .layers.context import Memory
 from .layers.cost import StackInputs, Weights
+from .layers.dropout import token_places
 from .layers.position_embeddings import PositionEmbedding, build_position_table
 from .lm_head import (
     add_position_embeddings,
@@ -42,10 +43,12 @@ class EncoderOutput(NamedTuple):
         hidden: output of the encoder's final norm, (batch, tokens, hidden_size).
         padding: bool (batch, tokens), True for real tokens; None: all are real. On context-parallel ranks that of whole
             sequences.
+        tokens: place of each token in the micro batch, as in `StackDropout`; None outside training.
     """
 
     hidden: Tensor
     padding: Tensor | None
+    tokens: Tensor | None = None
 
 
 class T5(nn.Module):
@@ -321,11 +324,13 @@ class T5(nn.Module):
             positions = positions if shard is None else shard.local(positions)
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        hidden = self._dropout(
+        hidden, dropout = self.encoder.drop_embeddings(
             add_position_embeddings(hidden, self.encoder_position_embedding, positions, shard), self.dropouts[0]
         )
-        hidden = self.encoder(hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed)
-        return EncoderOutput(hidden, padding)
+        hidden = self.encoder(
+            hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed, dropout=dropout
+        )
+        return EncoderOutput(hidden, padding, token_places(hidden, shard) if self.training else None)
 
     def _run_decoder(
         self,
@@ -354,15 +359,14 @@ class T5(nn.Module):
         if self.cross_positions is not None:
             ranks = 1 if shard is None else shard.ranks.size
             terms = self.cross_positions(ranks * tokens.shape[1], ranks * encoded.hidden.shape[1]).distance_bias
-        hidden = self._dropout(
+        hidden, dropout = self.decoder.drop_embeddings(
             add_position_embeddings(hidden, self.decoder_position_embedding, positions, shard), self.dropouts[1]
         )
-        memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms)
-        hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed, memory=memory)
+        memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms, encoded.tokens)
+        hidden = self.decoder(
+            hidden, kind, positions=positions, packed=packed, routed=routed, memory=memory, dropout=dropout
+        )
         return hidden if self.output_scale == 1.0 else hidden * self.output_scale
-
-    def _dropout(self, embedded: Tensor, dropout: float) -> Tensor:
-        return F.dropout(embedded, dropout) if self.training and dropout else embedded
 
     def _check_length(self, part: str, length: int, longest: int | None) -> None:
         if length < 1 or (longest is not None and length > longest):

@@ -35,7 +35,6 @@ from .parallel.norm import ChannelParallelNorm
 from .parallel.partition import Partition, Section, even_partition, set_partitions
 from .peft.adapter import BottleneckAdapter
 from .peft.lora_parallel import LoRAColumnParallelLinear, LoRARowParallelLinear
-from .recompute.analysis import has_dropout
 from .stack import Stack
 from .t5 import T5
 
@@ -62,7 +61,7 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
 
 def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
     unsupported = {
-        "dropout, whose masks would depend on the ranks": has_dropout(stack),
+        "router jitter, which would depend on the ranks": stack.moe is not None and bool(stack.moe.jitter),
     }
     if any(unsupported.values()):
         parts = " or ".join(part for part, has in unsupported.items() if has)
@@ -163,12 +162,14 @@ def _split_attention(attention: SelfAttention | CrossAttention, full: AttentionS
         # every rank has the whole output of the encoder
         attention.kv = ColumnParallelLinear(attention.kv, ranks, Partition(0, (keys, keys)), gathers=False)
     attention.output = RowParallelLinear(attention.output, ranks)
+    attention.first_head = ranks.rank * full.heads // ranks.size
     if attention.head_scale is not None:
         set_partitions(attention, {"head_scale": ranks.part(even_partition(0, ranks.size, full.heads))})
 
 
 def _split_mlp(mlp: MLP, width: int, ranks: TensorParallel) -> None:
     rows = even_partition(0, ranks.size, *[width] * (2 if mlp.gated else 1))
+    mlp.first_channel = ranks.rank * width // ranks.size
     mlp.up, mlp.down = ColumnParallelLinear(mlp.up, ranks, rows), RowParallelLinear(mlp.down, ranks)
     norm = mlp.inner_norm
     if isinstance(norm, LayerNorm | RMSNorm):

@@ -273,12 +273,11 @@ def _check_dropout(q: Tensor, dropout_p: float, rng: Tensor | None) -> None:
     if rng is None:
         if dropout_p:
             raise ValueError(
-                f"`rng` (None) must be given with `dropout_p` ({dropout_p}): an int64 tensor [seed, offset] on "
-                f"{q.device}."
+                f"`rng` (None) must be given with `dropout_p` ({dropout_p}): an int64 tensor (2,) on {q.device}."
             )
         return
-    if rng.dtype != torch.int64 or rng.shape != (2,):
-        raise ValueError(f"`rng` ({rng.dtype} {_shape(rng)}) must be an int64 tensor [seed, offset] of shape (2,).")
+    if rng.dtype != torch.int64 or rng.shape not in ((2,), (5,)):
+        raise ValueError(f"`rng` ({rng.dtype} {_shape(rng)}) must be an int64 tensor of shape (2,) or (5,).")
     if rng.device != q.device:
         raise ValueError(f"`rng` ({rng.device}) must be on the device of `q` ({q.device}); move it.")
 

@@ -418,6 +418,8 @@ class Backend:
         supports_alibi_slopes: ALiBi slopes are passed as such; otherwise as a dense bias.
         supports_compile: torch.compile traces it without a graph break.
         saves_scores: saves a (queries, keys) matrix per head for the backward pass.
+        keyed_dropout: the dropout mask is a function of the call's `rng`, which all layouts of ranks draw alike;
+            otherwise of PyTorch's generator and of the heads and tokens that the process has.
     """
 
     name: BackendName
@@ -428,6 +430,7 @@ class Backend:
     supports_alibi_slopes: bool = False
     supports_compile: bool = True
     saves_scores: bool = False
+    keyed_dropout: bool = False
 
     def needs_document_mask(self, call: AttentionCall) -> bool:
         """True if the packed documents of a call must be passed as a (queries, keys) mask."""
@@ -460,12 +463,13 @@ BACKENDS = (
         supports_cu_seqlens=True,
         supports_distance_bias=True,
         supports_alibi_slopes=True,
+        keyed_dropout=True,
     ),
     Backend("te_flash", "flash", why_not_te_flash, supports_cu_seqlens=True, supports_compile=False),
     Backend("sdpa_efficient", "flash", why_not_sdpa_efficient),
     Backend("sdpa_cudnn", "fused", why_not_sdpa_cudnn),
     Backend("te_fused", "fused", why_not_te_fused, supports_cu_seqlens=True, supports_compile=False),
-    Backend("unfused", "unfused", always_supported, saves_scores=True),
+    Backend("unfused", "unfused", always_supported, saves_scores=True, keyed_dropout=True),
     Backend("sdpa_math", "unfused", why_not_sdpa_math, saves_scores=True),
     Backend("te_unfused", "unfused", why_not_te_unfused, supports_compile=False, saves_scores=True),
     Backend("lse_first", "named", why_not_lse_first),
@@ -477,6 +481,7 @@ BACKENDS = (
         supports_distance_bias=True,
         supports_alibi_slopes=True,
         saves_scores=True,
+        keyed_dropout=True,
     ),
 )
 """All backends, in order of preference within their family."""

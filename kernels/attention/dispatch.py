@@ -277,11 +277,23 @@ def select_backend(
         raise NoBackendError("\n".join([f"no attention backend for {call}:", *format_candidates(rows)]), rows)
     explained = why if requested == "auto" else f"requested by `attention_backend` ({requested})"
     rows = tuple(replace(row, reason=f"chosen ({explained})") if row is chosen else row for row in rows)
-    notes = _memory_notes(call, BACKENDS_BY_NAME[chosen.backend])
+    notes = (
+        *_memory_notes(call, BACKENDS_BY_NAME[chosen.backend]),
+        *_dropout_notes(call, BACKENDS_BY_NAME[chosen.backend]),
+    )
     if chosen.backend == "triton" and call.device == "cuda":
         kernels = "Hopper" if uses_hopper_kernels(call, usable) else "portable"
         notes = (*notes, f"triton runs its {kernels} kernels here.")
     return BackendSelection(call, chosen.backend, rows, notes, warning)
+
+
+def _dropout_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:
+    """Return a note if the dropout mask of the selected backend depends on how ranks share heads and tokens."""
+    if not call.dropout or chosen.keyed_dropout:
+        return ()
+    return (
+        f"dropout masks of {chosen.name} differ if several ranks share the heads or tokens; those of triton do not.",
+    )
 
 
 def _memory_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:

@@ -33,8 +33,9 @@ class AttentionInputs(NamedTuple):
         softmax_scale: factor of the scores; None is 1 / sqrt(head_dim).
         softcap: cap * tanh(score / cap) bounds the scaled scores, before a bias is added; 0 for none.
         dropout_p: probability of dropping an attention weight; the others are scaled by 1 / (1 - dropout_p).
-        rng: int64 [seed, offset] of the dropout mask, on the device of q; see `dropout.py`. Backends are called without
-            it and draw from PyTorch's default generator of the device.
+        rng: int64 (2,), the key of the dropout mask, of which the low 32 bits count, on the device of q; or (5,), with
+            the places in the whole attention of the first key, the first head and the first query, so that a rank
+            draws its slice of the mask. Backends other than this package's draw from PyTorch's default generator.
         packed: documents of dense rows that hold several, which do not attend to each other; prepared with the same
             `causal`.
         cu_seqlens_q: int32 (sequences + 1), cumulative sequence lengths of a packed `q`, starting with 0. Entries may

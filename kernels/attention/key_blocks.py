@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .argument_checks import check_arguments
+from .dropout import call_keep_mask
 from .inputs import AttentionInputs
 from .reference import attention_scores, dense_attention, visible_scores
 
@@ -91,7 +92,7 @@ def attend_to_block(inputs: AttentionInputs, *, flash: bool) -> tuple[Tensor, Te
     A query that sees no key of the block has output 0 and log-sum-exp -inf. Autograd sees nothing of it.
 
     Args:
-        inputs: without dropout and dense bias.
+        inputs: without dense bias.
         flash: use the flash kernels.
     """
     if not flash:
@@ -163,7 +164,11 @@ def _dense_gradients(
     out_gradient = out_gradient.to(lse.dtype)
     delta = (out_gradient * out.to(lse.dtype)).sum(-1).transpose(1, 2)[..., None]
     wide_k, wide_v = (tensor.repeat_interleave(per_group, dim=2) for tensor in (k, v))
-    score_gradient = weights * (torch.einsum("bqhd,bkhd->bhqk", out_gradient, wide_v) - delta)
+    weight_gradient, dropped = torch.einsum("bqhd,bkhd->bhqk", out_gradient, wide_v), weights
+    if inputs.dropout_p:
+        factors = call_keep_mask(inputs).to(weights.dtype) / (1 - inputs.dropout_p)
+        weight_gradient, dropped = weight_gradient * factors, weights * factors
+    score_gradient = weights * (weight_gradient - delta)
     if inputs.softcap:
         capped = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * (inputs.scale / inputs.softcap)
         score_gradient = score_gradient * (1 - torch.tanh(capped).square())
@@ -174,7 +179,7 @@ def _dense_gradients(
         return by_head.unflatten(2, (groups, per_group)).sum(3)
 
     q_gradient = torch.einsum("bhqk,bkhd->bqhd", score_gradient, wide_k)
-    return q_gradient, of_keys(score_gradient, q), of_keys(weights, out_gradient)
+    return q_gradient, of_keys(score_gradient, q), of_keys(dropped, out_gradient)
 
 
 # ---------------------------------------------------------------- merge

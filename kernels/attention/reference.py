@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .argument_checks import AttentionGeometry, check_arguments
-from .dropout import dropout_keep_mask
+from .dropout import call_keep_mask, dropout_keep_mask
 from .inputs import AttentionInputs
 
 
@@ -112,7 +112,7 @@ def _attend(inputs: AttentionInputs, geometry: AttentionGeometry, *, first_seque
     if inputs.dropout_p and inputs.rng is not None:
         keep = dropout_keep_mask(
             inputs.rng, inputs.dropout_p, batch=q.shape[0], heads=geometry.heads, queries=queries, keys=keys,
-            queries_bound=geometry.queries, keys_bound=geometry.keys, first_sequence=first_sequence,
+            first_sequence=first_sequence,
         )  # fmt: skip
     masked_scores = scores.masked_fill(~visible, float("-inf"))
     return _softmax_times_values(masked_scores, torch.where(key_visible, v, 0), keep, inputs.dropout_p, q.dtype)
@@ -171,8 +171,9 @@ def visible_scores(inputs: AttentionInputs, scores: Tensor) -> Tensor:
 def dense_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of a dense call, as a backend gets it."""
     scores = attention_scores(inputs, inputs.k, inputs.scale)
-    dropout = inputs.dropout_p
-    keep = torch.rand_like(scores) >= dropout if dropout else None
+    dropout, keep = inputs.dropout_p, None
+    if dropout:
+        keep = call_keep_mask(inputs)
     return _softmax_times_values(visible_scores(inputs, scores), inputs.v, keep, dropout, inputs.q.dtype)
 
 

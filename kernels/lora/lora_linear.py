@@ -33,10 +33,10 @@ def reference_lora_linear(
     *,
     scale: float,
     parts: Sequence[int],
-    dropout: float = 0.0,
+    dropped: Tensor | None = None,
 ) -> Tensor:
     """Reference composed of differentiable operations; arguments as in `lora_linear`."""
-    low = F.linear(F.dropout(inputs, dropout) if dropout else inputs, lora_a)
+    low = F.linear(inputs if dropped is None else dropped, lora_a)
     pairs = zip(low.split(lora_b.shape[1], dim=-1), lora_b.split(list(parts)), strict=True)
     update = torch.cat([F.linear(part, rows) for part, rows in pairs], dim=-1)
     return F.linear(inputs, weight, bias) + scale * update
@@ -210,7 +210,7 @@ def lora_linear(
     *,
     scale: float,
     parts: Sequence[int],
-    dropout: float = 0.0,
+    dropped: Tensor | None = None,
     norm: NormFactors | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -228,13 +228,13 @@ def lora_linear(
         lora_b: LoRA's B, (out, r).
         scale: alpha / r.
         parts: rows of each part, which sum to `out`.
-        dropout: dropout probability of the input of `lora_a`; 0 outside training.
+        dropped: `inputs` after dropout, the input of `lora_a`; None without dropout.
         norm: factors whose product is `inputs`, saved for the backward instead of it; its gain is frozen. None saves
             `inputs`.
         residual: residual that the result is added to, (..., out), or None.
 
     Returns:
-        (..., out), differentiable once with respect to `inputs`, `residual`, `lora_a` and `lora_b`.
+        (..., out), differentiable once with respect to `inputs`, `dropped`, `residual`, `lora_a` and `lora_b`.
 
     Raises:
         ValueError: shapes do not match.
@@ -253,8 +253,9 @@ def lora_linear(
         dtype = torch.get_autocast_dtype(kind)
         inputs, weight, lora_a, lora_b = inputs.to(dtype), weight.to(dtype), lora_a.to(dtype), lora_b.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    if dropout:
-        output = reference_lora_linear(inputs, weight, bias, lora_a, lora_b, scale=scale, parts=parts, dropout=dropout)
+    if dropped is not None:
+        dropped = dropped.to(inputs.dtype)
+        output = reference_lora_linear(inputs, weight, bias, lora_a, lora_b, scale=scale, parts=parts, dropped=dropped)
         return output if residual is None else residual + output
     rows, start = inputs.flatten(0, -2).contiguous(), bias
     if residual is not None and bias is None and residual.dtype == inputs.dtype:

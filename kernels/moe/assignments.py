@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..dropout import derived_rows, draw_keys
 from ..launch import triton_runs_on
 from .counting_sort import counting_sort
 
@@ -70,3 +71,20 @@ def padded_assignments(
     last = max(len(order) - 1, 0)
     padded = torch.where(filled, order[rows.clamp(max=last)], -1)
     return padded.reshape(-1), places
+
+
+def assignment_rows(key: Tensor, tokens: Tensor, topk: int) -> Tensor:
+    """Return what the dropout masks of assignments are functions of, whichever rank computes them, int64 (T, k).
+
+    Args:
+        key: int64 (2,), of a layer and micro batch, see `kernels.dropout`.
+        tokens: place of each token in the micro batch, int64 (T,).
+        topk: k.
+    """
+    return derived_rows(key, tokens[:, None] + (torch.arange(1, topk + 1, device=tokens.device) << 32))
+
+
+def draw_assignment_rows(experts: Tensor) -> Tensor:
+    """Return `assignment_rows` of `experts`, (T, k), under a key from the default generator of the device."""
+    tokens = torch.arange(len(experts), device=experts.device)
+    return assignment_rows(draw_keys(device=experts.device), tokens, experts.shape[1])

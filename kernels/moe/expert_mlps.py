@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import NONLINEARITIES
+from ..dropout import dropout as apply_dropout
 from ..launch import triton_runs_on
-from .assignments import sorted_assignments
+from .assignments import draw_assignment_rows, sorted_assignments
 from .eager_experts import eager_experts, padded_experts
 from .fused_experts import fused_experts
 from .grouped_matmul import Backend, unsupported_reason
@@ -36,6 +36,7 @@ def expert_mlp(
     kept: Tensor | None = None,
     capacity: int | None = None,
     dropout: float = 0.0,
+    dropout_rows: Tensor | None = None,
     implementation: Implementation = "auto",
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -56,6 +57,7 @@ def expert_mlp(
         kept: (T, k) bool, False for dropped assignments, which are neither computed nor added; None keeps all.
         capacity: rows computed per expert, for `padded` only; assignments beyond it are dropped.
         dropout: dropout probability after the nonlinearity; 0 outside training.
+        dropout_rows: what the masks of the assignments are functions of, int64 (T, k); None draws it.
         implementation: `triton`, our grouped matmuls, `grouped_mm`, torch's (bf16, sm_90 or later; ours where there is
             a bias, which torch's do not add), and `padded`, batched matmuls of `capacity` rows, do not synchronize with
             the host; `sequential`, the reference, loops over the experts and reads counts on the host. `auto`:
@@ -80,7 +82,11 @@ def expert_mlp(
     _check_choices(nonlinearity, capacity, dropout, implementation)
     if implementation == "auto" and not triton_runs_on(hidden):
         implementation = "sequential"
-    dropout_mask = F.dropout(hidden.new_ones(*experts.shape, down.shape[-1]), dropout) if dropout else None
+    dropout_mask = None
+    if dropout:
+        rows = draw_assignment_rows(experts) if dropout_rows is None else dropout_rows
+        ones = hidden.new_ones(*experts.shape, down.shape[-1])
+        dropout_mask = apply_dropout(ones, dropout, rows.new_zeros(2), rows.flatten())
     if capacity is not None:
         output = padded_experts(
             hidden, experts, gates, weights, kept=kept, dropout_mask=dropout_mask, capacity=capacity

@@ -154,9 +154,11 @@ def _experts_backward(
     With `frozen` all but the first two are empty.
     """
     if not len(hidden):
-        trained = () if frozen else (up, down, up_bias, down_bias)
-        zeros = [gradient.new_empty(0) if weight is None else torch.zeros_like(weight) for weight in trained]
-        return hidden.clone(), gates.clone(), *(zeros or [gradient.new_empty(0) for _ in range(4)])
+        weights = (up, down, up_bias, down_bias)
+        d_up, d_down, d_up_bias, d_down_bias = (
+            gradient.new_empty(0) if frozen or weight is None else torch.zeros_like(weight) for weight in weights
+        )
+        return hidden.clone(), gates.clone(), d_up, d_down, d_up_bias, d_down_bias
     hidden, gradient = hidden.contiguous(), gradient.contiguous()
     rows = _make_rows(order, ends, places.shape[1], up, down, backend)
     operand = rows.operand(gradient)

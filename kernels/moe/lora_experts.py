@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropout import dropout as apply_dropout
 from ..launch import triton_runs_on
-from .assignments import padded_assignments, sorted_assignments
+from .assignments import draw_assignment_rows, padded_assignments, sorted_assignments
 from .grouped_matmul import Backend, grouped_matmul
 from .permute import combine_rows, gather_rows
 from .reference_experts import apply_activation
@@ -37,14 +37,21 @@ class LoRAMatrices(NamedTuple):
     scale: float
     dropout: float
 
-    def compute_update(self, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def compute_update(
+        self, rows: Tensor, product: Callable[[Tensor, Tensor], Tensor], places: Tensor | None, number: int
+    ) -> Tensor:
         """Return the update of the projection of rows.
 
         Args:
             rows: (..., in), sorted by expert.
             product: function that multiplies rows by the matrices (E, K, N) of their experts.
+            places: what the dropout masks of the rows are functions of, int64; None without dropout.
+            number: of this dropout among those of the same rows.
         """
-        low = product(F.dropout(rows, self.dropout) if self.dropout else rows, self.lora_a.transpose(1, 2))
+        dropped = rows
+        if self.dropout and places is not None:
+            dropped = apply_dropout(rows, self.dropout, places.new_full((2,), number), places)
+        low = product(dropped, self.lora_a.transpose(1, 2))
         rank = self.lora_b.shape[2]
         pairs = zip(low.split(rank, dim=-1), self.lora_b.split(list(self.parts), dim=1), strict=True)
         return self.scale * torch.cat([product(part, up.transpose(1, 2)) for part, up in pairs], dim=-1)
@@ -66,6 +73,7 @@ def lora_expert_mlp(
     kept: Tensor | None = None,
     capacity: int | None = None,
     dropout: float = 0.0,
+    dropout_rows: Tensor | None = None,
     sequential: bool = False,
 ) -> Tensor:
     """`expert_mlp` with LoRA.
@@ -104,12 +112,18 @@ def lora_expert_mlp(
         def product(rows: Tensor, matrices: Tensor, bias: Tensor | None = None) -> Tensor:
             return grouped_matmul(rows.contiguous(), matrices, ends, backend=backend, bias=bias)
 
-    def projected(rows: Tensor, matrices: Tensor, bias: Tensor | None, low: LoRAMatrices | None) -> Tensor:
+    def projected(rows: Tensor, matrices: Tensor, bias: Tensor | None, low: LoRAMatrices | None, number: int) -> Tensor:
         result = product(rows, matrices.transpose(1, 2), bias)
-        return result if low is None else result + low.compute_update(rows, product)
+        return result if low is None else result + low.compute_update(rows, product, row_places, number)
 
-    dropout_mask = F.dropout(hidden.new_ones(len(order), down.shape[2]), dropout) if dropout else None
+    row_places = dropout_mask = None
+    if dropout or any(low is not None and low.dropout for low in (up_lora, down_lora)):
+        places_of = draw_assignment_rows(experts) if dropout_rows is None else dropout_rows
+        row_places = places_of.flatten()[order.clamp(min=0)]
+    if dropout and row_places is not None:
+        ones = hidden.new_ones(len(order), down.shape[2])
+        dropout_mask = apply_dropout(ones, dropout, row_places.new_zeros(2), row_places)
     inner = apply_activation(
-        projected(gather_rows(hidden, order, places), up, up_bias, up_lora), nonlinearity, gated, dropout_mask
+        projected(gather_rows(hidden, order, places), up, up_bias, up_lora, 1), nonlinearity, gated, dropout_mask
     )
-    return combine_rows(projected(inner, down, down_bias, down_lora), gates, places, order)
+    return combine_rows(projected(inner, down, down_bias, down_lora, 2), gates, places, order)

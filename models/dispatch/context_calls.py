@@ -84,13 +84,13 @@ def context_call(
     if split.exchange == "a2a":
         return call
     keys_in_order = bidirectional if keys_in_order is None else keys_in_order
-    has_distances = call.window is not None or call.bias != "none"
-    query_runs = 2 if not bidirectional and has_distances else 1
+    has_places = call.window is not None or call.bias != "none" or call.dropout > 0
+    query_runs = 2 if not bidirectional and has_places else 1
     if split.exchange == "all_gather":
         query_runs = 2 if call.causal else query_runs
         queries, keys, moved = call.queries // (query_runs * split.size), call.keys, not call.causal
     else:
-        key_runs = 2 if not keys_in_order and has_distances else 1
+        key_runs = 2 if not keys_in_order and has_places else 1
         queries, keys = call.queries // (query_runs * split.ring_ranks), call.keys // (key_runs * split.ring_ranks)
         moved = True
     if moved and call.bias != "none":  # distances from the end of a block are not those from the end of the sequence
@@ -185,6 +185,9 @@ def _attention_problems(
     if bias is not None and bias.learned and split.ring_ranks > 1:
         cure = ", whose gradient takes all keys of a query in one call; use cp_comm_type=a2a or all_gather."
         yield f"{exchange} does not support a learned `position_embedding_type` ({bias.kind})", cure
+    if attention.dropout and form.packed and split.exchange != "a2a":
+        cure = ", whose masks are functions of places in them; use cp_comm_type=a2a, or attention_dropout=0."
+        yield f"{exchange} does not support `attention_dropout` ({attention.dropout}) of packed documents", cure
     places = [f"`position_embedding_type` ({bias.kind})"] if bias is not None else []
     places += [f"`window_size` ({list(attention.window)})"] if attention.window is not None else []
     aligned = split.exchange == "a2a" or (split.exchange == "all_gather" and attention.causal)

@@ -82,13 +82,13 @@ def _unfused(attention: AttentionSlice, decision: BackendSelection, itemsize: in
     """
     call, backend, e = decision.call, decision.backend, itemsize
     pairs = call.batch * attention.heads * call.queries * call.keys
-    mask = 1 if call.dropout else 0
     if backend in ("sdpa_math", "reference"):  # in fp32, with keys and values repeated for all heads
         per_head = call.batch * attention.heads * attention.head_dim * 4
         inputs = per_head * (call.queries + 2 * call.keys)
         # the reference also saves the scores and, in eager mode, probabilities before and after masking empty rows
         copies = 1 if backend == "sdpa_math" else 2 if compiled else 3
-        return CoreMemory(inputs, 0, pairs * (4 * copies + mask * 5), 8 * pairs)
+        masked = 5 if call.dropout else 0  # a mask, and what it leaves
+        return CoreMemory(inputs, 0, pairs * (4 * copies + masked), 8 * pairs)
     needs_fp32 = call.bias_is_relative or bool(call.softcap) or not attention.masked_softmax_fusion
     probabilities = 4 if needs_fp32 and e < 4 else e
     copy = e if (needs_fp32 and e < 4) or call.dropout else 0
@@ -98,6 +98,6 @@ def _unfused(attention: AttentionSlice, decision: BackendSelection, itemsize: in
     return CoreMemory(
         inputs=call.batch * rows * attention.head_dim * e,
         log_sum_exp=0,
-        scores=pairs * (probabilities + copy + capped + mask) + distances,
+        scores=pairs * (probabilities + copy + capped) + distances,
         working=pairs * (e + probabilities),
     )

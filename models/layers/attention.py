@@ -8,11 +8,12 @@ from typing import NotRequired, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from ...kernels.attention.backends.registry import AttentionFunction
+from ...kernels.attention.backends.registry import AttentionFunction, draws_from_keys
 from ..config.dense_stack import AttentionSlice
 from ..config.stack import StackSlice
 from ..dispatch.attention_calls import CallKind
 from ..memory.recompute import RecomputableModule
+from .dropout import LayerDropout, require_dropout
 from .fused_linear import linear_add_residual
 from .norm import LayerNorm, RMSNorm, build_norm
 from .recomputed_attention import RecomputedAttention
@@ -62,7 +63,12 @@ class Attention(RecomputableModule):
         hidden_size: width of the residual stream.
         projections: width of each input projection by name, counted in heads.
         arguments: see `AttentionArguments`.
+
+    Attributes:
+        first_head: place of the first query head among those of all tensor-parallel ranks.
     """
+
+    first_head: int = 0
 
     def __init__(
         self, hidden_size: int, projections: Mapping[str, int], **arguments: Unpack[AttentionArguments]
@@ -73,9 +79,11 @@ class Attention(RecomputableModule):
         self.head_dim = arguments["head_dim"]
         self.scale = arguments["scale"]
         self.dropout = arguments["dropout"]
-        self.uses_rng = self.dropout > 0
+        self.has_dropout = self.dropout > 0
         self.softcap = arguments.get("softcap", 0.0)
         self.backends = dict(arguments["backends"])
+        training = self.backends.get("training")
+        self.uses_rng = self.has_dropout and training is not None and not draws_from_keys(training)
         for name, heads in projections.items():
             setattr(self, name, nn.Linear(hidden_size, heads * self.head_dim, bias=arguments["qkv_bias"]))
         self.query_norm = arguments.get("query_norm")
@@ -87,13 +95,25 @@ class Attention(RecomputableModule):
         """See `RecomputableModule.enable_recompute`; the attention function of training recomputes the scores."""
         super().enable_recompute()
         if "training" in self.backends:
-            self.backends["training"] = RecomputedAttention(self.backends["training"])
+            self.backends["training"] = RecomputedAttention(self.backends["training"], self.uses_rng)
 
-    def _project_output(self, heads: Tensor, residual: Tensor | None) -> Tensor:
-        """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given."""
+    def _dropout(self, number: int, dropout: LayerDropout | None) -> tuple[float, Tensor | None]:
+        """Return `dropout_p` and `rng` of a call with the dropouts of the layer."""
+        if not self.training or not self.dropout:
+            return 0.0, None
+        return self.dropout, require_dropout(dropout).of_heads(number, self.first_head)
+
+    def _project_output(
+        self, heads: Tensor, residual: Tensor | None, number: int, dropout: LayerDropout | None
+    ) -> Tensor:
+        """Scale the heads of (batch, tokens, heads, head_dim), project them, and add the residual if given.
+
+        `number` is the dropout of the projection's LoRA.
+        """
+        mask = None if dropout is None else dropout.of_channels(number, self.first_head * self.head_dim)
         if self.head_scale is not None:
             heads = heads * self.head_scale.to(heads.dtype)[:, None]
-        return linear_add_residual(residual, self.output, heads.flatten(2))
+        return linear_add_residual(residual, self.output, heads.flatten(2), mask)
 
 
 def attention_arguments(stack: StackSlice, attention: AttentionSlice, backends: Backends) -> AttentionArguments:

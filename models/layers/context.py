@@ -10,6 +10,7 @@ from ...kernels.attention.packed_sequences import PackedSequences
 from ..dispatch.attention_calls import CallKind
 from ..kv_cache import CrossAttentionCache, LayerKVCache
 from .attention_bias import ScoreBias
+from .dropout import LayerDropout
 from .position_embeddings import RotaryTables
 
 
@@ -21,16 +22,19 @@ class Memory(NamedTuple):
         padding: bool (batch, keys), True for real tokens; None: all are real.
         packed: document boundaries of decoder rows (queries) and encoder rows (keys), for packed samples.
         distance_bias: (heads, 2 R + 1), score bias by distance, as in `ScoreBias`; None for none.
+        tokens: place of each of its tokens in the micro batch, as in `LayerDropout`; None outside training.
     """
 
     hidden: Tensor
     padding: Tensor | None = None
     packed: PackedSequences | None = None
     distance_bias: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 class LayerContext(NamedTuple):
-    """Inputs of a layer besides the hidden states; shared by all layers of a stack, except caches.
+    """Inputs of a layer besides the hidden states; shared by all layers of a stack, except caches and
+    dropouts.
 
     A tuple of tensors, which torch.compile, recomputation and FSDP2 hooks support as an argument.
 
@@ -47,6 +51,7 @@ class LayerContext(NamedTuple):
         batch: samples of the hidden states, if these are sharded over tokens (sequence parallelism); None if not.
         cache: KV cache of the layer. Several tokens are a prefill, which fills it; one token is a decode step, which is
             appended and attends to all of it. None without.
+        dropout: dropouts of the layer in this forward; None outside training or without dropout.
     """
 
     kind: CallKind
@@ -58,3 +63,4 @@ class LayerContext(NamedTuple):
     memory: Memory | CrossAttentionCache | None = None
     cache: LayerKVCache | None = None
     batch: int | None = None
+    dropout: LayerDropout | None = None

@@ -17,7 +17,8 @@ from ..parallel.traffic import Collective
 from .attention import Attention, AttentionArguments
 from .context import LayerContext
 from .cost import Matrix, PartMemory, StackInputs, Weights
-from .fused_linear import norm_linear
+from .dropout import CROSS_ATTENTION_WEIGHTS, LORA_CROSS_KV, LORA_CROSS_OUTPUT, LORA_CROSS_QUERY, DropoutMask
+from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm
 from .self_attention import attention_memory, attention_weights, context_traffic, shared_head_bytes
 
@@ -56,10 +57,12 @@ class CrossAttention(Attention):
         Returns:
             (batch, queries, hidden_size).
         """
+        dropout = context.dropout
+        mask = None if dropout is None else dropout.of_stream(LORA_CROSS_QUERY)
         if norm is None:
-            query = self.query(hidden)
+            query = linear_add_residual(None, self.query, hidden, mask)
         else:
-            query, residual = norm_linear(norm, self.query, hidden, residual)
+            query, residual = norm_linear(norm, self.query, hidden, residual, mask)
         if context.batch is not None:
             query = query.view(context.batch, -1, query.shape[-1])
         query = query.unflatten(-1, (self.heads, self.head_dim))
@@ -70,7 +73,11 @@ class CrossAttention(Attention):
         if isinstance(memory, CrossAttentionCache):
             output = self._decode(query[:, 0], memory)[:, None]
         else:
-            key, value = self.keys_and_values(memory.hidden)
+            mask = None
+            if dropout is not None and memory.tokens is not None:
+                mask = DropoutMask(dropout.keys[LORA_CROSS_KV], memory.tokens)
+            key, value = self.keys_and_values(memory.hidden, mask)
+            dropout_p, rng = self._dropout(CROSS_ATTENTION_WEIGHTS, dropout)
             inputs = AttentionInputs(
                 query,
                 key,
@@ -79,15 +86,17 @@ class CrossAttention(Attention):
                 softcap=self.softcap,
                 distance_bias=memory.distance_bias,
                 key_padding_mask=memory.padding,
-                dropout_p=self.dropout if self.training else 0.0,
+                dropout_p=dropout_p,
+                rng=rng,
                 packed=memory.packed,
             )
             output = self.backends[context.kind](inputs)
-        return self._project_output(output, residual)
+        return self._project_output(output, residual, LORA_CROSS_OUTPUT, dropout)
 
-    def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, memory: Tensor, dropout: DropoutMask | None = None) -> tuple[Tensor, Tensor]:
         """Project an encoder output (batch, tokens, hidden_size) to K and V, each (batch, tokens, groups, head_dim)."""
-        key, value = self.kv(memory).unflatten(-1, (2 * self.groups, self.head_dim)).chunk(2, dim=2)
+        projected = linear_add_residual(None, self.kv, memory, dropout)
+        key, value = projected.unflatten(-1, (2 * self.groups, self.head_dim)).chunk(2, dim=2)
         return (key if self.key_norm is None else self.key_norm(key)), value
 
     def _decode(self, query: Tensor, memory: CrossAttentionCache) -> Tensor:

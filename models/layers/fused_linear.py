@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from ..memory.recompute import run_with_recomputed_input
+from .dropout import DropoutMask
 from .norm import LayerNorm, RMSNorm
 
 
 class FusedLinear(nn.Linear):
     """Linear layer that can save the input of a preceding norm instead of its output, and fuse a residual add."""
 
-    def add_to_residual(self, residual: Tensor, hidden: Tensor) -> Tensor:
-        """Return `residual + linear(hidden)`, with `residual` (..., out) and `hidden` (..., in)."""
+    def add_to_residual(self, residual: Tensor | None, hidden: Tensor, dropout: DropoutMask | None = None) -> Tensor:
+        """Return `residual + linear(hidden)`, with `residual` (..., out) or None and `hidden` (..., in).
+
+        `dropout` is the mask of its own dropout in training.
+        """
         raise NotImplementedError
 
     def can_skip_norm_output(self, norm: LayerNorm | RMSNorm) -> bool:
@@ -21,7 +27,9 @@ class FusedLinear(nn.Linear):
         """
         raise NotImplementedError
 
-    def forward_with_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+    def forward_with_norm(
+        self, norm: LayerNorm | RMSNorm, hidden: Tensor, dropout: DropoutMask | None = None
+    ) -> Tensor:
         """Return `linear(norm(hidden))` for a norm that `can_skip_norm_output` accepts."""
         raise NotImplementedError
 
@@ -31,15 +39,24 @@ def can_skip_norm_output(linear: nn.Linear, norm: LayerNorm | RMSNorm) -> bool:
     return isinstance(linear, FusedLinear) and linear.can_skip_norm_output(norm)
 
 
-def linear_add_residual(residual: Tensor | None, linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return `residual + linear(hidden)`, or `linear(hidden)` if `residual` is None."""
-    if residual is None:
-        return linear(hidden)
-    return linear.add_to_residual(residual, hidden) if isinstance(linear, FusedLinear) else residual + linear(hidden)
+def linear_add_residual(
+    residual: Tensor | None, linear: nn.Linear, hidden: Tensor, dropout: DropoutMask | None = None
+) -> Tensor:
+    """Return `residual + linear(hidden)`, or `linear(hidden)` if `residual` is None.
+
+    `dropout` is the mask of the dropout that a linear layer with LoRA has in training.
+    """
+    if isinstance(linear, FusedLinear):
+        return linear.add_to_residual(residual, hidden, dropout)
+    return linear(hidden) if residual is None else residual + linear(hidden)
 
 
 def norm_linear(
-    norm: LayerNorm | RMSNorm, linear: nn.Linear, hidden: Tensor, residual: Tensor | None = None
+    norm: LayerNorm | RMSNorm,
+    linear: nn.Linear,
+    hidden: Tensor,
+    residual: Tensor | None = None,
+    dropout: DropoutMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return `linear(norm(hidden))`, saving `hidden` for the backward instead of the norm output.
 
@@ -50,15 +67,17 @@ def norm_linear(
         linear: reads the norm output.
         hidden: (..., in).
         residual: residual stream that a later operation adds to; may be `hidden` itself.
+        dropout: as in `linear_add_residual`.
 
     Returns:
         The projection (..., out), and the residual stream to use from here on: a fused kernel returns its own, so that
         one backward kernel accumulates both gradients.
     """
     if isinstance(linear, FusedLinear) and linear.can_skip_norm_output(norm):
-        return linear.forward_with_norm(norm, hidden), residual
+        return linear.forward_with_norm(norm, hidden, dropout), residual
     fusable = residual is hidden and type(linear) is nn.Linear
     if fusable and isinstance(norm, RMSNorm) and norm.can_fuse_projection(hidden):
         residual, projected = norm.fused_projection(hidden, linear.weight, linear.bias)
         return projected, residual
-    return run_with_recomputed_input(norm, linear, False, hidden), residual
+    product = partial(linear_add_residual, None, linear, dropout=dropout)
+    return run_with_recomputed_input(norm, product, hidden), residual

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from functools import partial
+
 from torch import Tensor, nn
 
 from ...kernels.activations import NONLINEARITIES, SAVES_INTERMEDIATE, SAVES_ONLY_OUTPUT
@@ -15,6 +16,7 @@ from ..memory.recompute import RecomputableModule, run_with_recomputed_input
 from ..parallel.linear import column_traffic, row_traffic
 from ..parallel.traffic import Collective
 from .cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
+from .dropout import ACTIVATION, LORA_DOWN, LORA_UP, DropoutMask, LayerDropout, require_dropout
 from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, build_norm, norm_saved_bytes, norm_saves_input
 
@@ -32,7 +34,12 @@ class MLP(RecomputableModule):
         bias: bias on both projections.
         dropout: dropout after the nonlinearity, in training.
         inner_norm: norm before the down projection (NormFormer, arXiv 2110.09456); None without.
+
+    Attributes:
+        first_channel: place of the first channel between the projections among those of all tensor-parallel ranks.
     """
+
+    first_channel: int = 0
 
     def __init__(
         self,
@@ -49,13 +56,17 @@ class MLP(RecomputableModule):
         self.nonlinearity = nonlinearity
         self.gated = gated
         self.dropout = dropout
-        self.uses_rng = dropout > 0
+        self.has_dropout = dropout > 0
         self.up = nn.Linear(hidden_size, ffn_hidden_size * (2 if gated else 1), bias=bias)
         self.inner_norm: nn.Module | None = inner_norm
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
     def forward(
-        self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, residual: Tensor | None = None
+        self,
+        hidden: Tensor,
+        norm: LayerNorm | RMSNorm | None = None,
+        residual: Tensor | None = None,
+        dropout: LayerDropout | None = None,
     ) -> Tensor:
         """Map (batch, tokens, hidden_size) to the same shape.
 
@@ -63,21 +74,30 @@ class MLP(RecomputableModule):
             hidden: already normed unless `norm` is given.
             norm: norm to apply to `hidden` without saving its output; None if it has been applied.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
+            dropout: dropouts of the layer in this forward; None outside training or without dropout.
         """
+        up_mask = inner_mask = down_mask = None
+        if dropout is not None:
+            up_mask = dropout.of_stream(LORA_UP)
+            inner_mask = dropout.of_channels(ACTIVATION, self.first_channel)
+            down_mask = dropout.of_channels(LORA_DOWN, self.first_channel)
         if norm is None:
-            projected = self.up(hidden)
+            projected = linear_add_residual(None, self.up, hidden, up_mask)
         else:
-            projected, residual = norm_linear(norm, self.up, hidden, residual)
+            projected, residual = norm_linear(norm, self.up, hidden, residual, up_mask)
         if not self.is_recomputed:
-            return linear_add_residual(residual, self.down, self._inner(projected))
+            return linear_add_residual(residual, self.down, self._inner(projected, inner_mask), down_mask)
         fusable = self.inner_norm is None and not self.dropout and type(self.down) is nn.Linear
         if self.gated and fusable and triton_runs_on(projected):
             output = gated_projection(projected, self.down.weight, self.down.bias, self.nonlinearity)
         else:
-            output = run_with_recomputed_input(self._inner, self.down, self.dropout > 0, projected)
+            inner = partial(self._inner, dropout=inner_mask)
+            output = run_with_recomputed_input(
+                inner, partial(linear_add_residual, None, self.down, dropout=down_mask), projected
+            )
         return output if residual is None else residual + output
 
-    def _inner(self, projected: Tensor) -> Tensor:
+    def _inner(self, projected: Tensor, dropout: DropoutMask | None = None) -> Tensor:
         """Apply everything between the projections: nonlinearity, norm, dropout."""
         if self.gated:
             inner = gated_activation(projected, self.nonlinearity)
@@ -86,7 +106,7 @@ class MLP(RecomputableModule):
         if self.inner_norm is not None:
             inner = self.inner_norm(inner)
         if self.training and self.dropout:
-            inner = F.dropout(inner, self.dropout)
+            inner = require_dropout(dropout).apply(inner, self.dropout)
         return inner
 
 
@@ -159,8 +179,6 @@ def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:
         if not inputs.compiled:
             inner += norm_saved_bytes(norm, elements, residual)
         kept.append(SavedTensors("activation", inner, "mlp_activation"))
-    if mlp.dropout:
-        kept.append(SavedTensors("dropout", elements, "mlp_activation"))
     # the gradient of the result, then those of the outputs of fc1; by then the result is freed, unless it is read
     reads_result = saves_only_output(mlp) and not inputs.compiled
     return PartMemory(tuple(kept), (2 if reads_result else ups) * elements * e, recompute_inputs=recompute_inputs)

@@ -22,14 +22,16 @@ class RecomputedAttention:
 
     Args:
         function: attention function to wrap.
+        uses_rng: its dropout draws from PyTorch's generator, whose state is restored for the recomputation.
     """
 
-    def __init__(self, function: AttentionFunction) -> None:
+    def __init__(self, function: AttentionFunction, uses_rng: bool) -> None:
         self.function = function
+        self.uses_rng = uses_rng
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention."""
-        uses_rng, function = inputs.dropout_p > 0, self.function
+        uses_rng, function = self.uses_rng, self.function
         if not torch.is_grad_enabled():
             return function(inputs)
         query, key, value = inputs[:3]

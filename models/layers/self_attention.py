@@ -22,7 +22,8 @@ from ..parallel.traffic import Collective
 from .attention import Attention, AttentionArguments, Backends, attention_arguments
 from .context import LayerContext
 from .cost import ByteWidths, Matrix, PartMemory, SavedTensors, StackInputs, Weights
-from .fused_linear import norm_linear
+from .dropout import ATTENTION_WEIGHTS, LORA_OUTPUT, LORA_QKV
+from .fused_linear import linear_add_residual, norm_linear
 from .norm import LayerNorm, RMSNorm, norm_parameters
 from .position_embeddings import RotaryTables
 
@@ -75,20 +76,23 @@ class SelfAttention(Attention):
         Returns:
             Shaped like `hidden`.
         """
+        mask = None if context.dropout is None else context.dropout.of_stream(LORA_QKV)
         if norm is None:
-            projected = self.qkv(hidden)
+            projected = linear_add_residual(None, self.qkv, hidden, mask)
         else:
-            projected, residual = norm_linear(norm, self.qkv, hidden, residual)
+            projected, residual = norm_linear(norm, self.qkv, hidden, residual, mask)
         if context.batch is not None:
             projected = projected.view(context.batch, -1, projected.shape[-1])
         projected = projected.unflatten(-1, (self.heads + 2 * self.groups, self.head_dim))
         cache = context.cache
         if cache is not None and hidden.shape[1] == 1:
-            return self._project_output(self._decode(projected[:, 0], context, cache)[:, None], residual)
+            heads = self._decode(projected[:, 0], context, cache)[:, None]
+            return self._project_output(heads, residual, LORA_OUTPUT, None)
         query, key, value = self._split_and_rotate(projected, context.rotary)
         if cache is not None:
             cache.prefill(key, value)
         terms = context.terms
+        dropout_p, rng = self._dropout(ATTENTION_WEIGHTS, context.dropout)
         inputs = AttentionInputs(
             query,
             key,
@@ -100,10 +104,11 @@ class SelfAttention(Attention):
             distance_bias=None if terms is None else terms.distance_bias,
             alibi_slopes=None if terms is None else terms.alibi_slopes,
             key_padding_mask=None if self.causal else context.padding,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout_p,
+            rng=rng,
             packed=context.packed,
         )
-        return self._project_output(self.backends[context.kind](inputs), residual)
+        return self._project_output(self.backends[context.kind](inputs), residual, LORA_OUTPUT, context.dropout)
 
     def _decode(self, projected: Tensor, context: LayerContext, cache: LayerKVCache) -> Tensor:
         """Append one token per sequence, (rows, heads + 2 groups, head_dim), to the KV cache; attend to all of it."""

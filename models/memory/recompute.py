@@ -65,19 +65,17 @@ def run_with_recompute(
 
 
 def run_with_recomputed_input(
-    part: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], part_uses_rng: bool, /, inputs: Tensor
+    part: Callable[[Tensor], Tensor], product: Callable[[Tensor], Tensor], inputs: Tensor
 ) -> Tensor:
     """Return `product(part(inputs))`, saving `inputs`; the backward recomputes `part` but not `product`.
 
     Args:
-        part: cheap to recompute: a norm, an activation.
+        part: cheap to recompute: a norm, an activation. Neither it nor `product` uses the RNG.
         product: a matmul, which saves its argument (and its weight) for the backward. If it saves more, as a linear
             layer with LoRA does, it is recomputed up to the last tensor that it saves.
-        part_uses_rng: `part` uses the RNG.
         inputs: saved for the backward.
     """
     if torch.compiler.is_compiling():  # a checkpointed matmul would be recomputed for every user of its output
-        return product(run_with_recompute(part, part_uses_rng, inputs))
+        return product(run_with_recompute(part, False, inputs))
     # Early stop: the recomputation ends as soon as the matmul has saved its argument, before the matmul itself runs.
-    product_uses_rng = isinstance(product, nn.Module) and uses_rng(product)
-    return run_with_recompute(lambda given: product(part(given)), part_uses_rng or product_uses_rng, inputs)
+    return run_with_recompute(lambda given: product(part(given)), False, inputs)

@@ -35,6 +35,7 @@ class ExpertInputs(NamedTuple):
         gates: weights of these experts, of the same shape.
         kept: bool, False where another rank has the expert or none computes it; None keeps all.
         capacity: rows to compute for each expert; None for those there are.
+        dropout_rows: `assignment_rows`, of the same shape as the gates; None without dropout.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class ExpertInputs(NamedTuple):
     gates: Tensor
     kept: Tensor | None
     capacity: int | None
+    dropout_rows: Tensor | None = None
 
 
 class Dispatched(NamedTuple):
@@ -53,6 +55,7 @@ class Dispatched(NamedTuple):
         experts: experts of each row that arrives.
         kept: mask of these.
         capacity: rows to compute for each expert.
+        dropout_rows: `assignment_rows` on their way; None without dropout.
         order: assignment of each row that this rank has sent; None of `allgather`.
         places: row of each assignment, (n, k), -1 if dropped; None of `allgather`.
     """
@@ -62,12 +65,14 @@ class Dispatched(NamedTuple):
     experts: Tensor
     kept: Tensor | None
     capacity: int | None
+    dropout_rows: InFlight | None
     order: Tensor | None = None
     places: Tensor | None = None
 
     def receive(self) -> ExpertInputs:
         """Wait for the tokens."""
-        return ExpertInputs(self.tokens.wait(), self.experts, self.gates.wait(), self.kept, self.capacity)
+        rows = None if self.dropout_rows is None else self.dropout_rows.wait()
+        return ExpertInputs(self.tokens.wait(), self.experts, self.gates.wait(), self.kept, self.capacity, rows)
 
     def combine(self, rows: Tensor) -> Tensor:
         """Return the sum of each token's expert outputs, (n, h), from the outputs of this rank's experts, (rows, h)."""
@@ -81,15 +86,30 @@ class Dispatcher(Protocol):
     """Start to send the tokens of this rank, (n, h), to the ranks of their experts.
 
     `experts` is the number of experts on each rank. With `pad` as many rows are sent as the capacity allows, of which
-    unused ones are 0, so that all sizes are known.
+    unused ones are 0, so that all sizes are known. `dropout_rows` are those of the assignments, (n, k).
     """
 
-    def __call__(self, tokens: Tensor, routing: Routing, ranks: ExpertParallel, experts: int, pad: bool) -> Dispatched:
+    def __call__(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        ranks: ExpertParallel,
+        experts: int,
+        pad: bool,
+        dropout_rows: Tensor | None = None,
+    ) -> Dispatched:
         """Return the tokens on their way."""
         ...
 
 
-def dispatch_all_to_all(tokens: Tensor, routing: Routing, ranks: ExpertParallel, experts: int, pad: bool) -> Dispatched:
+def dispatch_all_to_all(
+    tokens: Tensor,
+    routing: Routing,
+    ranks: ExpertParallel,
+    experts: int,
+    pad: bool,
+    dropout_rows: Tensor | None = None,
+) -> Dispatched:
     """`Dispatcher` that sends a row for each assignment to the rank of its expert."""
     (chosen, gates), number = routing.assignment, ranks.size * experts
     local, slots = torch.arange(experts, device=tokens.device), _slots(tokens, routing, pad)
@@ -108,10 +128,20 @@ def dispatch_all_to_all(tokens: Tensor, routing: Routing, ranks: ExpertParallel,
     rows = start(gather_rows(tokens, order, places), exchange)
     row_gates = start(gather_rows(gates.reshape(-1, 1), order, places.reshape(-1, 1)), exchange)
     capacity = None if slots is None else slots * ranks.size
-    return Dispatched(rows, row_gates, local[:, None], None, capacity, order, places)
+    sent_rows = None
+    if dropout_rows is not None:
+        sent_rows = start(dropout_rows.flatten()[order.clamp(min=0)][:, None], exchange)
+    return Dispatched(rows, row_gates, local[:, None], None, capacity, sent_rows, order, places)
 
 
-def dispatch_all_gather(tokens: Tensor, routing: Routing, ranks: ExpertParallel, experts: int, pad: bool) -> Dispatched:
+def dispatch_all_gather(
+    tokens: Tensor,
+    routing: Routing,
+    ranks: ExpertParallel,
+    experts: int,
+    pad: bool,
+    dropout_rows: Tensor | None = None,
+) -> Dispatched:
     """`Dispatcher` that sends all tokens to all ranks."""
     (chosen, gates), slots, exchange = routing.assignment, _slots(tokens, routing, pad), all_gather(ranks)
     if routing.keep_mask is not None:
@@ -120,7 +150,8 @@ def dispatch_all_gather(tokens: Tensor, routing: Routing, ranks: ExpertParallel,
     local = everywhere.wait() - ranks.rank * experts
     here = (local >= 0) & (local < experts)
     capacity = None if slots is None else slots * ranks.size
-    return Dispatched(rows, row_gates, local.clamp(0, experts - 1), here, capacity)
+    sent_rows = None if dropout_rows is None else start(dropout_rows, exchange)
+    return Dispatched(rows, row_gates, local.clamp(0, experts - 1), here, capacity, sent_rows)
 
 
 def _slots(tokens: Tensor, routing: Routing, pad: bool) -> int | None:

@@ -8,9 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ...kernels.moe.assignments import assignment_rows
 from ...kernels.moe.expert_mlps import expert_mlp
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
+from ..layers.dropout import ACTIVATION, LayerDropout, require_dropout
 from ..parallel.expert import ExpertParallel
 from .dispatch import DISPATCHERS, DispatcherName, ExpertInputs
 from .router import Routing
@@ -51,7 +53,7 @@ class Experts(nn.Module):
         self.nonlinearity = nonlinearity
         self.gated = gated
         self.dropout = dropout
-        self.uses_rng = dropout > 0
+        self.has_dropout = dropout > 0
         self.implementation: Literal["auto", "sequential"] = implementation
         self.pad_to_capacity = pad_to_capacity
         self.dispatcher: DispatcherName = dispatcher
@@ -61,35 +63,51 @@ class Experts(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(experts, rows)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(experts, hidden_size)) if bias else None
 
-    def forward(self, tokens: Tensor, routing: Routing, beside: Callable[[], Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        beside: Callable[[], Tensor] | None = None,
+        dropout: LayerDropout | None = None,
+    ) -> Tensor:
         """Map (tokens, hidden_size) to the same shape; the output of a token dropped by all experts is 0.
 
         Args:
             tokens: (tokens, hidden_size).
             routing: experts of each token.
             beside: returns a tensor to add to the output, shaped like it, computed while tokens are exchanged.
+            dropout: dropouts of the layer in this forward; None outside training or without dropout.
         """
         if self.ranks is None:
-            output = self.compute(self._own_inputs(tokens, routing))
+            output = self.compute(self._own_inputs(tokens, routing, dropout))
             return output if beside is None else output + beside()
         if torch.is_autocast_enabled(tokens.device.type):
             tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
-        sent = DISPATCHERS[self.dispatcher](tokens, routing, self.ranks, len(self.up), self.pad_to_capacity)
+        rows = self._dropout_rows(routing, dropout)
+        sent = DISPATCHERS[self.dispatcher](tokens, routing, self.ranks, len(self.up), self.pad_to_capacity, rows)
         added = None if beside is None else beside()
         output = sent.combine(self.compute(sent.receive()))
         return output if added is None else output + added
 
-    def add_to_residual(self, residual: Tensor, tokens: Tensor, routing: Routing) -> Tensor:
+    def add_to_residual(
+        self, residual: Tensor, tokens: Tensor, routing: Routing, dropout: LayerDropout | None = None
+    ) -> Tensor:
         """Return the residual `residual` (tokens, hidden_size) plus the expert outputs; fused kernels include the
         add.
         """
         if self.ranks is not None:
-            return residual + self(tokens, routing)
-        return self.compute(self._own_inputs(tokens, routing), residual)
+            return residual + self(tokens, routing, dropout=dropout)
+        return self.compute(self._own_inputs(tokens, routing, dropout), residual)
 
-    def _own_inputs(self, tokens: Tensor, routing: Routing) -> ExpertInputs:
-        capacity = routing.capacity if self.pad_to_capacity else None
-        return ExpertInputs(tokens, *routing.assignment, routing.keep_mask, capacity)
+    def _own_inputs(self, tokens: Tensor, routing: Routing, dropout: LayerDropout | None) -> ExpertInputs:
+        capacity, rows = routing.capacity if self.pad_to_capacity else None, self._dropout_rows(routing, dropout)
+        return ExpertInputs(tokens, *routing.assignment, routing.keep_mask, capacity, rows)
+
+    def _dropout_rows(self, routing: Routing, dropout: LayerDropout | None) -> Tensor | None:
+        if not self.training or not self.has_dropout:
+            return None
+        drawn = require_dropout(dropout)
+        return assignment_rows(drawn.keys[ACTIVATION], drawn.stream_tokens, routing.assignment.experts.shape[1])
 
     def compute(self, inputs: ExpertInputs, residual: Tensor | None = None) -> Tensor:
         """Return the weighted outputs of this rank's experts, shaped like the tokens, plus `residual`."""
@@ -114,6 +132,7 @@ class Experts(nn.Module):
             kept=inputs.kept,
             capacity=inputs.capacity,
             dropout=self.dropout if self.training else 0.0,
+            dropout_rows=inputs.dropout_rows,
             implementation=self.implementation if inputs.capacity is None else "padded",
             residual=residual,
         )

@@ -12,6 +12,7 @@ from ...kernels.moe.routing import expert_capacity
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
+from ..layers.dropout import LayerDropout
 from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
 from ..parallel.traffic import Collective
@@ -80,6 +81,7 @@ class MoE(RecomputableModule):
         use_capacity: bool = True,
         router_input: Tensor | None = None,
         residual: Tensor | None = None,
+        dropout: LayerDropout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layer without updating its buffers, so that it can be recomputed.
 
@@ -93,15 +95,18 @@ class MoE(RecomputableModule):
             router_input: a second handle on `hidden` for the router, so that its gradient arrives separately; None
                 without.
             residual: residual stream to add the output to, shaped like `hidden`; None without.
+            dropout: dropouts of the layer in this forward; None outside training or without dropout.
 
         Returns:
             (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         real = None if padding is None else padding.flatten()
         if self.is_recomputed:
-            output, sums = run_with_recompute(self._run, self.preserve_rng_state, hidden, real, norm, use_capacity)
+            output, sums = run_with_recompute(
+                self._run, self.preserve_rng_state, hidden, real, norm, use_capacity, dropout=dropout
+            )
             return (output if residual is None else residual + output), sums
-        return self._run(hidden, real, norm, use_capacity, router_input, residual)
+        return self._run(hidden, real, norm, use_capacity, router_input, residual, dropout)
 
     def update_statistics(self, statistics: Tensor) -> None:
         """Accumulate the router statistics of one training forward."""
@@ -118,19 +123,21 @@ class MoE(RecomputableModule):
         use_capacity: bool,
         router_input: Tensor | None = None,
         residual: Tensor | None = None,
+        dropout: LayerDropout | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
         router_tokens = tokens if router_input is None else router_input.flatten(0, 1)
         routed = self.router(router_tokens, self.expert_bias, self.loss_share, real, use_capacity=use_capacity)
         if residual is not None and self.shared is None:
-            return self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed).view_as(
-                hidden
-            ), routed.statistics
+            output = self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed, dropout)
+            return output.view_as(hidden), routed.statistics
         shared = self.shared
         if shared is None:
-            output = self.experts(tokens, routed)
+            output = self.experts(tokens, routed, dropout=dropout)
         else:
-            output = self.experts(tokens, routed, lambda: shared(tokens.view_as(hidden)).flatten(0, 1))
+            output = self.experts(
+                tokens, routed, lambda: shared(tokens.view_as(hidden), dropout=dropout).flatten(0, 1), dropout
+            )
         output = output.view_as(hidden)
         return (output if residual is None else residual + output), routed.statistics
 

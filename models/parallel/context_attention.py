@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.backends.registry import AttentionFunction
+from ...kernels.attention.dropout import move_rng
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.key_blocks import place_block
 from ...kernels.attention.packed_sequences import PackedSequences
 from .context import ContextParallel, Run, SequenceShard, natural_order, rank_order, token_runs
-from .ring_attention import RingAttention, call_tokens
+from .ring_attention import RingAttention, call_tokens, check_packed_dropout
 
 _ops: Any = torch.ops._c10d_functional
 
@@ -84,7 +85,8 @@ class HeadExchange:
             None if bias is None else bias.narrow(0, first, heads)
             for bias in (inputs.distance_bias, inputs.alibi_slopes)
         )
-        out = self.function(inputs._replace(q=q, k=k, v=v, distance_bias=distance_bias, alibi_slopes=slopes))
+        rng = inputs.rng if inputs.rng is None or not first else move_rng(inputs.rng, head=first)
+        out = self.function(inputs._replace(q=q, k=k, v=v, distance_bias=distance_bias, alibi_slopes=slopes, rng=rng))
         by_heads: Any = _AllToAll.apply(rank_order(out, self.size, zigzag=of_queries), self.group)
         return by_heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -110,16 +112,24 @@ class KeyGather:
     zigzag: tuple[bool, bool]
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention."""
+        """Compute attention.
+
+        Raises:
+            ValueError: packed documents with dropout.
+        """
         size, group = self.ranks.size, self.ranks.group
+        check_packed_dropout(inputs)
         gathered: Any = _Gather.apply(torch.cat((inputs.k, inputs.v), dim=2), size, group)
         k, v = natural_order(gathered, zigzag=self.zigzag[1]).chunk(2, dim=2)
         whole = inputs.queries * size, k.shape[1]
         has_distances = _has_distances(inputs)
-        runs = _query_runs(inputs.queries, self.ranks, self.zigzag[0] and (inputs.causal or has_distances))
+        has_places = has_distances or inputs.dropout_p > 0
+        runs = _query_runs(inputs.queries, self.ranks, self.zigzag[0] and (inputs.causal or has_places))
         outputs: list[Tensor] = []
         for number, run in enumerate(runs):
             call = inputs._replace(q=inputs.q[:, run.start : run.start + run.length], k=k, v=v)
+            if inputs.rng is not None and run.first:
+                call = call._replace(rng=move_rng(inputs.rng, query=run.first))
             if inputs.packed is not None:
                 call = call._replace(packed=inputs.packed.calls[number])
             if inputs.causal or has_distances:

@@ -13,12 +13,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.attention.dropout import move_rng
 from ...kernels.attention.inputs import AttentionInputs
 from ...kernels.attention.key_blocks import attend_to_block, block_gradients, merge_block, place_block
 from ...kernels.attention.packed_sequences import PackedSequences
 from .context import token_runs
 
 _ops: Any = torch.ops._c10d_functional
+
+
+def check_packed_dropout(inputs: AttentionInputs) -> None:
+    """Check that places in whole sequences, of which dropout is a function, are those that the kernels see.
+
+    Raises:
+        ValueError: packed documents with dropout.
+    """
+    if inputs.dropout_p and inputs.packed is not None:
+        raise ValueError(
+            f"`dropout_p` ({inputs.dropout_p}) must be 0 for packed documents unless whole sequences are exchanged; "
+            "use cp_comm_type=a2a."
+        )
 
 
 def call_tokens(rank: int, source: int, tokens: tuple[int, int], *, causal: bool) -> tuple[slice, slice]:
@@ -61,7 +75,7 @@ class RingAttention:
         """Compute attention.
 
         Raises:
-            ValueError: dropout, a dense bias, or a bias that requires a gradient.
+            ValueError: a dense bias, a bias that requires a gradient, or packed documents with dropout.
         """
         for name in ("bias", "distance_bias", "alibi_slopes"):
             bias = getattr(inputs, name)
@@ -70,8 +84,7 @@ class RingAttention:
                     f"`{name}` {tuple(bias.shape)} must be None or, by distance, without gradient in a ring; use "
                     "cp_comm_type=a2a."
                 )
-        if inputs.dropout_p:
-            raise ValueError(f"`dropout_p` ({inputs.dropout_p}) must be 0 in a ring; use cp_comm_type=a2a.")
+        check_packed_dropout(inputs)
         device_type = inputs.q.device.type
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
@@ -82,9 +95,9 @@ class RingAttention:
             documents += [call.document_ids, call.padded_cu_seqlens, call.key_document_ids, call.padded_key_cu_seqlens]
         options = RingOptions(
             inputs.causal, inputs.window_size, inputs.scale, inputs.softcap, self.rank, self.size, self.group,
-            self.zigzag, self.flash,
+            self.zigzag, self.flash, inputs.dropout_p,
         )  # fmt: skip
-        biases = inputs.distance_bias, inputs.alibi_slopes, inputs.key_padding_mask
+        biases = inputs.distance_bias, inputs.alibi_slopes, inputs.key_padding_mask, inputs.rng
         return _Ring.apply(options, *inputs[:3], *biases, *documents)  # pyright: ignore[reportReturnType]
 
 
@@ -100,6 +113,7 @@ class RingOptions(NamedTuple):
     group: str
     zigzag: tuple[bool, bool]
     flash: bool
+    dropout_p: float
 
 
 class RingBlock(NamedTuple):
@@ -114,14 +128,15 @@ def ring_blocks(
     options: RingOptions, step: int, q: Tensor, key_value: Tensor, others: Sequence[Tensor | None]
 ) -> Iterator[RingBlock]:
     """Yield the calls of a step; `key_value` is (2, batch, keys, groups, head_dim)."""
-    distance_bias, slopes, padding, *documents = others
+    distance_bias, slopes, padding, rng, *documents = others
     source = (options.rank - step) % options.size
     tokens = q.shape[1], key_value.shape[2]
     call = AttentionInputs(
         q, *key_value.unbind(), distance_bias=distance_bias, alibi_slopes=slopes, causal=options.causal,
         window_size=options.window_size, softmax_scale=options.scale, softcap=options.softcap,
+        dropout_p=options.dropout_p,
     )  # fmt: skip
-    if options.window_size is None and distance_bias is None and slopes is None:
+    if options.window_size is None and distance_bias is None and slopes is None and rng is None:
         queries, keys = call_tokens(options.rank, source, tokens, causal=options.causal)
         if padding is not None:  # keys are in their order
             call = call._replace(key_padding_mask=padding[:, source * tokens[1] : (source + 1) * tokens[1]])
@@ -144,6 +159,8 @@ def ring_blocks(
             pair = call._replace(q=q[:, query_slice], k=call.k[:, key_slice], v=call.v[:, key_slice])
             if padding is not None:
                 pair = pair._replace(key_padding_mask=padding[:, keys.first : keys.first + keys.length])
+            if rng is not None:
+                pair = pair._replace(rng=move_rng(rng, query=queries.first, key=keys.first))
             placed = place_block(pair, queries.first, keys.first, whole)
             if placed is not None:
                 yield RingBlock(placed, queries.start, keys.start)

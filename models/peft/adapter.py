@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config.peft import AdapterSlice
+from ..layers.dropout import DropoutMask, require_dropout
 from ..layers.norm import LayerNorm
 from .added_parameters import PeftModule, init_matrix
 
@@ -24,20 +25,20 @@ class BottleneckAdapter(PeftModule):
     def __init__(self, hidden_size: int, adapter: AdapterSlice) -> None:
         super().__init__()
         self.adapter = adapter
-        self.uses_rng = adapter.dropout > 0
+        self.has_dropout = adapter.dropout > 0
         self.norm = LayerNorm(hidden_size, _EPSILON) if adapter.norm_position else None
         self.down = nn.Parameter(torch.empty(adapter.width, hidden_size))
         self.up = nn.Parameter(torch.empty(hidden_size, adapter.width))
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map (..., hidden_size) to the same shape."""
+    def forward(self, hidden: Tensor, dropout: DropoutMask | None = None) -> Tensor:
+        """Map (..., hidden_size) to the same shape; `dropout` is the mask of its dropout in training."""
         position = self.adapter.norm_position
         inputs = self.norm(hidden) if self.norm is not None and position == "pre" else hidden
         update = F.linear(F.silu(F.linear(inputs, self.down)), self.up)
         if self.norm is not None and position == "post":
             update = self.norm(update)
         if self.training and self.adapter.dropout:
-            update = F.dropout(update, self.adapter.dropout)
+            return require_dropout(dropout).apply(update, self.adapter.dropout, hidden)
         return hidden + update
 
     def initial_parameter(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:

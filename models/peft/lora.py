@@ -12,6 +12,7 @@ from ...kernels.lora.lora_linear import lora_linear
 from ...kernels.moe.lora_experts import LoRAMatrices, lora_expert_mlp
 from ...kernels.norm_functions import NormFactors
 from ..config.peft import LoRASlice
+from ..layers.dropout import DropoutMask, require_dropout
 from ..layers.fused_linear import FusedLinear
 from ..layers.norm import LayerNorm, RMSNorm
 from ..moe.dispatch import ExpertInputs
@@ -31,7 +32,7 @@ class LoRAUpdate(PeftModule):
     def add_matrices(self, base: nn.Linear, lora: LoRASlice, parts: tuple[int, ...]) -> None:
         """Add A and B for a weight of these projections, each of so many rows."""
         self.lora = lora
-        self.uses_rng = lora.dropout > 0
+        self.has_dropout = lora.dropout > 0
         self.parts = parts if lora.canonical else (base.out_features,)
         self.lora_a = nn.Parameter(torch.empty(len(self.parts) * lora.rank, base.in_features))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, lora.rank))
@@ -76,16 +77,27 @@ class LoRALinear(FusedLinear, LoRAUpdate):
         """
         return torch.compiler.is_compiling() and isinstance(norm, RMSNorm) and not self.lora.dropout
 
-    def forward_with_norm(self, norm: LayerNorm | RMSNorm, hidden: Tensor) -> Tensor:
+    def forward_with_norm(
+        self, norm: LayerNorm | RMSNorm, hidden: Tensor, dropout: DropoutMask | None = None
+    ) -> Tensor:
         """See `FusedLinear`."""
         assert isinstance(norm, RMSNorm)
         return self._linear(norm(hidden), norm.factors(hidden))
 
-    def add_to_residual(self, residual: Tensor, hidden: Tensor) -> Tensor:
+    def add_to_residual(self, residual: Tensor | None, hidden: Tensor, dropout: DropoutMask | None = None) -> Tensor:
         """See `FusedLinear`."""
-        return self._linear(hidden, None, residual)
+        return self._linear(hidden, None, residual, dropout)
 
-    def _linear(self, inputs: Tensor, norm: NormFactors | None, residual: Tensor | None = None) -> Tensor:
+    def _linear(
+        self,
+        inputs: Tensor,
+        norm: NormFactors | None,
+        residual: Tensor | None = None,
+        dropout: DropoutMask | None = None,
+    ) -> Tensor:
+        dropped = None
+        if self.training and self.lora.dropout:
+            dropped = require_dropout(dropout).apply(inputs, self.lora.dropout)
         return lora_linear(
             inputs,
             self.weight,
@@ -94,7 +106,7 @@ class LoRALinear(FusedLinear, LoRAUpdate):
             self.lora_b,
             scale=self.lora.scale,
             parts=self.parts,
-            dropout=self.lora.dropout if self.training else 0.0,
+            dropped=dropped,
             norm=norm,
             residual=residual,
         )
@@ -129,7 +141,7 @@ class LoRAExperts(Experts, PeftModule):
         )
         self.up, self.down, self.up_bias, self.down_bias = base.up, base.down, base.up_bias, base.down_bias
         self.lora = lora
-        self.uses_rng = self.dropout > 0 or lora.dropout > 0
+        self.has_dropout = self.dropout > 0 or lora.dropout > 0
         self.parts = (width, width) if base.gated and lora.canonical else (rows,)
         rank = lora.rank
         if "mlp_fc1" in lora.targets:
@@ -167,6 +179,7 @@ class LoRAExperts(Experts, PeftModule):
             kept=inputs.kept,
             capacity=inputs.capacity,
             dropout=self.dropout if training else 0.0,
+            dropout_rows=inputs.dropout_rows,
             sequential=self.implementation == "sequential",
         )
         return output if residual is None else residual + output

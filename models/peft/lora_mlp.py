@@ -8,6 +8,7 @@ from ...kernels.lora.lora_gated_mlp import MAX_RANK, lora_gated_mlp, lora_gated_
 from ...kernels.norm_functions import NormFactors
 from ..config.peft import LoRASlice, PeftSlice
 from ..config.stack import StackSlice
+from ..layers.dropout import LayerDropout
 from ..layers.fused_linear import can_skip_norm_output
 from ..layers.mlp import MLP
 from ..layers.norm import LayerNorm, RMSNorm
@@ -36,7 +37,7 @@ class LoRAMLP(MLP):
     def __init__(self, base: MLP, lora: LoRASlice, *, fused: bool) -> None:
         nn.Module.__init__(self)  # the modules of an MLP are those of `base`
         self.nonlinearity, self.gated, self.dropout = base.nonlinearity, base.gated, base.dropout
-        self.uses_rng = base.uses_rng
+        self.has_dropout = base.has_dropout
         self.up, self.inner_norm, self.down = base.up, base.inner_norm, base.down
         self.rank, self.fused = lora.rank, fused
         if "mlp_fc1" in lora.targets:
@@ -46,7 +47,11 @@ class LoRAMLP(MLP):
             self.down = add_lora(base.down, lora, (base.down.out_features,))
 
     def forward(
-        self, hidden: Tensor, norm: LayerNorm | RMSNorm | None = None, residual: Tensor | None = None
+        self,
+        hidden: Tensor,
+        norm: LayerNorm | RMSNorm | None = None,
+        residual: Tensor | None = None,
+        dropout: LayerDropout | None = None,
     ) -> Tensor:
         """See `MLP.forward`."""
         if self.fused and should_recompute(self) and lora_gated_mlp_runs_on(hidden, self.rank):
@@ -54,9 +59,9 @@ class LoRAMLP(MLP):
                 return self._run_fused(hidden, None, residual)
             if isinstance(norm, RMSNorm) and can_skip_norm_output(self.up, norm):
                 return self._run_fused(norm(hidden), norm.factors(hidden), residual)
-            output = run_with_recomputed_input(norm, self._run_fused, False, hidden)
+            output = run_with_recomputed_input(norm, self._run_fused, hidden)
             return output if residual is None else residual + output
-        return super().forward(hidden, norm, residual)
+        return super().forward(hidden, norm, residual, dropout)
 
     def _run_fused(self, hidden: Tensor, norm: NormFactors | None = None, residual: Tensor | None = None) -> Tensor:
         up, down = self.up, self.down

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from ...kernels.attention.call_spec import AttentionCall
 from ...kernels.attention.dispatch import BackendSelection
 from ..config.families import FamilySlice
@@ -29,32 +30,34 @@ def training_labels(model: FamilySlice) -> tuple[tuple[str, ...], ...]:
     return (("training",),)
 
 
-def has_dropout(stack: StackSlice) -> bool:
-    """Return True if the layers of a stack use the RNG in training: dropout or router jitter."""
-    moe = stack.moe
-    in_moe = moe is not None and (moe.dropout or moe.jitter)
-    return bool(stack.hidden_dropout or stack.attention.dropout or stack.mlp.dropout or in_moe)
+def modules_with_rng(
+    model: FamilySlice, decisions: Mapping[str, BackendSelection]
+) -> tuple[frozenset[RecomputeModule], ...]:
+    """Return the modules of each stack that draw from PyTorch's generator in training.
 
-
-def recompute_uses_rng(stack: StackSlice, peft: PeftSlice | None = None) -> bool:
-    """Return True if recomputed modules use the RNG, so that the generator state must be saved and restored.
-
-    A projection with LoRA is recomputed together with the module before it.
+    These are the router with its jitter and attention with the dropout of a backend that is not ours, or not known;
+    all other dropouts are functions of their keys (`kernels.dropout`).
     """
-    recompute, moe = stack.recompute, stack.moe
-    if recompute is None:
-        return False
-    mlp = bool(stack.mlp.dropout)
-    experts = moe is not None and bool(moe.dropout or moe.jitter or (moe.shared_ffn_hidden_size and mlp))
-    uses_rng: dict[RecomputeModule, bool] = {
-        "norm": False,
-        "mlp_activation": mlp,
-        "core_attention": bool(stack.attention.dropout),
-        "moe": experts,
-    }
-    base = (recompute.layers > 0 and has_dropout(stack)) or any(uses_rng[name] for name in recompute.modules)
-    with_lora = isinstance(peft, LoRASlice) and bool(recompute.modules - {"core_attention"})
-    return base or (peft_dropout(peft) > 0 and (recompute.layers > 0 or with_lora))
+    found: list[frozenset[RecomputeModule]] = []
+    for stack, labels in zip(model.stacks, training_labels(model), strict=True):
+        chosen = [decisions[label] for label in labels if label in decisions]
+        drawn = [bool(each.call.dropout) and not BACKENDS_BY_NAME[each.backend].keyed_dropout for each in chosen]
+        modules: set[RecomputeModule] = set()
+        if any(drawn) or (not chosen and stack.attention.dropout):
+            modules.add("core_attention")
+        if stack.moe is not None and stack.moe.jitter:
+            modules.add("moe")
+        found.append(frozenset(modules))
+    return tuple(found)
+
+
+def recompute_uses_rng(model: FamilySlice, decisions: Mapping[str, BackendSelection]) -> bool:
+    """Return True if recomputed modules use the RNG, so that the generator state must be saved and restored."""
+    recomputes = effective_recompute(model, decisions)
+    return any(
+        recompute is not None and bool(drawn if recompute.layers else drawn & recompute.modules)
+        for drawn, recompute in zip(modules_with_rng(model, decisions), recomputes, strict=True)
+    )
 
 
 def effective_recompute(

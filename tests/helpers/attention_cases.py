@@ -208,8 +208,7 @@ def plain_attention(
     weights = scores.softmax(-1).masked_fill(empty, 0.0)
     if dropout_p and rng is not None:
         keep = dropout_keep_mask(
-            rng, dropout_p, batch=q.shape[0], heads=heads, queries=queries, keys=keys,
-            queries_bound=max_seqlen_q or queries, keys_bound=max_seqlen_k or keys, first_sequence=sequence,
+            rng, dropout_p, batch=q.shape[0], heads=heads, queries=queries, keys=keys, first_sequence=sequence
         )  # fmt: skip
         weights = weights * keep / (1 - dropout_p)
     return (weights.to(q.dtype) @ wide_v).transpose(1, 2), lse

@@ -57,7 +57,7 @@ TYPES = dict.fromkeys(FP32, "*fp32") | {
     "scale": "fp32",
     "softcap": "fp32",
     "keep_scale": "fp32",
-    "threshold": "i64",
+    "threshold": "i32",
 }
 
 

@@ -24,6 +24,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
 
     from stoker.kernels import rms_norm_residual
     from stoker.kernels.cross_entropy_kernels import _loss_and_gradient_kernel
+    from stoker.kernels.dropout import _dropout_kernel
     from stoker.kernels.fused_qkv_rope import fused_qkv_rope_kernel
     from stoker.kernels.gated_activation import _backward_kernel, _forward_kernel
     from stoker.kernels.lora import lora_forward as narrow_updates
@@ -51,6 +52,10 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         "smoothing": "fp32",
         "softcap": "fp32",
     }
+    dropout = dict.fromkeys(("values_pointer", "out_pointer"), "*bf16") | {"residual_pointer": "*fp32"}
+    dropout |= dict.fromkeys(("key_pointer", "rows_pointer"), "*i64") | {"scale": "fp32"}
+    dropout |= dict.fromkeys(("rows", "channels", "threshold"), "i32")
+    dropout_tile = {"ROWS": 2, "BLOCK": 1024}
     scaled_in_place = {"tensor_pointer": "*bf16", "factor_pointer": "*fp32"}
     scaled_in_place |= dict.fromkeys(("size", "rounds", "stride"), "i32")
     gated_forward = {"gate_up_pointer": "*bf16", "product_pointer": "*bf16", "width": "i32"}
@@ -164,6 +169,7 @@ def cases(capability: int) -> list[tuple[str, Any, dict[str, str], dict[str, Any
         ("gated_forward", _forward_kernel, gated_forward, {"BLOCK": 1024, "KIND": "gelu"}, options),
         ("gated_backward", _backward_kernel, gated_backward, gated | {"WITH_PRODUCT": False, **no_product}, options),
         ("gated_projection", _backward_kernel, gated_projection, gated | {"WITH_PRODUCT": True}, options),
+        ("dropout", _dropout_kernel, dropout, {**dropout_tile, "HAS_RESIDUAL": True, "HAS_FIRST": True}, options),
         ("scale", scale_kernel, scaled_in_place, {"BLOCK": 2048}, {"num_warps": 8}),
         *(
             (

@@ -83,9 +83,11 @@ def _compare_passes(
     batches = _batches(family, layout.data, options.get("padding", False))
     own = batches[place.data]
     statistics, losses = 0.0, []
+    torch.manual_seed(place.data)
     loss = part.batch_loss(own, 27.0)
     loss.backward()
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)
         for layer in layers:
             layer.statistics.zero_()
         losses.append(whole.batch_loss(batch, 27.0))

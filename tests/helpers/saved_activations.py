@@ -57,8 +57,6 @@ def simulate_cuda(monkeypatch: Any) -> Iterator[None]:
         for module in (permute, expert_mlps):
             patch.setattr(module, "use_triton", lambda tensor: True)
         patch.setattr(ops, "_check_triton_serves", lambda q: None)
-        # on a GPU dropout saves its mask as bool
-        patch.setattr(torch.nn.functional, "dropout", lambda x, p, *_: torch.native_dropout(x, p, True)[0])
         yield
 
 
@@ -185,7 +183,10 @@ def saved_and_sent_compiled(
     if inputs.cross is not None:
         memory = Memory(torch.zeros(inputs.batch, inputs.encoder_length, width, dtype=dtype, requires_grad=True))
     batch = inputs.batch if shards else None
-    layer, context = module.layers[-1], LayerContext("training", rotary, terms, memory=memory, batch=batch)
+    _, drawn = module.drop_embeddings(hidden, 0.0)
+    dropout = None if drawn is None else drawn.of_layer(inputs.stack.num_layers - 1, drawn.tokens)
+    layer = module.layers[-1]
+    context = LayerContext("training", rotary, terms, memory=memory, batch=batch, dropout=dropout)
 
     def run(hidden: Tensor) -> Any:
         precision = facts.precision

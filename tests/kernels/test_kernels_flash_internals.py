@@ -9,21 +9,23 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.kernels import flash_attention, reference_attention
-from stoker.kernels.attention.dropout import dropout_keep_mask, dropout_threshold, philox_keep_mask
+from stoker.kernels.attention.dropout import dropout_keep_mask, head_dropout_key, tile_keep_mask
 from stoker.kernels.attention.flash import ops
 from stoker.kernels.attention.flash.kernel_arguments import tile_list
 from stoker.kernels.attention.flash.portable.tile import rounded, section_bounds, tile_sections
 from stoker.kernels.attention.flash.portable.tile_configs import tile_config
+from stoker.kernels.dropout import dropout_threshold
 from stoker.kernels.launch import HAS_TRITON, jit, tl
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton has no build for this platform")
 
 
 @jit
-def _kept_kernel(out_pointer, rng_pointer, first, threshold, SIZE: tl.constexpr):
-    index = first + tl.arange(0, SIZE).to(tl.int64)
-    kept = philox_keep_mask(tl.load(rng_pointer), index + tl.load(rng_pointer + 1), threshold)
-    tl.store(out_pointer + tl.arange(0, SIZE), kept.to(tl.int32))
+def _kept_kernel(out_pointer, rng_pointer, sequence, head, threshold, SIZE: tl.constexpr):
+    head_key, first = head_dropout_key(rng_pointer, sequence, head)
+    query, key = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    kept = tile_keep_mask(head_key, first, query, key, threshold)
+    tl.store(out_pointer + query * SIZE + key, kept.to(tl.int32))
 
 
 @jit
@@ -46,31 +48,20 @@ def _rounding_kernel(in_pointer, out_pointer, SIZE: tl.constexpr):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rng", [(0, 0), (-7, 5), (2**62 + 3, 2**33 + 1)])
+@pytest.mark.parametrize("rng", [(0, 0, 0, 0, 0), (-7, 5, 3, 2, 9), (2**62 + 3, 2**33 + 1, 2**31 - 5, 7, 2**31 - 3)])
 def test_dropout_is_the_same_in_triton_and_torch(device, rng):
     state = torch.tensor(rng, dtype=torch.int64, device=device)
-    mask = dropout_keep_mask(
-        state, 0.3, batch=1, heads=2, queries=16, keys=24, queries_bound=20, keys_bound=32, first_sequence=3
-    )
-    kept = torch.empty(1024, dtype=torch.int32, device=device)
-    first = (3 * 2 + 1) * 20 * 32  # head 1 of sequence 3
-    _kept_kernel[(1,)](kept, state, first, dropout_threshold(0.3), SIZE=1024)
-    assert torch.equal(mask[0, 1], kept[: 16 * 32].view(16, 32)[:, :24].bool())
+    mask = dropout_keep_mask(state, 0.3, batch=1, heads=2, queries=16, keys=16, first_sequence=3)
+    kept = torch.empty(16, 16, dtype=torch.int32, device=device)
+    _kept_kernel[(1,)](kept, state, 3, 1, dropout_threshold(0.3), SIZE=16)
+    assert torch.equal(mask[0, 1], kept.bool())
 
 
-def test_dropout_keeps_the_share_it_says_and_no_two_seeds_alike():
-    masks = [
-        dropout_keep_mask(torch.tensor([seed, 0]), 0.3, batch=1, heads=4, queries=100, keys=250, queries_bound=100,
-                     keys_bound=250)
-        for seed in (1, 2)
-    ]  # fmt: skip
-    for mask in masks:
-        assert abs(mask.double().mean() - 0.7) < 0.005
-    assert abs((masks[0] == masks[1]).double().mean() - 0.58) < 0.01
-    moved = dropout_keep_mask(
-        torch.tensor([1, 250]), 0.3, batch=1, heads=4, queries=99, keys=250, queries_bound=100, keys_bound=250
-    )
-    assert torch.equal(moved, masks[0][:, :, 1:])  # the offset counts weights
+def test_a_rank_draws_its_slice_of_the_dropout_mask():
+    """Some of the heads, queries and keys of each sequence."""
+    whole = dropout_keep_mask(torch.tensor([1, 2]), 0.3, batch=2, heads=4, queries=12, keys=20)
+    part = dropout_keep_mask(torch.tensor([1, 2, 10, 2, 6]), 0.3, batch=2, heads=2, queries=6, keys=10)
+    assert torch.equal(part, whole[:, 2:, 6:, 10:])
 
 
 def test_sections_visit_each_tile_as_it_must_be_visited():

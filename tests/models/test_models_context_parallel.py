@@ -38,6 +38,7 @@ BERT: dict[str, Any] = {"family": "bert"}
 NORMED = {"qk_layernorm": True, "headscale": True, "transformer_block_type": "normformer"}
 RECOMPUTE = "activations_checkpoint"
 UNIFORM = {f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1}
+DROPOUTS: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "ffn_dropout": 0.4}
 EXCHANGES = ("a2a", "all_gather", "p2p")
 
 TWO: list[Case] = [
@@ -48,7 +49,14 @@ TWO: list[Case] = [
     (WINDOW, "", "p2p", 1, 1),
     (RELATIVE_T5, "padded", "all_gather", 1, 1),
     ({**BERT, "position_embedding_type": "alibi"}, "padded", "p2p", 1, 1),
+    ({**GROUPED, **DROPOUTS}, "packed", "a2a", 1, 1),
+    ({**RELATIVE_T5, **DROPOUTS}, "padded", "all_gather", 1, 1),
+    ({**GROUPED, **DROPOUTS}, "", "p2p", 1, 1),
     *extra(
+        *((keys | DROPOUTS, samples, exchange, 1, 1)
+          for keys, samples in (({}, "restarted"), (T5, "padded"), (BERT, "padded"), ({**UNIFORM, **WINDOW}, ""),
+                                ({f"{RECOMPUTE}_modules": ["core_attention"]}, ""))
+          for exchange in EXCHANGES),
         *((keys, samples, exchange, 1, 1)
           for keys, samples in (({}, "restarted"), (NORMED, ""), (T5, "packed"), (T5, "padded"), (BERT, "packed"),
                                 (BERT, "padded"), ({**BERT, **WINDOW, "window_size": [3, 2]}, "padded"),
@@ -73,7 +81,11 @@ FOUR: list[Case] = [
     (T5, "padded", "p2p", 1, 1),
     (GROUPED, "", "all_gather", 1, 2),
     ({"position_embedding_type": "kerple"}, "", "a2a", 1, 2),
+    ({**GROUPED, **DROPOUTS}, "", "all_gather", 1, 2),
     *extra(
+        ({**GROUPED, **DROPOUTS}, "", "a2a+p2p", 2, 1),
+        ({**DROPOUTS}, "packed", "a2a", 1, 2),
+        ({**T5, **DROPOUTS}, "", "p2p", 1, 2),
         (WINDOW, "", "p2p", 1, 1),
         (WINDOW, "", "all_gather", 1, 1),
         (WINDOW, "", "a2a", 1, 1),
@@ -175,7 +187,7 @@ def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_pa
         ({"use_flash_attention": False}, {}, (2, "p2p"), r"`use_flash_attention` \(False\) cannot be combined"),
         ({}, {}, (2, "ring"), r"`cp_comm_type` \(ring\) must be one of"),
         ({"num_moe_experts": 4}, {}, (2, "a2a"), "`context_parallel_size` .* must be 1 for a model with experts"),
-        ({"hidden_dropout": 0.1}, {}, (2, "a2a"), "model with dropout"),
+        ({"attention_dropout": 0.1}, {"packed": True}, (2, "p2p"), r"`attention_dropout` \(0.1\) of packed"),
     ],
 )
 def test_what_would_not_be_exact_is_refused(

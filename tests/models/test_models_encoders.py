@@ -30,6 +30,7 @@ from stoker.models.config.bert import BertKeys
 from stoker.models.config.families import family_slice
 from stoker.models.config.t5 import T5Keys
 from stoker.models.layer import Layer
+from stoker.models.layers import dropout
 from stoker.models.layers.context import LayerContext, Memory
 from stoker.models.model_cost import count_parameters
 from stoker.models.t5 import T5
@@ -358,7 +359,8 @@ def test_labels_are_smoothed_in_training_only() -> None:
 
 def test_dropout_of_embeddings_is_that_of_each_stack_or_of_its_own_key(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
-    monkeypatch.setattr(F, "dropout", lambda values, rate, *_: rates.append(rate) or values)
+    run = dropout.dropout
+    monkeypatch.setattr(dropout, "dropout", lambda values, rate, *more: rates.append(rate) or run(values, rate, *more))
     rate_of = {"encoder": 0.1, "decoder": 0.2}
     stacks: dict[str, Any] = {name: {"hidden_dropout": rate, "num_layers": 1} for name, rate in rate_of.items()}
     t5(**stacks)(drawn(2, READ), drawn(2, WRITTEN))

@@ -32,6 +32,7 @@ FULL_RECOMPUTE: dict[str, Any] = {
     "activations_checkpoint_granularity": "full", "activations_checkpoint_method": "uniform",
     "activations_checkpoint_num_layers": 1,
 }  # fmt: skip
+DROPOUTS = dict.fromkeys(("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout"), 0.3)
 T5: dict[str, Any] = {"family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8}
 PAIR, QUAD = {"data": 4, "expert": 2}, {"data": 4, "expert": 4}
 OVER_TENSOR, OVER_BOTH = {"data": 2, "tensor": 2, "expert": 2}, {"data": 2, "tensor": 2, "expert": 4}
@@ -47,7 +48,15 @@ CASES: list[Case] = [
     (MOE | SINKHORN, ONE_BATCH, LENGTHS),
     (MOE | BIASED, OVER_TENSOR, NO_TOKENS),
     (MOE | FIRST | RECOMPUTE, REPLICATED, {}),
+    (MOE | GATHER | TIGHT | SHARED | DROPOUTS, OVER_TENSOR, LENGTHS),
+    (MOE | TIGHT | DROPOUTS, PAIR, {}),
     *extra(
+        *(
+            (MOE | SHARED | DROPOUTS | keys | dispatcher, layout, {})
+            for keys in (TIGHT | PADDED, RECOMPUTE, FULL_RECOMPUTE)
+            for dispatcher in ({}, GATHER)
+            for layout in (QUAD, OVER_TENSOR, OVER_BOTH, REPLICATED, ONE_BATCH)
+        ),
         *(
             (MOE | keys | dispatcher, layout, options)
             for keys in (

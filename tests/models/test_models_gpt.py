@@ -244,17 +244,17 @@ def test_hidden_dropout_falls_on_embeddings_and_both_parts_of_a_layer() -> None:
     torch.manual_seed(0)
     model = gpt(num_layers=1, hidden_size=2048, hidden_dropout=0.5)
     layer = layers_of(model)[0]
-    tokens, _ = tokens_and_labels()
     hidden = torch.zeros(3, TOKENS, 2048)
     dropped: list[float] = []
     layer.attention.output.register_forward_hook(lambda *_: torch.ones_like(hidden))
     assert isinstance(layer.mlp, MLP)
     layer.mlp.down.register_forward_hook(lambda *_: torch.full_like(hidden, 100.0))
-    output, _ = layer(hidden, LayerContext("training"))
+    embedded, dropout = model.decoder.drop_embeddings(torch.ones_like(hidden), model.dropout)
+    assert dropout is not None
+    output, _ = layer(hidden, LayerContext("training", dropout=dropout.of_layer(0, dropout.tokens)))
     for value in (0.0, 2.0, 200.0, 202.0):
         dropped.append((output == value).float().mean().item())
     assert dropped == pytest.approx([0.25] * 4, abs=0.01)
-    embedded = model._embed(tokens)
     assert (embedded == 0).float().mean().item() == pytest.approx(0.5, abs=0.01)
 
 
@@ -344,7 +344,7 @@ def test_wrong_dtype() -> None:
 
 
 @looped(
-    ("wish", "device", "release", "dropout", "expected"),
+    ("wish", "device", "release", "uses_rng", "expected"),
     [
         (None, "cuda", (2, 11), False, True),
         (None, "cuda", (2, 11), True, True),
@@ -357,16 +357,16 @@ def test_wrong_dtype() -> None:
     ],
 )
 def test_compile_policy(
-    wish: bool | None, device: str, release: tuple[int, int], dropout: bool, expected: bool
+    wish: bool | None, device: str, release: tuple[int, int], uses_rng: bool, expected: bool
 ) -> None:
-    decided, reason = decide_compile(wish, device, release, dropout=dropout)
+    decided, reason = decide_compile(wish, device, release, uses_rng=uses_rng)
     assert decided is expected
     assert reason
 
 
 def test_compile_refuses_wrong_masks() -> None:
     with pytest.raises(ValueError, match=r"`compile` \(True\).*#198333"):
-        decide_compile(True, "cuda", (2, 13), dropout=True)
+        decide_compile(True, "cuda", (2, 13), uses_rng=True)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it, not "error"

@@ -13,6 +13,7 @@ from stoker.kernels.activations import NONLINEARITIES
 from stoker.kernels.rope import apply_rotary, rotary_table
 from stoker.models.config.dense_stack import mlp_slice
 from stoker.models.config.gpt import GPTKeys
+from stoker.models.layers.dropout import StackDropout
 from stoker.models.layers.mlp import MLP
 from stoker.models.layers.norm import LayerNorm, RMSNorm
 from stoker.models.layers.position_embeddings import RotaryEmbedding
@@ -81,9 +82,12 @@ def test_ffn_dropout_acts_in_training_only() -> None:
         mlp.down.weight.fill_(1.0)
     x = torch.ones(1, 1, 4)
     assert (mlp.eval()(x) == 16000).all()
-    dropped = mlp.train()(x)
+    tokens = torch.arange(1)
+    dropped = mlp.train()(x, dropout=StackDropout.draw(1, tokens).of_layer(0, tokens))
     assert (dropped != 16000).all()
     assert (dropped - 16000).abs().max() < 2000
+    with pytest.raises(ValueError, match="`dropout` \\(None\\) must be given"):
+        mlp(x)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

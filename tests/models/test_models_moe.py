@@ -12,8 +12,9 @@ from torch import Tensor
 
 from stoker.kernels.attention.flags import AttentionFlags
 from stoker.kernels.moe.routing import RoutingResult
+from stoker.models.config.batch_shape import BatchSpec
+from stoker.models.config.families import family_slice
 from stoker.models.config.gpt import GPTKeys
-from stoker.models.config.stack import stack_slice
 from stoker.models.gpt import GPT
 from stoker.models.layers.compiling import configure_dynamo
 from stoker.models.layers.norm import BranchInput, RMSNorm
@@ -22,7 +23,7 @@ from stoker.models.moe import router as router_module
 from stoker.models.moe.experts import Experts
 from stoker.models.moe.moe_layer import MoE, find_moe_layers
 from stoker.models.moe.router import STATISTIC_NAMES
-from stoker.models.recompute.analysis import has_dropout
+from stoker.models.recompute.analysis import modules_with_rng
 
 EXPERTS, TOKENS, VOCAB = 4, 16, 100
 STACK: dict[str, Any] = {
@@ -125,7 +126,7 @@ def test_recompute_asks_for_the_state_of_generators_only_where_it_draws(monkeypa
     noises += [{"moe_shared_expert_intermediate_size": 8, "ffn_dropout": 0.1}, {"ffn_dropout": 0.1}]
     for noise in noises:
         train(gpt(num_layers=1, moe_layer_recompute=True, **noise))
-    assert asked == [False, True, True, True, False]
+    assert asked == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_norms_fork_where_the_stream_is_kept_anyway(
 def test_recompute_runs_the_experts_again_in_training_only(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
     run = MoE._run
-    monkeypatch.setattr(MoE, "_run", lambda self, *given: runs.append(True) or run(self, *given))
+    monkeypatch.setattr(MoE, "_run", lambda self, *given, **more: runs.append(True) or run(self, *given, **more))
     model = gpt(moe_layer_recompute=True)
     train(model)
     assert len(runs) == 4
@@ -225,11 +226,12 @@ def test_noise_and_counts_belong_to_training() -> None:
         assert not torch.equal(model(texts()), model(texts()))
 
 
-def test_jitter_and_dropout_of_experts_are_random_numbers() -> None:
-    """Which is what decides whether a layer may be compiled with a torch whose compiled dropout is wrong."""
-    for noise in ({}, {"moe_input_jitter_eps": 0.1}, {"moe_dropout": 0.1}):
-        keys = GPTKeys.model_validate(STACK | noise)
-        assert has_dropout(stack_slice(keys, causal=True, positions=8)) == bool(noise)
+def test_jitter_draws_from_the_generator_and_dropout_of_experts_does_not() -> None:
+    """Which is what decides whether a layer may be compiled with a torch whose compiled random numbers are wrong."""
+    for noise, draws in (({}, False), ({"moe_input_jitter_eps": 0.1}, True), ({"moe_dropout": 0.1}, False)):
+        keys = GPTKeys.model_validate(STACK | {"attention_dropout": 0.0} | noise)
+        family = family_slice(keys, vocab_size=10, batch_spec=BatchSpec(seq_length=8))
+        assert modules_with_rng(family, {}) == (frozenset({"moe"} if draws else ()),)
 
 
 def test_casts_keep_counts_wide_and_the_bias() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import deferred_copies
 import pytest
 import torch
+import torch.nn.functional as F
 from peft_models import FULL, LENGTH, PARTS, SCHEMES, batch_of, model_of
 from tiers import cases, extra, full_only
 from torch import Tensor, nn
@@ -115,11 +116,12 @@ def test_dropout_is_of_the_update_alone() -> None:
     torch.manual_seed(0)
     inputs, weight, down, up = drawn(400, 50), torch.randn(7, 50, dtype=F64), drawn(2, 50), drawn(7, 2)
     plain = inputs @ weight.t()
-    with_dropout = lora_linear(inputs, weight, None, down, up, scale=1.0, parts=(7,), dropout=0.5)
+    masked = F.dropout(inputs, 0.5)
+    with_dropout = lora_linear(inputs, weight, None, down, up, scale=1.0, parts=(7,), dropped=masked)
     mean = lora_linear(inputs, weight, None, down, up, scale=1.0, parts=(7,)) - plain
     assert not torch.allclose(with_dropout, plain + mean)
     torch.testing.assert_close((with_dropout - plain).mean(0), mean.mean(0), atol=2.0, rtol=0.1)
-    nothing = lora_linear(inputs, weight, None, down, torch.zeros_like(up), scale=1.0, parts=(7,), dropout=0.5)
+    nothing = lora_linear(inputs, weight, None, down, torch.zeros_like(up), scale=1.0, parts=(7,), dropped=masked)
     assert torch.equal(nothing, plain)
 
 

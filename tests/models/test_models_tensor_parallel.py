@@ -29,6 +29,8 @@ GATED_T5 = {
 }  # fmt: skip
 WHOLE = ("adafactor", "muon", "scaled")
 """Optimizers whose updates are not elementwise."""
+DROPOUTS: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "ffn_dropout": 0.4}
+FULL = {f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1}
 CASES: list[tuple[dict[str, Any], bool]] = [
     (SHARED_HEADS, False),
     (SHARED_HEADS, True),
@@ -37,7 +39,17 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"position_embedding_type": "kerple", "transformer_block_type": "parallel_ln"}, True),
     ({"transformer_block_type": "normformer", "init_method_std": 0.5}, True),
     ({**LLAMA, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
+    ({**LLAMA, **DROPOUTS, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
+    ({**T5, **DROPOUTS, "embedding_dropout": 0.25}, True),
     *extra(
+        *(
+            ({**keys, **DROPOUTS}, sequence)
+            for keys in (SHARED_HEADS, {"family": "bert"})
+            for sequence in (False, True)
+        ),
+        ({**GATED_T5, **DROPOUTS, "embedding_dropout": 0.25}, False),
+        *(({**LLAMA, **DROPOUTS, **FULL, "attention_backend": name}, True) for name in ("unfused", "reference")),
+        ({**DROPOUTS, **FULL, f"{RECOMPUTE}_num_layers": 2}, True),
         *((keys, sequence) for keys in ({}, LLAMA, T5) for sequence in (False, True)),
         (GATED_T5, False),
         ({**LLAMA, "transformer_block_type": "normformer", f"{RECOMPUTE}_modules": ["norm", "mlp_activation"]}, True),
@@ -46,7 +58,7 @@ CASES: list[tuple[dict[str, Any], bool]] = [
         ({"family": "bert", "bert": {"mlm_transform": False}}, False),
         ({"position_embedding_type": "alibi"}, False),
         ({"position_embedding_type": "sandwich", "transformer_block_type": "post_ln"}, True),
-        ({f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1}, True),
+        (FULL, True),
     ),
 ]
 
@@ -66,7 +78,7 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
     # the gradients of biases of keys and of their norms are rounding, of which Adam makes a step
     shared_heads = SHARED_HEADS | {"bias": False, "normalization": "rmsnorm"}
     cases = [
-        (LLAMA, "zero1"),
+        ({**LLAMA, **DROPOUTS}, "zero1"),
         (shared_heads, "fsdp"),
         *extra((shared_heads, "ddp"), (GATED_T5, "fsdp"), (GATED_T5, "zero1")),
         (shared_heads, "fsdp", "adafactor"),
@@ -89,7 +101,7 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"hidden_dropout": 0.1}, "dropout"),
+        ({"num_moe_experts": 4, "moe_input_jitter_eps": 0.1}, "router jitter"),
         ({"num_attention_heads": 3, "kv_channels": 8}, "3 must be a multiple of the 2"),
     ],
 )
@@ -101,6 +113,7 @@ def test_what_cannot_be_split_is_refused(keys: dict[str, Any], named: str) -> No
 
 @full_only
 def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_path: Path) -> None:
-    cases = [({**keys, "compile": True}, True) for keys in (LLAMA, SHARED_HEADS, GATED_T5)]
+    dropouts = [{**DROPOUTS, **keys} for keys in (LLAMA, {**T5, "embedding_dropout": 0.25}, {"family": "bert", **FULL})]
+    cases = [({**keys, "compile": True}, True) for keys in (LLAMA, SHARED_HEADS, GATED_T5, *dropouts)]
     for differences in forks.call("parallel_models", "compare", str(tmp_path), 2, cases):
         assert all(value < 1e-12 for name, value in differences.items() if name != "parts"), differences

@@ -50,6 +50,7 @@ from key_observables import (
 
 from stoker.models import build
 from stoker.models.build import decide_compile
+from stoker.models.layers.dropout import DropoutMask
 from stoker.models.parallel.layout import ParallelLayout
 from stoker.trainer.callbacks import profiler
 from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
@@ -398,18 +399,18 @@ def steps_are_watched(harness: ConfigHarness) -> None:
 def embeddings_attention_and_mlp_drop(harness: ConfigHarness) -> None:
     rates: list[float] = []
 
-    def dropout(values: torch.Tensor, rate: float) -> torch.Tensor:
+    def apply(mask: DropoutMask, values: torch.Tensor, rate: float, residual: torch.Tensor | None = None) -> Any:
         rates.append(rate)
-        return values
+        return values if residual is None else residual + values
 
-    harness.monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    harness.monkeypatch.setattr(DropoutMask, "apply", apply)
     training_loss(harness, {MODEL + "hidden_dropout": 0.2, MODEL + "num_layers": 2})
     assert rates == [0.2] * (1 + 2 * 2)
 
 
 @story(MODEL + "compile")
 def null_compiles_on_a_gpu(harness: ConfigHarness) -> None:
-    choices = [decide_compile(wish, "cuda", (2, 12), dropout=False)[0] for wish in (None, True, False)]
+    choices = [decide_compile(wish, "cuda", (2, 12), uses_rng=False)[0] for wish in (None, True, False)]
     assert choices == [True, True, False]
 
 

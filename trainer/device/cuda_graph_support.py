@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from ...kernels.launch import HAS_TRITON
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import offload_slice
 from ...models.config.moe import moe_slice
-from ...models.recompute.analysis import effective_recompute, recompute_uses_rng
+from ...models.recompute.analysis import recompute_uses_rng
 from ..config.resolved_run import ResolvedRun
 from ..config.schema.root import AnyModelBlock
 from ..utils.errors import UserError
@@ -67,10 +66,9 @@ def _expert_reason(run: ResolvedRun) -> str | None:
 
 def _recompute_reason(run: ResolvedRun, decisions: Mapping[str, BackendSelection]) -> str | None:
     """Return the reason why a micro batch with recomputation cannot be captured; None if it can, or has none."""
-    for stack, recompute in zip(run.family.stacks, effective_recompute(run.family, decisions), strict=True):
-        if recompute_uses_rng(replace(stack, recompute=recompute), run.peft):
-            keys = [f"`{name}` ({value})" for name, value in _recompute_keys(run.model)]
-            return f"does not capture RNG state, which {' and '.join(keys)} must restore to recompute noise or dropout"
+    if recompute_uses_rng(run.family, decisions):
+        keys = [f"`{name}` ({value})" for name, value in _recompute_keys(run.model)]
+        return f"does not capture RNG state, which {' and '.join(keys)} must restore to recompute noise or dropout"
     return None
 
 

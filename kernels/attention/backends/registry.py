@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..backend_support import BACKENDS
 from ..dispatch import BackendSelection
 from ..inputs import AttentionInputs
 from ..reference import reference_backend
@@ -33,6 +34,12 @@ ATTENTION_FUNCTIONS: dict[str, AttentionFunction] = {
     "lse_first": lse_first,
     "reference": reference_backend,
 }
+
+
+def draws_from_keys(function: AttentionFunction) -> bool:
+    """Return True if dropout is a function of the `rng` of the call, False if of PyTorch's generator."""
+    keyed = [ATTENTION_FUNCTIONS[backend.name] for backend in BACKENDS if backend.keyed_dropout]
+    return isinstance(function, UnfusedAttention) or any(function is each for each in keyed)
 
 
 def get_attention_function(decision: BackendSelection, *, masked_softmax_fusion: bool = True) -> AttentionFunction:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropout import dropout_rng
 from ..inputs import AttentionInputs
-
-_MAX_SEED = 2**62
 
 
 def triton_attention(inputs: AttentionInputs) -> Tensor:
     """Compute attention. Always deterministic.
-
-    The seed of a dropout mask is drawn from the device's default generator, so that recomputation under a restored RNG
-    state gives the same mask.
 
     Raises:
         ValueError: an argument is not supported by `flash_attention`.
@@ -40,7 +34,7 @@ def triton_attention(inputs: AttentionInputs) -> Tensor:
             alibi_slopes=inputs.alibi_slopes,
             key_padding_mask=inputs.key_padding_mask,
             dropout_p=inputs.dropout_p,
-            rng=_draw_seed(q.device) if inputs.dropout_p else None,
+            rng=dropout_rng(inputs) if inputs.dropout_p else None,
             cu_seqlens_q=None if packed is None else packed.cu_seqlens(),
             cu_seqlens_k=None if packed is None else packed.key_cu_seqlens(),
             max_seqlen_q=None if packed is None else inputs.queries,
@@ -48,8 +42,3 @@ def triton_attention(inputs: AttentionInputs) -> Tensor:
         )
     )
     return context if packed is None else context.unflatten(0, inputs.q.shape[:2])
-
-
-def _draw_seed(device: torch.device) -> Tensor:
-    """Draw [seed, offset 0] on the device, without synchronization."""
-    return F.pad(torch.randint(_MAX_SEED, (1,), dtype=torch.int64, device=device), (0, 1))

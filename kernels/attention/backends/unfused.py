@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...launch import triton_runs_on
 from ...masked_softmax import scaled_masked_softmax
 from ..dense_bias import build_mask, combine_biases, fully_masked_rows
+from ..dropout import dropout_rng, dropout_weights
 from ..inputs import AttentionInputs
 
 
@@ -63,7 +63,9 @@ class UnfusedAttention:
             may_be_empty = across or any(mask is not None for mask in masks)
             probabilities = _softmax(scores, may_be_empty or (inputs.causal and queries > keys))
         probabilities = probabilities.to(query.dtype)
-        return F.dropout(probabilities, inputs.dropout_p) if inputs.dropout_p else probabilities
+        if inputs.dropout_p:
+            return dropout_weights(probabilities, inputs.dropout_p, dropout_rng(inputs))
+        return probabilities
 
     def weighted_sum(self, weights: Tensor, value: Tensor) -> Tensor:
         """Return the weighted sum of the values, (batch, queries, heads, head_dim)."""

@@ -6,11 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ...dropout import dropout_threshold
 from ...launch import next_power_of_2, tl
 from ..argument_checks import AttentionGeometry
-from ..dropout import dropout_threshold
 from ..inputs import AttentionInputs
 from .portable.tile_configs import KernelKind, TileConfig, device_capability, tile_config
 
@@ -140,6 +141,11 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
+def _dropout_rng(rng: Tensor | None) -> Tensor | None:
+    """Return `rng` with first places, which are 0 if not given."""
+    return rng if rng is None or len(rng) == 5 else F.pad(rng, (0, 3))
+
+
 def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: FlashAttentionParams) -> dict[str, Any]:
     """Return the keyword arguments common to all forward and backward kernels: no outputs, tile lists or configs."""
     heads, head_dim = q.shape[-2:]
@@ -159,7 +165,7 @@ def common_kernel_arguments(q: Tensor, k: Tensor, v: Tensor, problem: FlashAtten
         "distance_pointer": None if distance_bias is None else distance_bias.to(accumulate).contiguous(),
         "slopes_pointer": None if slopes is None else slopes.to(accumulate).contiguous(),
         "padding_pointer": None if padding is None else padding.contiguous().view(torch.uint8),
-        "rng_pointer": _contiguous(problem.rng) if problem.dropout_p else None,
+        "rng_pointer": _dropout_rng(problem.rng) if problem.dropout_p else None,
         "cu_seqlens_q": _contiguous(problem.cu_seqlens_q),
         "cu_seqlens_k": _contiguous(problem.cu_seqlens_k),
         **stride_arguments("q", q),

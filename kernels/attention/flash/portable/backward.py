@@ -129,8 +129,8 @@ def dq_kernel(
         first_seen = 0
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
-        bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = head_terms(
-            bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+        bias_base, distance_base, far_low, far_high, alibi_slope, dropout_key, dropout_first = head_terms(
+            bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head,
             stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
         )  # fmt: skip
         padding_base = padding_pointer
@@ -166,8 +166,8 @@ def dq_kernel(
                     )  # fmt: skip
                     value_product = dot(out_gradient, tl.trans(v), zeros, PRECISION)
                     weight, _, gradient, before_cap = score_gradients(
-                        exponent, slope, value_product, lse[:, None], delta[:, None], seed, counter,
-                        query[:, None], key[None, :], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
+                        exponent, slope, value_product, lse[:, None], delta[:, None], dropout_key, dropout_first,
+                        query[:, None], key[None, :], threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
                     )  # fmt: skip
                     accumulator = dot(rounded(before_cap, k.dtype), k, accumulator, PRECISION)
                     if WRITE_BIAS_GRADIENT:
@@ -260,9 +260,9 @@ def dkdv_kernel(
             q_rows = row_pointer(q_pointer, sequence, head, start_q, stride_qb, stride_qs, stride_qh)
             do_rows = row_pointer(out_gradient_pointer, sequence, head, start_q, stride_dob, stride_dos, stride_doh)
             row_offset = per_row_offset(sequence, head, start_q, heads, rows, PACKED)
-            bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = head_terms(
-                bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries,
-                max_keys, stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
+            bias_base, distance_base, far_low, far_high, alibi_slope, dropout_key, dropout_first = head_terms(
+                bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head,
+                stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
             )  # fmt: skip
             for section in range(
                 0 if HAS_RIGHT else (1 if HAS_DISTANCE else 2), 3, 2 if HAS_RIGHT and not HAS_DISTANCE else 1
@@ -288,8 +288,8 @@ def dkdv_kernel(
                         )  # fmt: skip
                         value_product = dot(v, tl.trans(out_gradient), zeros, PRECISION)
                         _, dropped, _, before_cap = score_gradients(
-                            exponent, slope, value_product, lse[None, :], delta[None, :], seed, counter,
-                            query[None, :], key[:, None], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
+                            exponent, slope, value_product, lse[None, :], delta[None, :], dropout_key, dropout_first,
+                            query[None, :], key[:, None], threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
                         )  # fmt: skip
                         v_gradient = dot(rounded(dropped, q.dtype), out_gradient, v_gradient, PRECISION)
                         k_gradient = dot(rounded(before_cap, q.dtype), q, k_gradient, PRECISION)

@@ -54,8 +54,8 @@ def tile_score_gradient(
     first_seen = 0
     if HAS_LEFT:
         first_seen = tl.maximum(offset - left, 0)
-    bias_base, distance_base, _, _, alibi_slope, seed, counter = head_terms(
-        bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+    bias_base, distance_base, _, _, alibi_slope, dropout_key, dropout_first = head_terms(
+        bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head,
         stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
     )  # fmt: skip
     padding_base = padding_pointer
@@ -83,7 +83,7 @@ def tile_score_gradient(
     delta = tl.load(delta_pointer + row, mask=inside, other=0.0)
     _, _, gradient, _ = score_gradients(
         exponent, slope, dot(out_gradient, tl.trans(v), zeros, PRECISION), lse[:, None], delta[:, None],
-        seed, counter, query[:, None], key[None, :], max_keys, threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
+        dropout_key, dropout_first, query[:, None], key[None, :], threshold, keep_scale, HAS_SOFTCAP, HAS_DROPOUT,
     )  # fmt: skip
     return gradient
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ....launch import jit, rounded, tl
+from ...dropout import tile_keep_mask
 from ..kernel_arguments import (
     FlashAttentionParams,
     accumulator_dtype,
@@ -30,7 +31,6 @@ from .tile import (
     score_exponents,
     section_bounds,
     store_rows,
-    tile_keep_mask,
     tile_sections,
     valid_keys,
 )
@@ -78,8 +78,8 @@ def forward_kernel(
         first_seen = 0
         if HAS_LEFT:
             first_seen = tl.maximum(offset - left, 0)
-        bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = head_terms(
-            bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+        bias_base, distance_base, far_low, far_high, alibi_slope, dropout_key, dropout_first = head_terms(
+            bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head,
             stride_bias_b, stride_bias_h, reach, HAS_BIAS, HAS_DISTANCE, HAS_SLOPE, HAS_DROPOUT,
         )  # fmt: skip
         padding_base = padding_pointer
@@ -119,7 +119,7 @@ def forward_kernel(
                     rescale = tl.exp2(maximum - shift)
                     total = total * rescale + tl.sum(weight, 1)
                     if HAS_DROPOUT:
-                        kept = tile_keep_mask(seed, counter, query[:, None], key[None, :], max_keys, threshold)
+                        kept = tile_keep_mask(dropout_key, dropout_first, query[:, None], key[None, :], threshold)
                         weight = tl.where(kept, weight, 0.0)
                     accumulator = dot(rounded(weight, v.dtype), v, accumulator * rescale[:, None], PRECISION)
                     maximum = new_maximum

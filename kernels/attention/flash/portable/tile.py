@@ -9,7 +9,7 @@ in a "plain" tile every pair is visible and the distance bias is constant, so ne
 from __future__ import annotations
 
 from ....launch import HAS_TRITON, INTERPRETED, jit, rounded, tl
-from ...dropout import philox_keep_mask
+from ...dropout import head_dropout_key, tile_keep_mask
 
 
 def _constant(value):
@@ -72,16 +72,16 @@ def locate_tile(
 
 @jit
 def head_terms(
-    bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head, heads, max_queries, max_keys,
+    bias_pointer, distance_pointer, slopes_pointer, rng_pointer, sequence, head,
     stride_bias_b, stride_bias_h, reach,
     HAS_BIAS: tl.constexpr, HAS_DISTANCE: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Return what the scores of a sequence and head depend on besides their products; 0 where there is none.
 
     Pointers to its dense bias and to its distance bias; the distance bias at -reach and at reach; its slope times
-    log2(e); seed and first counter of its dropout mask.
+    log2(e); key and first places of its dropout mask, see `head_dropout_key`.
     """
-    bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter = 0, 0, 0.0, 0.0, 0.0, 0, 0
+    bias_base, distance_base, far_low, far_high, alibi_slope, dropout_key, dropout_first = 0, 0, 0.0, 0.0, 0.0, 0, 0
     if HAS_BIAS:
         bias_base = row_pointer(bias_pointer, sequence, head, 0, stride_bias_b, 0, stride_bias_h)
     if HAS_DISTANCE:
@@ -90,9 +90,8 @@ def head_terms(
     if HAS_SLOPE:
         alibi_slope = tl.load(slopes_pointer + head) * LOG2E
     if HAS_DROPOUT:
-        seed = tl.load(rng_pointer)
-        counter = first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys)
-    return bias_base, distance_base, far_low, far_high, alibi_slope, seed, counter
+        dropout_key, dropout_first = head_dropout_key(rng_pointer, sequence, head)
+    return bias_base, distance_base, far_low, far_high, alibi_slope, dropout_key, dropout_first
 
 
 @jit
@@ -254,20 +253,8 @@ def score_exponents(
 
 
 @jit
-def tile_keep_mask(seed, first_counter, query, key, max_keys, threshold):
-    """Return the keep mask of a tile; `first_counter` is the counter of the first weight of the sequence and head."""
-    return philox_keep_mask(seed, first_counter + query.to(tl.int64) * max_keys + key, threshold)
-
-
-@jit
-def first_dropout_counter(rng_pointer, sequence, head, heads, max_queries, max_keys):
-    """Return the dropout counter of a head's first weight, see `dropout.py`."""
-    return (tl.cast(sequence, tl.int64) * heads + head) * max_queries * max_keys + tl.load(rng_pointer + 1)
-
-
-@jit
 def score_gradients(
-    exponent, slope, value_product, lse, delta, seed, first_counter, query, key, max_keys, threshold, keep_scale,
+    exponent, slope, value_product, lse, delta, dropout_key, dropout_first, query, key, threshold, keep_scale,
     HAS_SOFTCAP: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Return the weights, those after dropout, the gradient of the biased scores, and that before the softcap.
@@ -277,7 +264,7 @@ def score_gradients(
     weight = tl.exp2(exponent - lse)
     dropped = weight
     if HAS_DROPOUT:
-        kept = tile_keep_mask(seed, first_counter, query, key, max_keys, threshold)
+        kept = tile_keep_mask(dropout_key, dropout_first, query, key, threshold)
         dropped = tl.where(kept, weight * keep_scale, 0.0)
         value_product = tl.where(kept, value_product * keep_scale, 0.0)
     gradient = weight * (value_product - delta)
