@@ -64,14 +64,18 @@ def test_gradients_have_the_mask_and_nothing_like_it_is_saved(with_residual: boo
     kept = keep_mask(KEY, places, 8, 0.4).view_as(values)
     expected = torch.where(kept, values / 0.6, 0.0) + (0.0 if residual is None else residual)
     torch.testing.assert_close(output, expected)
-    assert torch.autograd.gradcheck(run, (values, residual) if with_residual else (values,))
+    assert torch.autograd.gradcheck(run, [values] if residual is None else [values, residual])
+
+
+def _sine(*given: Any) -> Tensor:
+    return dropout(*given).sin()
 
 
 def test_compiled_layers_draw_the_same_mask() -> None:
     values, places = torch.randn(6, 8, requires_grad=True), torch.arange(6)
-    run = torch.compile(lambda *given: dropout(*given).sin(), backend="aot_eager", fullgraph=True)
+    run = torch.compile(_sine, backend="aot_eager", fullgraph=True)
     for key in (KEY, torch.cat([KEY, KEY[:1]])):
-        found, wanted = run(values, 0.4, key, places, values), dropout(values, 0.4, key, places, values).sin()
+        found, wanted = run(values, 0.4, key, places, values), _sine(values, 0.4, key, places, values)
         assert torch.equal(found, wanted)
         gradients = [torch.autograd.grad(output.sum(), values)[0] for output in (found, wanted)]
         assert torch.equal(*gradients)

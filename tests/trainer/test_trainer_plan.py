@@ -119,7 +119,7 @@ def test_scores_are_kept_by_unfused_attention_alone():
     assert saved == scores - log_sum_exps  # from which the scores are made again
     dropped = [*unfused, "model.attention_dropout=0.1"]
     saved = planned(*dropped).memory.moments[0].activations - planned(*dropped, selective).memory.moments[0].activations
-    assert saved == scores * 5 // 2  # before and after dropout, and a byte of mask for each
+    assert saved == scores * 2  # before and after dropout, whose mask is not saved
     fused = [*unfused, "model.attention_backend=auto"]
     assert planned(*fused).allocated == planned(*fused, selective).allocated
 
