@@ -324,16 +324,6 @@ def capacity_is_valid(keys: MoEKeys) -> Iterator[Finding]:
 # ---------------------------------------------------------------- implementation
 
 
-def dispatcher_has_no_effect(keys: MoEKeys) -> Iterator[Finding]:
-    """Dispatchers make no difference, as every rank holds all experts."""
-    if keys.moe_token_dispatcher_type is not None:
-        yield Finding.info(
-            ("moe_token_dispatcher_type",),
-            f"`moe_token_dispatcher_type` ({keys.moe_token_dispatcher_type}) has no effect with "
-            "`expert_model_parallel_size` (1): each rank holds all experts, and no tokens are exchanged.",
-        )
-
-
 def sequential_experts_are_slow(keys: MoEKeys) -> Iterator[Finding]:
     """`moe_grouped_gemm=False`, NeMo's default, is the slow reference implementation."""
     if keys.moe_grouped_gemm is None:
@@ -368,6 +358,5 @@ MOE_RULES: tuple[Callable[[MoEKeys], Iterator[Finding]], ...] = (
     expert_groups_are_valid,
     balancing_needs_a_coefficient,
     capacity_is_valid,
-    dispatcher_has_no_effect,
     sequential_experts_are_slow,
 )

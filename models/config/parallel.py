@@ -1,6 +1,8 @@
-"""Model parallelism: the ranks that share one replica of the model."""
+"""Model parallelism: the ranks that share one replica of the model, and its experts."""
 
 from __future__ import annotations
+
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,3 +18,16 @@ class ParallelKeys(ConfigBlock):
     sequence_parallel: bool = False
     """With tensor parallelism: shard the residual stream between attention and MLP over the tokens, so that norms,
     dropout and their activations are split as well."""
+    context_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the tokens of every sequence; they communicate in attention only."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    """How context-parallel ranks share attention. `p2p`: keys and values travel from rank to rank (ring). `all_gather`:
+    each rank gathers all keys and values. `a2a`: each rank computes some of the heads (Ulysses). `a2a+p2p`: `a2a` among
+    neighbouring ranks, `p2p` between these groups."""
+    hierarchical_context_parallel_sizes: list[Annotated[int, Field(ge=2)]] | None = Field(
+        None, min_length=2, max_length=2
+    )
+    """`[a2a, p2p]`: the ranks of each kind of group with `cp_comm_type` `a2a+p2p`, which needs it."""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """Ranks that share the experts of every layer; consecutive ranks, whatever else these share. 1: every rank has all
+    experts."""

@@ -39,6 +39,10 @@ class ExpertParallel:
         """Return this rank's part of a parameter of the experts."""
         return RankPart(partition, self.rank, self.size, self.replica, self.num_replicas, "expert")
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the ranks, of which autograd sees nothing."""
+        return _ops.wait_tensor(_ops.all_reduce(tensor, "sum", self.group))
+
     def exchange_counts(self, counts: Tensor) -> Tensor:
         """Return (size, E / size), the rows that each rank sends to this one's experts, from this rank's own (E,)."""
         even = [len(counts) // self.size] * self.size

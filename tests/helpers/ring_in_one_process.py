@@ -31,7 +31,16 @@ class RingInOneProcess:
         self.key_value = [*key_value.contiguous()]
         self.options = [
             RingOptions(
-                inputs.causal, inputs.window_size, inputs.scale, inputs.softcap, rank, size, "", (zigzag, zigzag), flash
+                inputs.causal,
+                inputs.window_size,
+                inputs.scale,
+                inputs.softcap,
+                rank,
+                size,
+                "",
+                (zigzag, zigzag),
+                flash,
+                0.0,
             )
             for rank in range(size)
         ]

@@ -31,9 +31,9 @@ def planned(*overrides: str, devices: int = 8, nodes: int = 1, comm: Any = "p2p"
     run = resolve_run(root, world_size=devices * nodes, capability=(9, 0))
     ranks = ParallelLayout(**axes).model_ranks
     mesh = ParallelLayout(data=devices * nodes // ranks, **axes)
-    run = replace(run, mesh=mesh, layout=layout_from_keys(root.model, mesh, devices))
     split = None if mesh.context == 1 else ContextSplit(mesh.context, comm, neighbours=2)
-    return make_plan(run, gpu_target(run, parse_gpu("h100")), context_split=split)
+    run = replace(run, mesh=mesh, layout=layout_from_keys(root.model, mesh, devices), context_split=split)
+    return make_plan(run, gpu_target(run, parse_gpu("h100")))
 
 
 def sizes(plan: Plan) -> dict[Any, int]:

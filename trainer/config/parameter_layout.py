@@ -15,8 +15,10 @@ Sources: Rajbhandari et al. 2020, arXiv 1910.02054 (ZeRO); Zhao et al. 2023, arX
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from ...models.dispatch.context_calls import ContextSplit
 from ...models.parallel.layout import ParallelLayout
 from ..utils.errors import UserError
 from .schema.root import AnyModelBlock
@@ -84,20 +86,47 @@ def parallel_layout(keys: AnyModelBlock, world_size: int) -> ParallelLayout:
     Raises:
         UserError: the processes do not make up whole replicas of the model.
     """
-    tensor = keys.tensor_model_parallel_size
-    if world_size % tensor:
+    ranks = keys.tensor_model_parallel_size * keys.context_parallel_size
+    if world_size % ranks:
         raise UserError(
-            f"the number of processes ({world_size}) must be a multiple of `model.tensor_model_parallel_size` "
-            f"({tensor}); use trainer.devices={-(-world_size // tensor) * tensor} or "
-            "model.tensor_model_parallel_size=1"
+            f"the number of processes ({world_size}) must be a multiple of the {ranks} that share a model "
+            "(`model.tensor_model_parallel_size` times `model.context_parallel_size`); use "
+            f"trainer.devices={-(-world_size // ranks) * ranks}"
         )
-    return ParallelLayout(data=world_size // tensor, tensor=tensor, sequence=keys.sequence_parallel and tensor > 1)
+    if world_size % keys.expert_model_parallel_size:
+        raise UserError(
+            f"the number of processes ({world_size}) must be a multiple of `model.expert_model_parallel_size` "
+            f"({keys.expert_model_parallel_size}); use model.expert_model_parallel_size="
+            f"{math.gcd(world_size, keys.expert_model_parallel_size)}"
+        )
+    return ParallelLayout(
+        data=world_size // ranks,
+        tensor=keys.tensor_model_parallel_size,
+        context=keys.context_parallel_size,
+        expert=keys.expert_model_parallel_size,
+        sequence=keys.sequence_parallel and keys.tensor_model_parallel_size > 1,
+    )
+
+
+def context_split(keys: AnyModelBlock) -> ContextSplit | None:
+    """Return how context-parallel ranks share attention; None for one rank.
+
+    Raises:
+        ValueError: `hierarchical_context_parallel_sizes` does not fit; configuration rules report that earlier.
+    """
+    if keys.context_parallel_size == 1:
+        return None
+    neighbours = (keys.hierarchical_context_parallel_sizes or [1])[0]
+    return ContextSplit(keys.context_parallel_size, keys.cp_comm_type, neighbours)
 
 
 def layout_from_keys(keys: AnyModelBlock, mesh: ParallelLayout, ranks_per_node: int) -> DataParallelLayout | None:
     """Return the data-parallel layout of a run, or None if each parameter, or its part, is on one rank only."""
+    replicas, expert_replicas = mesh.data * mesh.context, mesh.world_size // mesh.pipeline // mesh.expert
+    if replicas == 1 and mesh.expert > 1 and expert_replicas > 1:  # of which only experts have replicas
+        return DataParallelLayout("data parallel", 1, 1, replicates_weights=True)
     return plan_layout(
-        mesh.data * mesh.context,
+        replicas,
         optimizer=keys.optim.name,
         fsdp=keys.fsdp,
         strategy=keys.fsdp_sharding_strategy,

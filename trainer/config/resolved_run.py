@@ -9,9 +9,10 @@ from ...models.config.batch_shape import BatchSpec
 from ...models.config.families import FamilySlice, family_slice
 from ...models.config.model import Family
 from ...models.config.peft import PeftSlice, PromptSlice, peft_slice
+from ...models.dispatch.context_calls import ContextSplit
 from ...models.parallel.layout import ParallelLayout
 from .data_task import Task, batch_spec, task_from_keys
-from .parameter_layout import DataParallelLayout, layout_from_keys, parallel_layout
+from .parameter_layout import DataParallelLayout, context_split, layout_from_keys, parallel_layout
 from .run_precision import RunPrecision, resolve_precision
 from .schema.exp_manager import ExpManagerBlock
 from .schema.root import AnyModelBlock, ModelBlock, RootBlock
@@ -68,6 +69,7 @@ class ResolvedRun:
         peft: parameter-efficient fine-tuning; None without.
         precision: dtypes of weights and arithmetic.
         mesh: the processes by axis: data, context, tensor and pipeline parallelism.
+        context_split: how context-parallel ranks share attention; None for one.
         layout: distribution of parameters and optimizer state over the data-parallel ranks; None if there is one.
     """
 
@@ -81,6 +83,7 @@ class ResolvedRun:
     peft: PeftSlice | None
     precision: RunPrecision
     mesh: ParallelLayout
+    context_split: ContextSplit | None
     layout: DataParallelLayout | None
 
     @property
@@ -148,5 +151,6 @@ def resolve_run(
         peft=peft_slice(keys.peft),
         precision=resolve_precision(root.trainer.precision, keys.megatron_amp_O2, capability),
         mesh=mesh,
+        context_split=context_split(keys) if mesh.context > 1 else None,
         layout=layout_from_keys(keys, mesh, mesh.world_size // root.trainer.num_nodes),
     )

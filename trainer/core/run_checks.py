@@ -9,8 +9,9 @@ import torch
 from ...kernels.attention.backend_support import BACKENDS_BY_NAME
 from ...kernels.attention.dispatch import BackendSelection
 from ...kernels.attention.installed_software import detect_installed_software
-from ...models.build import TORCH_DTYPES, ModelPlan, call_context, plan_model
+from ...models.build import ALL_CALL_KINDS, TORCH_DTYPES, ModelPlan, call_context, plan_model
 from ...models.config.families import family_slice, keys_by_stack
+from ...models.dispatch.attention_calls import CallKind
 from ...models.tensor_parallel import rank_slice
 from ..config.resolved_run import DataSpec, ResolvedRun
 from ..config.run_config import DEFAULT_ORIGIN, RunConfig
@@ -37,12 +38,19 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
             call_context(device, TORCH_DTYPES[run.precision.compute], run.model.micro_batch_size, flags),
             flags=flags,
             software=detect_installed_software(device.type),
+            kinds=call_kinds(run),
             peft=run.peft,
+            context_parallel=run.context_split,
         )
     except ValueError as error:
         stacks = (at for at, stack in keys_by_stack(run.model).items() if stack.transformer_engine)
         cure = " ".join(f"model.{at}transformer_engine=null" for at in stacks)
         raise UserError(str(error).replace("use transformer_engine=null", f"use {cure}").splitlines()) from None
+
+
+def call_kinds(run: ResolvedRun) -> tuple[CallKind, ...]:
+    """Return the kinds of call that the model of a run is built for; context-parallel ranks cannot generate."""
+    return ALL_CALL_KINDS if run.mesh.context == 1 else ("training", "evaluation")
 
 
 def attention_warnings(model_plan: ModelPlan) -> list[str]:

@@ -127,7 +127,7 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         yield RunContext(
             config=config,
             ranks=ranks,
-            mesh=build_mesh(resolved.mesh, ranks),
+            mesh=build_mesh(resolved.mesh, resolved.context_split, ranks),
             device=device,
             resolved=resolved,
             model_plan=model_plan,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...models.build import LanguageModel
+from ...models.config.model import Family
 from ...models.model_cost import training_flops_per_sample
+from ...models.parallel.context import shard_batch
 from ..callbacks.expert_load import build_expert_load_metrics
 from ..callbacks.profiler import ProfilerList, build_profilers
 from ..callbacks.reporting import ThroughputFactors
@@ -27,9 +30,10 @@ from ..config.resolved_run import ResolvedRun
 from ..config.schema.exp_manager import canonical_metric_name
 from ..config.schema.optim import build_schedule
 from ..data.batch_sampler import BatchSchedule, RankBatchSampler, parse_ramp_up
-from ..data.dataloader import PrefetchingDataLoader
+from ..data.dataloader import PrefetchingDataLoader, ShardFields
 from ..data.subsets import validation_subset
 from ..data.tokenizers.tokenizer import tokenizer_state
+from ..distributed.mesh import Mesh
 from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
 from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
 from ..lightning.expert_balance import build_expert_balancer
@@ -117,7 +121,14 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         state.model,
         state.optimizer,
         build_schedule(keys.optim, run.resolved.trainer.max_steps),
-        PrefetchingDataLoader(run.data.train, batches, run.device, keys.data.num_workers, _report_on_every_rank(run)),
+        PrefetchingDataLoader(
+            run.data.train,
+            batches,
+            run.device,
+            keys.data.num_workers,
+            _report_on_every_rank(run),
+            shard=token_shard(keys.family, mesh),
+        ),
         run.resolved.precision,
         seed=keys.seed,
         step=state.start.step,
@@ -129,6 +140,12 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
     )
+
+
+def token_shard(family: Family, mesh: Mesh) -> ShardFields | None:
+    """Return a function that selects the tokens of a context-parallel rank; None for one rank."""
+    ranks = mesh.context
+    return ranks and partial(shard_batch, rank=ranks.rank, size=ranks.size, causal=family != "bert")
 
 
 def _shorten(run: RunContext, module: LanguageModule, max_steps: int) -> None:
@@ -201,7 +218,10 @@ def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction
                 limit_batches=None if batches is None else batches * per_global_batch,
                 device=run.device,
                 ranks=run.mesh.data,
+                replicas=run.mesh.replicas,
                 pads_batches=run.mesh.tensor is not None,
+                shard=token_shard(run.resolved.data.family, run.mesh),
+                counts_targets=run.mesh.context is None or run.mesh.context.rank == 0,
                 should_stop=should_stop,
             )
         finally:

@@ -9,7 +9,6 @@ import torch
 
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
-from ...models.parallel.collectives import TensorParallel
 from ...models.parallel.partition import partitions_of
 from ...models.peft.apply import trainable_parameters
 from ...models.tensor_parallel import partial_gradients, reduce_partial_gradients
@@ -29,6 +28,7 @@ from ..optim.ema import EMA
 from ..utils.errors import UserError
 from ..utils.text import pluralize
 from .resume import check_resume_compatibility, initial_run_state, load_resumed_weights
+from .run_checks import call_kinds
 from .run_context import RunContext
 
 
@@ -61,12 +61,11 @@ def build_training_state(run: RunContext) -> TrainingState:
     base = find_configured_pretrained(resolved.model.restore_from_path)
     start = initial_run_state(resolved, run.data, _base_record(run, base))
     data_parallel = build_data_parallel(resolved, run.device, run.mesh)
-    tensor_parallel = run.mesh.tensor
-    model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel, tensor_parallel)
+    model = build_model(resolved, run.data.vocab_size, run.device, run.model_plan, data_parallel, run.mesh)
     if resumed is None:
         for line in load_pretrained_weights(resolved, model, run.data.tokenizer, base):
             run.logger.log(line)
-    optimizer = build_optimizer(resolved, model, data_parallel, tensor_parallel)
+    optimizer = build_optimizer(resolved, model, data_parallel, run.mesh)
     if resumed is not None:
         start = _resume(run, resumed, start, model, optimizer, base)
     ema = build_ema(resolved.exp_manager.ema, model, optimizer, data_parallel)
@@ -124,7 +123,7 @@ def build_model(
     device: torch.device,
     model_plan: ModelPlan | None = None,
     data_parallel: DataParallel | None = None,
-    tensor_parallel: TensorParallel | None = None,
+    mesh: Mesh | None = None,
 ) -> LanguageModel:
     """Build the model with its initial weights.
 
@@ -134,7 +133,7 @@ def build_model(
         device: device of the model.
         model_plan: its attention backends, if they have been chosen before.
         data_parallel: shards the parameters over processes; None for one process.
-        tensor_parallel: the ranks that share each layer; None for one.
+        mesh: the ranks that share the model; None for one process.
 
     Raises:
         UserError: no attention backend is available, or `model.compile` is not supported.
@@ -152,7 +151,10 @@ def build_model(
             sharding=data_parallel,
             peft=run.peft,
             plan=model_plan,
-            tensor_parallel=tensor_parallel,
+            kinds=call_kinds(run),
+            tensor_parallel=mesh and mesh.tensor,
+            context_parallel=mesh and mesh.context,
+            expert_parallel=mesh and mesh.expert,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
@@ -162,17 +164,16 @@ def build_optimizer(
     run: ResolvedRun,
     model: LanguageModel,
     data_parallel: DataParallel | None = None,
-    tensor_parallel: TensorParallel | None = None,
+    mesh: Mesh | None = None,
 ) -> Optimizer:
     """Build the optimizer of `model.optim` for all parameters of the model."""
     collectives = {} if data_parallel is None else data_parallel.optimizer_arguments
-    if tensor_parallel is not None:
-        collectives |= {
-            "sum_over_parts": tensor_parallel.sum,
-            "reduce_gradients": partial(
-                reduce_partial_gradients, partial=partial_gradients(model, tensor_parallel), ranks=tensor_parallel
-            ),
-        }
+    if mesh is not None and mesh.tensor is not None:
+        names = partial_gradients(model, mesh.tensor)
+        reduce = partial(reduce_partial_gradients, partial=names, ranks=mesh.tensor)
+        collectives |= {"sum_over_parts": mesh.tensor.sum, "reduce_gradients": reduce}
+    if mesh is not None and mesh.expert is not None:
+        collectives["sum_over_experts"] = mesh.expert.sum
     return optimizer_factory.build_optimizer(
         run.model,
         model.named_parameters(),

@@ -23,6 +23,8 @@ from .datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors, concatena
 PREFETCH_FACTOR = 2
 """Prefetched global batches."""
 
+ShardFields = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
 
 class MicroBatch(NamedTuple):
     """Samples of one forward pass.
@@ -103,15 +105,17 @@ def _batch_from_arrays(indices: tuple[int, ...], arrays: dict[str, np.ndarray]) 
 
 
 class _GlobalBatches:
-    """Maps the micro batches of a step to their samples."""
+    """Maps the micro batches of a step to their samples, or to this rank's tokens of these."""
 
-    def __init__(self, samples: AnySamples) -> None:
+    def __init__(self, samples: AnySamples, shard: ShardFields | None) -> None:
         self.samples = samples
+        self.shard = shard
 
     def __call__(self, part: MicroBatchIndices) -> GlobalBatch:
         size = part.micro_batch_size
         batches = [self.samples.batch(part.first_sample + number * size, size) for number in part.indices]
-        return GlobalBatch.from_fields(part.indices, batch_tensors(concatenate_batches(batches)))
+        fields = batch_tensors(concatenate_batches(batches))
+        return GlobalBatch.from_fields(part.indices, fields if self.shard is None else self.shard(fields))
 
 
 class PrefetchingDataLoader:
@@ -120,6 +124,7 @@ class PrefetchingDataLoader:
     Args:
         device: device to copy batches to.
         num_workers: worker processes; 0 uses a thread.
+        shard: returns this rank's tokens of the fields of a batch; None: all.
         report: logs a line when a worker that died is replaced.
     """
 
@@ -130,8 +135,9 @@ class PrefetchingDataLoader:
         device: torch.device,
         num_workers: int = 0,
         report: Callable[[str], None] = print,
+        shard: ShardFields | None = None,
     ) -> None:
-        self._batches = _GlobalBatches(dataset)
+        self._batches = _GlobalBatches(dataset, shard)
         self._parts = batch_sampler
         self._device = device
         self._num_workers = num_workers

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from ...models.dispatch.context_calls import ContextSplit
 from ...models.parallel.collectives import TensorParallel
-from ...models.parallel.layout import Axis, ParallelLayout
+from ...models.parallel.context import ContextParallel
+from ...models.parallel.expert import ExpertParallel
+from ...models.parallel.layout import ParallelLayout
 from .process_group import DistributedContext
 
 
@@ -22,46 +25,82 @@ class Mesh:
         data: ranks with other samples; its rank and size number the micro batches.
         replicas: ranks that hold the same part of the model: their losses and gradients add up.
         tensor: ranks that share each layer; None for one.
-        expert_replicas: ranks that hold the same experts; None if every rank has all.
+        context: ranks that share the tokens of each sequence; None for one.
+        expert: ranks that share the experts of each layer; None if every rank has all.
+        expert_replicas: ranks that hold the same experts; None likewise.
     """
 
     layout: ParallelLayout
     data: DistributedContext
     replicas: DistributedContext
     tensor: TensorParallel | None = None
+    context: ContextParallel | None = None
+    expert: ExpertParallel | None = None
     expert_replicas: DistributedContext | None = None
 
 
-def build_mesh(layout: ParallelLayout, ranks: DistributedContext) -> Mesh:
-    """Create the process groups of a layout; a collective of all ranks."""
-    if layout.data == layout.world_size:
+def build_mesh(layout: ParallelLayout, split: ContextSplit | None, ranks: DistributedContext) -> Mesh:
+    """Create the process groups of a layout; a collective of all ranks.
+
+    Args:
+        layout: number of ranks on each axis.
+        split: how context-parallel ranks share attention; None for one.
+        ranks: all ranks.
+    """
+    if layout.data == layout.world_size and layout.expert == 1:
         return Mesh(layout, ranks, ranks)
     place = layout.coordinates(ranks.rank)
-    data = _subgroup(layout, ranks, "data")
-    replicas = data if layout.context == 1 else _subgroup(layout, ranks, "data", "context")
+    data = ranks if layout.data == layout.world_size else _subgroup(layout.groups("data"), ranks)
+    replicas = data if layout.context == 1 else _subgroup(layout.groups("data", "context"), ranks)
     tensor = None
     if layout.tensor > 1:
-        group: Any = _subgroup(layout, ranks, "tensor").group
         tensor = TensorParallel(
             place.tensor,
             layout.tensor,
-            group.group_name,
+            _group_name(layout.groups("tensor"), ranks),
             sequence=layout.sequence,
             data_rank=replicas.rank,
             data_ranks=replicas.world_size,
         )
-    return Mesh(layout, data, replicas, tensor)
+    context = None if split is None else _context_parallel(layout, split, place.context, ranks)
+    if layout.expert == 1:
+        return Mesh(layout, data, replicas, tensor, context)
+    expert_replicas = _subgroup(layout.expert_data_groups(), ranks)
+    expert = ExpertParallel(
+        ranks.rank % layout.expert,
+        layout.expert,
+        _group_name(layout.expert_groups(), ranks),
+        expert_replicas.rank,
+        expert_replicas.world_size,
+    )
+    return Mesh(layout, data, replicas, tensor, context, expert, expert_replicas)
 
 
-def _subgroup(layout: ParallelLayout, ranks: DistributedContext, *axes: Axis) -> DistributedContext:
-    """Create the groups of ranks that differ on these axes only; return this rank's."""
-    own = layout.group_of(ranks.rank, *axes)
+def _context_parallel(
+    layout: ParallelLayout, split: ContextSplit, rank: int, ranks: DistributedContext
+) -> ContextParallel:
+    groups = layout.groups("context")
+    name = _group_name(groups, ranks)
+    if split.exchange != "a2a+p2p":
+        return ContextParallel(rank, split, name)
+    heads = [
+        group[first : first + split.neighbours] for group in groups for first in range(0, split.size, split.neighbours)
+    ]
+    rings = [group[first :: split.neighbours] for group in groups for first in range(split.neighbours)]
+    return ContextParallel(rank, split, name, _group_name(heads, ranks), _group_name(rings, ranks))
+
+
+def _subgroup(groups: Sequence[tuple[int, ...]], ranks: DistributedContext) -> DistributedContext:
+    """Create these groups of ranks; return this rank's."""
+    own = next(members for members in groups if ranks.rank in members)
     group: Any = None
     if len(own) > 1:
-        created = {members: _new_group(members, ranks.timeout) for members in layout.groups(*axes)}
+        created = {members: dist.new_group(list(members), timeout=ranks.timeout) for members in groups}
         group = created[own]
     return DistributedContext(own.index(ranks.rank), len(own), ranks.local_rank, ranks.timeout, group)
 
 
-def _new_group(members: tuple[int, ...], timeout: timedelta | None) -> Any:
-    return dist.new_group(list(members), timeout=timeout)
+def _group_name(groups: Sequence[tuple[int, ...]], ranks: DistributedContext) -> str:
+    """Create these groups of several ranks; return the name of this rank's, for functional collectives."""
+    group: Any = _subgroup(groups, ranks).group
+    return group.group_name

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config.run_precision import RunPrecision
+from ..data.dataloader import ShardFields
 from ..data.datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors
 from ..device.precision import autocast_context
 from ..distributed.process_group import DistributedContext
@@ -84,7 +85,10 @@ def evaluate(
     limit_batches: int | None = None,
     device: torch.device | str = "cpu",
     ranks: DistributedContext | None = None,
+    replicas: DistributedContext | None = None,
     pads_batches: bool = False,
+    shard: ShardFields | None = None,
+    counts_targets: bool = True,
     should_stop: Callable[[], bool] | None = None,
 ) -> EvaluationResult:
     """Evaluate a model on each sample once; batches are distributed round-robin over the ranks.
@@ -96,7 +100,10 @@ def evaluate(
         batch_size: samples per forward pass; it affects the result by rounding only.
         limit_batches: maximum number of batches; None for all.
         ranks: ranks with other samples that evaluate together; each gets the total result. None: this process alone.
+        replicas: ranks whose losses add up, if these are more than `ranks`.
         pads_batches: every forward pass has `batch_size` samples, also if there are fewer in all.
+        shard: returns this rank's tokens of the fields of a batch; None: all.
+        counts_targets: this rank counts the tokens of its batches; of several ranks with the same batches one does.
         should_stop: called after each batch but the last; must return the same value on all ranks.
 
     Raises:
@@ -128,12 +135,15 @@ def evaluate(
         # Pad a smaller last batch, which a compiled model would recompile for.
         if len(labels) < batch_size and (number > 0 or ranks.world_size > 1 or pads_batches):
             fields = {name: _pad_rows(name, field, batch_size) for name, field in fields.items()}
+        fields = fields if shard is None else shard(fields)
         losses.append(loss(**{name: field.to(device) for name, field in fields.items()}))
-        tokens += len(counted)
-        text_bytes += int(token_bytes[counted].sum())
+        if counts_targets:
+            tokens += len(counted)
+            text_bytes += int(token_bytes[counted].sum())
     total = sum(torch.stack(losses).tolist())
-    if ranks.world_size > 1:
-        total, tokens, text_bytes = ranks.all_reduce_(
+    replicas = replicas or ranks
+    if replicas.world_size > 1:
+        total, tokens, text_bytes = replicas.all_reduce_(
             torch.tensor([total, tokens, text_bytes], dtype=torch.float64)
         ).tolist()
     if tokens == 0:

@@ -194,7 +194,6 @@ def collect_inputs(
     *,
     vocab_size: int | None = None,
     model_plan: ModelPlan | None = None,
-    context_split: ContextSplit | None = None,
 ) -> RunInputs:
     """Collect the inputs of an estimate.
 
@@ -203,7 +202,6 @@ def collect_inputs(
         target: device and software.
         vocab_size: vocabulary size of the tokenizer; None: `override_vocab_size`.
         model_plan: its attention backends on the target, if they have been chosen before.
-        context_split: how context-parallel ranks share attention; None: in a ring.
 
     Raises:
         ValueError: no attention backend supports the run, compilation is not available, the vocabulary is too small, or
@@ -216,7 +214,7 @@ def collect_inputs(
     family = rank_slice(whole, mesh.tensor)
     all_counts = count_trainable(keys, vocab_size, run.batch_spec)
     counts = count_rank(all_counts, whole, family, mesh)
-    split = None if mesh.context == 1 else context_split or ContextSplit(mesh.context)
+    split = run.context_split
     context: CallContext = {
         "device": target.device,
         "capability": target.capability,

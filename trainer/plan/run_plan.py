@@ -10,7 +10,6 @@ from ...kernels.attention.call_spec import InstalledSoftware
 from ...kernels.attention.installed_software import detect_installed_software
 from ...models.build import ModelPlan
 from ...models.config.memory import RecomputeModule, RecomputeSlice
-from ...models.dispatch.context_calls import ContextSplit
 from ...models.memory.host_copies import SLAB_BYTES
 from ...models.model_cost import count_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
@@ -94,12 +93,7 @@ class Plan:
 
 
 def make_plan(
-    run: ResolvedRun,
-    target: Target,
-    *,
-    vocab_size: int | None = None,
-    model_plan: ModelPlan | None = None,
-    context_split: ContextSplit | None = None,
+    run: ResolvedRun, target: Target, *, vocab_size: int | None = None, model_plan: ModelPlan | None = None
 ) -> Plan:
     """Estimate memory and step time of a rank of a run; arguments as in `collect_inputs`.
 
@@ -107,7 +101,7 @@ def make_plan(
         ValueError: as `collect_inputs`.
         UserError: CUDA graphs are required but not supported for this run.
     """
-    inputs = collect_inputs(run, target, vocab_size=vocab_size, model_plan=model_plan, context_split=context_split)
+    inputs = collect_inputs(run, target, vocab_size=vocab_size, model_plan=model_plan)
     memory, model = memory_plan(inputs), (run.model, inputs.vocab_size, run.batch_spec)
     inactive = count_parameters(*model) - count_parameters(*model, active=True)  # experts
     return Plan(

@@ -25,6 +25,7 @@ from . import (
     model_key_rules,
     offload_key_rules,
     optim_rules,
+    parallel_rules,
     peft_rules,
     process_rules,
     task_rules,
@@ -38,6 +39,7 @@ Rule = Callable[[RuleContext], Iterator[Finding]]
 
 _MODULES = (
     process_rules,
+    parallel_rules,
     offload_key_rules,
     optim_rules,
     model_key_rules,

@@ -93,8 +93,8 @@ def _devices(context: RuleContext) -> tuple[str, ...]:
     """Return the keys that determine the number of data-parallel ranks."""
     if num_processes(context) == 1:
         return ()
-    tensor = context.root.model.tensor_model_parallel_size
-    return ("trainer.devices", *(("model.tensor_model_parallel_size",) if tensor > 1 else ()))
+    names = ("tensor_model_parallel_size", "context_parallel_size")
+    return ("trainer.devices", *(f"model.{name}" for name in names if getattr(context.root.model, name) > 1))
 
 
 def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:

@@ -1,0 +1,118 @@
+"""Rules of model parallelism: which models, samples and processes can be split over which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ....models.config.families import keys_by_stack
+from ....models.config.key_block import Finding
+from ....models.parallel.layout import ParallelLayout
+from ....models.parallel.rules import COMM_TYPE, CONTEXT, EXPERT, TENSOR, SplitModel, parallel_rules, world_rules
+from ..data_task import task_from_keys
+from .rule_context import RuleContext, num_data_ranks
+
+_HIERARCHY = "model.hierarchical_context_parallel_sizes"
+
+
+def processes_make_up_replicas(context: RuleContext) -> Iterator[Finding]:
+    """The processes make up whole replicas of the model; with `devices: auto` a run checks that when it starts."""
+    trainer = context.root.trainer
+    if isinstance(trainer.devices, int) and _mesh(context).model_ranks > 1:
+        yield from world_rules(_mesh(context), trainer.devices, trainer.num_nodes)
+
+
+def models_and_samples_split(context: RuleContext) -> Iterator[Finding]:
+    """Heads, channels, vocabulary, tokens and experts are split evenly."""
+    keys = context.root.model
+    try:
+        task = task_from_keys(keys)
+    except ValueError:  # reported by another rule
+        return
+    length = "model.seq_length" if keys.family == "t5" else "model.encoder_seq_length"
+    lengths = {length if keys.data.seq_length is None else "model.data.seq_length": task.length}
+    if task.is_encoder_decoder:
+        lengths["model.data.seq_length_dec"] = task.decoder_length
+    mesh = replace(_mesh(context), sequence=keys.sequence_parallel)
+    split = SplitModel(
+        keys=keys, mesh=mesh, lengths=lengths, micro_batch=keys.micro_batch_size, comm_type=keys.cp_comm_type
+    )
+    auto = context.root.trainer.devices == "auto"
+    yield from (found for found in parallel_rules(split) if not (auto and found.keys == (EXPERT, "trainer.devices")))
+
+
+def parts_of_models_split(context: RuleContext) -> Iterator[Finding]:
+    """Some parts of a model are not supported on several ranks."""
+    keys = context.root.model
+    tensor, ranks = keys.tensor_model_parallel_size, keys.context_parallel_size
+    experts = [at for at, stack in keys_by_stack(keys).items() if stack.num_moe_experts]
+    for at, stack in keys_by_stack(keys).items():
+        if tensor > 1 and stack.moe_input_jitter_eps:
+            path = f"model.{at}moe_input_jitter_eps"
+            message = f"`moe_input_jitter_eps` ({stack.moe_input_jitter_eps}) would depend on the tensor-parallel ranks"
+            yield Finding.error((path, TENSOR), message, f"{path}=null")
+    if ranks > 1 and experts:
+        message = f"`context_parallel_size` ({ranks}) does not support models with experts"
+        yield Finding.error((CONTEXT, f"model.{experts[0]}num_moe_experts"), message, f"{CONTEXT}=1")
+    scheme = keys.peft.peft_scheme
+    if ranks > 1 and scheme in ("ptuning", "prompt"):
+        message = f"`context_parallel_size` ({ranks}) does not support soft prompts: `peft_scheme` ({scheme})"
+        yield Finding.error((CONTEXT, "model.peft.peft_scheme"), message, f"{CONTEXT}=1")
+    if keys.expert_model_parallel_size > 1 and keys.fsdp and keys.fsdp_sharding_strategy == "hybrid":
+        yield Finding.error(
+            ("model.fsdp_sharding_strategy", EXPERT),
+            "`fsdp_sharding_strategy` (hybrid) does not support experts that ranks share "
+            f"(`expert_model_parallel_size`: {keys.expert_model_parallel_size})",
+            "model.fsdp_sharding_strategy=full",
+        )
+
+
+def hierarchy_of_context_ranks_fits(context: RuleContext) -> Iterator[Finding]:
+    """`a2a+p2p` needs the sizes of its groups, which multiply to the context-parallel ranks."""
+    keys = context.root.model
+    sizes, ranks = keys.hierarchical_context_parallel_sizes, keys.context_parallel_size
+    if keys.cp_comm_type != "a2a+p2p" or ranks == 1:
+        if sizes is not None:
+            yield Finding.warning(
+                (_HIERARCHY, COMM_TYPE),
+                f"`hierarchical_context_parallel_sizes` ({sizes}) has no effect without `cp_comm_type` a2a+p2p and "
+                "several context-parallel ranks",
+                f"{_HIERARCHY}=null",
+            )
+        return
+    if sizes is None or sizes[0] * sizes[1] != ranks:
+        fits = next((size for size in range(2, ranks) if ranks % size == 0), None)
+        yield Finding.error(
+            (_HIERARCHY, COMM_TYPE, CONTEXT),
+            f"`hierarchical_context_parallel_sizes` ({sizes}) must be two sizes whose product is "
+            f"`context_parallel_size` ({ranks}), for `cp_comm_type` a2a+p2p",
+            f"{_HIERARCHY}=[{fits},{ranks // fits}]" if fits else f"{COMM_TYPE}=p2p",
+        )
+
+
+def dispatcher_needs_expert_ranks(context: RuleContext) -> Iterator[Finding]:
+    """Dispatchers send tokens to experts on other ranks; `flex` needs kernels that stoker does not have."""
+    ranks = context.root.model.expert_model_parallel_size
+    for at, stack in keys_by_stack(context.root.model).items():
+        path, name = f"model.{at}moe_token_dispatcher_type", stack.moe_token_dispatcher_type
+        if name is None:
+            continue
+        if ranks == 1:
+            message = (
+                f"`moe_token_dispatcher_type` ({name}) has no effect with `expert_model_parallel_size` (1): each rank "
+                "holds all experts, and no tokens are exchanged."
+            )
+            yield Finding.info((path,), message)
+        elif name == "flex":
+            message = "`moe_token_dispatcher_type` (flex) needs the kernels of DeepEP, which are not supported"
+            yield Finding.error((path, EXPERT), message, f"{path}=alltoall")
+
+
+def _mesh(context: RuleContext) -> ParallelLayout:
+    keys = context.root.model
+    return ParallelLayout(
+        data=num_data_ranks(context),
+        tensor=keys.tensor_model_parallel_size,
+        context=keys.context_parallel_size,
+        expert=keys.expert_model_parallel_size,
+    )
