@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fork_server import ForkServer
 from parallel_models import build
-from tiers import extra
+from tiers import extra, full_only
 
 from stoker.models.parallel.collectives import TensorParallel
 from stoker.models.parallel.expert import ExpertParallel
@@ -109,3 +109,19 @@ def test_what_cannot_be_split_is_refused(
     tensor, experts = (ranks, None) if isinstance(ranks, TensorParallel) else (None, ranks)
     with pytest.raises(ValueError, match=message):
         build(keys, tensor, experts=experts)
+
+
+@full_only
+def test_compiled_layers_exchange_tokens_inside_their_graphs(forks: ForkServer, tmp_path: Path) -> None:
+    cases = [
+        (MOE | SHARED | {"compile": True}, {"data": 2, "expert": 2}, LENGTHS),
+        (MOE | RECOMPUTE | {"compile": True}, {"tensor": 2, "expert": 2}, {}),
+        (MOE | TIGHT | PADDED | {"compile": True}, {"data": 2, "expert": 2}, {}),
+        (MOE | GATHER | FIRST | {"compile": True}, {"tensor": 2, "expert": 2}, {}),
+    ]
+    for case, differences in zip(
+        cases, forks.call("parallel_experts", "compare", str(tmp_path), 2, cases), strict=True
+    ):
+        assert differences.pop("experts") == 0.5
+        assert differences.pop("fp32 statistics") < 1e-6
+        assert all(value < 1e-12 for value in differences.values()), (case, differences)
