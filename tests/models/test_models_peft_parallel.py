@@ -36,6 +36,7 @@ ADAPTERS = {"peft_scheme": "adapter", "adapter_tuning": {"adapter_dim": 5, "row_
 PROMPT = {"peft_scheme": "ptuning", "p_tuning": {"virtual_tokens": 4, "bottleneck_dim": 6, "embedding_dim": 5}}
 IA3 = {"peft_scheme": "ia3"}
 SELECTED = {"peft_scheme": "selective", "selective_tuning": {"tunable_base_param_names": ["layers.1.mlp", "qkv.bias"]}}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 8}
 RECOMPUTED = {"activations_checkpoint_modules": ["norm", "mlp_activation", "core_attention"]}
 
 CASES: list[tuple[dict[str, Any], bool]] = [
@@ -43,11 +44,12 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({**SHARED_HEADS, "peft": lora()}, False),
     ({**T5, "peft": lora()}, True),
     ({**SHARED_HEADS, "peft": IA3}, True),
-    ({**T5, "peft": IA3}, False),
     ({**SHARED_HEADS, "peft": ADAPTERS, "transformer_block_type": "normformer"}, True),
     ({**LLAMA, "position_embedding_type": "alibi", "peft": PROMPT}, True),
-    ({**SHARED_HEADS, "peft": SELECTED}, True),
     *extra(
+        ({**SHARED_HEADS, "peft": SELECTED}, True),
+        ({**T5, "peft": IA3}, False),
+        ({**LLAMA, **EXPERTS, "peft": lora()}, True),
         ({**SHARED_HEADS, "peft": lora()}, True),
         ({**LLAMA, "peft": lora("attention_qkv", variant="nemo")}, True),
         ({**LLAMA, **RECOMPUTED, "peft": lora("mlp", layer_selection=[2])}, True),

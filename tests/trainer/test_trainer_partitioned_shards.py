@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -263,6 +265,50 @@ def test_optimizers_that_need_whole_matrices_of_experts_say_so(kind: type[Optimi
         UserError, match=r"`experts.up` is a stack of matrices that are split over 2 ranks, but .* whole"
     ):
         build(parts={"experts.up": RankPart(split, 0, 2)})
+
+
+@pytest.mark.parametrize("kind", [partial(Adafactor, beta1=0.9), partial(AdamW, scale_parameter=True), Muon])
+def test_ranks_that_share_experts_update_them_as_one(kind: Any) -> None:
+    """Matrices of experts and their biases, of which each rank has its own, and a matrix that both have."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"experts.up": (4, 6, 5), "experts.up_bias": (4, 6), "output.weight": (6, 5)}
+    weights, *gradients = [
+        {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        for _ in range(4)
+    ]
+    barrier, sent = threading.Barrier(2), [torch.zeros(0)] * 2
+
+    def train(rank: int | None) -> dict[str, Tensor]:
+        def mine(full: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t if rank is None or n == "output.weight" else t[2 * rank :][:2] for n, t in full.items()}
+
+        def total(tensor: Tensor) -> Tensor:
+            assert rank is not None
+            sent[rank] = tensor
+            barrier.wait(60)
+            found = sent[0] + sent[1]
+            barrier.wait(60)
+            return found
+
+        held = {name: nn.Parameter(tensor.clone()) for name, tensor in mine(weights).items()}
+        others: dict[str, Any] = {}
+        if rank is not None:
+            share = RankPart(Partition(0, (Section(4, 2),)), rank, 2, axis="expert")
+            parts = {name: share if "experts" in name else RankPart(None, 0, 1, rank, 2) for name in shapes}
+            others = {"parts": parts, "sum_over_experts": total}
+        optimizer = kind(held.items(), lr=0.1, **others)
+        for gradient in gradients:
+            for name, tensor in mine(gradient).items():
+                held[name].grad = tensor.clone()
+            optimizer.step()
+        return {name: parameter.detach() for name, parameter in held.items()}
+
+    whole = train(None)
+    with ThreadPoolExecutor(2) as pool:
+        for rank, found in enumerate(pool.map(train, range(2))):
+            for name, tensor in found.items():
+                expected = whole[name] if name == "output.weight" else whole[name][2 * rank :][:2]
+                torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-14)
 
 
 class Attention(nn.Module):
