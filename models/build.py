@@ -60,8 +60,8 @@ class Sharding(Protocol):
         """Shard the parameters of a model on the meta device, in place."""
         ...
 
-    def load_full(self, parameter: Tensor, full: Tensor) -> None:
-        """Copy the local shard of a full parameter (fp32, CPU) into the sharded parameter."""
+    def initial_rows(self, parameter: Tensor) -> tuple[Tensor, int]:
+        """Return the local rows of a parameter, whose memory it shares, and the first of them."""
         ...
 
 
@@ -183,7 +183,7 @@ def build_model(
     else:
         sharding.shard(model)
         model.to_empty(device=device)
-        initialize_(model, _init_rules_of(model, described), sharding.load_full)
+        initialize_(model, _init_rules_of(model, described), sharding.initial_rows)
     if make_copies is not None:
         enable_offloading(model, described, make_copies)
     return model
