@@ -19,7 +19,7 @@ from .assemble import Backends, LanguageModel, assemble
 from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
-from .config.peft import PeftSlice, PromptSlice, peft_dropout
+from .config.peft import LoRASlice, PeftSlice, PromptSlice
 from .config.stack import StackSlice
 from .config.t5 import T5Slice
 from .context_parallel import apply_context_parallel, check_parts
@@ -111,10 +111,10 @@ def build_model(
     device = torch.device(device)
     described = full = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
     if tensor_parallel is not None:
-        if peft_dropout(peft):
+        if isinstance(peft, LoRASlice) and peft.dropout:
             raise ValueError(
-                f"`adapter_dropout` ({peft_dropout(peft)}) must be 0 in a model split over {tensor_parallel.size} "
-                "tensor-parallel ranks, on which its masks would depend."
+                f"`lora_tuning.adapter_dropout` ({peft.dropout}) must be 0 in a model of {tensor_parallel.size} "
+                "tensor-parallel ranks, which have parts of the inputs of a layer."
             )
         described = rank_slice(full, tensor_parallel.size)
         has_experts = any(stack.moe is not None for stack in full.stacks)

@@ -28,7 +28,6 @@ from stoker.trainer.checkpoint.reader import Checkpoint
 from stoker.trainer.checkpoint.sharded_safetensors import open_full_tensors, read_shards, shard_file_name, write_shards
 from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.base_optimizer import Optimizer
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.muon import Muon
 from stoker.trainer.utils.errors import UserError
