@@ -19,7 +19,7 @@ from .assemble import Backends, LanguageModel, assemble
 from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
-from .config.peft import PeftSlice, PromptSlice, peft_dropout
+from .config.peft import LoRASlice, PeftSlice, PromptSlice
 from .config.stack import StackSlice
 from .config.t5 import T5Slice
 from .context_parallel import apply_context_parallel, check_parts
@@ -60,8 +60,8 @@ class Sharding(Protocol):
         """Shard the parameters of a model on the meta device, in place."""
         ...
 
-    def load_full(self, parameter: Tensor, full: Tensor) -> None:
-        """Copy the local shard of a full parameter (fp32, CPU) into the sharded parameter."""
+    def initial_rows(self, parameter: Tensor) -> tuple[Tensor, int]:
+        """Return the local rows of a parameter, whose memory it shares, and the first of them."""
         ...
 
 
@@ -111,10 +111,10 @@ def build_model(
     device = torch.device(device)
     described = full = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
     if tensor_parallel is not None:
-        if peft_dropout(peft):
+        if isinstance(peft, LoRASlice) and peft.dropout:
             raise ValueError(
-                f"`adapter_dropout` ({peft_dropout(peft)}) must be 0 in a model split over {tensor_parallel.size} "
-                "tensor-parallel ranks, on which its masks would depend."
+                f"`lora_tuning.adapter_dropout` ({peft.dropout}) must be 0 in a model of {tensor_parallel.size} "
+                "tensor-parallel ranks, which have parts of the inputs of a layer."
             )
         described = rank_slice(full, tensor_parallel.size)
         has_experts = any(stack.moe is not None for stack in full.stacks)
@@ -183,7 +183,7 @@ def build_model(
     else:
         sharding.shard(model)
         model.to_empty(device=device)
-        initialize_(model, _init_rules_of(model, described), sharding.load_full)
+        initialize_(model, _init_rules_of(model, described), sharding.initial_rows)
     if make_copies is not None:
         enable_offloading(model, described, make_copies)
     return model

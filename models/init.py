@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .layers.attention_bias import alibi_slopes, inverse_softplus
 from .parallel.partition import RankPart, partitions_of
+from .random_tiles import draw_normal
 
 OUTPUT_PROJECTIONS = (
     *(".attention.output.weight", ".cross_attention.output.weight", ".mlp.down.weight"),
@@ -20,6 +21,8 @@ OUTPUT_PROJECTIONS = (
 )
 Initializer = Callable[[str, torch.Size, torch.Generator], Tensor]
 """Initializer of a parameter: from name, shape and generator to its value, fp32 on the CPU."""
+_ZEROS = (".bias", "_bias", ".score_positions.log_a")
+"""Ends of names of parameters that are 0 at the start."""
 TOKEN_EMBEDDINGS = ("token_embedding.weight", "decoder_token_embedding.weight")
 
 
@@ -50,10 +53,9 @@ class InitRules:
         return next((rules for prefix, rules in self.prefix_rules.items() if name.startswith(prefix)), self)
 
 
-def generator_for(seed: int, name: str) -> torch.Generator:
-    """Return a CPU generator seeded with the SHA-256 of seed and name."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+def key_of(seed: int, name: str) -> int:
+    """Return the seed of a parameter, from the SHA-256 of seed and name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big") >> 1
 
 
 def initial_parameter(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
@@ -62,48 +64,91 @@ def initial_parameter(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
     Biases are 0, norm weights `norm_weight`, matrices normal. Kerple's parameters are a = p = 1 and b the slopes of
     ALiBi.
     """
+    return initial_rows(name, shape, rules, None, 0, shape[0] if shape else 1)
+
+
+def initial_rows(
+    name: str, shape: torch.Size, rules: InitRules, part: RankPart | None, first: int, count: int
+) -> Tensor:
+    """Return some rows of this rank's part of the initial value of a parameter, in fp32 on the CPU.
+
+    Of matrices nothing else is drawn, up to a tile (`random_tiles`).
+
+    Args:
+        name: name of the parameter.
+        shape: shape of the part.
+        rules: initialization of the model.
+        part: this rank's part; None for the full parameter.
+        first, count: rows of the part.
+    """
+    full = shape if part is None else torch.Size(part.full_shape(shape))
+    ranges = [] if part is None else part.ranges()
+    dim = part.partition.dim if part is not None and part.partition is not None else 0
+    if name in rules.initializers or len(shape) < 2 or name.endswith(_ZEROS):
+        value = _whole_value(name, full, rules)
+        if ranges:
+            value = torch.cat([value.narrow(dim, each.start, each.size) for each in ranges], dim)
+        return value[first : first + count] if value.ndim else value
+    rows, columns = [(0, full[0])], None
+    if ranges and dim == 0:
+        rows = [(each.start, each.size) for each in ranges]
+    elif ranges:
+        assert len(shape) == 2, "matrices of experts are never split"
+        columns = ranges[0].start, ranges[0].size
+    inner = full[1:-1].numel()
+    held = [(start * inner, size * inner) for start, size in _clip(rows, first, count)]
+    drawn = draw_normal(key_of(rules.seed, name), (full[0] * inner, full[-1]), held, columns)
+    return drawn.mul_(_std(name, rules)).view(count, *shape[1:])
+
+
+def _whole_value(name: str, shape: torch.Size, rules: InitRules) -> Tensor:
+    """Return the value of a parameter that is not a normal matrix."""
     if name in rules.initializers:
-        generator = generator_for(rules.seed, name)
-        return rules.initializers[name](name, shape, generator)
-    rules = rules.for_parameter(name)
+        return rules.initializers[name](name, shape, torch.Generator("cpu").manual_seed(key_of(rules.seed, name)))
     if name.endswith(".head_scale"):
         return torch.ones(shape)
     if name.endswith(".score_positions.raw_p"):
         return torch.full(shape, inverse_softplus(1.0))
     if name.endswith(".score_positions.raw_b"):
         return torch.tensor([inverse_softplus(slope) for slope in alibi_slopes(shape[0])])
-    if name.endswith((".bias", "_bias", ".score_positions.log_a")):
+    if name.endswith(_ZEROS):
         return torch.zeros(shape)
-    if len(shape) == 1:
-        return torch.full(shape, rules.norm_weight)
-    std = rules.output_std if name.endswith(OUTPUT_PROJECTIONS) else rules.std
+    return torch.full(shape, rules.for_parameter(name).norm_weight)
+
+
+def _std(name: str, rules: InitRules) -> float:
+    rules = rules.for_parameter(name)
     if name in TOKEN_EMBEDDINGS and rules.embedding_std is not None:
-        std = rules.embedding_std
-    return torch.empty(shape).normal_(0.0, std, generator=generator_for(rules.seed, name))
+        return rules.embedding_std
+    return rules.output_std if name.endswith(OUTPUT_PROJECTIONS) else rules.std
 
 
-def initial_part(name: str, shape: torch.Size, rules: InitRules, part: RankPart | None) -> Tensor:
-    """Return this rank's part, of shape `shape`, of the initial value of a parameter; None for all of it."""
-    if part is None or part.partition is None:
-        return initial_parameter(name, shape, rules)
-    full = initial_parameter(name, torch.Size(part.full_shape(shape)), rules)
-    dim = part.partition.dim
-    return torch.cat([full.narrow(dim, each.start, each.size) for each in part.ranges()], dim)
+def _clip(ranges: list[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+    """Return the ranges of `count` of the rows in them, from row `first` on."""
+    found: list[tuple[int, int]] = []
+    for start, size in ranges:
+        skipped = min(first, size)
+        taken = min(count, size - skipped)
+        found.append((start + skipped, taken))
+        first, count = first - skipped, count - taken
+    return found
 
 
-def copy_full(parameter: Tensor, full: Tensor) -> None:
-    """Fill an unsharded parameter."""
-    parameter.copy_(full)
+def all_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """Return an unsharded parameter, whose first row is 0."""
+    return parameter, 0
 
 
-def initialize_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tensor], None] = copy_full) -> None:
+def initialize_(
+    model: nn.Module, rules: InitRules, local_rows: Callable[[Tensor], tuple[Tensor, int]] = all_rows
+) -> None:
     """Initialize every parameter of `model` in place, in parallel threads: sampling dominates the start-up time.
 
     Args:
         model: its parameters are on a real device.
         rules: initialization of the model.
-        fill: copies a full parameter (fp32 on the CPU), or the local shard of it, into the parameter. Under tensor or
-            expert parallelism it gets this rank's part of the parameter.
+        local_rows: returns the local rows of a parameter (of this rank's part of it, under tensor or expert
+            parallelism), and the first of them.
 
     Raises:
         ValueError: a parameter is still on the meta device.
@@ -115,7 +160,9 @@ def initialize_(model: nn.Module, rules: InitRules, fill: Callable[[Tensor, Tens
 
     def initialise_parameter(name: str) -> None:
         with torch.no_grad():  # grad mode is thread-local
-            fill(parameters[name], initial_part(name, parameters[name].shape, rules, parts.get(name)))
+            local, first = local_rows(parameters[name])
+            count = len(local) if local.ndim else 1
+            local.copy_(initial_rows(name, parameters[name].shape, rules, parts.get(name), first, count))
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(initialise_parameter, parameters))

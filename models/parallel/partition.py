@@ -102,6 +102,10 @@ def even_partition(dim: int, ranks: int, *sizes: int) -> Partition:
     return Partition(dim, tuple(Section(size, ranks) for size in sizes))
 
 
+PartAxis = Literal["tensor", "expert"]
+"""Ranks that hold the parts of a parameter."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankPart:
     """The part of a parameter that this rank holds, before data parallelism shards it further.
@@ -123,7 +127,7 @@ class RankPart:
     ranks: int
     replica: int = 0
     num_replicas: int = 1
-    axis: Literal["tensor", "expert"] = "tensor"
+    axis: PartAxis = "tensor"
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.ranks and 0 <= self.replica < self.num_replicas):

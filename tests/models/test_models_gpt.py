@@ -103,7 +103,7 @@ def test_init_statistics() -> None:
 def test_golden_weight() -> None:
     """The start of a seed is the same on every machine and in every version."""
     weight = gpt().token_embedding.weight
-    assert weight[0, :3].tolist() == pytest.approx([-0.0089908028, 0.0115297837, -0.0060347137], rel=1e-5)
+    assert weight[0, :3].tolist() == pytest.approx([0.0147131337, 0.0140105253, -0.0280882381], rel=1e-6)
 
 
 def test_parameter_names() -> None:

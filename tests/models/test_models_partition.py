@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,9 @@ from hypothesis import strategies as st
 from tiers import examples
 from torch import nn
 
-from stoker.models.init import InitRules, initial_parameter, initialize_
+from stoker.models.init import InitRules, initial_parameter, initial_rows, initialize_
 from stoker.models.parallel.partition import Partition, RankPart, Section, partitions_of
+from stoker.models.random_tiles import draw_normal
 
 QKV = Partition(0, (Section(8, 4), Section(4, 2), Section(4, 2)))
 """[q | k | v] with two key groups, for four ranks."""
@@ -98,6 +101,48 @@ def test_forgotten_and_misnamed_partitions_are_errors() -> None:
     model.qkv.partitions = {"kernel": RankPart(QKV, 0, 4)}  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"`qkv\.partitions` must name parameters or buffers, but names kernel"):
         partitions_of(model)
+
+
+GOLDEN = [-1.1137416362762451, 1.609079360961914, 0.30844682455062866, 2.2267956733703613]
+
+
+@examples(40)
+@given(data=st.data())
+def test_any_rows_and_columns_are_drawn_alone(data: st.DataObject) -> None:
+    shape = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 600))
+    starts = sorted(data.draw(st.lists(st.integers(0, shape[0]), min_size=2, max_size=5)))
+    rows = [(low, high - low) for low, high in pairwise(starts)][::2]
+    left = data.draw(st.integers(0, shape[1]))
+    columns = left, data.draw(st.integers(0, shape[1] - left))
+    full = draw_normal(7, shape, [(0, shape[0])])
+    wanted = torch.cat([full[first : first + size, left : left + columns[1]] for first, size in rows])
+    assert torch.equal(draw_normal(7, shape, rows, columns), wanted)
+
+
+def test_streams_have_not_changed() -> None:
+    """Of NumPy, which documents that it may change them; the initial weights of all models would change."""
+    drawn = draw_normal(7, (300, 600), [(0, 300)])
+    assert [drawn[row, column].item() for row, column in ((0, 0), (127, 255), (128, 256), (299, 599))] == GOLDEN
+    assert drawn.mean().abs() < 0.01
+    assert (drawn.std() - 1).abs() < 0.01
+    assert (drawn.pow(4).mean() - 3).abs() < 0.1
+    tiles = drawn[:256, :512].view(2, 128, 2, 256).transpose(1, 2).reshape(4, -1)
+    assert (torch.corrcoef(tiles) - torch.eye(4)).abs().max() < 0.03
+
+
+def test_rows_of_a_part_are_those_of_the_full_parameter() -> None:
+    """As FSDP shards the part of a rank again: of [q | k | v], and of a stack of experts."""
+    rules = InitRules(seed=3, std=1.0, output_std=0.5, norm_weight=1.0)
+    full = initial_parameter("qkv.weight", torch.Size((16, 5)), rules)
+    part = RankPart(QKV, 3, 4)
+    own = torch.cat([full[each.start : each.start + each.size] for each in part.ranges()])
+    for first, count in ((0, 6), (1, 3), (5, 1), (6, 0)):
+        assert torch.equal(
+            initial_rows("qkv.weight", torch.Size((6, 5)), rules, part, first, count), own[first:][:count]
+        )
+    stack = initial_parameter("experts.up", torch.Size((6, 200, 3)), rules)
+    experts = RankPart(Partition(0, (Section(6, 2),)), 1, 2)
+    assert torch.equal(initial_rows("experts.up", torch.Size((3, 200, 3)), rules, experts, 1, 2), stack[4:])
 
 
 def test_each_rank_initializes_its_part_of_the_full_parameter() -> None:

@@ -32,10 +32,11 @@ def lora(*targets: str, **more: Any) -> dict[str, Any]:
     return {"peft_scheme": "lora", "lora_tuning": keys | more}
 
 
-ADAPTERS = {"peft_scheme": "adapter", "adapter_tuning": {"adapter_dim": 5, "row_init_method": "normal"}}
+ADAPTERS: dict[str, Any] = {"peft_scheme": "adapter", "adapter_tuning": {"adapter_dim": 5, "row_init_method": "normal"}}
 PROMPT = {"peft_scheme": "ptuning", "p_tuning": {"virtual_tokens": 4, "bottleneck_dim": 6, "embedding_dim": 5}}
 IA3 = {"peft_scheme": "ia3"}
 SELECTED = {"peft_scheme": "selective", "selective_tuning": {"tunable_base_param_names": ["layers.1.mlp", "qkv.bias"]}}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 8}
 RECOMPUTED = {"activations_checkpoint_modules": ["norm", "mlp_activation", "core_attention"]}
 
 CASES: list[tuple[dict[str, Any], bool]] = [
@@ -43,17 +44,18 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({**SHARED_HEADS, "peft": lora()}, False),
     ({**T5, "peft": lora()}, True),
     ({**SHARED_HEADS, "peft": IA3}, True),
-    ({**T5, "peft": IA3}, False),
     ({**SHARED_HEADS, "peft": ADAPTERS, "transformer_block_type": "normformer"}, True),
     ({**LLAMA, "position_embedding_type": "alibi", "peft": PROMPT}, True),
-    ({**SHARED_HEADS, "peft": SELECTED}, True),
     *extra(
+        ({**SHARED_HEADS, "peft": SELECTED}, True),
+        ({**T5, "peft": IA3}, False),
+        ({**LLAMA, **EXPERTS, "peft": lora()}, True),
         ({**SHARED_HEADS, "peft": lora()}, True),
         ({**LLAMA, "peft": lora("attention_qkv", variant="nemo")}, True),
         ({**LLAMA, **RECOMPUTED, "peft": lora("mlp", layer_selection=[2])}, True),
         ({**T5, "peft": lora()}, False),
         ({**T5, "peft": IA3}, True),
-        ({**T5, "peft": ADAPTERS}, True),
+        ({**T5, "peft": {**ADAPTERS, "adapter_tuning": {**ADAPTERS["adapter_tuning"], "adapter_dropout": 0.3}}}, True),
         ({**T5, "peft": ADAPTERS}, False),
         ({**T5, "peft": PROMPT}, True),
         ({**LLAMA, "peft": IA3}, False),
@@ -103,7 +105,7 @@ def test_tokens_that_do_not_split_evenly_and_dropout_are_refused() -> None:
         ValueError, match=r"`tokens` \(2 x 19, with those of a prompt\) must be a multiple of the 4 ranks"
     ):
         shard_tokens(odd.prompt(torch.zeros(2, 16, 32)), ranks)
-    with pytest.raises(ValueError, match=r"`adapter_dropout` \(0.1\) must be 0"):
+    with pytest.raises(ValueError, match=r"`lora_tuning.adapter_dropout` \(0.1\) must be 0"):
         build({"peft": lora(adapter_dropout=0.1)}, ranks)
 
 

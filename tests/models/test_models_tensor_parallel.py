@@ -83,6 +83,7 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
         *extra((shared_heads, "ddp"), (GATED_T5, "fsdp"), (GATED_T5, "zero1")),
         (shared_heads, "fsdp", "adafactor"),
         (LLAMA, "ddp", "muon"),
+        (shared_heads, "ddp", "scaled"),
         *extra(
             *(
                 (keys, kind, name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,6 @@ from stoker.trainer.checkpoint.reader import Checkpoint
 from stoker.trainer.checkpoint.sharded_safetensors import open_full_tensors, read_shards, shard_file_name, write_shards
 from stoker.trainer.optim.adafactor import Adafactor
 from stoker.trainer.optim.adamw import AdamW
-from stoker.trainer.optim.base_optimizer import Optimizer
 from stoker.trainer.optim.ema import EMA
 from stoker.trainer.optim.muon import Muon
 from stoker.trainer.utils.errors import UserError
@@ -254,15 +255,59 @@ def test_optimizer_state_and_average_know_their_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
-def test_optimizers_that_need_whole_matrices_of_experts_say_so(kind: type[Optimizer]) -> None:
+def test_optimizers_that_need_whole_matrices_of_experts_say_so(kind: Any) -> None:
     experts: Any = [("experts.up", nn.Parameter(torch.zeros(2, 4, 4)))]
     whole, split = (Partition(0, (Section(4, 2),)), Partition(1, (Section(8, 2),)))
-    build: Any = partial(kind, experts, lr=0.1)
+    build = partial(kind, experts, lr=0.1)
     build(parts={"experts.up": RankPart(whole, 0, 2)})
     with pytest.raises(
         UserError, match=r"`experts.up` is a stack of matrices that are split over 2 ranks, but .* whole"
     ):
         build(parts={"experts.up": RankPart(split, 0, 2)})
+
+
+@pytest.mark.parametrize("kind", [partial(Adafactor, beta1=0.9), partial(AdamW, scale_parameter=True), Muon])
+def test_ranks_that_share_experts_update_them_as_one(kind: Any) -> None:
+    """Matrices of experts and their biases, of which each rank has its own, and a matrix that both have."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"experts.up": (4, 6, 5), "experts.up_bias": (4, 6), "output.weight": (6, 5)}
+    weights, *gradients = [
+        {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        for _ in range(4)
+    ]
+    barrier, sent = threading.Barrier(2), [torch.zeros(0)] * 2
+
+    def train(rank: int | None) -> dict[str, Tensor]:
+        def mine(full: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {n: t if rank is None or n == "output.weight" else t[2 * rank :][:2] for n, t in full.items()}
+
+        def total(tensor: Tensor) -> Tensor:
+            assert rank is not None
+            sent[rank] = tensor
+            barrier.wait(60)
+            found = sent[0] + sent[1]
+            barrier.wait(60)
+            return found
+
+        held = {name: nn.Parameter(tensor.clone()) for name, tensor in mine(weights).items()}
+        others: dict[str, Any] = {}
+        if rank is not None:
+            share = RankPart(Partition(0, (Section(4, 2),)), rank, 2, axis="expert")
+            parts = {name: share if "experts" in name else RankPart(None, 0, 1, rank, 2) for name in shapes}
+            others = {"parts": parts, "sum_over_experts": total}
+        optimizer = kind(held.items(), lr=0.1, **others)
+        for gradient in gradients:
+            for name, tensor in mine(gradient).items():
+                held[name].grad = tensor.clone()
+            optimizer.step()
+        return {name: parameter.detach() for name, parameter in held.items()}
+
+    whole = train(None)
+    with ThreadPoolExecutor(2) as pool:
+        for rank, found in enumerate(pool.map(train, range(2))):
+            for name, tensor in found.items():
+                expected = whole[name] if name == "output.weight" else whole[name][2 * rank :][:2]
+                torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-14)
 
 
 class Attention(nn.Module):

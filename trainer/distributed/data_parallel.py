@@ -47,9 +47,10 @@ class DataParallel:
     def shard(self, model: LanguageModel) -> None:
         """Shard a model, on the meta device or with its full weights, before the optimizer is built."""
 
-    def load_full(self, parameter: Tensor, full: Tensor) -> None:
-        """Copy this rank's part of a parameter into its local shard; replicated weights into all rows."""
-        local_shard(parameter).copy_from_full(full)
+    def initial_rows(self, parameter: Tensor) -> tuple[Tensor, int]:
+        """Return the local rows of a parameter to initialize, and the first of them; all rows of replicated weights."""
+        shard = local_shard(parameter)
+        return shard.local, shard.rows[0].first
 
     def local_shard(self, tensor: Tensor, part: RankPart | None = None) -> LocalShard:
         """Return the shard of a parameter that this rank updates."""

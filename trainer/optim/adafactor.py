@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...models.parallel.partition import PartAxis
 from ..utils.local_shard import LocalShard
 from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype, copy_unless_skipped, write_weight
 
@@ -85,10 +87,8 @@ class Adafactor(Optimizer):
 
         places = [self.placed_shard(shard.parameter) for shard in shards]
         row_squares = [_row_squares(step) for step in steps]
-        self._sum(
-            [squares for squares, place in zip(row_squares, places, strict=True) if place.columns is not None],
-            self.sum_over_parts,
-        )
+        split = [squares for squares, place in zip(row_squares, places, strict=True) if place.columns is not None]
+        _sum(split, self.sum_over_parts)
         column_squares = [
             self._column_squares(s, step, place) for s, step, place in zip(shards, steps, places, strict=True)
         ]
@@ -96,14 +96,14 @@ class Adafactor(Optimizer):
             self._squares(s, s.state["main"].to(step.dtype)) for s, step in zip(shards, steps, strict=True)
         ]
         # Columns of a matrix run over the rows of all ranks; batched matrices (experts) are not split by rows.
-        sharded = [squares for squares, s in zip(column_squares, shards, strict=True) if s.parameter.ndim == 2]
-        self._sum([*sharded, *weight_squares], self.sum_over_ranks)
+        sharded = [(s, squares) for squares, s in zip(column_squares, shards, strict=True) if s.parameter.ndim == 2]
+        self._sum_over_ranks([*sharded, *zip(shards, weight_squares, strict=True)])
 
         for step, rows, columns, place, shard in zip(steps, row_squares, column_squares, places, shards, strict=True):
             self._normalize(step, rows, columns, place, shard.state, live)
 
         step_squares = [self._squares(shard, step) for shard, step in zip(shards, steps, strict=True)]
-        self._sum(step_squares, self.sum_over_ranks)
+        self._sum_over_ranks([*zip(shards, step_squares, strict=True)])
         for shard, step, place, step_square, weight_square in zip(
             shards, steps, places, step_squares, weight_squares, strict=True
         ):
@@ -168,13 +168,21 @@ class Adafactor(Optimizer):
         step.mul_((rows / columns.mean(dim=-1, keepdim=True)).rsqrt().unsqueeze(-1))
         step.mul_(_own_columns(columns, place, step).rsqrt().unsqueeze(-2))
 
-    def _sum(self, tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
-        """All-reduce tensors in place, in one message."""
-        if not tensors:
-            return
-        flat = reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
-        for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(total.view_as(tensor))
+    def _sum_over_ranks(self, tensors: list[tuple[ShardUpdate, Tensor]]) -> None:
+        """Sum tensors of parameters over all shards and parts in place."""
+        axes: list[PartAxis] = [self.axis_of(shard.parameter) for shard, _ in tensors]
+        for axis in sorted(set(axes)):
+            own = [tensor for (_, tensor), each in zip(tensors, axes, strict=True) if each == axis]
+            _sum(own, partial(self.sum_over_ranks, axis=axis))
+
+
+def _sum(tensors: list[Tensor], reduce: Callable[[Tensor], Tensor]) -> None:
+    """All-reduce tensors in place, in one message."""
+    if not tensors:
+        return
+    flat = reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))
 
 
 def _row_squares(step: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.optim.adamw_kernel import adamw_step
-from ...models.parallel.partition import RankPart
+from ...models.parallel.partition import PartAxis, RankPart
 from ..utils.local_shard import LocalShard
 from .base_optimizer import Optimizer, ShardUpdate, arithmetic_dtype
 
@@ -70,6 +70,7 @@ class AdamW(Optimizer):
         tensors: list[_Tensors] = []
         counts: list[int] = []
         counted: list[Tensor] = []
+        axes: list[PartAxis] = []
         for shard in shards:
             state, main, parameter = shard.state, shard.state["main"], shard.parameter
             target = main if main.dtype == shard.weight.dtype else shard.weight
@@ -83,6 +84,7 @@ class AdamW(Optimizer):
             for rows, first, part in _split(shard_tensors, position, parts):
                 tensors.append(part)
                 counts.append(math.prod(position.shape) * rows // position.num_rows)
+                axes.append(self.axis_of(parameter))
                 own = self.counted(parameter, part.main, first)
                 counted.append(own[0] if len(own) == 1 else torch.cat([part.main[:0], *own]))
         if not tensors:
@@ -96,7 +98,7 @@ class AdamW(Optimizer):
             weight_decay=group["weight_decay"],
             step=self.updates,
             grad_scale=scale,
-            lr_scales=self._rms(counted, counts) if self.scale_parameter else None,
+            lr_scales=self._rms(counted, counts, axes) if self.scale_parameter else None,
         )
 
     def _parts(self, name: str, rows: int) -> list[int]:
@@ -106,11 +108,26 @@ class AdamW(Optimizer):
                 return list(parts)
         return [rows]
 
-    def _rms(self, mains: list[Tensor], counts: list[int]) -> Tensor:
-        """Return the RMS of each weight, at least `MIN_RMS`, from what this rank counts and its full element count."""
+    def _rms(self, mains: list[Tensor], counts: list[int], axes: list[PartAxis]) -> Tensor:
+        """Return the RMS of each weight, at least `MIN_RMS`.
+
+        Args:
+            mains: what this rank counts of each weight.
+            counts: elements of the full weight.
+            axes: ranks with the other parts of it.
+        """
         norms = torch._foreach_norm(mains, 2, dtype=arithmetic_dtype(mains[0]))  # pyright: ignore[reportPrivateImportUsage]
         shares = torch._foreach_div(norms, [math.sqrt(count) for count in counts])  # pyright: ignore[reportPrivateImportUsage]
-        return self.sum_over_ranks(torch.stack(shares).square()).sqrt().clamp(min=MIN_RMS)
+        squares = torch.stack(shares).square()
+        if len(set(axes)) == 1:
+            return self.sum_over_ranks(squares, axes[0]).sqrt().clamp(min=MIN_RMS)
+        chosen = list(squares)
+        for axis in sorted(set(axes)):
+            places = [place for place, each in enumerate(axes) if each == axis]
+            total = self.sum_over_ranks(torch.stack([chosen[place] for place in places]), axis)
+            for place, each in zip(places, total, strict=True):
+                chosen[place] = each
+        return torch.stack(chosen).sqrt().clamp(min=MIN_RMS)
 
 
 class _Tensors(NamedTuple):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...kernels.launch import triton_runs_on
 from ...kernels.optim.sum_of_squares import sum_of_squares
 from ...models.memory.host_copies import CopyEngine
-from ...models.parallel.partition import RankPart
+from ...models.parallel.partition import PartAxis, RankPart
 from ..utils.errors import UserError
 from ..utils.local_shard import LocalShard, ShardOf, local_shard, local_tensor, rank_and_world_size, whole_shard
 from .host_state import HostState
@@ -326,25 +326,28 @@ class Optimizer(torch.optim.Optimizer):
         """Return the norm of all gradients, of which parts and experts are on different ranks."""
         if not self.parts_by_name:
             return global_norm(list(chain.from_iterable(gradients)), self.sum_over_shards)
-        counted: dict[str, list[Tensor]] = {"tensor": [], "expert": []}
+        counted: dict[PartAxis, list[Tensor]] = {"tensor": [], "expert": []}
         for group, found in zip(self.param_groups, gradients, strict=True):
             for parameter, gradient in zip(group["params"], found, strict=True):
-                part = self._part_of(parameter)
-                counted[part.axis if part else "tensor"] += self.counted(parameter, gradient)
-        norm = global_norm(counted["tensor"], self.sum_over_ranks)
+                counted[self.axis_of(parameter)] += self.counted(parameter, gradient)
+        norm = global_norm(counted["tensor"], lambda total: self.sum_over_ranks(total, "tensor"))
         if not counted["expert"]:
             return norm
-        experts = global_norm(
-            counted["expert"], lambda total: self.sum_over_experts(self.sum_over_expert_shards(total))
-        )
-        return torch.hypot(norm, experts)
+        return torch.hypot(norm, global_norm(counted["expert"], lambda total: self.sum_over_ranks(total, "expert")))
+
+    def sum_over_ranks(self, tensor: Tensor, axis: PartAxis) -> Tensor:
+        """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
+        if axis == "expert":
+            return self.sum_over_experts(self.sum_over_expert_shards(tensor))
+        return self.sum_over_parts(self.sum_over_shards(tensor))
+
+    def axis_of(self, parameter: nn.Parameter) -> PartAxis:
+        """Return which ranks have the other parts of a parameter."""
+        part = self._part_of(parameter)
+        return part.axis if part else "tensor"
 
     def _part_of(self, parameter: Tensor) -> RankPart | None:
         return self.parts_by_name.get(self._names[parameter])  # pyright: ignore[reportArgumentType]
-
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
-        return self.sum_over_parts(self.sum_over_shards(tensor))
 
     def counted(self, parameter: nn.Parameter, tensor: Tensor, first: int = 0) -> list[Tensor]:
         """Return what this rank adds to a sum over all elements: of what several ranks hold, the first one counts it.
