@@ -526,7 +526,17 @@ def test_keys_of_thousands_of_names(word: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["env_vars.HF_TOKEN=hunter2,b", "env_vars.HF_TOKEN.a=hunter2", "env_vars.HF_TOKEN=a b,hunter2"]
+    "word",
+    [
+        "env_vars.HF_TOKEN=hunter2,b",
+        "env_vars.HF_TOKEN.a=hunter2",
+        "++env_vars.DB_PASS.a=hunter2",
+        "env_vars.HF_TOKEN=a b,hunter2",
+        "env_vars.SAS=sv=2020&sig=hunter2",
+        "env_vars.URL=https://u:hunter2@host/a(b",
+        "env_vars.URL=https://u:hunter2@host/a,b",
+        "=https://u:hunter2@host",
+    ],
 )
 def test_errors_show_no_secret(word: str) -> None:
     assert "hunter2" not in refusal(word)

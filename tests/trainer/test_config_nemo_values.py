@@ -222,7 +222,7 @@ def test_a_ramp_up_waits_for_the_number_of_devices_and_the_global_batch() -> Non
 
 
 def test_an_emptied_block_of_unsupported_keys_is_accepted(tmp_path: Path) -> None:
-    write(tmp_path, "a", "defaults: [train, _self_]\nmodel: {data: {chat_prompt_tokens: {end_of_turn: x}}}")
+    write(tmp_path, "a", "defaults: [train, _self_]\nmodel: {peft: {restore_from_ckpt: {checkpoint_name: x}}}")
     (problem,) = problems(name="a", directory=tmp_path).values()
     assert load(problem.fix, name="a", directory=tmp_path)
 
@@ -312,6 +312,33 @@ def test_other_models_are_one_error(key: str, tmp_path: Path) -> None:
     write(tmp_path, "a", "model: {num_layers: 2}")
     (problem,) = problems(f"model.{key}=1", name="a", directory=tmp_path).values()
     assert problem.rule.startswith("a configuration of NeMo's ")
+
+
+def test_a_file_of_fine_tuning_may_hold_options_of_generation(tmp_path: Path) -> None:
+    training = "model:\n  data:\n    train_ds: {file_names: [a.jsonl]}\n    validation_ds: {file_names: [b.jsonl]}\n"
+    training += "    chat: false\n    chat_prompt_tokens: {turn_start: x}\n"
+    write(tmp_path, "a", training + "inference: {greedy: true, top_k: 0}\n")
+    config = load(name="a", directory=tmp_path)
+    (note,) = [found.message for found in config.findings if "inference.greedy" in found.message]
+    assert "of NeMo without effect here" in note
+    found = problems("model.data.chat=true", name="a", directory=tmp_path)
+    assert "use model.tokenizer.chat_template" in found["model.data.chat_prompt_tokens.turn_start"].rule
+
+
+@looped(
+    ("key", "value", "cures"),
+    [
+        ("data_impl", "text_mmap", [f"{DATA}.data_impl=text", f"{DATA}.path=a.txt"]),
+        ("data_impl", "lazy", [f"{DATA}.data_impl=mmap", f"{DATA}.data_prefix=[a]"]),
+        ("mock_dataset", "true", [f"~{DATA}.mock_dataset", f"{DATA}.data_impl=mock"]),
+    ],
+)
+def test_cures_of_data_keys_are_accepted(key: str, value: str, cures: list[str], tmp_path: Path) -> None:
+    """The last cure of `data_impl` is of the error that follows."""
+    write(tmp_path, "a", f"model: {{data: {{{key}: {value}}}}}\n")
+    fix = problems(name="a", directory=tmp_path)[f"{DATA}.{key}"].fix
+    assert fix.split() == (cures if key == "mock_dataset" else cures[:1])
+    load(*cures, name="a", directory=tmp_path)
 
 
 def test_a_file_of_text_generation_ends_in_one_line(tmp_path: Path) -> None:

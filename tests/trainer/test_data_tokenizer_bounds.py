@@ -226,3 +226,19 @@ def test_the_character_map_of_sentencepiece_is_good() -> None:
     (charsmap,) = [value for field, value in sentencepiece_tokenizer._fields(rules) if field == 2]
     assert isinstance(charsmap, bytes)
     assert longest_replacement(charsmap) == 33
+
+
+@looped("names", [(), ("A", "A"), ("A", "B", "A")])
+def test_templates_that_drop_or_repeat_the_text(names: tuple[str, ...]) -> None:
+    """Also behind another post-processor; no special token is asked for, but the library applies its sequences."""
+    for post_processor in (template(*names), {"type": "Sequence", "processors": [template("A"), template(*names)]}):
+        with pytest.raises(ValueError, match="`post_processor` drops or repeats the text"):
+            build_json_tokenizer(definition(post_processor=post_processor), {})
+    whole = build_json_tokenizer(definition(post_processor=template("A")), {})
+    assert whole.encode(TEXT).tolist() == build_json_tokenizer(definition(), {}).encode(TEXT).tolist()
+
+
+def test_an_integer_of_thousands_of_digits() -> None:
+    huge = definition().replace('"id":95', f'"id":{"9" * 5000}').replace('"id": 95', f'"id": {"9" * 5000}')
+    with pytest.raises(ValueError, match=r"^it holds an integer of thousands of digits$"):
+        build_json_tokenizer(huge, {})

@@ -520,7 +520,7 @@ def sources_differ(harness: ConfigHarness) -> None:
     found += [task_batch(harness, pairs), task_batch(harness, {**pairs, DATA + "data_impl": "pystd_docstring"})]
     assert all(found.count(batch) == 1 for batch in found)
     assert "did you mean model.data.data_impl=mmap?" in problems("model.data.data_impl=mmpa")[DATA + "data_impl"].fix
-    assert "use mmap or text" in problems("model.data.data_impl=text_mmap")[DATA + "data_impl"].rule
+    assert "use text" in problems("model.data.data_impl=text_mmap")[DATA + "data_impl"].rule
 
 
 @story(DATA + "data_prefix", DATA + "shuffle_documents", DATA + "index_mapping_dir")

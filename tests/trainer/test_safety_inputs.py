@@ -377,7 +377,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
         {"decoder": {"type": "Sequence", "decoders": [_replace({"String": "a"}, "a" * 1000)] * 6}},
         "a `Replace` of its decoder makes tokens many times longer; remove it",
     ),
-    "digits": ({"version": "DIGITS"}, "Exceeds the limit"),
+    "digits": ({"version": "DIGITS"}, "an integer of thousands of digits"),
 }
 
 
@@ -498,3 +498,19 @@ def test_deep_records_are_damaged_ones(tmp_path: Path) -> None:
     assert path.read_text() == ""
     path.write_text(deep[:1000])
     assert logger_backends._read_run_id(tmp_path, "wandb") is None
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "a.jsonl"])
+def test_pipes_and_devices_are_not_read(name: str, place: Place, refused: Callable[..., str]) -> None:
+    """A pipe without a writer would be waited for, a device read until memory ends."""
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        path = place.target / name
+        make(path)
+        prefix, text = place.target / "p", place.target / "a.txt"
+        text.write_text("a")
+        words = {
+            "tokenizer.json": ["preprocess", str(text), "--tokenizer", str(path), "--output-prefix", str(prefix)],
+            "a.jsonl": ["preprocess", str(path), "--output-prefix", str(prefix)],
+        }
+        assert "not a regular file" in refused(*words[name])
+        path.unlink()

@@ -116,7 +116,7 @@ class YamlSource(ConfigSource):
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
             if entry.is_dir() and results_filter in (None, ObjectType.GROUP) and not entry.name.startswith(("_", ".")):
                 found.append(entry.name)
-            elif entry.suffix == ".yaml" and results_filter in (None, ObjectType.CONFIG):
+            elif entry.suffix == ".yaml" and entry.is_file() and results_filter in (None, ObjectType.CONFIG):
                 found.append(entry.stem)
         return found
 

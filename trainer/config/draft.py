@@ -44,6 +44,8 @@ _OTHER_PROGRAMS = (
     (_MODEL_FILE, "evaluation or export of a model", _EVALUATE),
 )
 """Keys of files of other programs of NeMo: key or block, program, and what to use instead."""
+_TRAINING_BLOCKS = ("model.optim", "model.data.train_ds")
+"""Blocks that only a file of training has."""
 _ENVIRONMENT_NAME = re.compile(r"oc\.env:\s*(\w+)")
 _SCHED = "model.optim.sched"
 _STEPS_OR_RATIO = {
@@ -96,7 +98,9 @@ class Draft:
                 return
             for path in [known for known in self.origins if _is_at_or_below(known, edit.path)]:
                 del self.origins[path]
-            if not dotted_paths.remove(self.tree, edit.path) and not is_known_key(edit.path):
+            if dotted_paths.remove(self.tree, edit.path):
+                self._remove_emptied(dotted_paths.parent_of(edit.path))
+            elif not is_known_key(edit.path):
                 dotted_paths.put(self.tree, edit.path, None)
                 self.origins[edit.path] = origin
             return
@@ -112,6 +116,12 @@ class Draft:
         self.origins[edit.path] = origin
         if edit.value is not None and self.kind_of(_STEPS_OR_RATIO.get(edit.path, "")) == "file":
             self._replace_other_form(edit.path)
+
+    def _remove_emptied(self, block: str) -> None:
+        """Remove a block whose last key was reset, and those above it that are empty then: they are as if not given."""
+        while block and dotted_paths.get(self.tree, block) == {}:
+            dotted_paths.remove(self.tree, block)
+            block = dotted_paths.parent_of(block)
 
     def _matches_reset_value(self, edit: ValueOverride) -> bool:
         """Return True if the value matches that of `~key=VALUE`; otherwise report a problem."""
@@ -221,7 +231,10 @@ class Draft:
 
     def _infer_family(self) -> None:
         """Infer `model.family` of a NeMo file from its keys, and reject files of other programs and models."""
+        trains = any(dotted_paths.get(self.tree, path) is not None for path in _TRAINING_BLOCKS)
         for name, program, instead in _OTHER_PROGRAMS:
+            if trains and instead is _GENERATE:  # a file of fine-tuning, with options for generation afterwards
+                continue
             options = self.tree.get(name)
             if (options and isinstance(options, dict)) or (name == _MODEL_FILE and name in self.tree):
                 first = f"{name}.{next(iter(options))}" if isinstance(options, dict) else name

@@ -27,8 +27,8 @@ def detect_override_typos(words: Sequence[str]) -> Iterator[str | Problem]:
 
 
 def quoted_override(key: str, value: str) -> str:
-    """Return `key=value` quoted for a shell, with a secret value redacted."""
-    return shlex.quote(f"{key}={REDACTED if is_secret(key) else value}")
+    """Return `key=value` quoted for a shell, with secrets redacted."""
+    return shlex.quote(f"{key}={REDACTED if is_secret(key) else redact(value)}")
 
 
 def _match(words: Sequence[str]) -> tuple[int, tuple[str, str] | None]:

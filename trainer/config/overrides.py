@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 
 from ...models.config.key_block import Finding
-from ..utils.redaction import is_secret, redact
+from ..utils.redaction import redact
 from ..utils.text import truncate_lines
 from . import dotted_paths
 from .override_typos import detect_override_typos, quoted_override
@@ -145,7 +145,7 @@ def parse_override(parser: OverridesParser, typed: str) -> Override:
             return text
         if "int_max_str_digits" in str(error):
             raise OverrideError("holds an integer of thousands of digits", "write a number, or quote text") from None
-        reason = "its value" if is_secret(key) else " ".join(str(error).split())[:200]
+        reason = "its value" if redact(typed) != typed else " ".join(str(error).split())[:200]
         raise OverrideError(f"cannot be read: {reason}", _unreadable_fix(key, value)) from None
 
 
@@ -220,7 +220,7 @@ def _edit(override: Override, typed: str) -> ValueOverride:
         if known is None or not accepts_value(known, [parse_scalar(item) for item in raw.split(",")]):
             takes = "" if known is None else f"it takes {known.kind}; "
             raise OverrideError("holds several values", f"{takes}quote text, or train with each: stoker train -m")
-        listed = quoted_override(path, f"[{raw}]") if is_secret(path) else f"{path}=[{raw}]"
+        listed = quoted_override(path, f"[{raw}]") if redact(typed) != typed else f"{path}=[{raw}]"
         raise OverrideError(
             "holds several values", f"write a list as {listed}, quote text, or train with each: stoker train -m"
         )

@@ -88,6 +88,7 @@ def is_secret(name: str) -> bool:
     `WANDB_API_KEY`, `HF_TOKEN`, `authToken`, `DB_PASS`, `db.password` do; `TOKENIZERS_PARALLELISM`, `max_tokens`,
     `pass_through` and `model.apply_query_key_layer_scaling` do not, nor do special tokens and names of JSON fields.
     """
+    name = name.lstrip("+~")  # of an override
     first, *below = name.removeprefix("env_vars.").split(".")
     if below and name.startswith("env_vars."):  # a block in place of a value
         return is_secret(first) or is_secret(".".join(below))

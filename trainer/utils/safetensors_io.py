@@ -6,6 +6,7 @@ files are flushed to disk (fsync).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -224,7 +225,8 @@ def _open_regular(path: Path) -> Any:
     except FileNotFoundError:
         raise DamagedFileError(f"{path.name} is missing") from None
     except OSError as error:
-        raise DamagedFileError(f"{path.name} cannot be opened: {error.strerror}") from None
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise DamagedFileError(f"{path.name} cannot be opened: {reason}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedFileError(f"{path.name} is not a regular file")

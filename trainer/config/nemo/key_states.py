@@ -248,7 +248,8 @@ class KeyStates:
                 return False
             self._moves.setdefault(key.path, value)
             return True
-        return bool(row.switch)
+        # A switch that does not act is refused itself.
+        return bool(row.switch) and not (row.switch in self._keys and dotted_paths.get(self._tree, row.switch) is True)
 
     def _unknown_verdict(self, path: str, value: Any) -> Verdict:
         above = dotted_paths.parent_of(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,6 +89,8 @@ def _sources(name: str) -> Iterator[InputSource]:
         assert kind is not None
         try:
             status = file.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe without a writer would be waited for
+                raise UserError(f"cannot read {file}: it is not a regular file")
             file.open("rb").close()
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from None

@@ -61,7 +61,8 @@ def read_bytes(path: Path, limit: int, named_by: str, kind: str = "tokenizer") -
         UserError: it cannot be read, is no regular file, or is larger.
     """
     try:
-        with path.open("rb") as file:
+        # A pipe without a writer would be waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise UserError(f"`{named_by}`: {path} is not a regular file")
             data = file.read(limit + 1)

@@ -7,7 +7,7 @@ every text. As in `transformers`, a special token written in the text becomes th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -236,6 +236,8 @@ def _load(definition: str, parsed: dict[str, Any]) -> _Library:
     for part in ("truncation", "padding"):
         if parsed.get(part) is not None:
             raise ValueError(f"`{part}` must be null: it would change every text; remove it from the file")
+    if not all(map(_keeps_text, _post_processors(parsed.get("post_processor")))):
+        raise ValueError("its `post_processor` drops or repeats the text: `single` must hold the sequence A once")
     unbounded = unbounded_part(parsed)
     if unbounded is not None:
         transforms = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -253,6 +255,23 @@ def _load(definition: str, parsed: dict[str, Any]) -> _Library:
     return _Library(parsed, library, vocabulary, unbounded)
 
 
+def _post_processors(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield a post-processor, or all of a sequence of them; the library checks their format."""
+    if isinstance(part, dict):
+        yield part
+        inner = part.get("processors")
+        for processor in inner if isinstance(inner, list) else ():
+            yield from _post_processors(processor)
+
+
+def _keeps_text(processor: dict[str, Any]) -> bool:
+    """Return True unless a template leaves the text out or repeats it: no special token is asked for, but it acts."""
+    single = processor.get("single")
+    if processor.get("type") != "TemplateProcessing" or not isinstance(single, list):
+        return True
+    return sum(isinstance(piece, dict) and "Sequence" in piece for piece in single) == 1
+
+
 def tokens_by_id(definition: str) -> dict[int, str]:
     """Return the tokens of a definition; without running any other part of it.
 
@@ -266,6 +285,8 @@ def _parse(definition: str) -> dict[str, Any]:
     try:
         parsed = json.loads(definition)
     except (ValueError, RecursionError) as error:
+        if "int_max_str_digits" in str(error):
+            raise ValueError("it holds an integer of thousands of digits") from None
         raise ValueError(f"it is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
         raise ValueError("it is not a tokenizer.json: it has no object `model`")
