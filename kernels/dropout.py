@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from .launch import jit, next_power_of_2, tl, triton, triton_runs_on
 
@@ -81,7 +82,11 @@ def derived_rows(key: Tensor, rows: Tensor) -> Tensor:
 
 def reference_dropout(values: Tensor, residual: Tensor | None, key: Tensor, rows: Tensor, p: float) -> Tensor:
     """Return `residual` + `values` with dropped elements at 0 and the others scaled."""
-    kept = keep_mask(key, rows, values.shape[-1], p).view(values.shape)
+    if torch.compiler.is_compiling():  # an annotation: the backward graph recomputes the mask
+        mask = checkpoint(keep_mask, key, rows, values.shape[-1], p, use_reentrant=False, preserve_rng_state=False)
+    else:
+        mask = keep_mask(key, rows, values.shape[-1], p)
+    kept = mask.view(values.shape)
     dropped = torch.where(kept, values * (1 / (1 - p)), 0.0)
     return dropped if residual is None else residual + dropped
 
@@ -137,7 +142,7 @@ def _dropout_kernel(
 
 
 def launch_dropout(
-    values: Tensor, residual: Tensor | None, key: Tensor, rows: Tensor, p: float, dtype: torch.dtype
+    values: Tensor, residual: Tensor | None, key: Tensor, rows: Tensor, p: float, *, dtype: torch.dtype
 ) -> Tensor:
     """Launch the kernel; return its result in `dtype`."""
     channels, out = values.shape[-1], torch.empty(values.shape, dtype=dtype, device=values.device)
@@ -162,7 +167,7 @@ def _compute(
     values: Tensor, residual: Tensor | None, key: Tensor, rows: Tensor, p: float, dtype: torch.dtype
 ) -> Tensor:
     if triton_runs_on(values):
-        return launch_dropout(values, residual, key, rows, p, dtype)
+        return launch_dropout(values, residual, key, rows, p, dtype=dtype)
     return reference_dropout(values, residual, key, rows, p).to(dtype)
 
 

@@ -239,10 +239,9 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     ]
     if runs_eager_experts(inputs, moe):  # gathered rows, inputs of fc2, outputs of fc2
         kept.append(SavedTensors("experts", rows * (2 * hidden + width) * e, "moe"))
-    if moe.dropout:
-        mask = 1 if inputs.compiled else e  # a boolean mask, or the scaled one in the compute dtype
-        kept.append(SavedTensors("dropout", tokens * moe.topk * width * mask, "moe"))
-    elif inputs.mesh.expert > 1:  # rows received from other ranks
+    if moe.dropout and not inputs.compiled:  # the scaled mask
+        kept.append(SavedTensors("dropout", tokens * moe.topk * width * e, "moe"))
+    elif not moe.dropout and inputs.mesh.expert > 1:  # rows received from other ranks
         kept.append(SavedTensors("experts", rows * hidden * e, "moe"))
     activation_gradients = rows * width * e * (2 + ups)
     weights = moe_weights(stack, moe, expert_ranks=inputs.mesh.expert).numel * widths.weights

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stoker.kernels import cross_entropy, gated_activation, masked_softmax, rms_norm_residual
+from stoker.kernels import cross_entropy, dropout, gated_activation, masked_softmax, rms_norm_residual
 from stoker.kernels.attention import recompute_scores
 from stoker.kernels.attention.backends import registry, unfused
 from stoker.kernels.attention.flash import ops
@@ -57,6 +57,8 @@ def simulate_cuda(monkeypatch: Any) -> Iterator[None]:
         for module in (permute, expert_mlps):
             patch.setattr(module, "use_triton", lambda tensor: True)
         patch.setattr(ops, "_check_triton_serves", lambda q: None)
+        patch.setattr(dropout, "triton_runs_on", lambda tensor: True)
+        patch.setattr(dropout, "launch_dropout", lambda values, *_, dtype: torch.empty_like(values, dtype=dtype))
         yield
 
 
@@ -184,9 +186,9 @@ def saved_and_sent_compiled(
         memory = Memory(torch.zeros(inputs.batch, inputs.encoder_length, width, dtype=dtype, requires_grad=True))
     batch = inputs.batch if shards else None
     _, drawn = module.drop_embeddings(hidden, 0.0)
-    dropout = None if drawn is None else drawn.of_layer(inputs.stack.num_layers - 1, drawn.tokens)
+    drops = None if drawn is None else drawn.of_layer(inputs.stack.num_layers - 1, drawn.tokens)
     layer = module.layers[-1]
-    context = LayerContext("training", rotary, terms, memory=memory, batch=batch, dropout=dropout)
+    context = LayerContext("training", rotary, terms, memory=memory, batch=batch, dropout=drops)
 
     def run(hidden: Tensor) -> Any:
         precision = facts.precision

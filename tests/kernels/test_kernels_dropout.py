@@ -35,11 +35,11 @@ def test_the_kernel_equals_plain_torch(
     stream = torch.randn(rows, channels, device=device) if residual else None
     places = (torch.arange(rows, device=device) * 2**31) - 4
     kept = keep_mask(key, places, channels, 0.3)
-    found = launch_dropout(values, None, key, places, 0.3, dtype)
+    found = launch_dropout(values, None, key, places, 0.3, dtype=dtype)
     assert torch.equal(found != 0, kept)
     torch.testing.assert_close(found, reference_dropout(values, None, key, places, 0.3))
     if stream is not None:
-        found = launch_dropout(values, stream, key, places, 0.3, torch.float32)
+        found = launch_dropout(values, stream, key, places, 0.3, dtype=torch.float32)
         torch.testing.assert_close(found, reference_dropout(values, stream, key, places, 0.3), rtol=1e-2, atol=1e-2)
 
 
