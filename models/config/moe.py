@@ -39,7 +39,8 @@ class MoEKeys(DenseStackKeys):
     moe_token_dropping: bool = False
     """True: drop and pad, the same as `moe_pad_expert_input_to_capacity`; needs a `moe_expert_capacity_factor`."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "alltoall_seq", "flex"] | None = None
-    """How tokens are sent to experts on other ranks. Ignored: every rank holds all experts."""
+    """How tokens are sent to experts on other ranks (`expert_model_parallel_size`): to these alone (`alltoall`,
+    `alltoall_seq`), or to all ranks (`allgather`); null: `alltoall`. `flex` is not supported."""
     moe_per_layer_logging: bool = False
     """Log the losses and the load of each layer in addition to the means over layers."""
     moe_expert_capacity_factor: float | None = None

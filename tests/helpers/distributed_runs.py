@@ -157,7 +157,13 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
         if sigterm_at == [ranks.rank, len(steps) + 1]:
             signal.raise_signal(signal.SIGTERM)
         sums: dict[int, list[int]] = {}
-        for number, fields in batch.micro_batches():
+        micro_batches = batch.micro_batches()
+        loader = module.dataloader
+        if loader._batches.shard is not None:  # the whole samples, of which context-parallel ranks have some tokens
+            place, samples = loader._parts.micro_batches(module.step), loader._batches.samples
+            size = place.micro_batch_size
+            micro_batches = ((n, samples.batch(place.first_sample + n * size, size)) for n in place.indices)
+        for number, fields in micro_batches:
             rows = torch.cat([field.long() for _, field in sorted(fields.items())], dim=1).numpy()
             sums[number] = [zlib.crc32(row.tobytes()) for row in rows]
         steps.append(sums)
@@ -178,7 +184,8 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
     assert result.exit_code == (143 if sigterm_at else 0)
     validation = result.validation
     values = [validation.loss, validation.tokens, validation.bytes] if validation else None
-    model_ranks = config.root.model.tensor_model_parallel_size
+    keys = config.root.model
+    model_ranks = keys.tensor_model_parallel_size * keys.context_parallel_size
     return {"steps": steps, "targets": targets, "validation": values, "model_ranks": model_ranks}
 
 

@@ -11,8 +11,9 @@ from tiers import cases, full_only
 
 TENSOR = {"model__tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"model__sequence_parallel": True}
-STILL = {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0, "model__embedding_dropout": 0.0}
-GPT = STILL | {"model__num_attention_heads": 4}
+CONTEXT = {"model__context_parallel_size": 2}
+EXPERT = {"model__expert_model_parallel_size": 2}
+GPT = {"model__num_attention_heads": 4}
 SWIGLU = (
     GPT
     | NO_BIAS
@@ -25,7 +26,25 @@ SWIGLU = (
     }
 )
 """Fewer key groups than ranks: a head of keys is on both, and its gradients are summed."""
-MODELS: dict[str, dict[str, Any]] = {"gpt": GPT, "swiglu": SWIGLU, "ema": GPT | EMA}
+MOE = NO_BIAS | {
+    "model__num_attention_heads": 4,
+    "model__num_moe_experts": 4,
+    "model__moe_router_topk": 2,
+    "model__moe_aux_loss_coeff": 1.0,
+    "model__moe_z_loss_coeff": 0.1,
+    "model__moe_dropout": 0.1,
+    "model__moe_shared_expert_intermediate_size": 32,
+    "model__activation": "fast-swiglu",
+}
+CAPACITY = MOE | {"model__moe_expert_capacity_factor": 0.8, "model__moe_pad_expert_input_to_capacity": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": GPT,
+    "swiglu": SWIGLU,
+    "ema": GPT | EMA,
+    "moe": MOE,
+    "capacity": CAPACITY,
+}
+"""Dropout is on in all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +58,9 @@ def compare(runs: DistributedRuns, name: str, model: str, ranks: int, layout: di
     check_equal(together, alone, last, kinds=("model", "optimizer", *(("ema",) if model == "ema" else ())))
 
 
-@pytest.mark.parametrize(("model", "sequence"), cases([(m, s) for m in MODELS for s in (False, True)], fast=1))
+@pytest.mark.parametrize(
+    ("model", "sequence"), cases([(m, s) for m in ("gpt", "swiglu", "ema") for s in (False, True)], fast=1)
+)
 def test_two_tensor_parallel_ranks_equal_one_process(runs, model, sequence):
     compare(runs, f"tensor-{sequence}", model, 2, SEQUENCE if sequence else TENSOR)
 
@@ -69,12 +90,59 @@ def test_a_growing_batch_and_an_average_equal_one_process(runs):
 
 
 @full_only
-def test_t5_equals_one_process(runs):
-    still = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    stacks = {name: T5["model"][name] | still for name in ("encoder", "decoder")}
-    model = T5["model"] | stacks | {"embedding_dropout": 0.0}
-    split = model | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fsdp": True}
-    check_equal(runs.run("t5-tensor", 4, model=split), runs.run("alone-t5", model=model))
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "fsdp": True},
+        {"context_parallel_size": 2, "cp_comm_type": "all_gather", "fsdp": True},
+        {"context_parallel_size": 2, "cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
+    ],
+)
+def test_t5_equals_one_process(runs, split):
+    model = T5["model"] | {"encoder": T5["model"]["encoder"] | {"num_attention_heads": 4}}
+    name = "-".join(str(value) for value in split.values())
+    check_equal(runs.run(f"t5-{name}", 4, model=model | split), runs.run("alone-t5", model=model))
+
+
+@full_only
+@pytest.mark.parametrize("model", ["gpt", "swiglu"])
+@pytest.mark.parametrize("exchange", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "full"])
+def test_context_and_data_parallel_ranks_equal_one_process(runs, model, exchange, layout):
+    if exchange == "a2a" and model == "swiglu":
+        pytest.skip("one group of keys is not shared by two ranks")
+    compare(
+        runs, f"context-{exchange}-{layout}", model, 4, CONTEXT | {"model__cp_comm_type": exchange} | LAYOUTS[layout]
+    )
+
+
+@full_only
+def test_hierarchical_context_parallel_ranks_equal_one_process(runs):
+    keys = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+    compare(runs, "hierarchical", "gpt", 4, {f"model__{name}": value for name, value in keys.items()})
+
+
+@full_only
+@pytest.mark.parametrize("model", ["gpt", "swiglu"])
+@pytest.mark.parametrize("layout", ["ddp", "full"])
+def test_tensor_context_and_data_parallel_ranks_equal_one_process(runs, model, layout):
+    compare(runs, f"tensor-context-{layout}", model, 8, SEQUENCE | CONTEXT | LAYOUTS[layout])
+
+
+@full_only
+@pytest.mark.parametrize("model", ["moe", "capacity"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "full", "grad"])
+@pytest.mark.parametrize("axes", [EXPERT, EXPERT | SEQUENCE, SEQUENCE | {"model__expert_model_parallel_size": 4}])
+def test_expert_parallel_ranks_equal_one_process(runs, model, dispatcher, layout, axes):
+    name = f"{dispatcher}-{layout}-{'-'.join(str(value) for value in axes.values())}"
+    compare(runs, name, model, 4, axes | {"model__moe_token_dispatcher_type": dispatcher} | LAYOUTS[layout])
+
+
+@full_only
+def test_experts_of_tensor_parallel_ranks_equal_one_process(runs):
+    compare(runs, "replicated", "moe", 2, SEQUENCE)
+    compare(runs, "shared", "moe", 4, SEQUENCE | EXPERT | {"model__tensor_model_parallel_size": 4})
 
 
 @full_only
@@ -86,6 +154,7 @@ def test_t5_equals_one_process(runs):
         (SEQUENCE | LAYOUTS["full"], 4, TENSOR | LAYOUTS["zero1"], 4),
         (LAYOUTS["full"], 2, SEQUENCE | LAYOUTS["ddp"], 4),
         (TENSOR | {"model__tensor_model_parallel_size": 4}, 4, SEQUENCE, 2),
+        (CONTEXT | LAYOUTS["full"], 4, SEQUENCE | CONTEXT, 4),
     ],
 )
 def test_resumed_in_another_layout(runs, saved, ranks, resumed, others):

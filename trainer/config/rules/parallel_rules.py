@@ -58,6 +58,10 @@ def parts_of_models_split(context: RuleContext) -> Iterator[Finding]:
     if ranks > 1 and scheme in ("ptuning", "prompt"):
         message = f"`context_parallel_size` ({ranks}) does not support soft prompts: `peft_scheme` ({scheme})"
         yield Finding.error((CONTEXT, "model.peft.peft_scheme"), message, f"{CONTEXT}=1")
+    if tensor > 1 and scheme == "lora" and keys.peft.lora_tuning.adapter_dropout:
+        path = "model.peft.lora_tuning.adapter_dropout"
+        message = f"`adapter_dropout` ({keys.peft.lora_tuning.adapter_dropout}) of LoRA needs whole layers, without "
+        yield Finding.error((path, TENSOR), f"{message}tensor parallelism", f"{path}=0.0")
     if keys.expert_model_parallel_size > 1 and keys.fsdp and keys.fsdp_sharding_strategy == "hybrid":
         yield Finding.error(
             ("model.fsdp_sharding_strategy", EXPERT),
