@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 SHORT = [
     "trainer.max_steps=2",
     "trainer.limit_val_batches=1",
-    "model.micro_batch_size=2",
+    "model.micro_batch_size=1",  # two data-parallel ranks need two
     "model.global_batch_size=2",
 ]
 

@@ -99,7 +99,7 @@ def machine() -> Row:
     import triton
 
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton.__version__,
