@@ -415,6 +415,10 @@ def layout(harness: ConfigHarness, changes: Changes) -> Any:
     )
 
 
+def exchange_of_tokens(harness: ConfigHarness, changes: Changes) -> Any:
+    return resolve_run(harness.root(changes), world_size=4).context_split
+
+
 def gradient_reduce_dtype(harness: ConfigHarness, changes: Changes) -> Any:
     return grad_reduce_dtype(harness.root(changes).model, torch.bfloat16)
 

@@ -46,7 +46,7 @@ class RingInOneProcess:
         ]
         self.others: list[list[Tensor | None]] = []
         for rank in range(size):
-            others = [inputs.distance_bias, inputs.alibi_slopes, inputs.key_padding_mask]
+            others = [inputs.distance_bias, inputs.alibi_slopes, inputs.key_padding_mask, inputs.rng]
             if documents is not None:
                 shard = SequenceShard(ContextParallel(rank, ContextSplit(size, "p2p"), ""), zigzag)
                 packed = pack_documents(documents, shard, dtype=inputs.q.dtype, causal=inputs.causal, with_mask=False)

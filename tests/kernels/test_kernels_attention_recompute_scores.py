@@ -316,7 +316,7 @@ def test_calls_with_options_go_on_as_before(name: str, monkeypatch: pytest.Monke
         return
     options: dict[str, Any] = {"scale": 0.3, "causal": name != "key_padding_mask", name: option(name)}
     tensors = [query, key, value, gradient]
-    found = results(backend(RecomputedAttention(UnfusedAttention())), tensors, **options)
+    found = results(backend(RecomputedAttention(UnfusedAttention(), uses_rng=False)), tensors, **options)
     for ours, truth in zip(found, results(backend(reference_backend), tensors, **options), strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
 
@@ -361,7 +361,7 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
         return attention_recompute_scores(*tensors, **options)
 
     monkeypatch.setattr(recomputed_attention, "attention_recompute_scores", seen)
-    again = backend(RecomputedAttention(UnfusedAttention()))
+    again = backend(RecomputedAttention(UnfusedAttention(), uses_rng=False))
     tensors = made(8, 12)
     truth = exact(tensors, scale=0.3, causal=True)
     if function == "compiled":
@@ -377,11 +377,11 @@ def test_recomputed_unfused_attention_takes_it(function: str, monkeypatch: pytes
 
 def test_who_wants_plain_softmax_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recomputed_attention, "attention_recompute_scores", None)
-    again = RecomputedAttention(UnfusedAttention(masked_softmax_fusion=False))
+    again = RecomputedAttention(UnfusedAttention(masked_softmax_fusion=False), uses_rng=False)
     results(backend(again), made(8, 12), scale=0.3, causal=True)
     with torch.no_grad():
         monkeypatch.setattr(UnfusedAttention, "__call__", lambda *_, **__: "plain")
-        assert attend(RecomputedAttention(UnfusedAttention()), *made(8, 12)[:3], causal=True) == "plain"
+        assert attend(RecomputedAttention(UnfusedAttention(), uses_rng=False), *made(8, 12)[:3], causal=True) == "plain"
 
 
 def test_under_autocast_it_computes_in_its_dtype() -> None:

@@ -295,7 +295,7 @@ def test_unfused_attention_is_the_same_with_the_fused_softmax(case, device, monk
         name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in UNFUSED[case].items()
     }
     if case == "packed":
-        moved: list[Any] = [part if part is None else part.to(device) for part in options["packed"]]
+        moved: list[Any] = [part.to(device) if isinstance(part, torch.Tensor) else part for part in options["packed"]]
         options["packed"] = PackedSequences(*moved)
     found = []
     for fusion in (True, False):

@@ -246,7 +246,6 @@ def test_t5_keys_reach_their_own_stack() -> None:
         ({**CAPACITY, "moe_token_dropping": True}, "warning moe_token_dropping", "is read as"),
         ({**BALANCED, "moe_token_drop_policy": "position"}, "warning moe_token_drop_policy", "no effect"),
         # how they are calculated
-        ({**BALANCED, "moe_token_dispatcher_type": "alltoall"}, "info moe_token_dispatcher_type", "has no effect"),
         ({**BALANCED, "moe_grouped_gemm": True}, "", ""),
         ({**BALANCED, "moe_grouped_gemm": False}, "info moe_grouped_gemm", "slow"),
         (
@@ -315,9 +314,8 @@ def test_rules_are_asked_for_each_stack_of_each_family() -> None:
         ("moe_layer_freq='([0]*1+[1]*3)'", "an integer >= 1"),
         ("moe_dropout=1", "a number >= 0 and < 1"),
         ("moe_router_load_balancing_type=seq_aux_loss", "use aux_loss"),
-        ("moe_extended_tp=true", "expert parallelism"),
-        ("expert_tensor_parallel_size=2", "expert parallelism"),
-        ("expert_model_parallel_size=2", "expert parallelism"),
+        ("moe_extended_tp=true", "the matrices of an expert are never split"),
+        ("expert_tensor_parallel_size=2", "the matrices of an expert are never split"),
         ("moe_router_force_load_balancing=true", "random routing"),
     ],
 )

@@ -145,7 +145,7 @@ ROWS = [
     Row(MODEL + "moe_frequency", 2, shapes, MOE),
     Row(MODEL + "moe_dropout", 0.5, gradients, MOE),
     Row(MODEL + "moe_shared_expert_intermediate_size", 8, shapes, MOE),
-    Row(MODEL + "moe_router_enable_expert_bias", True, trained, SIGMOID),
+    Row(MODEL + "moe_router_enable_expert_bias", True, trained, SIGMOID | {MODEL + "moe_router_bias_update_rate": 1.0}),
     Row(MODEL + "moe_router_bias_update_rate", 0.5, trained, EXPERT_BIAS),
     Row(MODEL + "moe_router_topk_scaling_factor", 2.0, logits, MOE),
     Row(MODEL + "moe_router_num_groups", 2, logits, {**MOE, MODEL + "moe_router_group_topk": 1}),

@@ -50,6 +50,7 @@ from key_observables import (
 
 from stoker.models import build
 from stoker.models.build import decide_compile
+from stoker.models.dispatch.context_calls import ContextSplit
 from stoker.models.layers.dropout import DropoutMask
 from stoker.models.parallel.layout import ParallelLayout
 from stoker.trainer.callbacks import profiler
@@ -136,7 +137,13 @@ def parameters_are_cut(harness: ConfigHarness) -> None:
     assert len({str(each) for each in found}) == len(found)
 
 
-@story("model.tensor_model_parallel_size", "model.sequence_parallel")
+@story(
+    "model.tensor_model_parallel_size",
+    "model.sequence_parallel",
+    "model.context_parallel_size",
+    "model.hierarchical_context_parallel_sizes",
+    "model.expert_model_parallel_size",
+)
 def ranks_share_a_replica(harness: ConfigHarness) -> None:
     def mesh(**keys: Any) -> ParallelLayout:
         changes = {TRAINER + "devices": 4, **{MODEL + name: value for name, value in keys.items()}}
@@ -146,6 +153,12 @@ def ranks_share_a_replica(harness: ConfigHarness) -> None:
     assert mesh(tensor_model_parallel_size=2) == ParallelLayout(data=2, tensor=2)
     sharded = mesh(tensor_model_parallel_size=2, sequence_parallel=True)
     assert sharded == ParallelLayout(data=2, tensor=2, sequence=True)
+    assert mesh(context_parallel_size=2) == ParallelLayout(data=2, context=2)
+    assert mesh(expert_model_parallel_size=2, num_moe_experts=4) == ParallelLayout(data=4, expert=2)
+    keys = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "cp_comm_type": "a2a+p2p"}
+    root = harness.root({TRAINER + "devices": 4, **{MODEL + name: value for name, value in keys.items()}})
+    assert resolve_run(root, world_size=4).context_split == ContextSplit(4, "a2a+p2p", 2)
+    assert resolve_run(root).context_split is None
 
 
 @story("trainer.process_timeout")

@@ -30,6 +30,7 @@ from key_observables import (
     arithmetic,
     checkpoint_metric,
     device,
+    exchange_of_tokens,
     family_shapes,
     gradient_reduce_dtype,
     gradients,
@@ -66,6 +67,15 @@ class Values:
 OTHER_NAMES = {"reduced_train_loss": "loss", "train_loss": "loss", "validation_loss": "val_loss"}
 VALUES = {
     TRAINER + "accelerator": Values(device, {"gpu": "cuda", "auto": "cuda"}),
+    "model.cp_comm_type": Values(
+        exchange_of_tokens,
+        {},
+        {
+            "trainer.devices": 4,
+            MODEL + "context_parallel_size": 4,
+            MODEL + "hierarchical_context_parallel_sizes": [2, 2],
+        },
+    ),
     "model.fsdp_sharding_strategy": Values(layout, {}, {MODEL + "fsdp": True, MODEL + "fsdp_shard_size": 2}),
     "model.fsdp_grad_reduce_dtype": Values(gradient_reduce_dtype, {"32": 32, "fp32": 32}),
     TRAINER + "precision": Values(

@@ -145,7 +145,7 @@ def test_a_text_that_has_ended_makes_no_other_be_read_again(monkeypatch: pytest.
         return begin(self, tokens, lengths)
 
     monkeypatch.setattr(GPTDecoder, "prefill", counted)
-    written = generator(model, context).generate([long, [7]], StoppingCriteria(11, eos_ids={first}))
+    written = generator(model, context).generate([long, [0]], StoppingCriteria(11, eos_ids={first}))
     assert written[0].tokens == []
     assert len(written[1].tokens) == 11
     assert begun == [10]

@@ -63,7 +63,9 @@ def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
     saved = dict(dotted_paths.leaves(json.loads((run / name).read_text())))
     found = dict(dotted_paths.leaves(load_saved_config(run / name).document))
     assert {path: found.pop(path) for path in saved} == saved
-    newer = {"trainer.max_epochs": None, "model.tensor_model_parallel_size": 1, "model.sequence_parallel": False}
+    sizes = {f"model.{kind}_parallel_size": 1 for kind in ("tensor_model", "context", "expert_model")}
+    newer = {"trainer.max_epochs": None, "model.sequence_parallel": False, "model.cp_comm_type": "p2p", **sizes}
+    newer["model.hierarchical_context_parallel_sizes"] = None
     assert found == newer, "keys that are newer have no effect on it"
 
 

@@ -218,7 +218,7 @@ SPLIT = ("llama", "gpt3", "norms of heads", "autocast", "t5", "cheap parts again
 
 
 def split_inputs(name, sequence, *, compiled):
-    keys = ["model.tensor_model_parallel_size=2", f"model.sequence_parallel={sequence}"]
+    keys = ["trainer.devices=2", "model.tensor_model_parallel_size=2", f"model.sequence_parallel={sequence}"]
     return plan_inputs([*CASES[name], *keys], compiled=compiled, ranks=2)
 
 
