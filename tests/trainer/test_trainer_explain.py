@@ -349,3 +349,14 @@ def random_fields(form: BatchSpec, *, generation: bool) -> dict[str, torch.Tenso
     if packed:
         fields |= {"encoder_documents": documents(first), "decoder_documents": documents(second)}
     return fields
+
+
+def test_the_calls_are_those_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = ["trainer.devices=4", "model.tensor_model_parallel_size=2", "model.context_parallel_size=2"]
+    given = ["explain", "attention", "model=llama_1b", "--arch", "sm90", *ranks, "model.global_batch_size=8"]
+    assert main([*given, "model.cp_comm_type=a2a"]) == 0
+    heads = capsys.readouterr().out
+    assert "on each of 2 tensor-parallel and 2 context-parallel ranks" in heads
+    assert "4 heads in 1 groups, head width 128, 4096 x 4096 tokens" in heads
+    assert main(given) == 0
+    assert "8 heads in 2 groups" in capsys.readouterr().out

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ...kernels.attention.dispatch import BackendCandidate, BackendSelection
     from ...kernels.attention.flags import AttentionFlags
     from ...models.config.families import FamilyKeys
+    from ...models.config.parallel import ParallelKeys
     from ..config.schema.trainer_and_data import TrainerBlock
 
 ARCHITECTURES: dict[str, tuple[int, int] | None] = {
@@ -111,10 +112,17 @@ def explain_attention(args: argparse.Namespace) -> int:
         }
         print(json.dumps(shown, indent=2))
     else:
-        print(f"attention of {_layers(run.model)} {where}")
+        print(f"attention of {_layers(run.model)}{_share(run.model)} {where}")
         for text in (*flags.notes(), *(_format_answer(answer) for answer in answers)):
             print(text)
     return EXIT_OK if all(answer.backend for answer in answers) else EXIT_BAD_INPUT
+
+
+def _share(keys: ParallelKeys) -> str:
+    """Return a phrase that these are the calls of one of the ranks that share a layer; empty for one."""
+    names = {"tensor": keys.tensor_model_parallel_size, "context": keys.context_parallel_size}
+    axes = " and ".join(f"{size} {name}-parallel" for name, size in names.items() if size > 1)
+    return f", on each of {axes} ranks," if axes else ""
 
 
 def _layers(keys: FamilyKeys) -> str:
@@ -170,6 +178,8 @@ def _answers(
     from ...kernels.attention.dispatch import NoBackendError
     from ...models.dispatch.attention_calls import CallContext, choose_backends
     from ...models.dispatch.attention_choices import plan_attentions
+    from ...models.tensor_parallel import rank_slice
+    from ..config.parameter_layout import context_split
 
     facts: CallContext = {
         "device": device,
@@ -178,8 +188,14 @@ def _answers(
         "batch": run.model.micro_batch_size,
         "deterministic": not flags.allow_nondeterministic,
     }
+    try:
+        split = context_split(run.model)
+        family = rank_slice(run.family, run.model.tensor_model_parallel_size)
+        attentions = list(plan_attentions(family, run.layer_batch_spec, facts, split))
+    except ValueError as error:
+        raise UserError(str(error)) from None
     answers: list[Answer] = []
-    for planned in plan_attentions(run.family, run.layer_batch_spec, facts):
+    for planned in attentions:
         for kind, call in planned.calls.items():
             label, description = planned.label(kind), str(call)
             try:
