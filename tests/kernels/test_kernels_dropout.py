@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import DEVICES, extra
+from tiers import DEVICES, extra, full_only
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -71,6 +71,7 @@ def _sine(*given: Any) -> Tensor:
     return dropout(*given).sin()
 
 
+@full_only
 def test_compiled_layers_draw_the_same_mask() -> None:
     values, places = torch.randn(6, 8, requires_grad=True), torch.arange(6)
     run = torch.compile(_sine, backend="aot_eager", fullgraph=True)
@@ -103,7 +104,7 @@ def masks(p: float, key_of: str) -> Tensor:
 
 
 @pytest.mark.parametrize("key_of", ["drawn", "consecutive"])
-@pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
+@pytest.mark.parametrize("p", [0.1, *extra(0.01, 0.5)])
 def test_masks_are_like_independent_draws(p: float, key_of: str) -> None:
     """Five standard deviations; 2 million elements."""
     torch.manual_seed(0)

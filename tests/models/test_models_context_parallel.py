@@ -113,7 +113,7 @@ FOUR: list[Case] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "cases"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("size", "cases"), [(2, TWO), *extra((4, FOUR))])
 def test_ranks_together_are_one_process(size: int, cases: list[Case], forks: ForkServer, tmp_path: Path) -> None:
     found = forks.call("parallel_models", "compare_context", str(tmp_path), size, cases)
     wrong = [
@@ -152,6 +152,7 @@ def test_collectives_move_heads_keys_or_document_ids_only(forks: ForkServer, tmp
     assert found[2] == documents | {"all_to_all_single": [keys_and_values] * (2 + 2 * 3)}
 
 
+@full_only
 def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_path: Path) -> None:
     cases: list[Case] = [
         (GROUPED, "packed", "a2a+p2p", 2, 1),

@@ -74,7 +74,7 @@ def test_ranks_together_are_one_process(size: int, forks: ForkServer, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "keys", [{**SHARED_HEADS, "peft": lora()}, {**T5, "peft": IA3}, *extra({**LLAMA, "peft": lora()})]
+    "keys", [{**SHARED_HEADS, "peft": lora()}, *extra({**T5, "peft": IA3}, {**LLAMA, "peft": lora()})]
 )
 def test_ranks_together_save_the_tensors_of_one_process(keys: dict[str, Any]) -> None:
     """And each element once."""

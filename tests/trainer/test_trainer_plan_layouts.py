@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from config_helpers import load
+from tiers import full_only
 
 from stoker.models.dispatch.context_calls import ContextSplit
 from stoker.models.parallel.layout import ParallelLayout
@@ -127,6 +128,7 @@ def test_the_report_says_who_sends_how_much_over_what(capsys: pytest.CaptureFixt
     assert 0 <= tensor["exposed"] <= tensor["seconds"]
 
 
+@full_only
 def test_the_search_returns_layouts_that_are_planned_alike_with_their_keys() -> None:
     given = [*LLAMA, "model.num_layers=2", "model.encoder_seq_length=32768"]
     root = on_machines(load(*given).root, 2, 1)
@@ -143,6 +145,7 @@ def test_the_search_returns_layouts_that_are_planned_alike_with_their_keys() -> 
     assert {change.plan.inputs.mesh.tensor for change in found} == {1, 2}
 
 
+@full_only
 def test_layouts_are_printed_with_their_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", *LLAMA, "model.num_layers=2", "--fit", "--gpus", "16"]
     assert main([*arguments, "--device", "h100"]) == EXIT_OK
