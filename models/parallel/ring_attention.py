@@ -102,7 +102,7 @@ class RingAttention:
 
 
 class RingOptions(NamedTuple):
-    """What is not a tensor; see `AttentionInputs` and `RingAttention`."""
+    """Options that are not tensors; see `AttentionInputs` and `RingAttention`."""
 
     causal: bool
     window_size: Sequence[int] | None

@@ -39,7 +39,7 @@ DEFAULT_LENGTH = Length(warm_up=10, windows=4, window=10)
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained.
+    """Model and batches that are trained.
 
     Attributes:
         experiment: configuration of stoker.
