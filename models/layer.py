@@ -363,8 +363,6 @@ def _stream_and_norms(inputs: StackInputs, moe: MoESlice | None) -> list[SavedTe
     normed = projections.count(True) - (stack.block == "post_ln")
     module: RecomputeModule | None = "norm" if stack.block != "post_ln" else None
     saved = [SavedTensors("norm", normed * elements * e, module)]
-    if inputs.saves_gathered:  # with post-LN instead of the residual stream, which is saved as well
-        saved = [SavedTensors("norm", projections.count(True) * inputs.outer_elements * e)]
     # router and experts save one input; experts that gather rows save those rows instead
     if moe is not None and (not runs_eager_experts(inputs, moe) or moe.shared_ffn_hidden_size):
         saved.append(SavedTensors("norm", elements * e, module, "moe"))

@@ -18,6 +18,14 @@ class ParallelKeys(ConfigBlock):
     sequence_parallel: bool = False
     """With tensor parallelism: shard the residual stream between attention and MLP over the tokens, so that norms,
     dropout and their activations are split as well."""
+    ub_tp_comm_overlap: bool = False
+    """With `sequence_parallel` on GPUs that read each other's memory: the all-gather before a matrix product and the
+    reduce-scatter after it run in parts beside those of the product (asynchronous tensor parallelism). Not in layers
+    with a LoRA update."""
+    tp_comm_overlap_ag: bool = True
+    """With `ub_tp_comm_overlap`: of all-gathers."""
+    tp_comm_overlap_rs: bool = True
+    """With `ub_tp_comm_overlap`: of reduce-scatters."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that share the tokens of every sequence; they communicate in attention only."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"

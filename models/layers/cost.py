@@ -162,11 +162,6 @@ class StackInputs:
         return self.tokens * self.stack.hidden_size
 
     @property
-    def saves_gathered(self) -> bool:
-        """True if projections save the tokens of all ranks: the compiler does not gather them twice."""
-        return self.compiled and self.residual_tokens < self.tokens
-
-    @property
     def num_branches(self) -> int:
         """Number of residual branches of a layer, each with its own norm: attention, cross-attention, MLP."""
         return 2 if self.cross is None else 3
@@ -278,8 +273,7 @@ class LayerMemory:
     def mlp_input_bytes(self) -> int:
         """Bytes of the normalized input of the MLP."""
         saved = self.has_experts or self.inputs.saves_norm_output("mlp_fc1")
-        elements = self.inputs.outer_elements if self.inputs.saves_gathered else self.inputs.residual_elements
-        return elements * self.inputs.widths.compute if saved else 0
+        return self.inputs.residual_elements * self.inputs.widths.compute if saved else 0
 
     @property
     def matmul_rows(self) -> dict[MatrixInputs, int]:

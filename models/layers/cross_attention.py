@@ -141,10 +141,10 @@ def cross_attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     )
     trained = "attention_qkv" in inputs.trained_projections
     return (
-        *column_traffic(whole, gathers=mesh.sequence, trained=trained, saves_gathered=inputs.saves_gathered),
-        *column_traffic(encoder, gathers=False, trained=trained, shared=shared_head_bytes(attention, inputs)),
+        *column_traffic(whole, mesh, gathers=mesh.sequence, trained=trained),
+        *column_traffic(encoder, mesh, gathers=False, trained=trained, shared=shared_head_bytes(attention, inputs)),
         *exchanged,
-        *row_traffic(whole, scatters=mesh.sequence),
+        *row_traffic(whole, mesh),
     )
 
 

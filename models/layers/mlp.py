@@ -147,8 +147,8 @@ def mlp_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     if mesh.tensor == 1:
         return ()
     trained = "mlp_fc1" in inputs.trained_projections
-    up = column_traffic(whole, gathers=mesh.sequence, trained=trained, saves_gathered=inputs.saves_gathered)
-    return (*up, *row_traffic(whole, scatters=mesh.sequence))
+    up = column_traffic(whole, mesh, gathers=mesh.sequence, trained=trained)
+    return (*up, *row_traffic(whole, mesh))
 
 
 def mlp_memory(inputs: StackInputs, width: int) -> PartMemory:

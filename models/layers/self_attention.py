@@ -187,13 +187,13 @@ def attention_traffic(inputs: StackInputs) -> tuple[Collective, ...]:
     return (
         *column_traffic(
             whole,
+            mesh,
             gathers=mesh.sequence,
             trained=trained,
-            saves_gathered=inputs.saves_gathered,
             shared=shared_head_bytes(attention, inputs),
         ),
         *context_traffic(attention, inputs, inputs.tokens),
-        *row_traffic(whole, scatters=mesh.sequence),
+        *row_traffic(whole, mesh),
     )
 
 

@@ -11,6 +11,7 @@ rank's share of the flattened tokens, so that no collective needs a transposed c
 | `shard_tokens` | the rank's share | all-gather |
 | `unshard_tokens` | all-gather | the rank's share |
 | `column_linear`, `lora_column_linear` | (all-gather,) product | product, (reduce-scatter or) all-reduce |
+| `row_linear` | product, (reduce-scatter or) all-reduce | (all-gather,) product |
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.lora.lora_linear import fused_lora_linear, fused_lora_linear_backward
+from .overlap import gather_and_multiply, multiply_and_scatter
 from .partition import Partition, RankPart
 
 _ops: Any = torch.ops._c10d_functional
@@ -38,6 +40,8 @@ class TensorParallel:
         size: ranks of the group.
         group: name of the process group.
         sequence: the residual stream is sharded over tokens in training and evaluation (`sequence_parallel`).
+        overlap_gather: all-gathers run in parts beside the products that need them (`parallel.overlap`).
+        overlap_scatter: reduce-scatters run beside the products that they sum.
         shards_tokens: it is sharded in the current forward; generation has too few tokens.
         data_rank: index of this rank among those that hold the same part of the model.
         data_ranks: number of those.
@@ -47,6 +51,8 @@ class TensorParallel:
     size: int
     group: str
     sequence: bool = False
+    overlap_gather: bool = False
+    overlap_scatter: bool = False
     shards_tokens: bool = False
     data_rank: int = 0
     data_ranks: int = 1
@@ -76,6 +82,26 @@ def _wait(tensor: Tensor) -> Tensor:
 def _gather(tokens: Tensor, size: int, group: str) -> Tensor:
     """Start an all-gather of (1, tokens, channels) along the tokens."""
     return _ops.all_gather_into_tensor(tokens[0].contiguous(), size, group)
+
+
+def _gather_again(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
+    """Start an all-gather of a backward pass that repeats one of the forward pass.
+
+    The compiler would merge the two and save what is gathered; one that depends on the gradient stays where it is.
+    """
+    if torch.compiler.is_compiling():
+        return _gather_in_backward(tokens[0].contiguous(), gradient, size, group)
+    return _gather(tokens, size, group)
+
+
+@torch.library.custom_op("stoker::all_gather_in_backward", mutates_args=())
+def _gather_in_backward(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
+    return _ops.all_gather_into_tensor(tokens, size, group)
+
+
+@_gather_in_backward.register_fake
+def _(tokens: Tensor, gradient: Tensor, size: int, group: str) -> Tensor:
+    return tokens.new_empty((size * tokens.shape[0], *tokens.shape[1:]))
 
 
 def _scatter(tokens: Tensor, size: int, group: str) -> Tensor:
@@ -153,10 +179,14 @@ class _ColumnLinear(torch.autograd.Function):
         size: int,
         group: str,
         gathers: bool,
+        overlap: bool,
         shared: Sequence[SharedRows],
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.rank, ctx.size, ctx.group, ctx.gathers, ctx.shared = rank, size, group, gathers, shared
+        if gathers and overlap:
+            _, output = gather_and_multiply(hidden[0], weight.t(), group)
+            return output[None] if bias is None else output[None] + bias
         whole = _wait(_gather(hidden, size, group))[None] if gathers else hidden
         return F.linear(whole, weight, bias)
 
@@ -164,7 +194,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        whole = _gather(hidden, ctx.size, ctx.group) if ctx.gathers and needs_weight else None
+        whole = _gather_again(hidden, gradient, ctx.size, ctx.group) if ctx.gathers and needs_weight else None
         hidden_gradient = weight_gradient = bias_gradient = None
         if needs_input:
             partial = gradient @ weight
@@ -181,7 +211,7 @@ class _ColumnLinear(torch.autograd.Function):
             bias_gradient = _sum_shared_rows(bias_gradient, ctx.shared, ctx.rank, ctx.size, ctx.group)
         if hidden_gradient is not None:
             hidden_gradient = _wait(hidden_gradient).view(hidden.shape)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, *(None,) * 6
 
 
 def _sum_shared_rows(gradient: Tensor, shared: Sequence[SharedRows], rank: int, size: int, group: str) -> Tensor:
@@ -266,7 +296,56 @@ def column_linear(
         (batch, tokens, out / ranks), with `gathers` (1, batch * tokens, out / ranks).
     """
     tensors = _autocast(hidden, weight, bias)
-    return _ColumnLinear.apply(*tensors, ranks.rank, ranks.size, ranks.group, gathers, shared)  # pyright: ignore[reportReturnType]
+    place = ranks.rank, ranks.size, ranks.group
+    return _ColumnLinear.apply(*tensors, *place, gathers, ranks.overlap_gather, shared)  # pyright: ignore[reportReturnType]
+
+
+class _OverlappedRowLinear(torch.autograd.Function):
+    """A product and the reduce-scatter of its result, at least one of whose collectives overlaps with its product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, size: int, group: str, overlap_gather: bool, overlap_scatter: bool
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.size, ctx.group, ctx.overlap_gather = size, group, overlap_gather
+        if overlap_scatter:
+            return multiply_and_scatter(hidden.flatten(0, -2), weight.t(), group)[None]
+        return _wait(_scatter(F.linear(hidden, weight), size, group))[None]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight = ctx.saved_tensors
+        if ctx.overlap_gather:
+            whole, hidden_gradient = gather_and_multiply(gradient[0], weight, ctx.group)
+        else:
+            whole = _wait(_gather(gradient, ctx.size, ctx.group))
+            hidden_gradient = whole @ weight
+        weight_gradient = whole.t() @ hidden.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return hidden_gradient.view(hidden.shape), weight_gradient, *(None,) * 4
+
+
+def row_linear(hidden: Tensor, weight: Tensor, ranks: TensorParallel) -> Tensor:
+    """Return the sum over the ranks of the products of a weight whose columns are split over them.
+
+    Args:
+        hidden: (batch, tokens, in / ranks).
+        weight: (out, in / ranks).
+        ranks: the tensor-parallel ranks.
+
+    Returns:
+        (batch, tokens, out), or the rank's share of the tokens where the residual stream is sharded.
+    """
+    if ranks.shards_tokens and (ranks.overlap_gather or ranks.overlap_scatter):
+        tensors = _autocast(hidden, weight)
+        overlap = ranks.overlap_gather, ranks.overlap_scatter
+        return _OverlappedRowLinear.apply(*tensors, ranks.size, ranks.group, *overlap)  # pyright: ignore[reportReturnType]
+    return sum_partial(F.linear(hidden, weight), ranks)
+
+
+def sum_partial(partial: Tensor, ranks: TensorParallel) -> Tensor:
+    """Return the sum of the ranks' partial results, or of the rank's share of the tokens where these are sharded."""
+    return (reduce_scatter_tokens if ranks.shards_tokens else reduce_partial)(partial, ranks)
 
 
 def _autocast(hidden: Tensor, *others: Tensor | None) -> list[Tensor | None]:
@@ -312,7 +391,7 @@ class _LoRAColumnLinear(torch.autograd.Function):
         hidden, weight, lora_a, lora_b, low = ctx.saved_tensors
         whole = hidden.flatten(0, -2)
         if ctx.gathers:
-            whole = _wait(_gather(hidden, ctx.size, ctx.group))
+            whole = _wait(_gather_again(hidden, gradient, ctx.size, ctx.group))
         gradient = gradient.flatten(0, -2).contiguous()
         needs_input = ctx.needs_input_grad[0]
         partial, a_gradient, b_gradient = fused_lora_linear_backward(

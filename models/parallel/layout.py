@@ -36,6 +36,8 @@ class ParallelLayout:
         expert: ranks that share the experts of each layer (`expert_model_parallel_size`), out of those of the axes
             data, context and tensor.
         sequence: the residual stream is sharded over the tensor axis (`sequence_parallel`).
+        overlap_gather: all-gathers of the tensor axis run beside the products that need them (`tp_comm_overlap_ag`).
+        overlap_scatter: its reduce-scatters run beside the products that they sum (`tp_comm_overlap_rs`).
     """
 
     data: int = 1
@@ -44,6 +46,8 @@ class ParallelLayout:
     pipeline: int = 1
     expert: int = 1
     sequence: bool = False
+    overlap_gather: bool = False
+    overlap_scatter: bool = False
 
     @property
     def world_size(self) -> int:
@@ -118,7 +122,8 @@ class ParallelLayout:
         named: list[str] = []
         for axis in reversed(AXES):
             if self.size(axis) > 1:
-                detail = " (sequence parallel)" if axis == "tensor" and self.sequence else ""
+                overlap = ", overlapped" if self.overlap_gather or self.overlap_scatter else ""
+                detail = f" (sequence parallel{overlap})" if axis == "tensor" and self.sequence else ""
                 named.append(f"{axis} {self.size(axis)}{detail}")
         if self.expert > 1:
             named.append(f"expert {self.expert}")

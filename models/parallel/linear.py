@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, reduce_scatter_tokens
+from .collectives import SharedRows, TensorParallel, column_linear, reduce_partial, row_linear
+from .layout import ParallelLayout
 from .partition import Partition, RankPart, even_partition, set_partitions
 from .traffic import Collective
 
@@ -70,12 +71,10 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (batch, tokens, in / ranks) to (batch, tokens, out), or to the rank's share of the tokens."""
-        return self.reduce(F.linear(input, self.weight))
+        return self.add_bias(row_linear(input, self.weight, self.ranks))
 
-    def reduce(self, partial: Tensor) -> Tensor:
-        """Return the sum of the ranks' products, and the bias."""
-        reduce = reduce_scatter_tokens if self.ranks.shards_tokens else reduce_partial
-        output = reduce(partial, self.ranks)
+    def add_bias(self, output: Tensor) -> Tensor:
+        """Return the sum of the ranks' products with the bias."""
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -114,34 +113,32 @@ def gather_vocabulary(logits: Tensor, ranks: TensorParallel) -> Tensor:
 
 
 def column_traffic(
-    num_bytes: int, *, gathers: bool, trained: bool = True, saves_gathered: bool = False, shared: tuple[int, ...] = ()
+    num_bytes: int, mesh: ParallelLayout, *, gathers: bool, trained: bool = True, shared: tuple[int, ...] = ()
 ) -> tuple[Collective, ...]:
     """Return the traffic of a column-parallel linear layer.
 
     Args:
         num_bytes: of its input of all ranks.
+        mesh: the ranks.
         gathers: the ranks share its tokens.
         trained: the weight has a gradient.
-        saves_gathered: the gathered tokens are saved, not gathered again.
         shared: bytes of each section of the weight, or of the bias, of which several ranks have the same part.
     """
     sums = tuple(Collective("tensor", "all-reduce", size, "backward") for size in shared if trained)
     if not gathers:
         return (Collective("tensor", "all-reduce", num_bytes, "backward", overlaps=trained), *sums)
-    gathered = Collective("tensor", "all-gather", num_bytes, "forward")
-    again = (gathered._replace(during="backward", overlaps=True),) if trained and not saves_gathered else ()
+    gathered = Collective("tensor", "all-gather", num_bytes, "forward", overlaps=mesh.overlap_gather)
+    again = (gathered._replace(during="backward", overlaps=True),) if trained else ()
     return (gathered, *again, Collective("tensor", "reduce-scatter", num_bytes, "backward", overlaps=trained), *sums)
 
 
-def row_traffic(num_bytes: int, *, scatters: bool) -> tuple[Collective, ...]:
-    """Return the traffic of a row-parallel linear layer with an output of these bytes, which may be sharded over tokens
-    (`scatters`).
-    """
-    if not scatters:
+def row_traffic(num_bytes: int, mesh: ParallelLayout) -> tuple[Collective, ...]:
+    """Return the traffic of a row-parallel linear layer with an output of these bytes."""
+    if not mesh.sequence:
         return (Collective("tensor", "all-reduce", num_bytes, "forward"),)
     return (
-        Collective("tensor", "reduce-scatter", num_bytes, "forward"),
-        Collective("tensor", "all-gather", num_bytes, "backward"),
+        Collective("tensor", "reduce-scatter", num_bytes, "forward", overlaps=mesh.overlap_scatter),
+        Collective("tensor", "all-gather", num_bytes, "backward", overlaps=mesh.overlap_gather),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...kernels.lora.lora_linear import lora_linear
 from ..config.peft import LoRASlice
-from ..parallel.collectives import lora_column_linear
+from ..parallel.collectives import lora_column_linear, sum_partial
 from ..parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..parallel.partition import set_partitions
 from .lora import LoRALinear, LoRAUpdate
@@ -74,7 +74,8 @@ class LoRARowParallelLinear(RowParallelLinear, LoRAUpdate):
     def forward(self, input: Tensor) -> Tensor:
         """See `RowParallelLinear.forward`."""
         matrices = self.weight, None, self.lora_a, self.lora_b
-        return self.reduce(lora_linear(input, *matrices, scale=self.lora.scale, parts=self.parts))
+        partial = lora_linear(input, *matrices, scale=self.lora.scale, parts=self.parts)
+        return self.add_bias(sum_partial(partial, self.ranks))
 
 
 def add_lora(base: nn.Linear, lora: LoRASlice, parts: tuple[int, ...]) -> nn.Linear:

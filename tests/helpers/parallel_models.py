@@ -63,7 +63,10 @@ def batch_of(family: str, seed: int = 1) -> dict[str, Tensor]:
 
 
 def compare(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str, float]]:
-    """Run all cases, each [keys, sequence parallel], on `size` ranks; return the largest differences of any rank."""
+    """Run all cases, each [keys, sequence parallel, overlap of (gathers, scatters)], on `size` ranks.
+
+    Returns the largest differences of any rank.
+    """
     return on_ranks(directory, size, _compare_passes, cases)
 
 
@@ -174,14 +177,35 @@ def part_of(full: Tensor, part: Any) -> Tensor:
     )
 
 
-def _compare_passes(rank: int, size: int, changes: dict[str, Any], sequence: bool) -> dict[str, float]:
+def _define_overlap() -> None:
+    """Give the products that overlap with communication, which exist on GPUs, the operations they stand for."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    _kept.append(library)
+
+
+_kept: list[Any] = []
+
+
+def _compare_passes(
+    rank: int, size: int, changes: dict[str, Any], sequence: bool, overlap: tuple[bool, bool] = (False, False)
+) -> dict[str, float]:
     import torch.distributed as dist
 
     from stoker.models.parallel.collectives import TensorParallel
     from stoker.models.parallel.partition import partitions_of
     from stoker.models.tensor_parallel import partial_gradients, reduce_partial_gradients
 
-    ranks = TensorParallel(rank, size, dist.group.WORLD.group_name, sequence=sequence)  # type: ignore[union-attr]
+    if any(overlap) and not _kept:
+        _define_overlap()
+    group: Any = dist.group.WORLD
+    gather, scatter = overlap
+    ranks = TensorParallel(
+        rank, size, group.group_name, sequence=sequence, overlap_gather=gather, overlap_scatter=scatter
+    )
     whole, part = build(changes), build(changes, ranks)
     family = changes.get("family", "gpt")
     batch = batch_of(family)

@@ -219,7 +219,7 @@ def saved_and_sent_compiled(
 def _sent(graph: Any, name: str) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
     for node in graph.graph.nodes:
-        kind = getattr(node.target, "_opname", "")
+        kind = getattr(node.target, "_opname", "").replace("all_gather_in_backward", "all_gather_into_tensor")
         if kind in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
             value = (node if kind == "all_gather_into_tensor" else node.args[0]).meta["val"]
             found[name, kind] = found.get((name, kind), 0) + value.numel() * value.element_size()

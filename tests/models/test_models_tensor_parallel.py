@@ -31,11 +31,11 @@ WHOLE = ("adafactor", "muon", "scaled")
 """Optimizers whose updates are not elementwise."""
 DROPOUTS: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "ffn_dropout": 0.4}
 FULL = {f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1}
-CASES: list[tuple[dict[str, Any], bool]] = [
+CASES: list[tuple[Any, ...]] = [
     (SHARED_HEADS, False),
     (SHARED_HEADS, True),
     ({"family": "bert"}, True),
-    (GATED_T5, True),
+    (GATED_T5, True, (True, True)),
     ({"position_embedding_type": "kerple", "transformer_block_type": "parallel_ln"}, True),
     ({"transformer_block_type": "normformer", "init_method_std": 0.5}, True),
     ({**LLAMA, f"{RECOMPUTE}_modules": ["norm", "mlp_activation", "core_attention"]}, True),
@@ -48,6 +48,8 @@ CASES: list[tuple[dict[str, Any], bool]] = [
             for sequence in (False, True)
         ),
         ({**GATED_T5, **DROPOUTS, "embedding_dropout": 0.25}, False),
+        *((keys, True, overlap) for keys in (SHARED_HEADS, LLAMA, T5) for overlap in ((True, False), (False, True))),
+        (GATED_T5, True),
         *(({**LLAMA, **DROPOUTS, **FULL, "attention_backend": name}, True) for name in ("unfused", "reference")),
         ({**DROPOUTS, **FULL, f"{RECOMPUTE}_num_layers": 2}, True),
         *((keys, sequence) for keys in ({}, LLAMA, T5) for sequence in (False, True)),
@@ -66,9 +68,9 @@ CASES: list[tuple[dict[str, Any], bool]] = [
 @pytest.mark.parametrize("size", [2, *extra(4)])
 def test_ranks_together_are_one_process(size: int, forks: ForkServer, tmp_path: Path) -> None:
     found = forks.call("parallel_models", "compare", str(tmp_path), size, CASES)
-    for (keys, sequence), differences in zip(CASES, found, strict=True):
+    for (keys, *options), differences in zip(CASES, found, strict=True):
         exact = {name: value for name, value in differences.items() if name != "parts"}
-        assert all(value < 1e-12 for value in exact.values()), (keys, sequence, differences)
+        assert all(value < 1e-12 for value in exact.values()), (keys, options, differences)
         # norms, position embeddings and shared key heads are on every rank
         assert differences["parts"] < 1 / size + 0.15, (keys, differences)
 
@@ -115,6 +117,9 @@ def test_what_cannot_be_split_is_refused(keys: dict[str, Any], named: str) -> No
 @full_only
 def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_path: Path) -> None:
     dropouts = [{**DROPOUTS, **keys} for keys in (LLAMA, {**T5, "embedding_dropout": 0.25}, {"family": "bert", **FULL})]
-    cases = [({**keys, "compile": True}, True) for keys in (LLAMA, SHARED_HEADS, GATED_T5, *dropouts)]
+    cases: list[tuple[Any, ...]] = [
+        ({**keys, "compile": True}, True) for keys in (LLAMA, SHARED_HEADS, GATED_T5, *dropouts)
+    ]
+    cases += [(keys, True, (True, True)) for keys, _ in cases]
     for differences in forks.call("parallel_models", "compare", str(tmp_path), 2, cases):
         assert all(value < 1e-12 for name, value in differences.items() if name != "parts"), differences

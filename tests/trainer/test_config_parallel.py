@@ -9,6 +9,7 @@ from tiers import looped
 DEVICES = ["data=mock", "trainer.devices=8", "model.micro_batch_size=1"]
 MOE = ["model.num_moe_experts=8", "model.moe_router_topk=2", "model.global_batch_size=32"]
 TENSOR, CONTEXT = "model.tensor_model_parallel_size", "model.context_parallel_size"
+SEQUENCE, OVERLAP = [f"{TENSOR}=2", "model.sequence_parallel=true"], "model.ub_tp_comm_overlap=true"
 EXPERT, COMM = "model.expert_model_parallel_size", "model.cp_comm_type"
 
 
@@ -62,6 +63,13 @@ def _still(*overrides: str) -> set[str]:
     [
         (["model.sequence_parallel=True"], "model.sequence_parallel"),
         ([f"{COMM}=a2a"], COMM),
+        ([f"{TENSOR}=2", OVERLAP], "model.ub_tp_comm_overlap"),
+        ([*SEQUENCE, OVERLAP, "trainer.accelerator=cpu"], "model.ub_tp_comm_overlap"),
+        (
+            [*SEQUENCE, OVERLAP, "model.tp_comm_overlap_ag=false", "model.tp_comm_overlap_rs=false"],
+            OVERLAP.split("=")[0],
+        ),
+        ([*SEQUENCE, "model.tp_comm_overlap_rs=false"], "model.tp_comm_overlap_rs"),
         (["model.hierarchical_context_parallel_sizes=[2,2]"], "model.hierarchical_context_parallel_sizes"),
         ([*MOE, "model.moe_token_dispatcher_type=allgather"], "model.moe_token_dispatcher_type"),
     ],

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -140,6 +141,9 @@ def parameters_are_cut(harness: ConfigHarness) -> None:
 @story(
     "model.tensor_model_parallel_size",
     "model.sequence_parallel",
+    "model.ub_tp_comm_overlap",
+    "model.tp_comm_overlap_ag",
+    "model.tp_comm_overlap_rs",
     "model.context_parallel_size",
     "model.hierarchical_context_parallel_sizes",
     "model.expert_model_parallel_size",
@@ -153,6 +157,10 @@ def ranks_share_a_replica(harness: ConfigHarness) -> None:
     assert mesh(tensor_model_parallel_size=2) == ParallelLayout(data=2, tensor=2)
     sharded = mesh(tensor_model_parallel_size=2, sequence_parallel=True)
     assert sharded == ParallelLayout(data=2, tensor=2, sequence=True)
+    sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "ub_tp_comm_overlap": True}
+    assert mesh(**sequence) == replace(sharded, overlap_gather=True, overlap_scatter=True)
+    assert mesh(**sequence, tp_comm_overlap_ag=False) == replace(sharded, overlap_scatter=True)
+    assert mesh(**sequence, tp_comm_overlap_rs=False) == replace(sharded, overlap_gather=True)
     assert mesh(context_parallel_size=2) == ParallelLayout(data=2, context=2)
     assert mesh(expert_model_parallel_size=2, num_moe_experts=4) == ParallelLayout(data=4, expert=2)
     keys = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "cp_comm_type": "a2a+p2p"}

@@ -99,12 +99,15 @@ def parallel_layout(keys: AnyModelBlock, world_size: int) -> ParallelLayout:
             f"({keys.expert_model_parallel_size}); use model.expert_model_parallel_size="
             f"{math.gcd(world_size, keys.expert_model_parallel_size)}"
         )
+    sequence = keys.sequence_parallel and keys.tensor_model_parallel_size > 1
     return ParallelLayout(
         data=world_size // ranks,
         tensor=keys.tensor_model_parallel_size,
         context=keys.context_parallel_size,
         expert=keys.expert_model_parallel_size,
-        sequence=keys.sequence_parallel and keys.tensor_model_parallel_size > 1,
+        sequence=sequence,
+        overlap_gather=sequence and keys.ub_tp_comm_overlap and keys.tp_comm_overlap_ag,
+        overlap_scatter=sequence and keys.ub_tp_comm_overlap and keys.tp_comm_overlap_rs,
     )
 
 

@@ -6,7 +6,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from ..data.build_datasets import Data, build_data
 from ..device.choose_device import choose_device, compute_capability
 from ..device.cuda_graph_support import uses_cuda_graph
 from ..device.determinism import deterministic_algorithms
-from ..distributed.mesh import Mesh, build_mesh
+from ..distributed.mesh import Mesh, build_mesh, layout_on
 from ..distributed.process_group import DistributedContext
 from ..loggers.logger_backends import LoggedRun, check_loggers
 from ..loggers.progress_bar import ProgressDisplay
@@ -109,11 +109,14 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         data = build_data_by_rank(resolved, ranks)  # before the run directory: unreadable data leaves none behind
         check_same_data(ranks, data.fingerprint, data.vocab_size)
         resolved = resolve_run_length(resolved, data.train.samples)
+        layout, no_overlap = layout_on(device, resolved.mesh, ranks)
+        resolved = replace(resolved, mesh=layout)
         warnings = [
             *attention_warnings(model_plan),
             *check_default_dropout(config, resolved, device, model_plan),
             *check_metrics(resolved.exp_manager, data),
             *check_splits(resolved.data, data),
+            *filter(None, [no_overlap]),
         ]
         directory, resumed, lines = _open_directory_and_checkpoint(config, ranks, stack)
         logger = stack.enter_context(_open_logger(config, resolved, ranks, directory, resumed))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...models.dispatch.context_calls import ContextSplit
@@ -13,6 +14,7 @@ from ...models.parallel.collectives import TensorParallel
 from ...models.parallel.context import ContextParallel
 from ...models.parallel.expert import ExpertParallel
 from ...models.parallel.layout import ParallelLayout
+from ...models.parallel.overlap import devices_share_memory
 from .process_group import DistributedContext
 
 
@@ -59,6 +61,8 @@ def build_mesh(layout: ParallelLayout, split: ContextSplit | None, ranks: Distri
             layout.tensor,
             _group_name(layout.groups("tensor"), ranks),
             sequence=layout.sequence,
+            overlap_gather=layout.overlap_gather,
+            overlap_scatter=layout.overlap_scatter,
             data_rank=replicas.rank,
             data_ranks=replicas.world_size,
         )
@@ -74,6 +78,19 @@ def build_mesh(layout: ParallelLayout, split: ContextSplit | None, ranks: Distri
         expert_replicas.world_size,
     )
     return Mesh(layout, data, replicas, tensor, context, expert, expert_replicas)
+
+
+def layout_on(device: torch.device, layout: ParallelLayout, ranks: DistributedContext) -> tuple[ParallelLayout, str]:
+    """Return the layout as it acts on a device: without overlap where it is not possible, which the text then says."""
+    if not (layout.overlap_gather or layout.overlap_scatter):
+        return layout, ""
+    first = ranks.local_rank - layout.coordinates(ranks.rank).tensor
+    if device.type == "cuda" and devices_share_memory(range(first, first + layout.tensor)):
+        return layout, ""
+    return replace(layout, overlap_gather=False, overlap_scatter=False), (
+        "`model.ub_tp_comm_overlap` (True) has no effect: the devices of the tensor-parallel ranks do not read each "
+        "other's memory (~model.ub_tp_comm_overlap)"
+    )
 
 
 def _context_parallel(

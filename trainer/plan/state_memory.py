@@ -37,7 +37,7 @@ class PersistentState:
         gradient_sums: fp32 accumulators of gradients over micro batches.
         tables: rotary cos/sin tables, masks of packed documents.
         batches: samples on the device.
-        workspace: of cuBLAS.
+        workspace: of cuBLAS, and of communication that overlaps with products.
         on_host: main weights and optimizer state in host memory instead.
         ema_on_host: EMA in host memory instead.
     """
@@ -129,8 +129,13 @@ def _batches(run: RunInputs) -> int:
 
 
 def _workspace(run: RunInputs) -> int:
-    capability = run.target.capability
-    return 0 if capability is None else _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
+    capability, mesh = run.target.capability, run.mesh
+    if capability is None:
+        return 0
+    # `parallel.overlap`: a rank's share of the tokens, which others copy; two parts of a sum
+    buffers = 2 if mesh.overlap_scatter else int(mesh.overlap_gather)
+    shared = buffers * max(stack.residual_elements for stack in run.stacks) * run.widths.compute
+    return shared + _CUBLAS_HANDLES * _CUBLAS_WORKSPACE.get(capability[0], _SMALL_WORKSPACE)
 
 
 def update_working_bytes(run: RunInputs) -> int:

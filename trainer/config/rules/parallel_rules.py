@@ -10,7 +10,7 @@ from ....models.config.key_block import Finding
 from ....models.parallel.layout import ParallelLayout
 from ....models.parallel.rules import COMM_TYPE, CONTEXT, EXPERT, TENSOR, SplitModel, parallel_rules, world_rules
 from ..data_task import task_from_keys
-from .rule_context import RuleContext, num_data_ranks
+from .rule_context import RuleContext, no_effect, num_data_ranks, unused
 
 _HIERARCHY = "model.hierarchical_context_parallel_sizes"
 
@@ -39,6 +39,24 @@ def models_and_samples_split(context: RuleContext) -> Iterator[Finding]:
     )
     auto = context.root.trainer.devices == "auto"
     yield from (found for found in parallel_rules(split) if not (auto and found.keys == (EXPERT, "trainer.devices")))
+
+
+def overlap_needs_sequence_parallel(context: RuleContext) -> Iterator[Finding]:
+    """Communication of tensor-parallel ranks overlaps where they share the tokens, as in Megatron, and on GPUs;
+    `accelerator: auto` is checked when the run starts.
+    """
+    keys, accelerator = context.root.model, context.root.trainer.accelerator
+    path, parts = "model.ub_tp_comm_overlap", ("model.tp_comm_overlap_ag", "model.tp_comm_overlap_rs")
+    if not keys.ub_tp_comm_overlap:
+        for part in parts:
+            yield from unused(context, part, path, "without `ub_tp_comm_overlap`")
+    elif keys.tensor_model_parallel_size == 1 or not keys.sequence_parallel:
+        missing = TENSOR if keys.tensor_model_parallel_size == 1 else "model.sequence_parallel"
+        yield no_effect(path, missing, "without tensor-parallel ranks and `sequence_parallel`")
+    elif accelerator in ("cpu", "mps"):
+        yield no_effect(path, "trainer.accelerator", f"with `accelerator` ({accelerator})")
+    elif not (keys.tp_comm_overlap_ag or keys.tp_comm_overlap_rs):
+        yield no_effect(path, parts[0], "without `tp_comm_overlap_ag` and `tp_comm_overlap_rs`")
 
 
 def parts_of_models_split(context: RuleContext) -> Iterator[Finding]:
