@@ -165,6 +165,7 @@ class Layer(RecomputableModule):
                 read.hidden,
                 context.padding if context.routed is None else context.routed,
                 read.norm,
+                batch=context.batch,
                 use_capacity=context.kind != "generation",
                 router_input=read.second_hidden,
                 residual=read.residual if fused else None,

@@ -13,7 +13,6 @@ from tiers import extra, full_only
 
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
-from stoker.models.context_parallel import check_parts
 from stoker.models.dispatch.attention_calls import CallContext
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.dispatch.context_calls import ContextSplit
@@ -187,7 +186,6 @@ def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_pa
         ({"use_flash_attention": False}, {}, (2, "a2a+p2p", 1), "`hierarchical_context_parallel_sizes`"),
         ({"use_flash_attention": False}, {}, (2, "p2p"), r"`use_flash_attention` \(False\) cannot be combined"),
         ({}, {}, (2, "ring"), r"`cp_comm_type` \(ring\) must be one of"),
-        ({"num_moe_experts": 4}, {}, (2, "a2a"), "`context_parallel_size` .* must be 1 for a model with experts"),
         ({"attention_dropout": 0.1}, {"packed": True}, (2, "p2p"), r"`attention_dropout` \(0.1\) of packed"),
     ],
 )
@@ -201,7 +199,6 @@ def test_what_would_not_be_exact_is_refused(
     }  # fmt: skip
 
     def plan() -> None:
-        check_parts(model, None, split[0])
         list(plan_attentions(model, form, context, ContextSplit(*split)))
 
     with pytest.raises(ValueError, match=named):
