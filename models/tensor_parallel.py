@@ -79,7 +79,7 @@ def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
 
 def _rank_attention(attention: AttentionSlice, ranks: int) -> AttentionSlice:
     groups = _share(attention.groups, group_parts(attention.groups, ranks))
-    return replace(attention, heads=_share(attention.heads, ranks), groups=groups)
+    return replace(attention, heads=_share(attention.heads, ranks), groups=groups, split=True)
 
 
 def _share(size: int, ranks: int) -> int:
