@@ -529,7 +529,9 @@ def test_a_rank_lost_on_another_machine_ends_the_run(tmp_path, node):
         assert [run.end() for run in (first, second)] == [1, 1]
         assert f"rank {node} on {socket.gethostname()}" in nodes[node].error.splitlines()[-1]
         assert "was killed by SIGKILL" in nodes[node].error.splitlines()[-1]
-        lost = rf"rank {1 - node} on {socket.gethostname()} \(process \d+\) after step \d+: lost another rank"
+        host = "127.0.0.1" if node == 0 else socket.gethostname()  # the first one has the store that knows all names
+        named = rf"lost node {node} \({re.escape(host)}, rank {node}\)"
+        lost = rf"rank {1 - node} on {socket.gethostname()} \(process \d+\) after step \d+: {named}"
         assert re.search(lost, nodes[1 - node].error), nodes[1 - node].error
 
 
