@@ -1,7 +1,7 @@
 """Heartbeats of the nodes of a run, so that those which are lost can be named by the others.
 
-A rank that waits for one on another node learns only that a connection has closed, or nothing until a timeout. The first
-rank of each node therefore counts in the store of the rendezvous, from a thread with a connection of its own.
+A rank that waits for one on another node learns only that a connection has closed, or nothing until a timeout.
+Therefore the first rank of each node counts in the store of the rendezvous, from a thread with its own connection.
 """
 
 from __future__ import annotations
