@@ -408,8 +408,11 @@ def layer_traffic(
     mlp = mlp_traffic(inputs) if moe is None else moe_traffic(inputs, moe)
     attentions = attention_traffic(inputs), cross_attention_traffic(inputs)
     found = (*attentions[0], *attentions[1], *mlp)
-    # a recomputation ends at the last tensor that is saved, before the output of an MLP or shared expert is reduced
-    reduces_last = bool(mlp) and (moe is None or bool(moe.shared_ffn_hidden_size and inputs.mesh.expert == 1))
+    # a recomputation ends at the last tensor that is saved, before the output of an MLP or of experts is reduced
+    if moe is None or inputs.mesh.expert == 1:
+        reduces_last = bool(mlp) and (moe is None or bool(moe.shared_ffn_hidden_size))
+    else:
+        reduces_last = moe.dispatcher == "allgather"
     if recomputed_layer:
         reads_output = bool(inputs.stack.hidden_dropout) or inputs.stack.block == "post_ln"
         again = recomputed(found)

@@ -114,7 +114,7 @@ FOUR: list[Case] = [
 
 @pytest.mark.parametrize(("size", "cases"), [(2, TWO), *extra((4, FOUR))])
 def test_ranks_together_are_one_process(size: int, cases: list[Case], forks: ForkServer, tmp_path: Path) -> None:
-    found = forks.call("parallel_models", "compare_context", str(tmp_path), size, cases)
+    found = forks.call("parallel_context", "compare", str(tmp_path), size, cases)
     wrong = [
         (case, differences)
         for case, differences in zip(cases, found, strict=True)
@@ -130,7 +130,7 @@ def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_
         for keys, samples in ((GROUPED, "packed"), (WINDOW, ""), (T5, "padded"))
         for exchange in EXCHANGES
     ]
-    found = forks.call("parallel_models", "compare_context", str(tmp_path), 2, cases)
+    found = forks.call("parallel_context", "compare", str(tmp_path), 2, cases)
     for case, differences in zip(cases, found, strict=True):
         assert all(value < 1e-12 for value in differences.values()), (case, differences)
 
@@ -138,7 +138,7 @@ def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_
 def test_collectives_move_heads_keys_or_document_ids_only(forks: ForkServer, tmp_path: Path) -> None:
     """Two layers of 4 heads in 2 groups of width 8, residual stream 32; no hidden states, keys gathered in one case."""
     cases: list[Case] = [(GROUPED, "packed", exchange, 1, 1) for exchange in EXCHANGES]
-    found = forks.call("parallel_models", "context_messages", str(tmp_path), 2, cases)
+    found = forks.call("parallel_context", "messages", str(tmp_path), 2, cases)
     tokens = BATCH * LENGTH // 2
     queries, keys_and_values = tokens * 4 * 8, tokens * 2 * 2 * 8
     documents = {"all_gather_into_tensor": [tokens]}
@@ -167,7 +167,7 @@ def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_pa
             (T5, "", "all_gather", 1, 1),
         ),
     ]
-    found = forks.call("parallel_models", "context_calls", str(tmp_path), 4, cases)
+    found = forks.call("parallel_context", "attention_calls", str(tmp_path), 4, cases)
     for case, calls in zip(cases, found, strict=True):
         for name, (made, planned) in calls.items():
             assert made == planned, (case, name)
