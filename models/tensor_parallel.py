@@ -186,7 +186,7 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
 
     These are norms of heads, of which each rank has its own, the replicated matrices of LoRA, and with sequence
     parallelism the norms of the residual stream, the biases added to it, its adapters, routers, and experts that every
-    rank has, since each rank sees its own tokens only. Other experts are the business of `expert_parameters`.
+    rank has, since each rank sees its own tokens only; other experts are no tensor-parallel parameters.
     """
     found: set[str] = set()
     for prefix, stack in model.named_children():

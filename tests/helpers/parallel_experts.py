@@ -49,7 +49,6 @@ def _compare_passes(
     from torch.distributed._functional_collectives import all_reduce
 
     from stoker.models.dispatch.context_calls import ContextSplit
-    from stoker.models.expert_parallel import expert_parameters
     from stoker.models.moe.moe_layer import find_moe_layers
     from stoker.models.parallel.collectives import TensorParallel
     from stoker.models.parallel.context import ContextParallel, SequenceShard, shard_batch
@@ -117,12 +116,12 @@ def _compare_passes(
     gradients = {name: parameter.grad for name, parameter in part.named_parameters() if parameter.grad is not None}
     if layout.tensor > 1:
         reduce_partial_gradients(gradients, partial_gradients(part, ranks), ranks)
-    of_experts = expert_parameters(part)
+    parts = partitions_of(part)
     for name, gradient in gradients.items():
-        dist.all_reduce(gradient, group=replica_group if name in of_experts else data_group)
+        of_experts = name in parts and parts[name].axis == "expert"
+        dist.all_reduce(gradient, group=replica_group if of_experts else data_group)
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     assert wanted.keys() == gradients.keys()
-    parts = partitions_of(part)
     wanted = {name: part_of(gradient, parts.get(name)) for name, gradient in wanted.items()}
     # each kind of parameter on its own scale, so that a small gradient of the router is compared too
     worst = max(
