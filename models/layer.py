@@ -322,7 +322,7 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
         inputs=inputs,
         weights=weights,
         mlp_weights=mlp_part,
-        expert_rows=expert_rows(moe, inputs.residual_tokens) if moe is not None else 0,
+        expert_rows=expert_rows(moe, inputs.residual_tokens, inputs.routed_tokens) if moe is not None else 0,
         saves_input=keeps_boundary,
         norm_input_bytes=_norm_input_bytes(inputs, keeps_boundary=keeps_boundary),
         mlp=PartMemory(_existing(mlp_saved), mlp_base + mlp.working, recompute_inputs=mlp.recompute_inputs),

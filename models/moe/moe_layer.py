@@ -190,10 +190,12 @@ def moe_weights(stack: StackSlice, moe: MoESlice, *, active: bool = False, exper
     return router + experts + (mlp_weights(stack, shared) if shared else Weights())
 
 
-def expert_rows(moe: MoESlice, tokens: int) -> int:
-    """Return the number of rows the experts of a layer compute, N * K unless padded to capacity."""
+def expert_rows(moe: MoESlice, tokens: int, routed: int) -> int:
+    """Return the number of rows the experts of a layer compute for the `tokens` of a rank: N * K unless padded to the
+    capacity for the `routed` tokens of the micro batch, which other ranks may share.
+    """
     if moe.capacity_factor is not None and moe.pad_to_capacity:
-        return moe.experts * expert_capacity(tokens, moe.experts, moe.topk, moe.capacity_factor)
+        return moe.experts * min(tokens, expert_capacity(routed, moe.experts, moe.topk, moe.capacity_factor))
     return tokens * moe.topk
 
 
@@ -225,7 +227,7 @@ def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, .
             Collective("expert", "all-gather", rows, "backward"),
             Collective("expert", "reduce-scatter", rows + gates, "backward", number=2),
         )
-    rows, counts = expert_rows(moe, tokens), 0 if moe.pad_to_capacity else moe.experts * 8
+    rows, counts = expert_rows(moe, tokens, inputs.routed_tokens), 0 if moe.pad_to_capacity else moe.experts * 8
     exchanged = Collective("expert", "all-to-all", rows * (2 * width + gate), "backward", number=3)
     return exchanged._replace(during="forward", num_bytes=exchanged.num_bytes + counts), exchanged
 
@@ -240,7 +242,7 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     stack, widths, tokens = inputs.stack, inputs.widths, inputs.residual_tokens
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
-    rows, width = expert_rows(moe, tokens), moe.ffn_hidden_size
+    rows, width = expert_rows(moe, tokens, inputs.routed_tokens), moe.ffn_hidden_size
     kept = [
         SavedTensors("experts", router_saved_bytes(inputs, moe), "moe"),
         SavedTensors("experts", rows * width * ups * e, "moe"),

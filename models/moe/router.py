@@ -51,6 +51,11 @@ class Routing(NamedTuple):
     capacity: int | None
     statistics: Tensor
 
+    @property
+    def slots(self) -> int | None:
+        """Rows of an expert that these tokens fill at most; None without a limit."""
+        return None if self.capacity is None else min(self.capacity, len(self.assignment.experts))
+
 
 class Router(nn.Module):
     """Top-k router: a linear layer over the experts, and the choice of `topk` of them for each token.

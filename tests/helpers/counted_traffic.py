@@ -160,7 +160,7 @@ def _check_sent(sent: list[Sent], run: Any, rank: int) -> None:
     """Check that no logits are sent, nor hidden states among context-parallel ranks, keys only if all are gathered.
 
     The local vocabulary is a multiple of 7 and the hidden size of 5, which no other size is but numbers of rows that
-    are sent to experts.
+    are sent to experts. With experts context-parallel ranks may be those that exchange tokens.
     """
     context = set(run.mesh.group_of(rank, "context"))
     split = run.context_split
@@ -168,7 +168,7 @@ def _check_sent(sent: list[Sent], run: Any, rank: int) -> None:
     for each in sent:
         assert not each.shape or each.shape[-1] % 7, each
         assert each.kind == "all-to-all" or math.prod(each.shape) % 7, each
-        if split is not None and context.issuperset(each.group):
+        if split is not None and run.mesh.expert == 1 and context.issuperset(each.group):
             assert math.prod(each.shape) % 5, each
             assert each.kind != "all-gather" or not each.is_floating or split.exchange == "all_gather", each
 

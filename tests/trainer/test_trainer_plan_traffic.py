@@ -102,6 +102,9 @@ SHARED_EXPERTS = [
 SHARED_BY_FOUR = [
     *(recomputing(SHARED, keys) | SEQUENCE | dispatcher for keys in (CHUNKS, MODULES) for dispatcher in ({}, GATHER)),
     *(SHARED | DATA[data] for data in ("ddp", "zero1", "fsdp")),
+    SHARED | SEQUENCE | PADDED,
+    SHARED | KEYS,
+    SHARED | RING | PADDED,
 ]
 FAST = [
     recomputing(LLAMA, MODULES) | SEQUENCE, recomputing(T5, CHUNKS) | SEQUENCE, T5 | KEYS, GPT | RING,
