@@ -230,7 +230,7 @@ def router_saved_bytes(inputs: StackInputs, moe: MoESlice) -> int:
     """
     itemsize = 8 if moe.router_dtype == "fp64" else 4
     saved = inputs.residual_elements * itemsize * (1 + bool(moe.jitter)) if _copies_input(inputs, moe) else 0
-    saved += inputs.residual_tokens * (3 * moe.experts * itemsize + moe.topk * 28)
+    saved += inputs.routed_tokens * (3 * moe.experts * itemsize + moe.topk * 28)
     return saved + (inputs.residual_elements * 4 if inputs.widths.casts_weights else 0)
 
 
