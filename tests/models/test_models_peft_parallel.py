@@ -37,19 +37,21 @@ PROMPT = {"peft_scheme": "ptuning", "p_tuning": {"virtual_tokens": 4, "bottlenec
 IA3 = {"peft_scheme": "ia3"}
 SELECTED = {"peft_scheme": "selective", "selective_tuning": {"tunable_base_param_names": ["layers.1.mlp", "qkv.bias"]}}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 8}
+DROPOUTS = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "ffn_dropout": 0.4}
 RECOMPUTED = {"activations_checkpoint_modules": ["norm", "mlp_activation", "core_attention"]}
 
 CASES: list[tuple[dict[str, Any], bool]] = [
-    ({**LLAMA, "peft": lora()}, True),
+    ({**LLAMA, **DROPOUTS, "peft": lora()}, True),
     ({**SHARED_HEADS, "peft": lora(adapter_dropout=0.3)}, False),
     ({**T5, "peft": lora(adapter_dropout=0.3)}, True),
-    ({**SHARED_HEADS, "peft": lora()}, False),
-    ({**T5, "peft": lora()}, True),
-    ({**SHARED_HEADS, "peft": IA3}, True),
-    ({**SHARED_HEADS, "peft": ADAPTERS, "transformer_block_type": "normformer"}, True),
+    ({**SHARED_HEADS, **DROPOUTS, "peft": IA3}, True),
+    ({**SHARED_HEADS, **DROPOUTS, "peft": ADAPTERS, "transformer_block_type": "normformer"}, True),
     ({**LLAMA, "position_embedding_type": "alibi", "peft": PROMPT}, True),
     *extra(
         ({**SHARED_HEADS, "peft": SELECTED}, True),
+        ({**LLAMA, "peft": lora()}, True),
+        ({**SHARED_HEADS, "peft": lora()}, False),
+        ({**T5, "peft": lora()}, True),
         *(
             ({**model, "peft": lora(adapter_dropout=0.3)}, sequence)
             for model in (LLAMA, SHARED_HEADS, T5, LLAMA | RECOMPUTED, {"family": "bert"})
@@ -60,10 +62,12 @@ CASES: list[tuple[dict[str, Any], bool]] = [
         ({**LLAMA, "compile": True, "peft": lora(adapter_dropout=0.3)}, True),
         ({**T5, "peft": IA3}, False),
         ({**LLAMA, **EXPERTS, "peft": lora()}, True),
+        ({**LLAMA, **EXPERTS, **DROPOUTS, "peft": lora()}, True),
+        ({**LLAMA, **RECOMPUTED, **DROPOUTS, "peft": lora()}, False),
         ({**SHARED_HEADS, "peft": lora()}, True),
         ({**LLAMA, "peft": lora("attention_qkv", variant="nemo")}, True),
         ({**LLAMA, **RECOMPUTED, "peft": lora("mlp", layer_selection=[2])}, True),
-        ({**T5, "peft": lora()}, False),
+        ({**T5, **DROPOUTS, "peft": lora()}, False),
         ({**T5, "peft": IA3}, True),
         ({**T5, "peft": {**ADAPTERS, "adapter_tuning": {**ADAPTERS["adapter_tuning"], "adapter_dropout": 0.3}}}, True),
         ({**T5, "peft": ADAPTERS}, False),
