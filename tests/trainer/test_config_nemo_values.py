@@ -414,6 +414,8 @@ def test_files_of_prompt_learning_load_after_all_advice(tmp_path: Path) -> None:
             unknown += [problem.key for problem in error.problems if "there is no such key" in problem.rule]
             fixes = " ".join(problem.fix for problem in error.problems).replace("'", "")
             overrides += fixes.replace("[FILE]", "[a.jsonl]").replace("VALUE", "x").split()
+    else:
+        pytest.fail("the advice does not end")
     assert not unknown
     assert config.root.model.peft.peft_scheme == "adapter"
     assert (config.root.name, gpt(config.root).encoder_seq_length) == ("x", 64)
