@@ -28,6 +28,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_rows_with_label
 from .parallel.collectives import TensorParallel
+from .parallel.context import labels_of_all, whole_sequences
 from .parallel.context_attention import pack_documents
 from .stack import Stack, build_stack
 
@@ -151,7 +152,8 @@ class BERT(nn.Module):
         """
         routed = None
         if self._has_experts and not self.training:  # in evaluation, windows and batches may be partial
-            routed = mask_rows_with_label(tokens, labels, padding)
+            labelled = labels_of_all(labels, self.encoder.shard)
+            routed = mask_rows_with_label(labelled.shape[1], labelled, whole_sequences(padding, self.encoder.shard))
         return token_loss(
             self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents, routed=routed),
             self.output_weight,
@@ -179,7 +181,8 @@ class BERT(nn.Module):
         """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
-            routed: bool (batch, tokens), True for tokens that are routed to experts; None: those of `padding`.
+            routed: bool (batch, tokens of whole sequences), True for tokens that are routed to experts; None: those of
+                `padding`.
 
         Other arguments as in `forward`.
         """
@@ -192,9 +195,7 @@ class BERT(nn.Module):
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
         positions, packed = None, None
         embedded = self.token_embedding(tokens)
-        if shard is not None:
-            documents = None if documents is None else shard.gather(documents)
-            padding = None if padding is None else shard.gather(padding)
+        documents, padding = whole_sequences(documents, shard), whole_sequences(padding, shard)
         if documents is not None and self.batch_spec.reset_position_ids:
             positions = document_position_ids(documents)
             positions = positions if shard is None else shard.local(positions)

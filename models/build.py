@@ -124,7 +124,7 @@ def build_model(
                 "ranks, each of which routes its own tokens; use `sequence_parallel: True`."
             )
     if context_parallel is not None:
-        check_parts(full, peft, context_parallel.size)
+        check_parts(peft, context_parallel.size)
         if "generation" in kinds:
             raise ValueError(
                 f"`kinds` ({', '.join(kinds)}) must be training and evaluation in a model of {context_parallel.size} "

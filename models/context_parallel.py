@@ -10,29 +10,24 @@ from typing import cast
 from ..kernels.attention.backends.triton import triton_attention
 from .assemble import LanguageModel
 from .bert import BERT
-from .config.families import FamilySlice
 from .config.peft import PeftSlice, PromptSlice
 from .layer import Layer
 from .layers.attention import Attention
 from .layers.recomputed_attention import RecomputedAttention
+from .moe.moe_layer import MoE
 from .parallel.context import ContextParallel, SequenceShard
 from .parallel.context_attention import context_attention
 from .t5 import T5
 
 
-def check_parts(model: FamilySlice, peft: PeftSlice | None, size: int) -> None:
-    """Check that no part of a model other than attention depends on the tokens of other ranks.
+def check_parts(peft: PeftSlice | None, size: int) -> None:
+    """Check that a model has no part which several ranks cannot share.
 
     Raises:
-        ValueError: a part does.
+        ValueError: it has soft prompts, whose tokens are before those of the samples.
     """
-    unsupported = {
-        "experts": any(stack.moe is not None for stack in model.stacks),
-        "soft prompts": isinstance(peft, PromptSlice),
-    }
-    if any(unsupported.values()):
-        parts = " or ".join(part for part, has in unsupported.items() if has)
-        raise ValueError(f"`context_parallel_size` ({size}) must be 1 for a model with {parts}.")
+    if isinstance(peft, PromptSlice):
+        raise ValueError(f"`context_parallel_size` ({size}) must be 1 for a model with soft prompts.")
 
 
 def apply_context_parallel(model: LanguageModel, ranks: ContextParallel) -> None:
@@ -54,6 +49,8 @@ def apply_context_parallel(model: LanguageModel, ranks: ContextParallel) -> None
         stack.shard = shard
         for module in stack.layers:
             layer = cast(Layer, module)
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.router.shard = shard
             _exchange(layer.attention, ranks, (shard.zigzag, shard.zigzag))
             if layer.cross_attention is not None:
                 _exchange(layer.cross_attention, ranks, (shard.zigzag, bidirectional.zigzag))

@@ -43,17 +43,3 @@ def apply_expert_parallel(model: nn.Module, ranks: ExpertParallel) -> None:
     if getattr(model, "default_partition", None) is None:  # without tensor parallelism all ranks have all the rest
         rest = RankPart(None, 0, 1, ranks.replica * ranks.size + ranks.rank, ranks.size * ranks.num_replicas)
         set_partitions(model, {}, default=rest)
-
-
-def expert_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters of experts that are split over expert-parallel ranks.
-
-    The tokens of all ranks of the expert group are in their gradients, which are to be summed over the ranks that hold
-    the same experts (`ParallelLayout.expert_data_groups`), not over all that have different data.
-    """
-    return {
-        f"{prefix}.experts.{name}"
-        for prefix, layer in find_moe_layers(model).items()
-        if layer.experts.ranks is not None
-        for name, _ in layer.experts.named_parameters(recurse=False)
-    }

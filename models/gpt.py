@@ -26,6 +26,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_up_to_last_label
 from .parallel.collectives import TensorParallel
+from .parallel.context import labels_of_all, whole_sequences
 from .parallel.context_attention import pack_documents
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
@@ -169,15 +170,15 @@ class GPT(nn.Module):
         Args:
             tokens: as in `forward`.
             documents: as in `forward`.
-            routed: bool (batch, tokens), True for tokens that are routed to experts; None: all, as in generation.
+            routed: bool (batch, tokens of whole sequences), True for tokens that are routed to experts; None: all, as
+                in generation.
         """
         shard, length = self.decoder.shard, tokens.shape[1]
         kind = self._kind_of_call(length if shard is None else shard.whole_length(length), documents)
         decision = decision_for(self.attention_decisions, kind)
         if kind != "generation":
             positions, packed = None, None
-            if documents is not None and shard is not None:
-                documents = shard.gather(documents)
+            documents = whole_sequences(documents, shard)
             if documents is not None and self.reset_position_ids:
                 positions = document_position_ids(documents)
                 positions = positions if shard is None else shard.local(positions)
@@ -197,8 +198,12 @@ class GPT(nn.Module):
             return self.decoder(self._embed(tokens), kind)[:, first : first + length]
 
     def _routed(self, labels: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return the mask of tokens routed to experts, None for all; evaluation windows and batches may be partial."""
-        return mask_up_to_last_label(labels) if self._has_experts and not self.training else padding
+        """Return the mask of the tokens of whole sequences that are routed to experts, None for all; evaluation windows
+        and batches may be partial.
+        """
+        if self.training or not self._has_experts:
+            return whole_sequences(padding, self.decoder.shard)
+        return mask_up_to_last_label(labels_of_all(labels, self.decoder.shard))
 
     def _kind_of_call(self, length: int, documents: Tensor | None) -> CallKind:
         """Return the kind of call: training and evaluation have a fixed sequence length, anything else is generation.

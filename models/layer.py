@@ -165,6 +165,7 @@ class Layer(RecomputableModule):
                 read.hidden,
                 context.padding if context.routed is None else context.routed,
                 read.norm,
+                batch=context.batch,
                 use_capacity=context.kind != "generation",
                 router_input=read.second_hidden,
                 residual=read.residual if fused else None,
@@ -321,7 +322,7 @@ def layer_memory(inputs: StackInputs, *, is_moe: bool) -> LayerMemory:
         inputs=inputs,
         weights=weights,
         mlp_weights=mlp_part,
-        expert_rows=expert_rows(moe, inputs.residual_tokens) if moe is not None else 0,
+        expert_rows=expert_rows(moe, inputs.residual_tokens, inputs.routed_tokens) if moe is not None else 0,
         saves_input=keeps_boundary,
         norm_input_bytes=_norm_input_bytes(inputs, keeps_boundary=keeps_boundary),
         mlp=PartMemory(_existing(mlp_saved), mlp_base + mlp.working, recompute_inputs=mlp.recompute_inputs),
@@ -407,8 +408,11 @@ def layer_traffic(
     mlp = mlp_traffic(inputs) if moe is None else moe_traffic(inputs, moe)
     attentions = attention_traffic(inputs), cross_attention_traffic(inputs)
     found = (*attentions[0], *attentions[1], *mlp)
-    # a recomputation ends at the last tensor that is saved, before the output of an MLP or shared expert is reduced
-    reduces_last = bool(mlp) and (moe is None or bool(moe.shared_ffn_hidden_size and inputs.mesh.expert == 1))
+    # a recomputation ends at the last tensor that is saved, before the output of an MLP or of experts is reduced
+    if moe is None or inputs.mesh.expert == 1:
+        reduces_last = bool(mlp) and (moe is None or bool(moe.shared_ffn_hidden_size))
+    else:
+        reduces_last = moe.dispatcher == "allgather"
     if recomputed_layer:
         reads_output = bool(inputs.stack.hidden_dropout) or inputs.stack.block == "post_ln"
         again = recomputed(found)

@@ -135,12 +135,34 @@ def decoder_embedding_grad_is_separate(model: FamilySlice) -> bool:
     return isinstance(model, T5Slice) and model.shared_embeddings and not model.tied
 
 
-def outer_traffic(model: FamilySlice, stacks: Sequence[StackInputs], *, cuda: bool) -> tuple[Collective, ...]:
-    """Return the traffic of embeddings and loss in a micro batch; `model` is the part of a tensor-parallel rank."""
+def outer_traffic(
+    model: FamilySlice, stacks: Sequence[StackInputs], form: BatchSpec, *, cuda: bool
+) -> tuple[Collective, ...]:
+    """Return the traffic outside of the stacks in a micro batch: of samples, embeddings and loss.
+
+    Args:
+        model: the part of a tensor-parallel rank.
+        stacks: its stacks.
+        form: shape of the samples.
+        cuda: the loss runs on a GPU.
+    """
+    samples = _sample_traffic(stacks, form) if stacks[0].mesh.context > 1 else ()
     if stacks[0].mesh.tensor == 1:
-        return ()
+        return samples
     last, widths = stacks[-1], stacks[0].widths
     hidden, vocab = last.stack.hidden_size, model.padded_vocab_size
     embedded = (embedding_traffic(stack.outer_elements * widths.weights) for stack in stacks)
     loss = vocabulary_loss_traffic(last.tokens, vocab, hidden, widths.compute, cuda=cuda)
-    return (*(each for found in embedded for each in found), *loss)
+    return (*samples, *(each for found in embedded for each in found), *loss)
+
+
+def _sample_traffic(stacks: Sequence[StackInputs], form: BatchSpec) -> tuple[Collective, ...]:
+    """Return what context-parallel ranks gather of whole samples: int32 documents, in a T5 those of the encoder for the
+    decoder too, and the padding, a byte a token, of an encoder.
+    """
+    sizes: list[int] = []
+    if form.packed or form.reset_position_ids:
+        sizes += [4 * stack.batch * length for stack in stacks for length in (stack.length, stack.encoder_length)]
+    if form.padded and not stacks[0].stack.attention.causal:
+        sizes.append(stacks[0].batch * stacks[0].length)
+    return tuple(Collective("context", "all-gather", size, "forward") for size in sizes if size)

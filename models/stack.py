@@ -113,8 +113,8 @@ class Stack(RecomputableModule):
             packed: document boundaries of packed samples, for attention within documents.
             padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real. With
                 `shard` those of whole sequences.
-            routed: bool (batch, tokens), True for tokens that are routed to experts, possibly fewer than are attended
-                to; None: those of `padding`.
+            routed: bool (batch, tokens of whole sequences), True for tokens that are routed to experts, possibly fewer
+                than are attended to; None: those of `padding`.
             memory: encoder output for cross-attention; None in a stack without it.
             dropout: dropouts of this forward (`drop_embeddings`); None outside training or without dropout.
 

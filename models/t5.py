@@ -31,6 +31,7 @@ from .lm_head import (
 from .moe.moe_layer import find_moe_layers
 from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .parallel.collectives import TensorParallel
+from .parallel.context import labels_of_all, whole_sequences
 from .parallel.context_attention import pack_cross_documents, pack_documents
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
@@ -205,7 +206,7 @@ class T5(nn.Module):
                 encoder_tokens, labels, encoder_padding, encoder_documents, decoder_documents
             ),
             # Only padding has no label; any kind of sample may have some, for example with a large `seq_length_dec`.
-            decoder_routed=labels >= 0 if self._decoder_has_experts else None,
+            decoder_routed=labels_of_all(labels, self.decoder.shard) if self._decoder_has_experts else None,
         )
         return token_loss(
             hidden,
@@ -236,9 +237,9 @@ class T5(nn.Module):
         """Return the input of the output projection, (batch, tokens, hidden_size).
 
         Args:
-            encoder_routed: bool, like `encoder_tokens`, True for tokens that are routed to experts; None: those of
-                `encoder_padding`, as in generation.
-            decoder_routed: bool, like `decoder_tokens`; None: all tokens are routed.
+            encoder_routed: bool, like `encoder_tokens` of whole sequences, True for tokens that are routed to experts;
+                None: those of `encoder_padding`, as in generation.
+            decoder_routed: bool, like `decoder_tokens` of whole sequences; None: all tokens are routed.
 
         Other arguments as in `forward`.
         """
@@ -292,11 +293,17 @@ class T5(nn.Module):
         """Return the mask of encoder tokens that are routed to experts; None: those of `padding`."""
         if not self._encoder_has_experts:
             return None
+        shard, of_decoder = self.encoder.shard, self.decoder.shard
+        documents, decoder_documents = (
+            whole_sequences(documents, shard),
+            whole_sequences(decoder_documents, of_decoder),
+        )
         if documents is not None and decoder_documents is not None:
-            return mask_documents_with_label(documents, labels, decoder_documents)
+            return mask_documents_with_label(documents, labels_of_all(labels, of_decoder), decoder_documents)
         if self.training and padding is None:  # in evaluation, windows and batches may be partial
             return None
-        return mask_rows_with_label(tokens, labels, padding)
+        length = tokens.shape[1] if shard is None else shard.whole_length(tokens.shape[1])
+        return mask_rows_with_label(length, labels_of_all(labels, of_decoder), whole_sequences(padding, shard))
 
     def _run_encoder(
         self,
@@ -316,8 +323,7 @@ class T5(nn.Module):
                 self.prompt.extend_routing_mask(routed),
             )
         shard = self.encoder.shard
-        if padding is not None and shard is not None:
-            padding = shard.gather(padding)
+        padding = whole_sequences(padding, shard)
         if documents is not None:
             documents = documents if shard is None else shard.gather(documents)
             positions = document_position_ids(documents)

@@ -79,7 +79,7 @@ def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
 
 def _rank_attention(attention: AttentionSlice, ranks: int) -> AttentionSlice:
     groups = _share(attention.groups, group_parts(attention.groups, ranks))
-    return replace(attention, heads=_share(attention.heads, ranks), groups=groups)
+    return replace(attention, heads=_share(attention.heads, ranks), groups=groups, split=True)
 
 
 def _share(size: int, ranks: int) -> int:
@@ -186,7 +186,7 @@ def partial_gradients(model: nn.Module, ranks: TensorParallel) -> set[str]:
 
     These are norms of heads, of which each rank has its own, the replicated matrices of LoRA, and with sequence
     parallelism the norms of the residual stream, the biases added to it, its adapters, routers, and experts that every
-    rank has, since each rank sees its own tokens only. Other experts are the business of `expert_parameters`.
+    rank has, since each rank sees its own tokens only; other experts are no tensor-parallel parameters.
     """
     found: set[str] = set()
     for prefix, stack in model.named_children():

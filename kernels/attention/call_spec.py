@@ -77,6 +77,7 @@ class AttentionCall:
         dropout: probability of dropping an attention weight.
         training: gradients are needed.
         deterministic: results and gradients must be bitwise reproducible.
+        split: other ranks compute other heads or tokens of the same attention.
     """
 
     device: str
@@ -99,6 +100,7 @@ class AttentionCall:
     dropout: float = 0.0
     training: bool = False
     deterministic: bool = False
+    split: bool = False
 
     @property
     def bias_requires_grad(self) -> bool:

@@ -129,6 +129,9 @@ def preference_order(
     elif call.packed:
         names.sort(key=lambda name: (name != "triton", BACKENDS_BY_NAME[name].needs_document_mask(call)))
         why = "packed documents: kernels that need no mask come first"
+    elif call.dropout and call.split:
+        names.sort(key=lambda name: name != "triton")
+        why = "dropout on ranks that share the heads or tokens: triton draws the mask of one process"
     elif uses_hopper_kernels(call, installed) and not call.any_length:  # their tile schedule is built per length
         names.remove("triton")
         names.insert(names.index("sdpa_flash"), "triton")
@@ -291,6 +294,8 @@ def _dropout_notes(call: AttentionCall, chosen: Backend) -> tuple[str, ...]:
     """Return a note if the dropout mask of the selected backend depends on how ranks share heads and tokens."""
     if not call.dropout or chosen.keyed_dropout:
         return ()
+    if call.split:
+        return (f"ranks that share the heads or tokens drop the same weights of their shares with {chosen.name}.",)
     return (
         f"dropout masks of {chosen.name} differ if several ranks share the heads or tokens; those of triton do not.",
     )

@@ -113,6 +113,7 @@ class AttentionSlice:
         backend: `auto`, a backend family or a backend.
         transformer_engine: True to prefer TransformerEngine, False to exclude it, None for either.
         masked_softmax_fusion: unfused attention may use the fused softmax.
+        split: other ranks have other heads.
     """
 
     heads: int
@@ -132,6 +133,7 @@ class AttentionSlice:
     backend: str
     transformer_engine: bool | None
     masked_softmax_fusion: bool
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

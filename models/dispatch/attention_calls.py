@@ -71,6 +71,7 @@ def attention_calls(
             reach=reach,
             softcap=attention.softcap,
             dropout=attention.dropout if training else 0.0,
+            split=attention.split,
             training=training,
         )
 

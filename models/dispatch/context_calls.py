@@ -80,7 +80,7 @@ def context_call(
         keys_in_order: each rank has one run of keys; None: as of queries.
     """
     heads, groups = call.heads // split.head_ranks, call.groups // split.head_ranks
-    call = replace(call, heads=heads, groups=groups)
+    call = replace(call, heads=heads, groups=groups, split=True)
     if split.exchange == "a2a":
         return call
     keys_in_order = bidirectional if keys_in_order is None else keys_in_order

@@ -45,8 +45,8 @@ class LayerContext(NamedTuple):
         packed: document boundaries of packed samples, for self-attention within documents.
         padding: bool (batch, tokens), True for real tokens, the only ones attended to; None: all are real. Ignored by
             causal attention: padding is at the end of each row, where no real token attends to it.
-        routed: bool (batch, tokens), True for tokens that are routed to experts, possibly fewer than are attended to;
-            None: those of `padding`.
+        routed: bool (batch, tokens of whole sequences), True for tokens that are routed to experts, possibly fewer than
+            are attended to; None: those of `padding`.
         memory: encoder output, or its cached keys and values, for cross-attention; None in a stack without it.
         batch: samples of the hidden states, if these are sharded over tokens (sequence parallelism); None if not.
         cache: KV cache of the layer. Several tokens are a prefill, which fills it; one token is a decode step, which is

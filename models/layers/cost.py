@@ -152,6 +152,11 @@ class StackInputs:
         return self.tokens // (self.mesh.tensor if self.mesh.sequence else 1)
 
     @property
+    def routed_tokens(self) -> int:
+        """Tokens per micro batch that are routed to experts together: those of all ranks that share them."""
+        return self.batch * self.length
+
+    @property
     def residual_elements(self) -> int:
         """Elements of the rank's residual stream per micro batch."""
         return self.residual_tokens * self.stack.hidden_size

@@ -224,12 +224,15 @@ def context_traffic(attention: AttentionSlice, inputs: StackInputs, key_tokens: 
         gathered = Collective("context", "all-gather", keys * split.size, "forward")
         return gathered, gathered._replace(kind="reduce-scatter", during="backward")
     found: list[Collective] = []
+    is_both = split.exchange == "a2a+p2p"
     if split.head_ranks > 1:  # queries, keys, values and output, and their gradients
-        exchanged = Collective("context", "all-to-all", 2 * queries + keys, "forward", number=2)
+        axis = "context heads" if is_both else "context"
+        exchanged = Collective(axis, "all-to-all", 2 * queries + keys, "forward", number=2)
         found += [exchanged, exchanged._replace(during="backward")]
     steps = split.ring_ranks - 1
     if steps:  # keys and values go around, in the backward pass with their gradients
-        sent = Collective("context", "send", keys * steps, "forward", number=steps, overlaps=True)
+        axis = "context ring" if is_both else "context"
+        sent = Collective(axis, "send", keys * steps, "forward", number=steps, overlaps=True)
         gradients = keys * max(4, inputs.widths.compute) // inputs.widths.compute * split.ring_ranks
         found += [sent, sent._replace(during="backward")]
         found.append(sent._replace(during="backward", num_bytes=gradients, number=split.ring_ranks))

@@ -112,7 +112,7 @@ def dispatch_all_to_all(
 ) -> Dispatched:
     """`Dispatcher` that sends a row for each assignment to the rank of its expert."""
     (chosen, gates), number = routing.assignment, ranks.size * experts
-    local, slots = torch.arange(experts, device=tokens.device), _slots(tokens, routing, pad)
+    local, slots = torch.arange(experts, device=tokens.device), routing.slots if pad else None
     if slots is not None:
         order, places = padded_assignments(chosen, number, slots, routing.keep_mask)
         sent = received = [experts * slots] * ranks.size
@@ -143,7 +143,7 @@ def dispatch_all_gather(
     dropout_rows: Tensor | None = None,
 ) -> Dispatched:
     """`Dispatcher` that sends all tokens to all ranks."""
-    (chosen, gates), slots, exchange = routing.assignment, _slots(tokens, routing, pad), all_gather(ranks)
+    (chosen, gates), slots, exchange = routing.assignment, routing.slots if pad else None, all_gather(ranks)
     if routing.keep_mask is not None:
         chosen = chosen.masked_fill(~routing.keep_mask, -1)
     everywhere, rows, row_gates = start(chosen, exchange), start(tokens, exchange), start(gates, exchange)
@@ -152,11 +152,6 @@ def dispatch_all_gather(
     capacity = None if slots is None else slots * ranks.size
     sent_rows = None if dropout_rows is None else start(dropout_rows, exchange)
     return Dispatched(rows, row_gates, local.clamp(0, experts - 1), here, capacity, sent_rows)
-
-
-def _slots(tokens: Tensor, routing: Routing, pad: bool) -> int | None:
-    """Return the rows of an expert that a rank can fill at most; None without padding."""
-    return min(routing.capacity, len(tokens)) if pad and routing.capacity is not None else None
 
 
 DISPATCHERS: dict[DispatcherName, Dispatcher] = {

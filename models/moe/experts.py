@@ -100,8 +100,8 @@ class Experts(nn.Module):
         return self.compute(self._own_inputs(tokens, routing, dropout), residual)
 
     def _own_inputs(self, tokens: Tensor, routing: Routing, dropout: LayerDropout | None) -> ExpertInputs:
-        capacity, rows = routing.capacity if self.pad_to_capacity else None, self._dropout_rows(routing, dropout)
-        return ExpertInputs(tokens, *routing.assignment, routing.keep_mask, capacity, rows)
+        slots, rows = routing.slots if self.pad_to_capacity else None, self._dropout_rows(routing, dropout)
+        return ExpertInputs(tokens, *routing.assignment, routing.keep_mask, slots, rows)
 
     def _dropout_rows(self, routing: Routing, dropout: LayerDropout | None) -> Tensor | None:
         if not self.training or not self.has_dropout:

@@ -78,6 +78,7 @@ class MoE(RecomputableModule):
         padding: Tensor | None = None,
         norm: Callable[[Tensor], Tensor] | None = None,
         *,
+        batch: int | None = None,
         use_capacity: bool = True,
         router_input: Tensor | None = None,
         residual: Tensor | None = None,
@@ -87,9 +88,10 @@ class MoE(RecomputableModule):
 
         Args:
             hidden: (batch, tokens, hidden_size), already normed unless `norm` is given.
-            padding: bool (batch, tokens), True for real tokens; others are not routed, nor counted in losses or
-                statistics. None: all are real.
+            padding: bool (batch, tokens of all ranks), True for real tokens; others are not routed, nor counted in
+                losses or statistics. None: all are real.
             norm: norm to apply to `hidden`, recomputed together with the layer; None if it has been applied.
+            batch: samples of `hidden`, if it is sharded over tokens; None if not.
             use_capacity: apply the capacity factor, if there is one. Off in generation, whose output must not depend on
                 the other sequences of the batch.
             router_input: a second handle on `hidden` for the router, so that its gradient arrives separately; None
@@ -101,12 +103,13 @@ class MoE(RecomputableModule):
             (batch, tokens, hidden_size), and the router statistics for `count`.
         """
         real = None if padding is None else padding.flatten()
+        samples = len(hidden) if batch is None else batch
         if self.is_recomputed:
             output, sums = run_with_recompute(
-                self._run, self.preserve_rng_state, hidden, real, norm, use_capacity, dropout=dropout
+                self._run, self.preserve_rng_state, hidden, real, norm, samples, use_capacity, dropout=dropout
             )
             return (output if residual is None else residual + output), sums
-        return self._run(hidden, real, norm, use_capacity, router_input, residual, dropout)
+        return self._run(hidden, real, norm, samples, use_capacity, router_input, residual, dropout)
 
     def update_statistics(self, statistics: Tensor) -> None:
         """Accumulate the router statistics of one training forward."""
@@ -120,6 +123,7 @@ class MoE(RecomputableModule):
         hidden: Tensor,
         real: Tensor | None,
         norm: Callable[[Tensor], Tensor] | None,
+        batch: int,
         use_capacity: bool,
         router_input: Tensor | None = None,
         residual: Tensor | None = None,
@@ -127,7 +131,9 @@ class MoE(RecomputableModule):
     ) -> tuple[Tensor, Tensor]:
         tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
         router_tokens = tokens if router_input is None else router_input.flatten(0, 1)
-        routed = self.router(router_tokens, self.expert_bias, self.loss_share, real, use_capacity=use_capacity)
+        routed = self.router(
+            router_tokens, self.expert_bias, self.loss_share, real, batch=batch, use_capacity=use_capacity
+        )
         if residual is not None and self.shared is None:
             output = self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed, dropout)
             return output.view_as(hidden), routed.statistics
@@ -184,10 +190,12 @@ def moe_weights(stack: StackSlice, moe: MoESlice, *, active: bool = False, exper
     return router + experts + (mlp_weights(stack, shared) if shared else Weights())
 
 
-def expert_rows(moe: MoESlice, tokens: int) -> int:
-    """Return the number of rows the experts of a layer compute, N * K unless padded to capacity."""
+def expert_rows(moe: MoESlice, tokens: int, routed: int) -> int:
+    """Return the number of rows the experts of a layer compute for the `tokens` of a rank: N * K unless padded to the
+    capacity for the `routed` tokens of the micro batch, which other ranks may share.
+    """
     if moe.capacity_factor is not None and moe.pad_to_capacity:
-        return moe.experts * expert_capacity(tokens, moe.experts, moe.topk, moe.capacity_factor)
+        return moe.experts * min(tokens, expert_capacity(routed, moe.experts, moe.topk, moe.capacity_factor))
     return tokens * moe.topk
 
 
@@ -196,10 +204,12 @@ def moe_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, ...]:
 
     Experts are assumed to be chosen evenly, and no assignment to be dropped unless experts are padded.
     """
+    logits = inputs.tokens * moe.experts * (8 if moe.router_dtype == "fp64" else 4)
     routed: tuple[Collective, ...] = ()
     if inputs.residual_tokens < inputs.tokens:
-        itemsize = 8 if moe.router_dtype == "fp64" else 4
-        routed = (Collective("tensor", "all-gather", inputs.tokens * moe.experts * itemsize, "forward"),)
+        routed = (Collective("tensor", "all-gather", logits, "forward"),)
+    if inputs.mesh.context > 1:
+        routed = (*routed, Collective("context", "all-gather", logits * inputs.mesh.context, "forward"))
     shared = mlp_traffic(inputs) if moe.shared_ffn_hidden_size else ()
     return (*routed, *shared) if inputs.mesh.expert == 1 else (*routed, *shared, *_dispatch_traffic(inputs, moe))
 
@@ -217,7 +227,7 @@ def _dispatch_traffic(inputs: StackInputs, moe: MoESlice) -> tuple[Collective, .
             Collective("expert", "all-gather", rows, "backward"),
             Collective("expert", "reduce-scatter", rows + gates, "backward", number=2),
         )
-    rows, counts = expert_rows(moe, tokens), 0 if moe.pad_to_capacity else moe.experts * 8
+    rows, counts = expert_rows(moe, tokens, inputs.routed_tokens), 0 if moe.pad_to_capacity else moe.experts * 8
     exchanged = Collective("expert", "all-to-all", rows * (2 * width + gate), "backward", number=3)
     return exchanged._replace(during="forward", num_bytes=exchanged.num_bytes + counts), exchanged
 
@@ -232,7 +242,7 @@ def moe_memory(inputs: StackInputs, moe: MoESlice) -> PartMemory:
     stack, widths, tokens = inputs.stack, inputs.widths, inputs.residual_tokens
     e, hidden = widths.compute, stack.hidden_size
     ups = 2 if stack.mlp.gated else 1
-    rows, width = expert_rows(moe, tokens), moe.ffn_hidden_size
+    rows, width = expert_rows(moe, tokens, inputs.routed_tokens), moe.ffn_hidden_size
     kept = [
         SavedTensors("experts", router_saved_bytes(inputs, moe), "moe"),
         SavedTensors("experts", rows * width * ups * e, "moe"),

@@ -27,6 +27,7 @@ from ...kernels.moe.routing import (
 from ..config.moe import MoESlice
 from ..layers.cost import StackInputs
 from ..parallel.collectives import TensorParallel, unshard_tokens
+from ..parallel.context import SequenceShard, unshard_sequences
 
 Balancing = Literal["aux_loss", "sinkhorn", "none"]
 
@@ -41,7 +42,7 @@ class Routing(NamedTuple):
         assignment: expert indices (tokens, topk) and their gates.
         keep_mask: bool (tokens, topk), False for assignments dropped at capacity or of padding; None keeps all.
         capacity: maximal tokens per expert, None for no limit; of the whole micro batch, like the statistics, where
-            tensor-parallel ranks share its tokens.
+            ranks share its tokens.
         statistics: fp32 (experts + 6): tokens assigned to each expert, then the entries named by `STATISTIC_NAMES`.
     """
 
@@ -49,6 +50,11 @@ class Routing(NamedTuple):
     keep_mask: Tensor | None
     capacity: int | None
     statistics: Tensor
+
+    @property
+    def slots(self) -> int | None:
+        """Rows of an expert that these tokens fill at most; None without a limit."""
+        return None if self.capacity is None else min(self.capacity, len(self.assignment.experts))
 
 
 class Router(nn.Module):
@@ -64,11 +70,15 @@ class Router(nn.Module):
     Other arguments as in `MoESlice`.
 
     Attributes:
-        tensor_parallel: the tensor-parallel ranks; None for one. Where they share the tokens of a micro batch, each
-            computes the logits of its own, and all the same routing of the whole from the logits of all.
+        tensor_parallel: the tensor-parallel ranks; None for one.
+        shard: the context-parallel ranks; None for one.
+
+    Where ranks share the tokens of a micro batch, each computes the logits of its own, and all the same routing of the
+    whole, in the order of the tokens, from the logits of all.
     """
 
     tensor_parallel: TensorParallel | None = None
+    shard: SequenceShard | None = None
 
     def __init__(
         self,
@@ -113,6 +123,7 @@ class Router(nn.Module):
         loss_share: Tensor,
         real: Tensor | None = None,
         *,
+        batch: int = 1,
         use_capacity: bool = True,
     ) -> Routing:
         """Route tokens to experts.
@@ -122,6 +133,7 @@ class Router(nn.Module):
             expert_bias: fp32 (experts,), added to the scores for selection only; None for none.
             loss_share: scalar, factor of the gradients of both auxiliary losses.
             real: bool (tokens of all ranks,), False for padding, which is not routed nor counted; None: all are real.
+            batch: samples of the tokens.
             use_capacity: apply the capacity factor, if there is one.
         """
         number = len(self.weight)
@@ -131,10 +143,7 @@ class Router(nn.Module):
             if self.training and self.jitter is not None:
                 inputs = inputs.to(dtype)
                 inputs = inputs * (1.0 + self.jitter * (2.0 * torch.rand_like(inputs) - 1.0))
-            logits = router_logits(inputs, self.weight, dtype)
-            ranks = self.tensor_parallel
-            if ranks is not None and ranks.shards_tokens:
-                logits = unshard_tokens(logits[None], ranks, 1)[0]
+            logits = self._of_all_ranks(router_logits(inputs, self.weight, dtype), batch)
             logits_loss = z_loss(logits, token_mask=real)
             if self.training and self.z_loss:
                 logits = attach_auxiliary_loss(logits, self.z_loss * logits_loss, loss_share)
@@ -156,10 +165,24 @@ class Router(nn.Module):
                 dropped = assignments - kept.sum() if kept is not None else torch.zeros_like(assignments)
                 values = (balance, logits_loss, entropy, dropped, assignments, torch.ones_like(assignments))
                 sums = torch.cat([counts, torch.stack([value.float() for value in values])])
+        choice = RoutingResult(self._of_this_rank(choice.experts, batch), self._of_this_rank(choice.gates, batch))
+        return Routing(choice, None if kept is None else self._of_this_rank(kept, batch), capacity, sums)
+
+    def _of_all_ranks(self, rows: Tensor, batch: int) -> Tensor:
+        """Return the rows (tokens of the micro batch, ...) from those of this rank's tokens."""
+        ranks = self.tensor_parallel
         if ranks is not None and ranks.shards_tokens:
-            own = slice(ranks.rank * len(tokens), (ranks.rank + 1) * len(tokens))
-            choice, kept = RoutingResult(choice.experts[own], choice.gates[own]), None if kept is None else kept[own]
-        return Routing(choice, kept, capacity, sums)
+            rows = unshard_tokens(rows[None], ranks, 1)[0]
+        return (
+            rows if self.shard is None else unshard_sequences(rows.unflatten(0, (batch, -1)), self.shard).flatten(0, 1)
+        )
+
+    def _of_this_rank(self, rows: Tensor, batch: int) -> Tensor:
+        """Return the rows of this rank's tokens, the inverse of `_of_all_ranks`."""
+        ranks = self.tensor_parallel
+        if self.shard is not None:
+            rows = self.shard.local(rows.unflatten(0, (batch, -1))).flatten(0, 1)
+        return rows.tensor_split(ranks.size)[ranks.rank] if ranks is not None and ranks.shards_tokens else rows
 
     def _choose(self, logits: Tensor, expert_bias: Tensor | None, real: Tensor | None) -> RoutingResult:
         if self.balancing == "sinkhorn":

@@ -162,8 +162,39 @@ class SequenceShard:
         return rank_order(whole, self.ranks.size, zigzag=self.zigzag)[self.ranks.rank]
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """Return small numbers of the tokens of all ranks, (batch, whole length), of which autograd sees nothing."""
+        """Return small numbers of all ranks' tokens, (batch, whole length, ...), of which autograd sees nothing."""
         sent = tokens.to(torch.uint8) if tokens.dtype == torch.bool else tokens
         sent = sent.contiguous().view(-1)
         gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(sent, self.ranks.size, self.ranks.group))
         return natural_order(gathered.view(self.ranks.size, *tokens.shape), zigzag=self.zigzag).to(tokens.dtype)
+
+
+def whole_sequences(tokens: Tensor | None, shard: SequenceShard | None) -> Tensor | None:
+    """Return small numbers of the tokens of all ranks, (batch, whole length), if ranks share the sequences."""
+    return tokens if tokens is None or shard is None else shard.gather(tokens)
+
+
+def labels_of_all(labels: Tensor, shard: SequenceShard | None) -> Tensor:
+    """Return where whole sequences have labels, bool (batch, whole length), from a rank's labels, of which -100 is
+    ignored.
+    """
+    return labels >= 0 if shard is None else shard.gather(labels >= 0)
+
+
+class _UnshardSequences(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, shard: SequenceShard) -> Tensor:
+        ctx.shard = shard
+        return shard.gather(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.shard.local(gradient), None
+
+
+def unshard_sequences(tokens: Tensor, shard: SequenceShard) -> Tensor:
+    """Return (batch, whole length, ...) from the ranks' tokens (batch, tokens, ...), small numbers.
+
+    The gradients of the ranks are parts of a sum, or each is its share of the same.
+    """
+    return _UnshardSequences.apply(tokens, shard)  # pyright: ignore[reportReturnType]

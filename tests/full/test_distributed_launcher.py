@@ -202,15 +202,25 @@ def test_a_stopped_rank_of_a_hybrid_layout_ends_the_run(tmp_path):
     check_lost(run, 1, signal.SIGSTOP, "was stopped (SIGSTOP) and did not respond")
 
 
+AXES: dict[str, Any] = {
+    "trainer__devices": 4,
+    "model__tensor_model_parallel_size": 2,
+    "model__sequence_parallel": True,
+}
+SHARED = AXES | {
+    "model__context_parallel_size": 2,
+    "model__expert_model_parallel_size": 2,
+    "model__num_moe_experts": 4,
+    "model__moe_aux_loss_coeff": 0.01,
+}
+"""Every rank waits in a group of each axis, and all in none: of tensor, of context, and of the experts."""
+
+
 @pytest.mark.parametrize("act", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_of_a_tensor_parallel_group_is_named_with_its_place(tmp_path, act):
-    keys: dict[str, Any] = {
-        "trainer__devices": 4,
-        "model__tensor_model_parallel_size": 2,
-        "model__sequence_parallel": True,
-    }
+@pytest.mark.parametrize(("axes", "place"), [(AXES, "data 1, tensor 1, "), (SHARED, "context 1, tensor 1, ")])
+def test_a_lost_rank_of_several_axes_is_named_with_its_place(tmp_path, act, axes, place):
     words = "was killed by SIGKILL" if act is signal.SIGKILL else "was stopped (SIGSTOP) and did not respond"
-    check_lost(job(tmp_path, **keys), 3, act, words, "data 1, tensor 1, ")
+    check_lost(job(tmp_path, **axes), 3, act, words, place)
 
 
 @pytest.mark.parametrize("early", [0.2, 1.0, 2.5])
@@ -376,17 +386,24 @@ def test_an_error_of_the_user_on_one_rank_is_told_once(tmp_path, package, rank):
         assert not run.run.exists()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_crash_of_one_rank_is_told_once(tmp_path, package, workers):
+@pytest.mark.parametrize(
+    ("rank", "place", "keys"),
+    [
+        (1, "", {"model__data__num_workers": 0}),
+        (1, "", {"model__data__num_workers": 1}),
+        (2, "context 1, tensor 0, ", SHARED),
+    ],
+)
+def test_a_crash_of_one_rank_is_told_once(tmp_path, package, rank, place, keys):
     with job(
         tmp_path,
-        environ=package,
+        environ=package | {"FAILS": str(rank)},
         model__data__data_impl="failing",
         model__data__dataset_kwargs="{fails: crash}",
-        model__data__num_workers=workers,
+        **keys,
     ) as run:
         assert run.end() == 1
-        failed = r"rank 1 \(process \d+\) after step \d+: IndexError: "
+        failed = rf"rank {rank} \({place}process \d+\) after step \d+: IndexError: "
         assert re.fullmatch(rf"{failed}.*; the traceback is in (stoker-crash-\S+\.txt)", run.error.strip())
         (kept,) = tmp_path.glob("stoker-crash-*.txt")
         assert "in batch" in kept.read_text()
@@ -529,7 +546,9 @@ def test_a_rank_lost_on_another_machine_ends_the_run(tmp_path, node):
         assert [run.end() for run in (first, second)] == [1, 1]
         assert f"rank {node} on {socket.gethostname()}" in nodes[node].error.splitlines()[-1]
         assert "was killed by SIGKILL" in nodes[node].error.splitlines()[-1]
-        lost = rf"rank {1 - node} on {socket.gethostname()} \(process \d+\) after step \d+: lost another rank"
+        host = "127.0.0.1" if node == 0 else socket.gethostname()  # the first one has the store that knows all names
+        named = rf"lost node {node} \({re.escape(host)}, rank {node}\)"
+        lost = rf"rank {1 - node} on {socket.gethostname()} \(process \d+\) after step \d+: {named}"
         assert re.search(lost, nodes[1 - node].error), nodes[1 - node].error
 
 

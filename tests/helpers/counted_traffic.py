@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import traceback
+import json
+import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from forked_ranks import fork_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FEW_BYTES = 32
@@ -23,12 +25,22 @@ KINDS = {
 NOT_COUNTED = {"wait_tensor", "barrier", "broadcast_", "allgather_", "monitored_barrier_"}
 
 
+class Sent(NamedTuple):
+    """Tensor of a collective of the model itself, which are functional operations."""
+
+    group: tuple[int, ...]
+    kind: str
+    shape: tuple[int, ...]
+    is_floating: bool
+
+
 class CollectiveCounter(TorchDispatchMode):
     """Adds up the bytes of collectives by (ranks of the group, kind), of torch's functional and other operations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: Counter[str] = Counter()
+        self.sent: list[Sent] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -50,6 +62,8 @@ class CollectiveCounter(TorchDispatchMode):
         ranks = _group_ranks(arguments)
         if size >= FEW_BYTES and len(ranks) > 1:
             self.sizes[f"{ranks} {kind}"] += size
+        if func.namespace == "_c10d_functional" and len(ranks) > 1:
+            self.sent += [Sent(ranks, kind, tuple(each.shape), each.is_floating_point()) for each in tensors]
 
 
 def _group_ranks(arguments: Any) -> tuple[int, ...]:
@@ -69,30 +83,25 @@ def _group_ranks(arguments: Any) -> tuple[int, ...]:
     raise AssertionError(f"no group among {arguments}")
 
 
-def compare(directory: str, size: int, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
-    """Take one step of each case, changes of `tiny_run.tiny_document`, on `size` ranks; return what rank 0 counted."""
-    import json
+def compare(directory: str, size: int, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, float]]]:
+    """Take one step of each case, changes of `tiny_run.tiny_document`, on `size` ranks.
 
-    pids = []
-    for rank in range(size):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                found = _rank(Path(directory), size, rank, cases)
-                (Path(directory) / f"{rank}.json").write_text(json.dumps(found))
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert not any(codes), codes
-    return json.loads((Path(directory) / "0.json").read_text())
+    Returns:
+        For each case the planned bytes by "(ranks) kind", of the groups of rank 0, and those counted in the ranks of
+        the group: their mean, since only all ranks together send as many rows to experts as are planned.
+    """
+    found = fork_ranks(directory, size, partial(_rank, Path(directory), size, cases))
+    results: list[dict[str, dict[str, float]]] = []
+    for number in range(len(cases)):
+        counted, planned = {}, found[0][number]["planned"]
+        for key in found[0][number]["counted"]:
+            members = json.loads(f"[{key[1 : key.index(')')].rstrip(',')}]")
+            counted[key] = sum(found[rank][number]["counted"].get(key, 0) for rank in members) / len(members)
+        results.append({"counted": counted, "planned": planned})
+    return results
 
 
-def _rank(directory: Path, size: int, rank: int, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
+def _rank(directory: Path, size: int, cases: list[dict[str, Any]], rank: int) -> list[dict[str, dict[str, int]]]:
     from torch._C._distributed_c10d import FileStore
 
     from stoker.trainer.distributed.process_group import init_distributed, shutdown_distributed
@@ -117,12 +126,16 @@ def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[
     training_step, module_class = LanguageModule.training_step, LanguageModule
     counted: Counter[str] = Counter()
     vocab_sizes: list[int] = []
+    models: list[Any] = []
+    sent: list[Sent] = []
 
     def count(module: Any, batch: Any, batch_idx: int) -> None:
         with CollectiveCounter() as counter:
             training_step(module, batch, batch_idx)
         counted.update(counter.sizes)
         vocab_sizes.append(module.model.vocab_size)
+        models.append(module.model)
+        sent.extend(counter.sent)
 
     quick: dict[str, Any] = {
         "trainer__max_steps": 1, "trainer__val_check_interval": 1, "trainer__limit_val_batches": 0,
@@ -136,6 +149,40 @@ def _compare_step(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[
     finally:
         module_class.training_step = training_step  # type: ignore[method-assign]
     run = resolve_run(config.root, world_size=ranks.world_size)
+    _check_sent(sent, run, ranks.rank)
+    _check_experts(models[0], run.mesh, ranks.rank)
     plan = make_plan(run, local_target(run, torch.device("cpu")), vocab_size=vocab_sizes[0])
     planned = planned_by_group(plan.inputs, plan.memory.layers)
     return {"counted": dict(counted), "planned": {f"{group} {kind}": size for (group, kind), size in planned.items()}}
+
+
+def _check_sent(sent: list[Sent], run: Any, rank: int) -> None:
+    """Check that no logits are sent, nor hidden states among context-parallel ranks, keys only if all are gathered.
+
+    The local vocabulary is a multiple of 7 and the hidden size of 5, which no other size is but numbers of rows that
+    are sent to experts. With experts context-parallel ranks may be those that exchange tokens.
+    """
+    context = set(run.mesh.group_of(rank, "context"))
+    split = run.context_split
+    assert sent or run.mesh.model_ranks == 1
+    for each in sent:
+        assert not each.shape or each.shape[-1] % 7, each
+        assert each.kind == "all-to-all" or math.prod(each.shape) % 7, each
+        if split is not None and run.mesh.expert == 1 and context.issuperset(each.group):
+            assert math.prod(each.shape) % 5, each
+            assert each.kind != "all-gather" or not each.is_floating or split.exchange == "all_gather", each
+
+
+def _check_experts(model: Any, mesh: Any, rank: int) -> None:
+    """Check that the rank holds its share of the experts of every layer, and no other."""
+    from stoker.models.moe.moe_layer import find_moe_layers
+    from stoker.models.parallel.partition import partitions_of
+
+    parts = partitions_of(model)
+    for prefix, layer in find_moe_layers(model).items():
+        number = len(layer.router.weight) // mesh.expert
+        for name, parameter in layer.experts.named_parameters(recurse=False):
+            assert len(parameter) == number, (name, parameter.shape)
+            if mesh.expert > 1:
+                (held,) = parts[f"{prefix}.experts.{name}"].ranges()
+                assert (held.start, held.size) == (rank % mesh.expert * number, number), (name, held)

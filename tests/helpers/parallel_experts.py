@@ -16,7 +16,8 @@ _groups: dict[tuple[int, ...], Any] = {}
 def compare(directory: str, size: int, cases: list[list[Any]]) -> list[dict[str, float]]:
     """Run all cases, each [keys, axes of the layout, options], on `size` ranks; return the largest differences.
 
-    Options: `without` experts that no token may choose, and `padding`, True for sequences of several lengths.
+    Options: `without` experts that no token may choose, `padding`, True for sequences of several lengths, and the
+    `exchange` of context-parallel ranks.
     """
     return on_ranks(directory, size, _compare_passes, cases)
 
@@ -45,35 +46,51 @@ def _compare_passes(
     rank: int, size: int, changes: dict[str, Any], axes: dict[str, int], options: dict[str, Any]
 ) -> dict[str, float]:
     import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_reduce
 
-    from stoker.models.expert_parallel import expert_parameters
+    from stoker.models.dispatch.context_calls import ContextSplit
     from stoker.models.moe.moe_layer import find_moe_layers
     from stoker.models.parallel.collectives import TensorParallel
+    from stoker.models.parallel.context import ContextParallel, SequenceShard, shard_batch
     from stoker.models.parallel.expert import ExpertParallel
     from stoker.models.parallel.layout import ParallelLayout
     from stoker.models.parallel.partition import partitions_of
     from stoker.models.tensor_parallel import partial_gradients, reduce_partial_gradients
 
-    layout = ParallelLayout(**axes, sequence=True)
+    sizes: dict[str, Any] = axes
+    layout = ParallelLayout(**sizes, sequence=True)
     assert layout.world_size == size
     place, family = layout.coordinates(rank), changes.get("family", "gpt")
     tensor_group, _ = _group_of(rank, layout.groups("tensor"))
-    data_group, _ = _group_of(rank, layout.groups("data"))
+    data_group, data_ranks = _group_of(rank, layout.groups("data", "context"))
+    context_group, _ = _group_of(rank, layout.groups("context"))
     expert_group, experts = _group_of(rank, layout.expert_groups())
     replica_group, replicas = _group_of(rank, layout.expert_data_groups())
     ranks = TensorParallel(
-        place.tensor, layout.tensor, tensor_group.group_name, sequence=True, data_rank=place.data,
-        data_ranks=layout.data,
+        place.tensor, layout.tensor, tensor_group.group_name, sequence=True, data_rank=data_ranks.index(rank),
+        data_ranks=len(data_ranks),
     )  # fmt: skip
     expert_ranks = ExpertParallel(
         experts.index(rank), layout.expert, expert_group.group_name, replicas.index(rank), len(replicas)
     )
-    whole = build(changes)
+    split = ContextSplit(layout.context, options.get("exchange", "a2a"), 1)
+    context = ContextParallel(place.context, split, context_group.group_name) if layout.context > 1 else None
+    samples = "padded" if family == "bert" and "padding" in options else ""
+    whole = build(changes, samples=samples)
     part = build(
         changes,
         ranks if layout.tensor > 1 else None,
         experts=expert_ranks if layout.expert > 1 else None,
+        context=context,
+        samples=samples,
     )
+
+    def local(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return batch if context is None else shard_batch(batch, context.rank, context.size, causal=family != "bert")
+
+    def total(loss: Tensor) -> Tensor:
+        return loss.detach() if context is None else all_reduce(loss.detach(), "sum", context_group)
+
     without: list[int] = options.get("without", [])
     layers, part_layers = list(find_moe_layers(whole).values()), list(find_moe_layers(part).values())
     for layer in (*layers, *part_layers):
@@ -84,7 +101,7 @@ def _compare_passes(
     own = batches[place.data]
     statistics, losses = 0.0, []
     torch.manual_seed(place.data)
-    loss = part.batch_loss(own, 27.0)
+    loss = part.batch_loss(local(own), 27.0)
     loss.backward()
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
@@ -99,12 +116,12 @@ def _compare_passes(
     gradients = {name: parameter.grad for name, parameter in part.named_parameters() if parameter.grad is not None}
     if layout.tensor > 1:
         reduce_partial_gradients(gradients, partial_gradients(part, ranks), ranks)
-    of_experts = expert_parameters(part)
+    parts = partitions_of(part)
     for name, gradient in gradients.items():
-        dist.all_reduce(gradient, group=replica_group if name in of_experts else data_group)
+        of_experts = name in parts and parts[name].axis == "expert"
+        dist.all_reduce(gradient, group=replica_group if of_experts else data_group)
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     assert wanted.keys() == gradients.keys()
-    parts = partitions_of(part)
     wanted = {name: part_of(gradient, parts.get(name)) for name, gradient in wanted.items()}
     # each kind of parameter on its own scale, so that a small gradient of the router is compared too
     worst = max(
@@ -112,7 +129,7 @@ def _compare_passes(
         for name, gradient in wanted.items()
     )
     found = {
-        "loss": abs(float(losses[place.data].detach() - loss.detach())),
+        "loss": abs(float(losses[place.data].detach() - total(loss))),
         "gradients": worst,
         "fp32 statistics": statistics,
         "tokens of the left out": float(sum(layer.statistics[without].sum() for layer in part_layers)),
@@ -121,9 +138,16 @@ def _compare_passes(
     for model in (whole, part):
         model.eval()
     with torch.no_grad():
-        inputs = [own[name] for name in own if name not in ("labels", "padding")]
-        lengths = (LENGTH, LENGTH - 3) if family == "gpt" else (LENGTH,)  # a shorter one is generation
+        found["evaluation"] = abs(float(whole.batch_loss(own, 27.0) - total(part.batch_loss(local(own), 27.0))))
+        inputs = [name for name in own if name not in ("labels", "padding")]
+        # a shorter one is generation
+        lengths = (LENGTH, LENGTH - 3) if family == "gpt" and context is None else (LENGTH,)
         for length in lengths:
-            logits = [model(*(each[:, :length] for each in inputs))[..., :VOCAB] for model in (whole, part)]
+            logits = [
+                model(*(batch[name][:, :length] for name in inputs))[..., :VOCAB]
+                for model, batch in ((whole, own), (part, local(own)))
+            ]
+            if context is not None:
+                logits[0] = SequenceShard(context, family != "bert").local(logits[0])
             found[f"logits {length}"] = float((logits[0] - logits[1]).abs().max())
     return found

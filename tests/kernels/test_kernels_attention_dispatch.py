@@ -50,6 +50,18 @@ def test_order_of_preference() -> None:
     assert chosen(dataclasses.replace(HOPPER, dtype="fp64")) == "unfused"
 
 
+def test_ranks_that_share_heads_draw_the_dropout_of_one_process() -> None:
+    with_triton = dataclasses.replace(NEW, triton=(3, 6))
+    dropped = dataclasses.replace(HOPPER, dropout=0.1)
+    assert chosen(dropped, with_triton) != "triton"
+    assert chosen(dataclasses.replace(dropped, split=True), with_triton) == "triton"
+    assert chosen(dataclasses.replace(HOPPER, split=True), with_triton) == chosen(HOPPER, with_triton)
+    asked = select_backend(
+        dataclasses.replace(dropped, split=True), flags=ON, installed=with_triton, attention_backend="sdpa_flash"
+    )
+    assert any("drop the same weights" in note for note in asked.notes)
+
+
 def test_our_hopper_kernels_come_first_where_they_serve() -> None:
     flash = {"attention_backend": "flash", "installed": dataclasses.replace(NEW, triton=(3, 6))}
     assert chosen(HOPPER, **flash) == "triton"

@@ -13,7 +13,6 @@ from tiers import extra, full_only
 
 from stoker.models.config.batch_shape import BatchSpec
 from stoker.models.config.families import family_slice
-from stoker.models.context_parallel import check_parts
 from stoker.models.dispatch.attention_calls import CallContext
 from stoker.models.dispatch.attention_choices import plan_attentions
 from stoker.models.dispatch.context_calls import ContextSplit
@@ -115,7 +114,7 @@ FOUR: list[Case] = [
 
 @pytest.mark.parametrize(("size", "cases"), [(2, TWO), *extra((4, FOUR))])
 def test_ranks_together_are_one_process(size: int, cases: list[Case], forks: ForkServer, tmp_path: Path) -> None:
-    found = forks.call("parallel_models", "compare_context", str(tmp_path), size, cases)
+    found = forks.call("parallel_context", "compare", str(tmp_path), size, cases)
     wrong = [
         (case, differences)
         for case, differences in zip(cases, found, strict=True)
@@ -131,7 +130,7 @@ def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_
         for keys, samples in ((GROUPED, "packed"), (WINDOW, ""), (T5, "padded"))
         for exchange in EXCHANGES
     ]
-    found = forks.call("parallel_models", "compare_context", str(tmp_path), 2, cases)
+    found = forks.call("parallel_context", "compare", str(tmp_path), 2, cases)
     for case, differences in zip(cases, found, strict=True):
         assert all(value < 1e-12 for value in differences.values()), (case, differences)
 
@@ -139,7 +138,7 @@ def test_compiled_layers_communicate_inside_their_graphs(forks: ForkServer, tmp_
 def test_collectives_move_heads_keys_or_document_ids_only(forks: ForkServer, tmp_path: Path) -> None:
     """Two layers of 4 heads in 2 groups of width 8, residual stream 32; no hidden states, keys gathered in one case."""
     cases: list[Case] = [(GROUPED, "packed", exchange, 1, 1) for exchange in EXCHANGES]
-    found = forks.call("parallel_models", "context_messages", str(tmp_path), 2, cases)
+    found = forks.call("parallel_context", "messages", str(tmp_path), 2, cases)
     tokens = BATCH * LENGTH // 2
     queries, keys_and_values = tokens * 4 * 8, tokens * 2 * 2 * 8
     documents = {"all_gather_into_tensor": [tokens]}
@@ -168,7 +167,7 @@ def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_pa
             (T5, "", "all_gather", 1, 1),
         ),
     ]
-    found = forks.call("parallel_models", "context_calls", str(tmp_path), 4, cases)
+    found = forks.call("parallel_context", "attention_calls", str(tmp_path), 4, cases)
     for case, calls in zip(cases, found, strict=True):
         for name, (made, planned) in calls.items():
             assert made == planned, (case, name)
@@ -187,7 +186,6 @@ def test_planned_calls_are_the_longest_that_ranks_make(forks: ForkServer, tmp_pa
         ({"use_flash_attention": False}, {}, (2, "a2a+p2p", 1), "`hierarchical_context_parallel_sizes`"),
         ({"use_flash_attention": False}, {}, (2, "p2p"), r"`use_flash_attention` \(False\) cannot be combined"),
         ({}, {}, (2, "ring"), r"`cp_comm_type` \(ring\) must be one of"),
-        ({"num_moe_experts": 4}, {}, (2, "a2a"), "`context_parallel_size` .* must be 1 for a model with experts"),
         ({"attention_dropout": 0.1}, {"packed": True}, (2, "p2p"), r"`attention_dropout` \(0.1\) of packed"),
     ],
 )
@@ -201,7 +199,6 @@ def test_what_would_not_be_exact_is_refused(
     }  # fmt: skip
 
     def plan() -> None:
-        check_parts(model, None, split[0])
         list(plan_attentions(model, form, context, ContextSplit(*split)))
 
     with pytest.raises(ValueError, match=named):

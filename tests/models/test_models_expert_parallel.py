@@ -37,6 +37,10 @@ T5: dict[str, Any] = {"family": "t5", "position_embedding_type": "relative", "re
 PAIR, QUAD = {"data": 4, "expert": 2}, {"data": 4, "expert": 4}
 OVER_TENSOR, OVER_BOTH = {"data": 2, "tensor": 2, "expert": 2}, {"data": 2, "tensor": 2, "expert": 4}
 REPLICATED, ONE_BATCH = {"data": 2, "tensor": 2}, {"tensor": 4, "expert": 2}
+CONTEXT, CONTEXT_DATA = {"context": 4}, {"data": 2, "context": 2}
+CONTEXT_PAIR = {"data": 2, "context": 2, "expert": 2}
+CONTEXT_TENSOR = {"context": 2, "tensor": 2, "expert": 4}
+GATHERED, RING = {"exchange": "all_gather"}, {"exchange": "p2p"}
 LENGTHS, NO_TOKENS = {"padding": True}, {"without": [2, 3]}
 
 CASES: list[Case] = [
@@ -50,6 +54,9 @@ CASES: list[Case] = [
     (MOE | FIRST | RECOMPUTE, REPLICATED, {}),
     (MOE | GATHER | TIGHT | SHARED | DROPOUTS, OVER_TENSOR, LENGTHS),
     (MOE | TIGHT | DROPOUTS, PAIR, {}),
+    (MOE | FIRST | SHARED | DROPOUTS, CONTEXT_TENSOR, LENGTHS | GATHERED),
+    (MOE | SINKHORN | {"family": "bert"}, CONTEXT_DATA, LENGTHS | GATHERED),
+    (MOE | T5 | GATHER | TIGHT, CONTEXT_PAIR, GATHERED),
     *extra(
         *(
             (MOE | SHARED | DROPOUTS | keys | dispatcher, layout, {})
@@ -80,6 +87,17 @@ CASES: list[Case] = [
             for dispatcher in ({}, GATHER)
             for layout in (PAIR, OVER_BOTH)
         ),
+        *(
+            (MOE | keys | dispatcher, layout, options | exchange)
+            for keys in (
+                TIGHT | DROPOUTS, FIRST | SHARED, TIGHT | PADDED, SINKHORN, RECOMPUTE | FIRST, FULL_RECOMPUTE | TIGHT,
+                {"family": "bert"} | FIRST,
+            )
+            for dispatcher in ({}, GATHER)
+            for layout in (CONTEXT, CONTEXT_DATA, CONTEXT_PAIR, CONTEXT_TENSOR)
+            for options, exchange in ((LENGTHS, GATHERED), ({}, RING))
+        ),
+        *((MOE | T5 | keys, layout, GATHERED) for keys in (FIRST, SINKHORN) for layout in (CONTEXT, CONTEXT_TENSOR)),
         (MOE | {"num_layers": 3, "moe_layer_freq": 2, "moe_router_dtype": "fp64"} | SHARED, OVER_BOTH, LENGTHS),
         (MOE | {"transformer_block_type": "post_ln", "moe_grouped_gemm": False}, OVER_TENSOR, LENGTHS),
     ),
@@ -118,6 +136,7 @@ def test_compiled_layers_exchange_tokens_inside_their_graphs(forks: ForkServer, 
         (MOE | RECOMPUTE | {"compile": True}, {"tensor": 2, "expert": 2}, {}),
         (MOE | TIGHT | PADDED | {"compile": True}, {"data": 2, "expert": 2}, {}),
         (MOE | GATHER | FIRST | {"compile": True}, {"tensor": 2, "expert": 2}, {}),
+        (MOE | FIRST | {"compile": True}, {"context": 2, "expert": 2}, LENGTHS | GATHERED),
     ]
     for case, differences in zip(
         cases, forks.call("parallel_experts", "compare", str(tmp_path), 2, cases), strict=True

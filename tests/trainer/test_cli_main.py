@@ -208,6 +208,7 @@ def wrapping(error: BaseException) -> RuntimeError:
         (KeyboardInterrupt(), 130, "interrupted"),
         (wrapping(KeyboardInterrupt()), 130, "interrupted"),
         (OSError(errno.EMFILE, "Too many open files"), 74, "too many open files for the limit of this process ("),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), 2, "x...: no name in a path may be longer than"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 74, "/x: No space left on device"),
         (OSError(errno.EROFS, "Read-only file system"), 74, "Read-only"),
     ],

@@ -19,7 +19,6 @@ EXPERT, COMM = "model.expert_model_parallel_size", "model.cp_comm_type"
         ([f"{TENSOR}=16", "model.num_attention_heads=16"], TENSOR, "the 8 processes must be a multiple of"),
         ([f"{TENSOR}=8", "model.num_attention_heads=4"], TENSOR, "must divide `num_attention_heads` (4)"),
         ([f"{CONTEXT}=2", "model.encoder_seq_length=66"], CONTEXT, "must divide `encoder_seq_length` (66)"),
-        ([f"{CONTEXT}=2", *MOE], CONTEXT, "does not support models with experts"),
         ([f"{CONTEXT}=4", f"{COMM}=a2a+p2p"], "model.hierarchical_context_parallel_sizes", "must be two sizes"),
         ([f"{EXPERT}=2"], EXPERT, "needs a model with experts"),
         ([f"{EXPERT}=8", *MOE, "model.num_moe_experts=4"], EXPERT, "must divide `num_moe_experts` (4)"),

@@ -353,11 +353,15 @@ def test_cutting_and_padding_of_the_file_are_left_out() -> None:
         (lambda: changed(model={**byte_level()["model"], "dropout": 0.1}), "random"),
         (lambda: changed(model={**byte_level()["model"], "vocab": {"a": 4_000_000_000}, "merges": []}), "below"),
         (lambda: changed(model={**byte_level()["model"], "vocab": {}, "merges": []}, added_tokens=[]), "below"),
+        (
+            lambda: changed(model={**byte_level()["model"], "vocab": {"a": 0, "b": 1, "c": 1}, "merges": []}),
+            r"'b' and 'c' have one id, 1;",
+        ),
         (lambda: changed(pre_tokenizer={**SPLIT, "pattern": {"Regex": "("}, "behavior": "Isolated"}), "rejects"),
         (lambda: changed(decoder={"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": True}), "CTC"),
         (lambda: changed(padding={"type": "x"}) + " " * (60 << 20), "larger"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_definitions_that_are_refused(definition: Any, problem: str) -> None:
     text = definition if isinstance(definition, str) else definition()

@@ -71,6 +71,11 @@ def test_documents_are_those_of_the_lines(tmp_path: Path, capsys: pytest.Capture
     assert main(command) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert digest(prefix) == before
+    prefix.with_name("p.bin").rename(tmp_path / "moved")
+    prefix.with_name("p.bin").mkdir()
+    assert main([*command, "--overwrite"]) == 2
+    assert "p.bin is a folder and is not replaced" in capsys.readouterr().err
+    prefix.with_name("p.bin").rmdir()
     assert main([*command, "--overwrite", "--workers", "1"]) == 0
     assert IndexedReader(prefix).tokens == summary["bytes"]
 

@@ -12,7 +12,7 @@ from hf_folders import random_model, save
 
 from stoker.trainer.cli.main import main
 from stoker.trainer.conversion import output_folder
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_IO, EXIT_OK
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_IO, EXIT_OK, UserError
 
 BYTES = ("--tokenizer", "byte-level")
 
@@ -50,6 +50,22 @@ def test_earlier_outputs_are_replaced(theirs: Path, tmp_path: Path, capsys: pyte
     assert content(ours / "checkpoints") != first[0]
     assert content(back) != first[1]
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "back"}
+
+
+def test_a_folder_of_other_names_is_not_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the root of the file system, where processes come and go."""
+    (tmp_path / "usr").mkdir()
+    (tmp_path / "model.safetensors.index.json").touch()
+    monkeypatch.setattr(Path, "rglob", lambda *_: pytest.fail("walked"))
+    with pytest.raises(UserError, match="does not look like the output"):
+        output_folder.check_target(tmp_path, overwrite=True)
+
+
+def test_an_output_in_several_files_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "float32", "torch_dtype": "float32"}')
+    for name in ("model.safetensors.index.json", "model-00001-of-00001.safetensors"):
+        (tmp_path / name).touch()
+    output_folder.check_target(tmp_path, overwrite=True)
 
 
 def _add(name: str) -> Callable[[Path], None]:

@@ -332,7 +332,9 @@ def test_a_file_of_prompts(trained: Path, tmp_path: Path, capsys: pytest.Capture
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_a_file_of_prompts_that_are_none(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_prompts_that_are_none(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": 3}\n{"prompt": "x"}\n[' + "\n" + '{"messages": []}\n')
     assert generate(trained, "--prompts-file", str(file)) == 2
@@ -346,6 +348,10 @@ def test_a_file_of_prompts_that_are_none(trained: Path, tmp_path: Path, capsys: 
     assert "line 1: has more than 4,194,304 characters" in capsys.readouterr().err
     assert generate(trained, "--prompt-file", str(file)) == 2
     assert "has more than 4,194,304 characters" in capsys.readouterr().err
+    monkeypatch.setattr("stoker.trainer.cli.generate._MAX_FILE", 1 << 20)
+    for option in ("--prompt-file", "--prompts-file"):
+        assert generate(trained, option, str(file)) == 2
+        assert "is larger than 1 MiB; split it" in capsys.readouterr().err
     assert generate(trained, "--prompts-file", str(tmp_path / "none")) == 2
     assert "No such file" in capsys.readouterr().err
 

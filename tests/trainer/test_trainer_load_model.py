@@ -13,6 +13,18 @@ from stoker.trainer.train import run_training
 from stoker.trainer.utils.errors import UserError
 
 
+def test_a_checkpoint_without_manifest_is_no_hugging_face_folder(tmp_path: Path) -> None:
+    """It has the names of files of one, so its error was about `model_type`."""
+    for name in ("config.json", "state.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="no usable checkpoint"):
+        load_model(tmp_path, "cpu")
+    (tmp_path / "state.json").unlink()
+    (tmp_path / "manifest.json").symlink_to("manifest.json")
+    with pytest.raises(UserError, match="no usable checkpoint"):
+        load_model(tmp_path, "cpu")
+
+
 def test_a_base_that_is_too_small_is_told_to_be_another(tmp_path: Path) -> None:
     def run(name: str, **changes: Any) -> Path:
         run_training(tiny_config(tmp_path / name, trainer__max_steps=1, trainer__limit_val_batches=0, **changes))

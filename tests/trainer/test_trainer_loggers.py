@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -96,6 +97,21 @@ def test_tensorboard_gets_its_settings(tmp_path):
     sink.close(failed=False)
     assert [path.name.endswith(".here") for path in (tmp_path / "tensorboard").iterdir()] == [True]
     assert (writer.max_queue, writer.flush_secs) == (3, 7)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a device on which every write fails")
+def test_a_full_disk_ends_tensorboard_without_a_traceback(tmp_path, monkeypatch):
+    """Its thread fails at the first write; the next call of the writer raises that error."""
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", lambda failure: reported.append(failure.exc_type))
+    full = SimpleNamespace(open=lambda *_, **__: Path("/dev/full").open("wb", 0))  # noqa: SIM115
+    monkeypatch.setattr("tensorboard.compat.tensorflow_stub.io.gfile.io", full)
+    with pytest.raises(OSError, match="No space left"):
+        TensorBoardLogger(tiny_logged_run(tmp_path), tmp_path, 0)
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    assert reported == [ZeroDivisionError]
 
 
 # ---------------------------------------------------------------- sending from a thread

@@ -167,6 +167,16 @@ def test_missing_and_duplicated_parts_are_named(tmp_path: Path) -> None:
     assert refused([*paths, paths[0]]) == "rows 0 to 8, columns 0 to 1, of w are duplicated"
 
 
+def test_whole_numbers_are_not_converted_to_weights(tmp_path: Path) -> None:
+    into = {"w": whole_shard(torch.zeros(16, 5))}
+    write_safetensors(tmp_path / "bf16.safetensors", {"w": FULL.to(torch.bfloat16)})
+    read_shards([tmp_path / "bf16.safetensors"], into, cast=True)
+    assert torch.equal(into["w"].local, FULL)
+    write_safetensors(tmp_path / "model.safetensors", {"w": FULL.to(torch.int32)})
+    with pytest.raises(ValueError, match=r"w is i32 \[16, 5\], the model needs f32 \[16, 5\]"):
+        read_shards([tmp_path / "model.safetensors"], into, cast=True)
+
+
 def file_with(path: Path, entry: object, stored: Tensor = FULL) -> list[Path]:
     write_safetensors(path, {"w": stored}, {"rows": json.dumps({"w": entry})})
     return [path]

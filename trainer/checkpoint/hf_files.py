@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Return True if a folder is a stoker checkpoint or holds some."""
-    return (folder / "manifest.json").exists() or (folder / "checkpoints").is_dir() or any(folder.glob("step-*"))
+    """Return True if a folder is a stoker checkpoint, even one without its manifest, or holds some."""
+    files = (folder / name for name in ("manifest.json", "state.json"))
+    return any(map(os.path.lexists, files)) or (folder / "checkpoints").is_dir() or any(folder.glob("step-*"))
 
 
 def is_hf_folder(path: Path) -> bool:

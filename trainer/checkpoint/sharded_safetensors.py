@@ -294,7 +294,9 @@ def _differences(
     for name, shard in wanted.items():
         if name not in found:
             continue
-        expected = shard.shape, found[name][1] if any_dtype else tensor_dtype_name(shard.local)
+        stored = TENSOR_DTYPES.get(found[name][1])
+        same_kind = stored is not None and stored.is_floating_point == shard.local.is_floating_point()
+        expected = shard.shape, found[name][1] if any_dtype and same_kind else tensor_dtype_name(shard.local)
         if found[name] != expected:
             lines.append(f"{name} is {_describe(*found[name])}, the model needs {_describe(*expected)}")
     return truncate_lines(lines, 10)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _MAX_PROBLEMS = 10
 _MAX_PROMPT = 4 << 20
+_MAX_FILE = 256 << 20
 """Characters of a prompt: a tokenizer can need 100 times its size in memory, and minutes for 64 MiB."""
 _TOO_LONG = f"has more than {_MAX_PROMPT:,} characters, the limit of a prompt"
 _MORE_PROMPTS = "and {:,} prompts more"
@@ -400,7 +401,11 @@ def _print(text: str) -> None:
 
 def _read(path: Path, option: str) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE + 1)
+        if len(data) > _MAX_FILE:
+            raise UserError(f"{option}: {path} is larger than {_MAX_FILE >> 20} MiB; split it")
+        return data.decode("utf-8")
     except OSError as error:
         raise UserError(f"{option}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -104,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in _FULL:
             _print_error(f"{error.filename or 'the disk'}: {error.strerror}")
             return EXIT_IO
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            _print_error(f"{str(error.filename)[:60]}...: no name in a path may be longer than 255 bytes; use another")
+            return EXIT_BAD_INPUT
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             _print_error(_too_many_files())
             return EXIT_IO

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.load import config_from_document
 from ..config.run_config import RunConfig
+from ..distributed.heartbeat import lost_nodes, start_heartbeat
 from ..distributed.placement import Placement
 from ..distributed.step_counter import open_step_counter
 from ..utils.environment import has_rendezvous, prepare_process
@@ -59,7 +60,7 @@ def main() -> None:
     except BaseException as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if any(fragment in text for fragment in _CONNECTION_ERRORS):
-            code, kind, lines = EXIT_FAILURE, "lost", [f"lost another rank: {text}"]
+            code, kind, lines = EXIT_FAILURE, "lost", [f"lost {_lost_nodes(task) or 'another rank'}: {text}"]
         else:
             code, kind, lines = EXIT_FAILURE, "crash", [text, *traceback.format_exc().splitlines()]
     with suppress(OSError):
@@ -88,7 +89,16 @@ def _train(task: dict[str, Any]) -> int:
     options: dict[str, Any] = {} if task["listener"] is None else {"master_listen_fd": task["listener"]}
     store = TCPStore(host, port, task["world_size"], is_master=task["rank"] == 0, use_libuv=True, **options)
     report = open_step_counter(task["steps"], task["local_rank"])
+    if task["num_nodes"] > 1 and task["local_rank"] == 0:
+        start_heartbeat((host, port), task["node"])
     return _train_in_group(config, task["rank"], task["world_size"], task["local_rank"], store, report)
+
+
+def _lost_nodes(task: dict[str, Any]) -> str:
+    if task["num_nodes"] == 1:
+        return ""
+    host, port = task["address"]
+    return lost_nodes((host, port), task["node"], task["num_nodes"], task["world_size"] // task["num_nodes"])
 
 
 def train_as_rank(config: RunConfig, placement: Placement) -> int:

@@ -163,7 +163,12 @@ def _missing_value_fix(word: str) -> str:
 
 
 def _unreadable_fix(key: str, value: str) -> str:
-    """Return the fix for a value that Hydra's grammar does not accept."""
+    """Return the fix for an override that Hydra's grammar does not accept: for its key if it is none, or its value."""
+    if not re.fullmatch(r"[+~]*[A-Za-z_$][\w./@:-]*", key, re.ASCII):
+        name = key.strip()
+        if find_key(name.lstrip("+~")) is not None:
+            return f"write {quoted_override(name, value[:_MAX_SHOWN])}"
+        return "a key has no spaces, quotes or letters beyond a to z; `stoker config` lists every key"
     known = find_key(key.lstrip("+~"))
     if len(value) > _MAX_SHOWN:
         value = "VALUE"

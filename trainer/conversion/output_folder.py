@@ -13,7 +13,7 @@ from ..checkpoint.hf_files import ADAPTER_CONFIG, ADAPTER_TENSORS, CONFIG, read_
 from ..utils.durable_files import fsync_directory
 from ..utils.errors import EXIT_IO, UserError
 
-_HF_NAMES = re.compile(r"[\w-]+\.(json|txt|model|jinja|safetensors)")
+_HF_NAMES = re.compile(r"[\w-]+\.(safetensors\.index\.json|json|txt|model|jinja|safetensors)")
 _STOKER_PARTS = {"checkpoints", "conf", "tokenizer"}
 
 
@@ -52,6 +52,8 @@ def _is_output(target: Path) -> bool:
     """Return True if a folder holds what a conversion writes, and nothing else: no other files, and no links."""
     if not _is_folder(target):
         return False
+    if any(path.name not in _STOKER_PARTS and not _HF_NAMES.fullmatch(path.name) for path in target.iterdir()):
+        return False  # before the walk: the folder may be any, even the root of the file system
     inside = list(target.rglob("*"))  # does not follow links to folders
     if not inside or any(path.is_symlink() or not (path.is_file() or path.is_dir()) for path in inside):
         return False

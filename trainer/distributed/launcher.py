@@ -232,6 +232,8 @@ class _Launch:
                 "rank": rank,
                 "world_size": place.world_size,
                 "local_rank": local_rank,
+                "node": place.node_rank,
+                "num_nodes": place.num_nodes,
                 "address": address,
                 "listener": listener.fileno() if listener and rank == 0 else None,
                 "outcome": write_end,

@@ -22,6 +22,7 @@ import json
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -174,6 +175,7 @@ class TensorBoardLogger:
         settings = run.keys.summary_writer_kwargs.model_dump()
         purge_step = resumed_at + 1 if resumed_at else None
         folder = make_owned_directory(directory, "tensorboard")
+        _silence_event_thread()
         check_owned(folder, *(path.name for path in folder.iterdir()))  # its names hold no more than time and host
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step, **settings)
 
@@ -185,6 +187,19 @@ class TensorBoardLogger:
     def close(self, *, failed: bool) -> None:
         """Flush and close."""
         self._writer.close()
+
+
+def _silence_event_thread() -> None:
+    """Print no traceback of TensorBoard's writing thread: the next call of the writer raises its error again."""
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread  # pyright: ignore[reportPrivateUsage]
+
+    previous = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        if not isinstance(failure.thread, _AsyncWriterThread):
+            previous(failure)
+
+    threading.excepthook = report
 
 
 class CSVLogger:

@@ -74,7 +74,7 @@ def bf16_peak_flops(gpu_name: str) -> float | None:
 def parse_gpu(text: str) -> GPUSpec:
     """Parse `--device`: a name in the table, a memory size (`80GiB`, `24GB`), or both (`h100:40GiB`).
 
-    A size alone is an H100 with that much memory, not marked as measured.
+    A size alone is an H100 with that much memory.
 
     Raises:
         ValueError: `text` is none of these.
@@ -87,9 +87,7 @@ def parse_gpu(text: str) -> GPUSpec:
         raise ValueError(
             f"`--device` ({text}) must be one of {', '.join(GPU_NAMES)}, a size like 80GiB, or both like h100:40GiB."
         )
-    if colon:
-        return replace(_TABLE[name], memory=memory)
-    return replace(_TABLE[DEFAULT_GPU], memory=memory, measured=False)
+    return replace(_TABLE[name if colon else DEFAULT_GPU], memory=memory)
 
 
 def match_gpu(driver_name: str, memory: int, capability: tuple[int, int]) -> GPUSpec:

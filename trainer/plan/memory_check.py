@@ -211,7 +211,7 @@ def _saved_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
     moe, recompute = stack.moe, stack.recompute
     if moe is None or (recompute is not None and "moe" in recompute.modules):
         return 0
-    rows = expert_rows(moe, tokens)
+    rows = expert_rows(moe, tokens, tokens)  # the whole micro batch has a larger capacity
     if moe.capacity_factor is not None:  # tokens beyond the capacity may be dropped
         rows = min(rows, moe.experts * expert_capacity(tokens, moe.experts, moe.topk, moe.capacity_factor))
     first = max(first, 0 if recompute is None else recompute.layers)

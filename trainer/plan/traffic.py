@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from ...models.layer import layer_traffic
 from ...models.model_cost import outer_traffic
@@ -20,7 +21,7 @@ from .run_inputs import RunInputs
 from .state_memory import accumulates_in_fp32
 from .timeline import LayerInStack
 
-AXES: tuple[CommunicationAxis, ...] = ("tensor", "context", "expert", "data", "replicas", "expert data")
+AXES: tuple[CommunicationAxis, ...] = get_args(CommunicationAxis)
 
 
 def step_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> tuple[Collective, ...]:
@@ -47,7 +48,7 @@ def micro_batch_traffic(run: RunInputs, layers: Sequence[LayerInStack]) -> Itera
         yield from (each for each in found if each.during == "forward" or not layer.skips_backward)
     for stack in run.stacks:
         yield from stack_traffic(stack)
-    yield from outer_traffic(run.family, run.stacks, cuda=run.target.device == "cuda")
+    yield from outer_traffic(run.family, run.stacks, run.batch_spec, cuda=run.target.device == "cuda")
 
 
 def _sharded_data_traffic(run: RunInputs) -> Iterator[Collective]:
@@ -164,13 +165,18 @@ def axis_link(run: RunInputs, axis: CommunicationAxis, gpu: GPUSpec) -> Link:
 
 def axis_ranks(run: RunInputs, axis: CommunicationAxis) -> tuple[int, ...]:
     """Return the group of rank 0 on an axis."""
-    mesh, shards = run.mesh, run.shards
+    mesh, shards, split = run.mesh, run.shards, run.run.context_split
     stage = mesh.data * mesh.context * mesh.tensor
+    context = tuple(range(0, mesh.context * mesh.tensor, mesh.tensor))
     match axis:
         case "tensor":
             return tuple(range(mesh.tensor))
         case "context":
-            return tuple(range(0, mesh.context * mesh.tensor, mesh.tensor))
+            return context
+        case "context heads":
+            return context[: split.head_ranks if split else 1]
+        case "context ring":
+            return context[:: split.head_ranks if split else 1]
         case "expert":
             return tuple(range(mesh.expert))
         case "expert data":
@@ -232,6 +238,8 @@ def axis_traffic(
         # half of the matmuls are column-parallel, and communicate beside two of their three products
         "tensor": matmul_seconds / 3,
         "context": attention_seconds,
+        "context heads": 0.0,
+        "context ring": attention_seconds,
         "expert": 0.0,
         "data": in_last_backward if replicated else micro_batch_seconds * run.micro_batches,
     }

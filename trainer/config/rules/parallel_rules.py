@@ -63,15 +63,11 @@ def parts_of_models_split(context: RuleContext) -> Iterator[Finding]:
     """Some parts of a model are not supported on several ranks."""
     keys = context.root.model
     tensor, ranks = keys.tensor_model_parallel_size, keys.context_parallel_size
-    experts = [at for at, stack in keys_by_stack(keys).items() if stack.num_moe_experts]
     for at, stack in keys_by_stack(keys).items():
         if tensor > 1 and stack.moe_input_jitter_eps:
             path = f"model.{at}moe_input_jitter_eps"
             message = f"`moe_input_jitter_eps` ({stack.moe_input_jitter_eps}) would depend on the tensor-parallel ranks"
             yield Finding.error((path, TENSOR), message, f"{path}=null")
-    if ranks > 1 and experts:
-        message = f"`context_parallel_size` ({ranks}) does not support models with experts"
-        yield Finding.error((CONTEXT, f"model.{experts[0]}num_moe_experts"), message, f"{CONTEXT}=1")
     scheme = keys.peft.peft_scheme
     if ranks > 1 and scheme in ("ptuning", "prompt"):
         message = f"`context_parallel_size` ({ranks}) does not support soft prompts: `peft_scheme` ({scheme})"

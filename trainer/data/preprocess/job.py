@@ -243,10 +243,13 @@ def _identity(job: Job, sources: Sequence[InputSource]) -> dict[str, Any]:
 
 def _existing_outcome(job: Job, identity: Mapping[str, Any]) -> PreprocessResult | None:
     """Return the outcome of an identical earlier run; None if there is no result, or it may be replaced."""
-    if parts_folder(job.prefix).is_dir() or job.overwrite:
-        return None
     summary_path = metadata_path(job.prefix)
     results = [summary_path, bin_path(job.prefix), idx_path(job.prefix), tokenizer_path(job.prefix)]
+    folder = next((path for path in results if path.is_dir() and not path.is_symlink()), None)
+    if folder is not None:
+        raise UserError(f"{folder} is a folder and is not replaced; use another --output-prefix, or remove it")
+    if parts_folder(job.prefix).is_dir() or job.overwrite:
+        return None
     existing = [path for path in (results if job.vocab_size else results[:3]) if os.path.lexists(path)]
     if not existing:
         return None
