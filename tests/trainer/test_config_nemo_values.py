@@ -147,6 +147,7 @@ def test_word_pieces_are_told_the_files_of_the_other_type_at_once() -> None:
         f"{TOKENIZER}.{x}" for x in ("type", "vocab_file", "merge_file")
     ]
     assert load(library, *cure, "model=bert_base")
+    assert load(library, f"{TOKENIZER}.type=BertWordPieceLowerCase", "model=bert_base", "data=mock")  # reads none
 
 
 MCORE, FALCON = "model.mcore_customization_config", "model.name=megatron_falcon_gpt"

@@ -1,4 +1,9 @@
-"""Files in the style of the NeMo-Framework-Launcher, of GPT, Llama and T5 in its layouts: `config`, `plan`, `train`."""
+"""Files of the sizes and layouts of the NeMo-Framework-Launcher pass `config` and `plan`, and train when shrunk.
+
+The launcher's own files are not copied: these have its keys, blocks, references and functions.
+"""
+
+from __future__ import annotations
 
 import json
 import math
@@ -12,186 +17,224 @@ from config_helpers import write
 from tiers import cases, full_only
 
 from stoker.trainer.cli.main import main
+from stoker.trainer.utils.errors import EXIT_OK
 
-JOB = """\
-hydra: {{searchpath: ["file:///opt/NeMo/conf"]}}
-run: {{name: {name}, results_dir: "${{base_results_dir}}/${{.name}}", time_limit: "0-04:00:00", dependency: singleton}}
+RUN = """\
+defaults:
+  - _self_
+  - optional tp_overlap@model.ub_tp_comm_overlap_cfg: NAME_overlap
+hydra:
+  searchpath: [file:///opt/NeMo/conf]
+run: {name: NAME, results_dir: '${base_results_dir}/${.name}', time_limit: '1-00:00:00', dependency: singleton}
 trainer:
-  {{num_nodes: {nodes}, devices: 8, accelerator: gpu, precision: bf16, logger: false, enable_checkpointing: false,
-   use_distributed_sampler: false, max_epochs: null, max_steps: 75000, max_time: "01:00:00:00",
-   val_check_interval: 2000, limit_val_batches: 50, limit_test_batches: 50,
-   accumulate_grad_batches: 1, gradient_clip_val: 1.0, benchmark: false}}
+  {num_nodes: NODES, devices: 8, accelerator: gpu, precision: bf16, logger: False, enable_checkpointing: False,
+   use_distributed_sampler: False, max_epochs: null, max_steps: 75000, max_time: '05:23:30:00', log_every_n_steps: 10,
+   val_check_interval: 2000, limit_val_batches: 50, limit_test_batches: 50, accumulate_grad_batches: 1,
+   gradient_clip_val: 1.0}
 exp_manager:
-  explicit_log_dir: ${{training.run.results_dir}}/results
-  name: megatron_{name}
-  resume_if_exists: true
+  explicit_log_dir: ${training.run.results_dir}/results
+  exp_dir: null
+  name: megatron
+  create_wandb_logger: False
+  wandb_logger_kwargs: {project: NAME, name: '${training.run.name}'}
+  resume_if_exists: True
+  resume_ignore_no_checkpoint: True
+  create_checkpoint_callback: True
   checkpoint_callback_params:
-    {{monitor: val_loss, save_top_k: 10, mode: min, always_save_nemo: false, save_nemo_on_train_end: false,
-     model_parallel_size: "${{multiply:${{training.model.tensor_model_parallel_size}},1}}"}}
-  log_step_timing: true
+    {monitor: val_loss, save_top_k: 10, mode: min, always_save_nemo: False, save_nemo_on_train_end: False,
+     filename: 'megatron--{val_loss:.2f}-{step}-{consumed_samples}',
+     model_parallel_size:
+       '${multiply:${training.model.tensor_model_parallel_size}, ${training.model.pipeline_model_parallel_size}}'}
+  log_step_timing: True
+  step_timing_kwargs: {sync_cuda: True, buffer_size: 5}
 """
 MODEL = """\
-  pipeline_model_parallel_size: 1
-  make_vocab_size_divisible_by: 128
-  gradient_as_bucket_view: true
-  native_amp_init_scale: 4294967296
-  megatron_amp_O2: true
-  seed: 1234
-  nsys_profile: {enabled: false, start_step: 10, end_step: 10, ranks: [0], gen_shape: false}
-"""
-OPTIM = """\
-  optim:
-    name: mcore_distributed_optim
-    lr: 1.6e-4
-    weight_decay: 0.1
-    betas: [0.9, 0.95]
-    bucket_cap_mb: 125
-    overlap_grad_sync: true
-    overlap_param_sync: true
-    contiguous_grad_buffer: true
-    sched: {name: CosineAnnealing, warmup_steps: 115, constant_steps: 12500, min_lr: 1.6e-5}
-  data:
-    data_impl: mock
-    splits_string: "99990,8,2"
-    skip_warmup: true
-    num_workers: 2
-    dataloader_type: single
-    reset_position_ids: false
-    reset_attention_mask: false
-    eod_mask_loss: false
+  transformer_engine: True, make_vocab_size_divisible_by: 128, pre_process: True, post_process: True,
+  megatron_amp_O2: True, grad_allreduce_chunk_size_mb: 125, gradient_as_bucket_view: True,
+  native_amp_init_scale: 4294967296, native_amp_growth_interval: 1000, fp16_lm_cross_entropy: False, seed: 1234,
+  sync_batch_comm: False, use_cpu_initialization: False, apex_transformer_log_level: 30, resume_from_checkpoint: null,
+  nsys_profile: {enabled: False, trace: [nvtx, cuda], start_step: 10, end_step: 10, ranks: [0], gen_shape: False},
 """
 GPT = """\
-  encoder_seq_length: {length}
-  max_position_embeddings: ${{.encoder_seq_length}}
-  num_layers: {layers}
-  hidden_size: {hidden}
-  ffn_hidden_size: ${{multiply:4, ${{.hidden_size}}}}
-  num_attention_heads: {heads}
-  apply_query_key_layer_scaling: true
-  hidden_dropout: 0.1
-  attention_dropout: 0.1
-  layernorm_epsilon: 1e-5
-  bias_activation_fusion: true
-  masked_softmax_fusion: true
-  transformer_engine: true
-  fp8: false
-  fp8_hybrid: true
-  fsdp: false
-  tokenizer: {{library: megatron, type: GPT2BPETokenizer, vocab_file: "${{data_dir}}/v", merge_file: "${{data_dir}}/m"}}
+  mcore_gpt: True, rampup_batch_size: null, virtual_pipeline_model_parallel_size: null, kv_channels: null,
+   apply_query_key_layer_scaling: True, layernorm_epsilon: 1e-5, persist_layer_norm: True, grad_div_ar_fusion: True,
+   gradient_accumulation_fusion: True, bias_activation_fusion: True, bias_dropout_add_fusion: True,
+   masked_softmax_fusion: True, activations_checkpoint_granularity: null, activations_checkpoint_method: null,
+   activations_checkpoint_num_layers: null, num_micro_batches_with_partial_activation_checkpoints: null,
+   activations_checkpoint_layers_per_pipeline: null, hysteresis: 2, fp32_residual_connection: False, onnx_safe: False,
+   fp8: False, fp8_e4m3: False, fp8_hybrid: True, fp8_margin: 0, fp8_interval: 1, fp8_amax_history_len: 1024,
+   fp8_amax_compute_algo: max, gc_interval: 100,
+   optim: {name: mcore_distributed_optim, bucket_cap_mb: 400, overlap_grad_sync: True, overlap_param_sync: True,
+           contiguous_grad_buffer: True, contiguous_param_buffer: True, lr: 1.6e-4, weight_decay: 0.1,
+           betas: [0.9, 0.95],
+           sched: {name: CosineAnnealing, warmup_steps: 115, constant_steps: 12500, min_lr: 1.6e-5}},
+   data: {data_impl: mmap, splits_string: '99990,8,2', seq_length: '${training.model.encoder_seq_length}',
+          skip_warmup: True, num_workers: 2, dataloader_type: single, reset_position_ids: PACKED,
+          reset_attention_mask: PACKED, eod_mask_loss: False, index_mapping_dir: null,
+          data_prefix: [.5, '${data_dir}/a_text_document', .5, '${data_dir}/b_text_document']},
 """
-LLAMA = """\
-  encoder_seq_length: 8192
-  max_position_embeddings: 8192
-  num_layers: 32
-  hidden_size: 4096
-  ffn_hidden_size: 14336
-  num_attention_heads: 32
-  num_query_groups: 8
-  hidden_dropout: 0.0
-  attention_dropout: 0.0
-  normalization: rmsnorm
-  bias: false
-  activation: fast-swiglu
-  position_embedding_type: rope
-  rotary_percentage: 1.0
-  share_embeddings_and_output_weights: false
-  transformer_engine: true
-  tokenizer: {library: huggingface, type: meta-llama/Meta-Llama-3-8B, use_fast: true}
+GPT3 = (
+    GPT.replace("PACKED", "False")
+    + """\
+   ffn_hidden_size: '${multiply:4, ${.hidden_size}}', hidden_dropout: 0.1, attention_dropout: 0.1,
+   num_query_groups: null, fsdp: False, fsdp_sharding_strategy: full, fsdp_grad_reduce_dtype: 32,
+   fsdp_sharded_checkpoint: False, overlap_p2p_comm: False, batch_p2p_comm: True, sharp: False, fp8_wgrad: True,
+   tokenizer: {library: megatron, type: GPT2BPETokenizer, model: null, delimiter: null,
+                vocab_file: '${data_dir}/bpe/vocab.json', merge_file: '${data_dir}/bpe/merges.txt'},
 """
-T5_STACK = """\
-    {num_layers: 24, hidden_size: 2048, ffn_hidden_size: 5120, num_attention_heads: 32, kv_channels: 64,
-     init_method_std: 0.015, hidden_dropout: 0.1, attention_dropout: 0.1, position_embedding_type: learned_absolute,
-     layernorm_epsilon: 1e-5, arch: transformer, activation: geglu, bias_activation_fusion: true, masked_softmax_fusion:
-     true, activations_checkpoint_granularity: full, activations_checkpoint_method: block,
-     activations_checkpoint_num_layers: 0}
+)
+LLAMA = (
+    GPT.replace("PACKED", "true")
+    + """\
+   use_scaled_init_method: true, hidden_dropout: 0.0, attention_dropout: 0.0, ffn_dropout: 0.0, normalization: rmsnorm,
+   do_layer_norm_weight_decay: false, bias: false, activation: fast-swiglu, headscale: false,
+   transformer_block_type: pre_ln, openai_gelu: false, normalize_attention_scores: true, position_embedding_type: rope,
+   rotary_percentage: 1.0, apply_rope_fusion: true, cross_entropy_loss_fusion: true, attention_type: multihead,
+   share_embeddings_and_output_weights: false, deterministic_mode: false, use_flash_attention: true,
+   tokenizer: {library: huggingface, type: meta-llama/Meta-Llama-3-8B, use_fast: true},
 """
-
-
-def layout(micro: int, batch: int, **sizes: int | str) -> str:
-    lines = {"micro_batch_size": micro, "global_batch_size": batch, **sizes}
-    return "model:\n" + "".join(f"  {name}: {value}\n" for name, value in lines.items()) + MODEL
-
-
-def gpt_file(name: str, nodes: int, shape: dict[str, int], head: str) -> str:
-    length = "    seq_length: ${training.model.encoder_seq_length}\n"
-    return JOB.format(name=name, nodes=nodes) + head + GPT.format(**shape) + OPTIM + length
-
-
-TP, CP, SP = "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel"
+)
+STACK = """{num_layers: 24, hidden_size: 2048, ffn_hidden_size: 5120, num_attention_heads: 32, kv_channels: 64,
+    init_method_std: 0.015, hidden_dropout: 0.1, attention_dropout: 0.1, position_embedding_type: learned_absolute,
+    relative_attention_num_buckets: 32, relative_attention_max_distance: 128,
+    relative_position_bias_self_attention_only: True, apply_query_key_layer_scaling: True, layernorm_epsilon: 1e-5,
+    persist_layer_norm: True, bias_activation_fusion: True, grad_div_ar_fusion: True, masked_softmax_fusion: True,
+    bias_dropout_add_fusion: True, bias: True, normalization: layernorm, arch: transformer, activation: geglu,
+    headscale: False, transformer_block_type: pre_ln, openai_gelu: False, onnx_safe: False,
+    fp32_residual_connection: False, activations_checkpoint_granularity: full, activations_checkpoint_method: block,
+    activations_checkpoint_num_layers: 0}"""
+T5 = (
+    f"  encoder: {STACK}, decoder: {STACK},"
+    + """
+  mcore_t5: True, pipeline_model_parallel_split_rank: '${divide_floor:${.pipeline_model_parallel_size}, 2}',
+   max_position_embeddings: '${.seq_length}', share_token_embeddings: True,
+   share_decoder_tokens_head_embeddings: True,
+   tokenizer: {library: megatron, type: BertWordPieceCase, model: null, vocab_file: '${data_dir}/bpe/vocab.txt',
+                merge_file: null, num_sentinel_tokens: 100},
+   optim: {name: distributed_fused_adam, bucket_cap_mb: 200, overlap_grad_sync: False, contiguous_grad_buffer: True,
+            lr: 0.0001, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01,
+            sched: {name: WarmupAnnealing, min_lr: 0.00001, last_epoch: -1, warmup_ratio: 0.01}},
+   data: {data_impl: mmap, splits_string: '999982,9,9', seq_length: 512, seq_length_dec: 128, skip_warmup: True,
+           num_workers: 4, dataloader_type: single, masked_lm_prob: 0.15, dataset_type: t5, short_seq_prob: 0.0,
+           max_ngram_size: 10, mean_ngram_size: null, geometric_dist: True, permutation: False,
+           whole_word_masking: True, favor_longer_ngrams: False, respect_document_boundaries: True,
+           index_mapping_dir: null, data_prefix: [1.0, '${data_dir}/a_text_document']},
+"""
+)
 FILES = {
-    "llama3_8b": JOB.format(name="llama3_8b", nodes=16)
-    + layout(1, 2048, **{TP: 1, CP: 2})
-    + LLAMA
-    + OPTIM
-    + "    seq_length: 8192\n",
-    "gpt3_5b": gpt_file(
-        "gpt3_5b", 16, {"length": 2048, "layers": 24, "hidden": 4096, "heads": 32}, layout(4, 2048, **{TP: 1, CP: 1})
+    "llama3_8b": (
+        16,
+        LLAMA,
+        "micro_batch_size: 1, global_batch_size: 2048, tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1,"
+        "context_parallel_size: 2, sequence_parallel: false, encoder_seq_length: 8192, max_position_embeddings: 8192,"
+        "num_layers: 32, hidden_size: 4096, ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8,"
+        "init_method_std: 0.01, ub_tp_comm_overlap: false",
     ),
-    "gpt3_20b": gpt_file(
-        "gpt3_20b",
+    "gpt3_5b": (
+        16,
+        GPT3,
+        "micro_batch_size: 4, global_batch_size: 2048, tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1,"
+        "context_parallel_size: 1, sequence_parallel: False, encoder_seq_length: 2048, max_position_embeddings: 2048,"
+        "num_layers: 24, hidden_size: 4096, num_attention_heads: 32, init_method_std: 0.01, ub_tp_comm_overlap: False",
+    ),
+    "gpt3_20b": (
         64,
-        {"length": 2048, "layers": 44, "hidden": 6144, "heads": 48},
-        layout(2, 2048, **{TP: 2, CP: 1, SP: "true"}),
+        GPT3,
+        "micro_batch_size: 2, global_batch_size: 2048, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1,"
+        "context_parallel_size: 1, sequence_parallel: True, encoder_seq_length: 2048, max_position_embeddings: 2048,"
+        "num_layers: 44, hidden_size: 6144, num_attention_heads: 48, init_method_std: 0.008, ub_tp_comm_overlap: True",
     ),
-    "t5_3b": JOB.format(name="t5_3b", nodes=20)
-    + layout(24, 1920, **{TP: 2, "seq_length": 512, "max_position_embeddings": "${.seq_length}"})
-    + "  transformer_engine: true\n"
-    + f"  encoder:\n{T5_STACK}  decoder:\n{T5_STACK}"
-    + "  tokenizer: {library: megatron, type: GPT2BPETokenizer}\n"
-    + OPTIM
-    + "    seq_length: 512\n    seq_length_dec: 128\n    dataset_type: t5\n    short_seq_prob: 0.0\n",
-    "gpt3_5b_32k": gpt_file(
-        "gpt3_5b_32k", 2, {"length": 32768, "layers": 24, "hidden": 4096, "heads": 32}, layout(1, 32, **{TP: 8, CP: 1})
+    "gpt3_5b_32k": (
+        2,
+        GPT3,
+        "micro_batch_size: 1, global_batch_size: 32, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 1,"
+        "context_parallel_size: 1, sequence_parallel: False, encoder_seq_length: 32768,"
+        "max_position_embeddings: '${.encoder_seq_length}', num_layers: 24, hidden_size: 4096,"
+        "num_attention_heads: 32, init_method_std: 0.01, ub_tp_comm_overlap: False",
+    ),
+    # the launcher's file of this size has four pipeline stages
+    "gpt3_40b_32k": (
+        16,
+        GPT3,
+        "micro_batch_size: 1, global_batch_size: 32, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 1,"
+        "context_parallel_size: 2, sequence_parallel: True, encoder_seq_length: 32768,"
+        "max_position_embeddings: '${.encoder_seq_length}', num_layers: 48, hidden_size: 8192,"
+        "num_attention_heads: 64, init_method_std: 0.007, ub_tp_comm_overlap: True",
+    ),
+    "t5_3b": (
+        20,
+        T5,
+        "micro_batch_size: 24, global_batch_size: 1920, tensor_model_parallel_size: 2,"
+        "pipeline_model_parallel_size: 1, seq_length: 512",
     ),
 }
-"""Layouts as published: the launcher's 5b_32k has tensor 8."""
-AXES = {
-    "llama3_8b": "128 processes (context 2, data 64)",
-    "gpt3_5b": "128 processes, distributed optimizer",
-    "gpt3_20b": "512 processes (tensor 2 (sequence parallel), data 256)",
-    "t5_3b": "160 processes (tensor 2, data 80)",
-    "gpt3_5b_32k": "16 processes (tensor 8, data 2)",
+"""Number of nodes, keys of the model that files of its kind share, and its own."""
+
+LAYOUTS = {
+    "llama3_8b": (128, {"data": 64, "context": 2}),
+    "gpt3_5b": (128, {"data": 128}),
+    "gpt3_20b": (512, {"data": 256, "tensor": 2, "sequence": True, "overlap_gather": True, "overlap_scatter": True}),
+    "gpt3_5b_32k": (16, {"data": 2, "tensor": 8}),
+    "gpt3_40b_32k": (128, {"data": 8, "tensor": 8, "context": 2, "sequence": True}),
+    "t5_3b": (160, {"data": 80, "tensor": 2}),
 }
-SMALL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 8, "kv_channels": 8}
-SHRUNK = {
-    "llama3_8b": (4, {"num_query_groups": 2, "encoder_seq_length": 32, "data.seq_length": 32}),
-    "gpt3_5b": (2, {"encoder_seq_length": 32}),
-    "gpt3_20b": (4, {"encoder_seq_length": 32}),
-    "t5_3b": (2, {"seq_length": 32, "data.seq_length": 32, "data.seq_length_dec": 16, "micro_batch_size": 4}),
-    "gpt3_5b_32k": (8, {"encoder_seq_length": 64}),
+"""Number of processes, and sizes of the mesh."""
+STEPS = (
+    "trainer.accelerator=cpu trainer.num_nodes=1 trainer.max_steps=3 trainer.val_check_interval=3"
+    " trainer.limit_val_batches=1 trainer.log_every_n_steps=1 model.transformer_engine=null"
+    " model.override_vocab_size=512 model.global_batch_size=8"
+)
+WIDTH = "model.num_layers=2 model.hidden_size=64 model.num_attention_heads=8 model.encoder_seq_length=32"
+STACKS = "".join(
+    f" model.{stack}.{key}"
+    for stack in ("encoder", "decoder")
+    for key in ("num_layers=2", "hidden_size=64", "ffn_hidden_size=128", "num_attention_heads=4", "kv_channels=16")
+)
+SMALL = {
+    "llama3_8b": (4, f"{WIDTH} model.ffn_hidden_size=128 model.num_query_groups=2"),
+    "gpt3_5b": (2, WIDTH),
+    "gpt3_20b": (4, WIDTH),
+    "gpt3_5b_32k": (8, WIDTH),
+    "gpt3_40b_32k": (4, f"{WIDTH} model.tensor_model_parallel_size=2"),
+    "t5_3b": (
+        2,
+        f"model.micro_batch_size=4 model.seq_length=32 model.data.seq_length=32 model.data.seq_length_dec=16{STACKS}",
+    ),
 }
-"""Processes, and keys below `model` that the run needs small; every parallel size is that of the file."""
+"""Number of processes, and overrides of width, depth and, beyond 8 processes, parallel sizes."""
 
 
-def stage(folder: Path, name: str) -> list[str]:
-    write(folder, f"training/{name}", FILES[name])
-    directories = ["data_dir=/data", f"base_results_dir={folder / 'results'}"]
-    return [f"--config-dir={folder / 'training'}", f"--config-name={name}", *directories]
+def arguments(name: str, folder: Path) -> list[str]:
+    """Write the file where the launcher has it, and return the arguments that choose it, with mock data."""
+    nodes, shared, own = FILES[name]
+    head = RUN.replace("NAME", name).replace("NODES", str(nodes))
+    write(folder, f"training/{name}", f"{head}model: {{\n{MODEL}{shared}{own}}}\n")
+    mock = ["data_dir=/data", f"base_results_dir={folder}", "model.data.data_impl=mock", "~model.data.data_prefix"]
+    return ["--config-dir", str(folder / "training"), "--config-name", name, *mock]
 
 
-@pytest.mark.parametrize("name", cases(FILES, fast=2))
-def test_config_and_plan_accept_them(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = stage(tmp_path, name)
-    assert main(["config", *arguments]) == 0
-    assert main(["plan", *arguments, "--device", "h100"]) == 0
-    assert AXES[name] in capfd.readouterr().out
+@pytest.mark.parametrize("name", cases(FILES, fast=4))
+def test_config_and_plan_accept_the_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = arguments(name, tmp_path)
+    assert main(["config", *given]) == EXIT_OK, capsys.readouterr().err
+    assert "needs TransformerEngine" in capsys.readouterr().err
+    assert main(["plan", *given, "--device", "h100", "--json"]) == EXIT_OK
+    plan = json.loads(capsys.readouterr().out)
+    processes, mesh = LAYOUTS[name]
+    assert (plan["processes"], plan["mesh"]) == (processes, plan["mesh"] | mesh)
 
 
 @full_only
 @pytest.mark.parametrize("name", FILES)
-def test_they_train_when_shrunk(name: str, tmp_path: Path) -> None:
-    processes, keys = SHRUNK[name]
-    stacks = ("model.encoder", "model.decoder") if name == "t5_3b" else ("model",)
-    shape = {f"{stack}.{key}": value for stack in stacks for key, value in SMALL.items()}
-    shape |= {f"model.{key}": value for key, value in keys.items()}
-    shape |= {"model.global_batch_size": 16, "model.override_vocab_size": 512, "model.transformer_engine": "null"}
-    run = {"num_nodes": 1, "devices": processes, "accelerator": "cpu", "max_steps": 3, "log_every_n_steps": 1}
-    shape |= {f"trainer.{key}": value for key, value in (run | {"limit_val_batches": 0}).items()}
-    overrides = [f"{key}={value}" for key, value in shape.items()]
-    command = [sys.executable, "-m", "stoker", "train", *stage(tmp_path, name), *overrides]
+def test_the_file_trains_when_shrunk(name: str, tmp_path: Path) -> None:
+    processes, width = SMALL[name]
+    overrides = [*STEPS.split(), *width.split(), f"trainer.devices={processes}"]
+    command = [sys.executable, "-m", "stoker", "train", *arguments(name, tmp_path), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    (log,) = (tmp_path / "results").rglob("metrics.jsonl")
-    losses = [found["loss"] for found in map(json.loads, log.read_text().splitlines()) if "loss" in found]
-    assert len(losses) == 3
-    assert losses == pytest.approx([math.log(512)] * 3, abs=0.1)
+    assert done.returncode == EXIT_OK, done.stderr
+    run = tmp_path / name / "results"
+    assert len(json.loads((run / "environment.json").read_text())["processes"]) == processes
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line.get("loss", line.get("val_loss")) for line in lines]  # of three steps and a validation
+    assert losses == pytest.approx([math.log(512)] * 4, abs=0.1)
+    assert (run / "checkpoints" / "step-3").is_dir()
