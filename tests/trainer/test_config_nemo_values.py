@@ -421,3 +421,15 @@ def test_files_of_prompt_learning_load_after_all_advice(tmp_path: Path) -> None:
     assert config.root.model.peft.peft_scheme == "adapter"
     assert (config.root.name, gpt(config.root).encoder_seq_length) == ("x", 64)
     assert config.root.model.data.validation_ds.file_names == ["b.jsonl"]
+
+
+def test_keys_of_a_t5s_prompt_learning_are_known(tmp_path: Path) -> None:
+    keys = {"decoder_starts_with_pad": True, "add_eos_to_decoder_output": True, "add_sentinel_to_input": False}
+    lines = "".join(f"    {key}: {not value}\n" for key, value in keys.items())
+    write(tmp_path, "a", f"model:\n  family: t5\n  data:\n    data_impl: mock\n    ul2_prompt_token: x\n{lines}")
+    found = problems(name="a", directory=tmp_path)
+    assert {path: problem.fix for path, problem in found.items()} == {
+        f"{DATA}.ul2_prompt_token": f"~{DATA}.ul2_prompt_token",
+        **{f"{DATA}.{key}": f"{DATA}.{key}={str(value).lower()}" for key, value in keys.items()},
+    }
+    assert load(*(problem.fix for problem in found.values()), name="a", directory=tmp_path)
