@@ -74,6 +74,13 @@ def keep_mask(key: Tensor, rows: Tensor, channels: int, p: float) -> Tensor:
     return _random_word(low[:, None], high[:, None], channel) >= dropout_threshold(p)
 
 
+def uniform_noise(key: Tensor, rows: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+    """Return numbers uniform from -1 to 1, (R, channels), of the same random words as `keep_mask`, without gradient."""
+    low, high = _row_keys(key.to(torch.int32), rows)
+    channel = torch.arange(channels, dtype=torch.int32, device=rows.device)
+    return _random_word(low[:, None], high[:, None], channel).to(dtype) * 2.0**-31
+
+
 def derived_rows(key: Tensor, rows: Tensor) -> Tensor:
     """Return hashes of rows under a key, int64, places that need no key: of rows that move to ranks with other keys."""
     low, high = _row_keys(key.to(torch.int32), rows)

@@ -19,7 +19,7 @@ from .assemble import Backends, LanguageModel, assemble
 from .bert import BERT
 from .config.batch_shape import BatchSpec
 from .config.families import FamilyKeys, FamilySlice, family_slice
-from .config.peft import LoRASlice, PeftSlice, PromptSlice
+from .config.peft import PeftSlice, PromptSlice
 from .config.stack import StackSlice
 from .config.t5 import T5Slice
 from .context_parallel import apply_context_parallel, check_parts
@@ -111,11 +111,6 @@ def build_model(
     device = torch.device(device)
     described = full = family_slice(keys, vocab_size=vocab_size, batch_spec=batch_spec)
     if tensor_parallel is not None:
-        if isinstance(peft, LoRASlice) and peft.dropout:
-            raise ValueError(
-                f"`lora_tuning.adapter_dropout` ({peft.dropout}) must be 0 in a model of {tensor_parallel.size} "
-                "tensor-parallel ranks, which have parts of the inputs of a layer."
-            )
         described = rank_slice(full, tensor_parallel.size)
         has_experts = any(stack.moe is not None for stack in full.stacks)
         if has_experts and "training" in kinds and not tensor_parallel.sequence:
@@ -339,9 +334,9 @@ def decide_compile(
     if wrong_masks:
         if requested:
             raise ValueError(
-                f"`compile` (True) must not be combined with `moe_input_jitter_eps`, or with `attention_dropout` in a "
-                f"backend that is not ours, on a GPU under PyTorch {release}, whose compiled random numbers are wrong "
-                "(pytorch #198333); use compile=null, attention_backend=triton, or PyTorch 2.12."
+                f"`compile` (True) must not be combined with `attention_dropout` in a backend that is not ours, on a "
+                f"GPU under PyTorch {release}, whose compiled random numbers are wrong (pytorch #198333); use "
+                "compile=null, attention_backend=triton, or PyTorch 2.12."
             )
         return False, f"random numbers compiled by PyTorch {release} are wrong (pytorch #198333)"
     if requested:

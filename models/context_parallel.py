@@ -24,10 +24,13 @@ def check_parts(peft: PeftSlice | None, size: int) -> None:
     """Check that a model has no part which several ranks cannot share.
 
     Raises:
-        ValueError: it has soft prompts, whose tokens are before those of the samples.
+        ValueError: it has soft prompts.
     """
     if isinstance(peft, PromptSlice):
-        raise ValueError(f"`context_parallel_size` ({size}) must be 1 for a model with soft prompts.")
+        raise ValueError(
+            f"`context_parallel_size` ({size}) must be 1 for a model with soft prompts, which lengthen sequences after "
+            "the ranks have shared them."
+        )
 
 
 def apply_context_parallel(model: LanguageModel, ranks: ContextParallel) -> None:

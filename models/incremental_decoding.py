@@ -107,7 +107,13 @@ class GPTDecoder:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         model = self._model
-        return token_logits(hidden, model.output_weight, vocab_size=model.vocab_size, softcap=model.logits_softcap)
+        return token_logits(
+            hidden,
+            model.output_weight,
+            vocab_size=model.vocab_size,
+            softcap=model.logits_softcap,
+            ranks=model.tensor_parallel,
+        )
 
 
 class T5Decoder:

@@ -410,7 +410,7 @@ def layer_traffic(
     found = (*attentions[0], *attentions[1], *mlp)
     # a recomputation ends at the last tensor that is saved, before the output of an MLP or of experts is reduced
     if moe is None or inputs.mesh.expert == 1:
-        reduces_last = bool(mlp) and (moe is None or bool(moe.shared_ffn_hidden_size))
+        reduces_last = inputs.mesh.tensor > 1 and (moe is None or bool(moe.shared_ffn_hidden_size))
     else:
         reduces_last = moe.dispatcher == "allgather"
     if recomputed_layer:

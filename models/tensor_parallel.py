@@ -43,7 +43,7 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
     """Return the slice of one rank's model: its heads, key groups, channels and rows of the vocabulary.
 
     Raises:
-        ValueError: they do not split evenly over the ranks, or the model has a part that cannot be split.
+        ValueError: they do not split evenly over the ranks.
     """
     if ranks == 1:
         return model
@@ -60,12 +60,6 @@ def rank_slice(model: FamilySlice, ranks: int) -> FamilySlice:
 
 
 def _rank_stack(stack: StackSlice, ranks: int) -> StackSlice:
-    unsupported = {
-        "router jitter, which would depend on the ranks": stack.moe is not None and bool(stack.moe.jitter),
-    }
-    if any(unsupported.values()):
-        parts = " or ".join(part for part, has in unsupported.items() if has)
-        raise ValueError(f"a model with {parts} cannot be split over {ranks} tensor-parallel ranks")
     moe = stack.moe
     if moe is not None and moe.shared_ffn_hidden_size:  # experts are whole on the ranks that have them
         moe = replace(moe, shared_ffn_hidden_size=_share(moe.shared_ffn_hidden_size, ranks))

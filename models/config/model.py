@@ -33,7 +33,7 @@ class ModelKeys(ConfigBlock):
     seed: int = Field(1234, ge=0)
     """Seed of initialization, data order and dropout."""
     compile: bool | None = extension_field(None)
-    """Apply torch.compile to each layer; null: on a GPU only, and not with router jitter, or attention dropout of
+    """Apply torch.compile to each layer; null: on a GPU only, and not with attention dropout of
     PyTorch's kernels, in PyTorch versions that compile wrong random numbers."""
 
 

@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.attention.dropout import move_rng
-from ...kernels.dropout import draw_keys, dropout
+from ...kernels.dropout import draw_keys, dropout, uniform_noise
 from ..parallel.context import SequenceShard
 
-# Dropouts of a layer: attention weights, outputs of the branches, inside the MLP or experts, of adapters and of LoRA.
+# Dropouts of a layer: attention weights, outputs of the branches, inside the MLP or experts, of adapters and of LoRA;
+# and the noise of its router.
 ATTENTION_WEIGHTS, CROSS_ATTENTION_WEIGHTS = 0, 1
 ATTENTION_OUTPUT, CROSS_ATTENTION_OUTPUT, MLP_OUTPUT = 2, 3, 4
 ACTIVATION = 5
 ATTENTION_ADAPTER, MLP_ADAPTER = 6, 7
 LORA_QKV, LORA_OUTPUT, LORA_CROSS_QUERY, LORA_CROSS_KV, LORA_CROSS_OUTPUT, LORA_UP, LORA_DOWN = range(8, 15)
-_NUM_DROPOUTS = 15
+ROUTER_NOISE = 15
+_NUM_DROPOUTS = 16
 
 
 class DropoutMask(NamedTuple):
@@ -40,6 +42,10 @@ class DropoutMask(NamedTuple):
     def apply(self, values: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
         """Return `values` (..., channels), R rows, after dropout, plus `residual`."""
         return dropout(values, p, self.key, self.rows, residual)
+
+    def noise(self, channels: int, dtype: torch.dtype) -> Tensor:
+        """Return numbers uniform from -1 to 1, (R, channels)."""
+        return uniform_noise(self.key, self.rows, channels, dtype)
 
 
 class LayerDropout(NamedTuple):

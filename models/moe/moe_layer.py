@@ -12,7 +12,7 @@ from ...kernels.moe.routing import expert_capacity
 from ..config.moe import MoESlice
 from ..config.stack import StackSlice
 from ..layers.cost import Matrix, PartMemory, SavedTensors, StackInputs, Weights
-from ..layers.dropout import LayerDropout
+from ..layers.dropout import ROUTER_NOISE, LayerDropout
 from ..layers.mlp import MLP, build_mlp, mlp_memory, mlp_traffic, mlp_weights
 from ..memory.recompute import RecomputableModule, run_with_recompute
 from ..parallel.traffic import Collective
@@ -132,7 +132,13 @@ class MoE(RecomputableModule):
         tokens = (hidden if norm is None else norm(hidden)).flatten(0, 1)
         router_tokens = tokens if router_input is None else router_input.flatten(0, 1)
         routed = self.router(
-            router_tokens, self.expert_bias, self.loss_share, real, batch=batch, use_capacity=use_capacity
+            router_tokens,
+            self.expert_bias,
+            self.loss_share,
+            real,
+            batch=batch,
+            noise=None if dropout is None else dropout.of_stream(ROUTER_NOISE),
+            use_capacity=use_capacity,
         )
         if residual is not None and self.shared is None:
             output = self.experts.add_to_residual(residual.flatten(0, 1), tokens, routed, dropout)

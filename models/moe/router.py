@@ -26,6 +26,7 @@ from ...kernels.moe.routing import (
 )
 from ..config.moe import MoESlice
 from ..layers.cost import StackInputs
+from ..layers.dropout import DropoutMask, require_dropout
 from ..parallel.collectives import TensorParallel, unshard_tokens
 from ..parallel.context import SequenceShard, unshard_sequences
 
@@ -110,7 +111,7 @@ class Router(nn.Module):
         self.aux_loss = aux_loss
         self.z_loss = z_loss
         self.jitter = jitter
-        self.uses_rng = jitter is not None
+        self.has_dropout = jitter is not None
         self.capacity_factor = capacity_factor
         self.drop_policy: DropPolicy = drop_policy
         self.dtype = dtype
@@ -124,6 +125,7 @@ class Router(nn.Module):
         real: Tensor | None = None,
         *,
         batch: int = 1,
+        noise: DropoutMask | None = None,
         use_capacity: bool = True,
     ) -> Routing:
         """Route tokens to experts.
@@ -134,6 +136,7 @@ class Router(nn.Module):
             loss_share: scalar, factor of the gradients of both auxiliary losses.
             real: bool (tokens of all ranks,), False for padding, which is not routed nor counted; None: all are real.
             batch: samples of the tokens.
+            noise: key and places of the jitter; None outside training or without jitter.
             use_capacity: apply the capacity factor, if there is one.
         """
         number = len(self.weight)
@@ -142,7 +145,7 @@ class Router(nn.Module):
             inputs = tokens
             if self.training and self.jitter is not None:
                 inputs = inputs.to(dtype)
-                inputs = inputs * (1.0 + self.jitter * (2.0 * torch.rand_like(inputs) - 1.0))
+                inputs = inputs * (1.0 + self.jitter * require_dropout(noise).noise(inputs.shape[1], dtype))
             logits = self._of_all_ranks(router_logits(inputs, self.weight, dtype), batch)
             logits_loss = z_loss(logits, token_mask=real)
             if self.training and self.z_loss:
@@ -230,7 +233,7 @@ def router_saved_bytes(inputs: StackInputs, moe: MoESlice) -> int:
     """
     itemsize = 8 if moe.router_dtype == "fp64" else 4
     saved = inputs.residual_elements * itemsize * (1 + bool(moe.jitter)) if _copies_input(inputs, moe) else 0
-    saved += inputs.residual_tokens * (3 * moe.experts * itemsize + moe.topk * 28)
+    saved += inputs.routed_tokens * (3 * moe.experts * itemsize + moe.topk * 28)
     return saved + (inputs.residual_elements * 4 if inputs.widths.casts_weights else 0)
 
 

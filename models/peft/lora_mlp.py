@@ -37,7 +37,7 @@ class LoRAMLP(MLP):
     def __init__(self, base: MLP, lora: LoRASlice, *, fused: bool) -> None:
         nn.Module.__init__(self)  # the modules of an MLP are those of `base`
         self.nonlinearity, self.gated, self.dropout = base.nonlinearity, base.gated, base.dropout
-        self.has_dropout = base.has_dropout
+        self.has_dropout, self.first_channel = base.has_dropout, base.first_channel
         self.up, self.inner_norm, self.down = base.up, base.inner_norm, base.down
         self.rank, self.fused = lora.rank, fused
         if "mlp_fc1" in lora.targets:

@@ -1,28 +1,50 @@
 """LoRA linear layers split over the tensor-parallel ranks.
 
 Neither needs communication besides that of its frozen layer, but the gradient of a replicated matrix is a partial sum.
+With dropout a column-parallel layer is a sum of two: the frozen one, and B, whose inputs are the products of A and the
+rank's tokens, so that masks and A are not applied to the tokens of other ranks.
 
 | layer | A (parts * r, in) | B (out, r) | partial gradient |
 |---|---|---|---|
-| column-parallel | replicated | rows, as the weight | A |
+| column-parallel | replicated | rows, as the weight | A; with dropout only of shared tokens |
 | row-parallel | columns, as the weight | replicated | B |
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.lora.lora_linear import lora_linear
 from ..config.peft import LoRASlice
-from ..parallel.collectives import lora_column_linear, sum_partial
+from ..layers.dropout import DropoutMask, require_dropout
+from ..layers.fused_linear import FusedLinear
+from ..layers.norm import LayerNorm, RMSNorm
+from ..parallel.collectives import column_linear, lora_column_linear, sum_partial
 from ..parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..parallel.partition import set_partitions
 from .lora import LoRALinear, LoRAUpdate
 
 
-class LoRAColumnParallelLinear(ColumnParallelLinear, LoRAUpdate):
+class _LoRAParallelLinear(FusedLinear, LoRAUpdate):
+    def add_to_residual(self, residual: Tensor | None, hidden: Tensor, dropout: DropoutMask | None = None) -> Tensor:
+        """See `FusedLinear`."""
+        output = self(hidden, dropout)
+        return output if residual is None else residual + output
+
+    def can_skip_norm_output(self, norm: LayerNorm | RMSNorm) -> bool:
+        """Return False."""
+        return False
+
+    def dropped(self, input: Tensor, dropout: DropoutMask | None) -> Tensor | None:
+        """Return the input of A in training with dropout; None without."""
+        if not self.training or not self.lora.dropout:
+            return None
+        return require_dropout(dropout).apply(input, self.lora.dropout)
+
+
+class LoRAColumnParallelLinear(ColumnParallelLinear, _LoRAParallelLinear):
     """Frozen column-parallel layer with a LoRA update.
 
     Args:
@@ -31,8 +53,6 @@ class LoRAColumnParallelLinear(ColumnParallelLinear, LoRAUpdate):
         parts: this rank's rows of each projection in the weight.
     """
 
-    partial_gradients: ClassVar[tuple[str, ...]] = ("lora_a",)
-
     def __init__(self, base: ColumnParallelLinear, lora: LoRASlice, parts: tuple[int, ...]) -> None:
         super().__init__(base, base.ranks, base.rows, gathers=base.gathers)
         self.add_matrices(base, lora, parts)
@@ -40,8 +60,20 @@ class LoRAColumnParallelLinear(ColumnParallelLinear, LoRAUpdate):
         split = ("weight", "lora_b") if self.bias is None else ("weight", "bias", "lora_b")
         set_partitions(self, dict.fromkeys(split, rows))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """See `ColumnParallelLinear.forward`."""
+    @property
+    def partial_gradients(self) -> tuple[str, ...]:
+        """Parameters whose gradients are to be summed over the ranks."""
+        return ("lora_a",) if not self.lora.dropout or (self.gathers and self.ranks.sequence) else ()
+
+    def forward(self, input: Tensor, dropout: DropoutMask | None = None) -> Tensor:
+        """See `ColumnParallelLinear.forward`; `dropout` is the mask of the input."""
+        dropped, gathers = self.dropped(input, dropout), self.gathers and self.ranks.shards_tokens
+        if dropped is not None:
+            output = super().forward(input)
+            b = torch.block_diag(*self.lora_b.split(list(self.parts))) if len(self.parts) > 1 else self.lora_b
+            low = F.linear(dropped, self.lora_a)
+            update = column_linear(low, b, None, self.ranks, gathers=gathers, shared=self.shared_rows)
+            return output + self.lora.scale * update
         return lora_column_linear(
             input,
             self.weight,
@@ -51,12 +83,12 @@ class LoRAColumnParallelLinear(ColumnParallelLinear, LoRAUpdate):
             self.ranks,
             scale=self.lora.scale,
             parts=self.parts,
-            gathers=self.gathers and self.ranks.shards_tokens,
+            gathers=gathers,
             shared=self.shared_rows,
         )
 
 
-class LoRARowParallelLinear(RowParallelLinear, LoRAUpdate):
+class LoRARowParallelLinear(RowParallelLinear, _LoRAParallelLinear):
     """Frozen row-parallel layer with a LoRA update, which is a partial sum like the product of the weight.
 
     Args:
@@ -64,17 +96,18 @@ class LoRARowParallelLinear(RowParallelLinear, LoRAUpdate):
         lora: rank, scale and initialization.
     """
 
-    partial_gradients: ClassVar[tuple[str, ...]] = ("lora_b",)
+    partial_gradients = ("lora_b",)
 
     def __init__(self, base: RowParallelLinear, lora: LoRASlice) -> None:
         super().__init__(base, base.ranks)
         self.add_matrices(base, lora, (base.out_features,))
         set_partitions(self, dict.fromkeys(("weight", "lora_a"), self.ranks.part(self.columns)))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """See `RowParallelLinear.forward`."""
+    def forward(self, input: Tensor, dropout: DropoutMask | None = None) -> Tensor:
+        """See `RowParallelLinear.forward`; `dropout` is the mask of the input."""
         matrices = self.weight, None, self.lora_a, self.lora_b
-        partial = lora_linear(input, *matrices, scale=self.lora.scale, parts=self.parts)
+        dropped = self.dropped(input, dropout)
+        partial = lora_linear(input, *matrices, scale=self.lora.scale, parts=self.parts, dropped=dropped)
         return self.add_bias(sum_partial(partial, self.ranks))
 
 

@@ -35,19 +35,15 @@ def modules_with_rng(
 ) -> tuple[frozenset[RecomputeModule], ...]:
     """Return the modules of each stack that draw from PyTorch's generator in training.
 
-    These are the router with its jitter and attention with the dropout of a backend that is not ours, or not known;
-    all other dropouts are functions of their keys (`kernels.dropout`).
+    This is attention with the dropout of a backend that is not ours, or not known; all other dropouts, and the jitter
+    of routers, are functions of their keys (`kernels.dropout`).
     """
     found: list[frozenset[RecomputeModule]] = []
     for stack, labels in zip(model.stacks, training_labels(model), strict=True):
         chosen = [decisions[label] for label in labels if label in decisions]
         drawn = [bool(each.call.dropout) and not BACKENDS_BY_NAME[each.backend].keyed_dropout for each in chosen]
-        modules: set[RecomputeModule] = set()
-        if any(drawn) or (not chosen and stack.attention.dropout):
-            modules.add("core_attention")
-        if stack.moe is not None and stack.moe.jitter:
-            modules.add("moe")
-        found.append(frozenset(modules))
+        draws = any(drawn) or (not chosen and bool(stack.attention.dropout))
+        found.append(frozenset[RecomputeModule](("core_attention",) if draws else ()))
     return tuple(found)
 
 

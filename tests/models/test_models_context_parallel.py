@@ -38,6 +38,10 @@ NORMED = {"qk_layernorm": True, "headscale": True, "transformer_block_type": "no
 RECOMPUTE = "activations_checkpoint"
 UNIFORM = {f"{RECOMPUTE}_granularity": "full", f"{RECOMPUTE}_method": "uniform", f"{RECOMPUTE}_num_layers": 1}
 DROPOUTS: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "ffn_dropout": 0.4}
+LORA: dict[str, Any] = {
+    "peft_scheme": "lora",
+    "lora_tuning": {"target_modules": ["all"], "adapter_dim": 3, "adapter_dropout": 0.3, "row_init_method": "normal"},
+}
 EXCHANGES = ("a2a", "all_gather", "p2p")
 
 TWO: list[Case] = [
@@ -68,6 +72,8 @@ TWO: list[Case] = [
           for exchange in EXCHANGES
           if exchange != "p2p" or kind not in ("kerple", "relative")
           if not (family and kind == "xpos")),
+        ({**GROUPED, "peft": LORA}, "packed", "p2p", 1, 1),
+        ({**T5, "peft": LORA}, "padded", "all_gather", 1, 1),
         (RELATIVE_T5, "", "a2a", 1, 1),
         (RELATIVE_T5, "padded", "a2a", 1, 1),
         (RELATIVE_T5, "packed", "a2a", 1, 1),
@@ -89,6 +95,7 @@ FOUR: list[Case] = [
         (WINDOW, "", "all_gather", 1, 1),
         (WINDOW, "", "a2a", 1, 1),
         (WINDOW, "", "a2a+p2p", 2, 1),
+        ({**GROUPED, "peft": LORA}, "", "all_gather", 1, 2),
         ({**WINDOW, "window_size": [1, 0]}, "", "p2p", 1, 1),
         ({"position_embedding_type": "alibi"}, "", "p2p", 1, 1),
         ({"position_embedding_type": "sandwich"}, "", "a2a+p2p", 2, 1),

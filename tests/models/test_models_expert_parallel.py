@@ -32,7 +32,9 @@ FULL_RECOMPUTE: dict[str, Any] = {
     "activations_checkpoint_granularity": "full", "activations_checkpoint_method": "uniform",
     "activations_checkpoint_num_layers": 1,
 }  # fmt: skip
-DROPOUTS = dict.fromkeys(("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout"), 0.3)
+DROPOUTS = dict.fromkeys(
+    ("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout", "moe_input_jitter_eps"), 0.3
+)
 T5: dict[str, Any] = {"family": "t5", "position_embedding_type": "relative", "relative_attention_num_buckets": 8}
 PAIR, QUAD = {"data": 4, "expert": 2}, {"data": 4, "expert": 4}
 OVER_TENSOR, OVER_BOTH = {"data": 2, "tensor": 2, "expert": 2}, {"data": 2, "tensor": 2, "expert": 4}

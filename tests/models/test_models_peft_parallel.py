@@ -41,6 +41,8 @@ RECOMPUTED = {"activations_checkpoint_modules": ["norm", "mlp_activation", "core
 
 CASES: list[tuple[dict[str, Any], bool]] = [
     ({**LLAMA, "peft": lora()}, True),
+    ({**SHARED_HEADS, "peft": lora(adapter_dropout=0.3)}, False),
+    ({**T5, "peft": lora(adapter_dropout=0.3)}, True),
     ({**SHARED_HEADS, "peft": lora()}, False),
     ({**T5, "peft": lora()}, True),
     ({**SHARED_HEADS, "peft": IA3}, True),
@@ -48,6 +50,14 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({**LLAMA, "position_embedding_type": "alibi", "peft": PROMPT}, True),
     *extra(
         ({**SHARED_HEADS, "peft": SELECTED}, True),
+        *(
+            ({**model, "peft": lora(adapter_dropout=0.3)}, sequence)
+            for model in (LLAMA, SHARED_HEADS, T5, LLAMA | RECOMPUTED, {"family": "bert"})
+            for sequence in (False, True)
+        ),
+        ({**LLAMA, **EXPERTS, "peft": lora(adapter_dropout=0.3)}, True),
+        ({**LLAMA, "ffn_dropout": 0.2, "peft": lora()}, True),
+        ({**LLAMA, "compile": True, "peft": lora(adapter_dropout=0.3)}, True),
         ({**T5, "peft": IA3}, False),
         ({**LLAMA, **EXPERTS, "peft": lora()}, True),
         ({**SHARED_HEADS, "peft": lora()}, True),
@@ -95,7 +105,7 @@ def test_ranks_together_save_the_tensors_of_one_process(keys: dict[str, Any]) ->
         assert torch.equal(found[name], wanted), name
 
 
-def test_tokens_that_do_not_split_evenly_and_dropout_are_refused() -> None:
+def test_tokens_that_do_not_split_evenly_are_refused() -> None:
     ranks = TensorParallel(0, 4, "no group", sequence=True)
     odd = build(
         {"peft": {"peft_scheme": "ptuning", "p_tuning": {"virtual_tokens": 3}}, "position_embedding_type": "alibi"},
@@ -105,8 +115,6 @@ def test_tokens_that_do_not_split_evenly_and_dropout_are_refused() -> None:
         ValueError, match=r"`tokens` \(2 x 19, with those of a prompt\) must be a multiple of the 4 ranks"
     ):
         shard_tokens(odd.prompt(torch.zeros(2, 16, 32)), ranks)
-    with pytest.raises(ValueError, match=r"`lora_tuning.adapter_dropout` \(0.1\) must be 0"):
-        build({"peft": lora(adapter_dropout=0.1)}, ranks)
 
 
 @full_only

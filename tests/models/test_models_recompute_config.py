@@ -377,7 +377,7 @@ def test_only_masks_of_other_packages_are_not_trusted_in_compiled_layers(
 DROPOUTS = ("hidden_dropout", "attention_dropout", "ffn_dropout")
 DRAWING: dict[str, tuple[dict[str, Any], str | None]] = {
     "attention": ({"attention_dropout": 0.1, "attention_backend": "sdpa_math"}, "attention"),
-    "jitter": (EXPERTS | {"moe_input_jitter_eps": 0.1}, "mlp.router"),
+    "jitter": (EXPERTS | {"moe_input_jitter_eps": 0.1}, None),
     "dropouts": (EXPERTS | dict.fromkeys((*DROPOUTS, "moe_dropout"), 0.1) | {"attention_backend": "unfused"}, None),
 }
 

@@ -104,7 +104,6 @@ def test_steps_with_data_parallelism_are_those_of_one_process(forks: ForkServer,
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"num_moe_experts": 4, "moe_input_jitter_eps": 0.1}, "router jitter"),
         ({"num_attention_heads": 3, "kv_channels": 8}, "3 must be a multiple of the 2"),
     ],
 )

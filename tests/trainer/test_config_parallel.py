@@ -28,11 +28,7 @@ EXPERT, COMM = "model.expert_model_parallel_size", "model.cp_comm_type"
             "model.moe_token_dispatcher_type",
             "needs the kernels of DeepEP",
         ),
-        (
-            [f"{TENSOR}=2", "model.sequence_parallel=True", *MOE, "model.moe_input_jitter_eps=0.1"],
-            "model.moe_input_jitter_eps",
-            "would depend on the tensor-parallel ranks",
-        ),
+        ([f"{CONTEXT}=2", "model.peft.peft_scheme=ptuning"], CONTEXT, "does not support soft prompts"),
         (
             [f"{EXPERT}=2", *MOE, "model.fsdp=True", "model.fsdp_sharding_strategy=hybrid", "model.fsdp_shard_size=4"],
             "model.fsdp_sharding_strategy",

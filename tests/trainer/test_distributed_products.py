@@ -80,13 +80,14 @@ def draw_model(kind: str, rng: Random) -> dict[str, Any]:
             "moe_aux_loss_coeff": 1.0,
             "moe_z_loss_coeff": 0.1,
             "moe_dropout": rng.choice([0.0, 0.1]),
+            "moe_input_jitter_eps": rng.choice([None, 0.1]),
             "moe_expert_capacity_factor": rng.choice([None, 0.8]),
             "moe_token_drop_policy": rng.choice(["probs", "position"]),
             "moe_shared_expert_intermediate_size": rng.choice([None, 32]),
         }
     changes = NO_BIAS | {f"model__{name}": value for name, value in model.items()} | rng.choice(RECOMPUTES)
     if kind == "lora":
-        lora = {"adapter_dim": 4, "target_modules": ["all"]}
+        lora = {"adapter_dim": 4, "target_modules": ["all"], "adapter_dropout": rng.choice([0.0, 0.1])}
         return changes | {"model__peft__peft_scheme": "lora", "model__peft__lora_tuning": lora}
     if rng.random() < 0.3:
         changes |= rng.choice([OPTIMIZERS["adafactor"], OPTIMIZERS["muon"], EMA])

@@ -82,8 +82,8 @@ def test_bytes_of_attention_over_context_parallel_ranks() -> None:
     assert ring["context", "send"] == 2 * 2 * keys * 3 + 2 * 2 * keys * 4
     assert {axis for axis, _ in a2a} == {"context", "data"}
     both = sizes(planned(*LLAMA, context=4, comm="a2a+p2p"))
-    assert both["context", "all-to-all"] == a2a["context", "all-to-all"]
-    assert both["context", "send"] == 2 * 2 * keys * 1 + 2 * 2 * keys * 2
+    assert both["context heads", "all-to-all"] == a2a["context", "all-to-all"]
+    assert both["context ring", "send"] == 2 * 2 * keys * 1 + 2 * 2 * keys * 2
 
 
 def test_experts_are_split_and_their_tokens_sent() -> None:

@@ -51,9 +51,15 @@ def run(args: argparse.Namespace) -> int:
         return tasks.run(args, path)
     check_model_path(path)
     from ..conversion.load_model import load_model
+    from ..distributed.inference_ranks import inference_ranks
+
+    with inference_ranks() as ranks:
+        return _evaluate(args, load_model(path, args.device, args.base, ema=args.ema, ranks=ranks))
+
+
+def _evaluate(args: argparse.Namespace, restored: LoadedModel) -> int:
     from ..evaluation.held_out_loss import evaluate, loss_function
 
-    restored = load_model(path, args.device, args.base, ema=args.ema)
     held_out = _held_out(restored, args.split, args.data_path)
     name, batch_size = held_out.name, args.batch_size or restored.run.model.micro_batch_size
     result = evaluate(

@@ -36,12 +36,14 @@ _MAX_FILE = 256 << 20
 _TOO_LONG = f"has more than {_MAX_PROMPT:,} characters, the limit of a prompt"
 _MORE_PROMPTS = "and {:,} prompts more"
 _MAX_TOKENS = 1_000_000
+_MAX_BEAMS = 1024
 _BATCHES_PER_GROUP = 16
 """Batches of prompts that are sorted by length and printed together."""
 
 _token_count = number_type(
     parse_int, lambda value: 1 <= value <= _MAX_TOKENS, f"a whole number from 1 to {_MAX_TOKENS}"
 )
+_beam_count = number_type(parse_int, lambda value: 1 <= value <= _MAX_BEAMS, f"a whole number from 1 to {_MAX_BEAMS}")
 _seed = number_type(parse_int, lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2**63 - 1")
 _temperature = number_type(
     parse_float, lambda value: 0 <= value < math.inf, "a finite number of at least 0; 0 is greedy"
@@ -93,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-beams",
         metavar="N",
-        type=positive_int,
+        type=_beam_count,
         default=1,
         help="beam search with N beams (default: 1, no search)",
     )
@@ -148,14 +150,20 @@ def run(args: argparse.Namespace) -> int:
     _check_options(args)
     check_model_path(path)
     environment.prepare_process()
-    from ...models.t5 import T5
     from ..conversion.load_model import load_model
+    from ..distributed.inference_ranks import inference_ranks
+
+    with inference_ranks() as ranks:
+        return _generate(args, prompts, load_model(path, args.device, args.base, ema=args.ema, ranks=ranks))
+
+
+def _generate(args: argparse.Namespace, prompts: list[_Prompt], restored: LoadedModel) -> int:
+    from ...models.t5 import T5
     from ..data.tasks.chats import end_of_turn
     from ..data.tasks.sentinels import sentinel_ids, sentinel_name
     from ..generation.sampling import SamplingParams
     from ..generation.text_generator import Generator, StoppingCriteria
 
-    restored = load_model(path, args.device, args.base, ema=args.ema)
     is_t5 = isinstance(restored.model, T5)
     names: dict[int, str] = {}
     if is_t5:

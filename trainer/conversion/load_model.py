@@ -17,6 +17,7 @@ from ...models.build import TORCH_DTYPES, LanguageModel, build_model
 from ...models.config.families import keys_by_stack
 from ...models.config.t5 import T5Keys
 from ...models.model_cost import count_parameters
+from ...models.parallel.collectives import TensorParallel
 from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.resolved_run import ResolvedRun
@@ -73,7 +74,14 @@ class LoadedModel:
         return self.tokenizer.document_start_ids()
 
 
-def load_model(path: Path, device_name: str = "auto", base: Path | None = None, *, ema: bool = False) -> LoadedModel:
+def load_model(
+    path: Path,
+    device_name: str = "auto",
+    base: Path | None = None,
+    *,
+    ema: bool = False,
+    ranks: TensorParallel | None = None,
+) -> LoadedModel:
     """Load a model.
 
     Args:
@@ -82,6 +90,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
         device_name: `auto` (a CUDA GPU if there is one, else the CPU), `cpu`, `cuda` or `mps`.
         base: current path of the base weights of an adapter; None for the path recorded in the checkpoint.
         ema: load the EMA of the trained weights.
+        ranks: ranks that share the model, of which this process loads one's part; None for one process.
 
     Raises:
         UserError: there is no usable model or no such device, or the base weights of an adapter are missing.
@@ -111,7 +120,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
             keys = keys.model_copy(update=defaults)
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
     needed, available = (
-        count_parameters(keys, vocab_size, run.batch_spec) * precision.weights_itemsize,
+        count_parameters(keys, vocab_size, run.batch_spec) * precision.weights_itemsize // (ranks.size if ranks else 1),
         host_memory(),
     )
     if available is not None and needed > available:
@@ -131,6 +140,7 @@ def load_model(path: Path, device_name: str = "auto", base: Path | None = None, 
             compute_dtype=TORCH_DTYPES[precision.compute],
             kinds=("evaluation", "generation"),
             peft=run.peft,
+            tensor_parallel=ranks,
         )
     except ValueError as error:
         raise UserError([f"{saved.name} cannot run here:", *str(error).splitlines()]) from None

@@ -272,18 +272,18 @@ class Generator:
         self, rows: int, read: Sequence[Sequence[int]], limits: StoppingCriteria, sampling: SamplingParams
     ) -> DecodeLoop:
         longest = max(map(len, read))
-        most = self._most(limits)
+        most, ranks = self._most(limits), self._model.tensor_parallel
         with self._within():
             decoder = self._decoder(rows, longest, most)
         return DecodeLoop(
             decoder,
             sampling,
             most,
-            vocab_size=len(self._model.output_weight),
+            vocab_size=len(self._model.output_weight) * (1 if ranks is None else ranks.size),
             device=self._device,
             autocast=self._within,
             decoder_start_id=self._start,
-            cuda_graph=self._device.type == "cuda" and not _synchronizes(self._model),
+            cuda_graph=self._device.type == "cuda" and ranks is None and not _synchronizes(self._model),
         )
 
     def _pieces(

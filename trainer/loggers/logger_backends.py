@@ -16,6 +16,7 @@ MLflow logger joins prefix and metric differently.
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
 import io
 import json
@@ -189,14 +190,13 @@ class TensorBoardLogger:
         self._writer.close()
 
 
+@functools.cache
 def _silence_event_thread() -> None:
     """Print no traceback of TensorBoard's writing thread: the next call of the writer raises its error again."""
-    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread  # pyright: ignore[reportPrivateUsage]
-
     previous = threading.excepthook
 
     def report(failure: threading.ExceptHookArgs) -> None:
-        if not isinstance(failure.thread, _AsyncWriterThread):
+        if type(failure.thread).__name__ != "_AsyncWriterThread":
             previous(failure)
 
     threading.excepthook = report

@@ -62,20 +62,13 @@ def overlap_needs_sequence_parallel(context: RuleContext) -> Iterator[Finding]:
 def parts_of_models_split(context: RuleContext) -> Iterator[Finding]:
     """Some parts of a model are not supported on several ranks."""
     keys = context.root.model
-    tensor, ranks = keys.tensor_model_parallel_size, keys.context_parallel_size
-    for at, stack in keys_by_stack(keys).items():
-        if tensor > 1 and stack.moe_input_jitter_eps:
-            path = f"model.{at}moe_input_jitter_eps"
-            message = f"`moe_input_jitter_eps` ({stack.moe_input_jitter_eps}) would depend on the tensor-parallel ranks"
-            yield Finding.error((path, TENSOR), message, f"{path}=null")
-    scheme = keys.peft.peft_scheme
+    ranks, scheme = keys.context_parallel_size, keys.peft.peft_scheme
     if ranks > 1 and scheme in ("ptuning", "prompt"):
-        message = f"`context_parallel_size` ({ranks}) does not support soft prompts: `peft_scheme` ({scheme})"
+        message = (
+            f"`context_parallel_size` ({ranks}) does not support soft prompts (`peft_scheme`: {scheme}), which "
+            "lengthen sequences after the ranks have shared them"
+        )
         yield Finding.error((CONTEXT, "model.peft.peft_scheme"), message, f"{CONTEXT}=1")
-    if tensor > 1 and scheme == "lora" and keys.peft.lora_tuning.adapter_dropout:
-        path = "model.peft.lora_tuning.adapter_dropout"
-        message = f"`adapter_dropout` ({keys.peft.lora_tuning.adapter_dropout}) of LoRA needs whole layers, without "
-        yield Finding.error((path, TENSOR), f"{message}tensor parallelism", f"{path}=0.0")
     if keys.expert_model_parallel_size > 1 and keys.fsdp and keys.fsdp_sharding_strategy == "hybrid":
         yield Finding.error(
             ("model.fsdp_sharding_strategy", EXPERT),
