@@ -11,6 +11,7 @@ from hf_folders import change_tensors, letter_tokenizer
 
 from stoker.models.hf.config_fields import format_value
 from stoker.trainer.config.problems import ConfigError, Problem
+from stoker.trainer.config.schema.root import ModelBlock
 from stoker.trainer.conversion.convert_adapters import convert_adapter
 from stoker.trainer.conversion.finetune_defaults import load_finetune_config
 from stoker.trainer.conversion.from_hf import convert_to_stoker
@@ -158,3 +159,14 @@ def test_nemos_list_of_files_says_what_is_learnt(folder: Path, tmp_path: Path) -
         load_finetune_config("none", tmp_path, [], {})
     (problem,) = [problem for problem in caught.value.problems if problem.key == "model.data.data_impl"]
     assert (problem.rule, problem.origin) == ("must be set: the fine-tuning data", "default")
+
+
+def test_examples_of_nemos_files_are_not_as_long_as_those_of_the_base(folder: Path, tmp_path: Path) -> None:
+    sets = "train_ds: {file_names: [a], max_seq_length: 6}\n    validation_ds: {file_names: [b], max_seq_length: 6}"
+    (tmp_path / "sft.yaml").write_text(f"model:\n  restore_from_path: '???'\n  data:\n    {sets}\n")
+    config = load_finetune_config("sft", tmp_path, [f"model.restore_from_path={folder / 'llama'}"], {})
+    assert isinstance(config.root.model, ModelBlock)
+    assert config.root.model.encoder_seq_length == 6
+    with pytest.raises(ConfigError) as caught:
+        load_finetune_config("sft", tmp_path, [], {})
+    assert [problem.fix for problem in caught.value.problems] == ["model.restore_from_path=FOLDER"]  # once

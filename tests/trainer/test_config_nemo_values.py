@@ -11,6 +11,7 @@ from tiers import looped
 from stoker.trainer.cli.main import main
 from stoker.trainer.config.dotted_paths import get
 from stoker.trainer.config.load import load_run_config
+from stoker.trainer.config.problems import ConfigError
 from stoker.trainer.config.schema.optim import build_schedule
 from stoker.trainer.utils.errors import UserError
 
@@ -146,6 +147,7 @@ def test_word_pieces_are_told_the_files_of_the_other_type_at_once() -> None:
         f"{TOKENIZER}.{x}" for x in ("type", "vocab_file", "merge_file")
     ]
     assert load(library, *cure, "model=bert_base")
+    assert load(library, f"{TOKENIZER}.type=BertWordPieceLowerCase", "model=bert_base", "data=mock")  # reads none
 
 
 MCORE, FALCON = "model.mcore_customization_config", "model.name=megatron_falcon_gpt"
@@ -349,3 +351,85 @@ def test_a_file_of_text_generation_ends_in_one_line(tmp_path: Path) -> None:
     assert line.endswith("stand for the keys of `inference`")
     assert "megatron_gpt_inference.yaml:3: a file of NeMo's text generation" in line
     assert "stoker generate --checkpoint DIR" in line
+
+
+SFT_FILE = """\
+model:
+  data:
+    train_ds: {file_names: '???', max_seq_length: 96}
+    validation_ds: {file_names: [b], max_seq_length: 96}
+  optim: {name: fused_adam, sched: {monitor: validation_loss, reduce_on_plateau: false}}
+exp_manager: {create_wandb_logger: null}
+"""
+
+
+def test_the_length_of_examples_is_that_of_the_model(tmp_path: Path) -> None:
+    write(tmp_path, "sft", SFT_FILE)
+    files, length = f"{DATA}.train_ds.file_names=[a]", "model.encoder_seq_length"
+    config = load(files, name="sft", directory=tmp_path)
+    assert (gpt(config.root).encoder_seq_length, config.root.exp_manager.create_wandb_logger) == (96, False)
+    assert config.origins[length].kind == "default"
+    assert any("`model.data.train_ds.max_seq_length` is read as" in found.message for found in config.findings)
+    # A length of the model's own is not replaced, whichever of the two the advice leaves out.
+    (train, held_out) = problems(files, f"{length}=64", name="sft", directory=tmp_path).values()
+    assert [train.fix, held_out.fix] == [f"~{DATA}.{name}.max_seq_length" for name in ("train_ds", "validation_ds")]
+    assert gpt(load(files, f"{length}=64", train.fix, held_out.fix, name="sft", directory=tmp_path).root)
+    # Neither is a default by a block that the data do not come from.
+    other = problems(f"~{DATA}.train_ds.file_names", f"{DATA}.data_impl=mock", name="sft", directory=tmp_path)
+    assert f"{DATA}.train_ds.max_seq_length" in other
+
+
+def test_a_missing_list_of_files_is_found_where_the_file_has_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "sft", SFT_FILE)
+    (problem,) = problems(name="sft", directory=tmp_path).values()
+    assert (problem.key, problem.origin) == (f"{DATA}.train_ds.file_names", f"{path}:3")
+
+
+PROMPT_LEARNING = """\
+name: tuning_${model.new_tasks[0]}_${model.adapter_tuning.adapter_dim}
+model:
+  encoder_seq_length: 32
+  validation_global_batch_size: 4
+  validation_micro_batch_size: 2
+  validation_drop_last: false
+  report_validation_metric: false
+  validation_metric: accuracy
+  new_tasks: [rte]
+  adapter_tuning: {type: parallel_adapter, adapter_dim: 50}
+  inference: {greedy: false, top_k: 0}
+  data: {train_ds: '???', validation_ds: [b.jsonl], add_eos: true, shuffle: true, load_cache: false, min_seq_length: 1,
+         max_seq_length: 64, train_cache_data_path: null}
+"""
+
+
+def test_files_of_prompt_learning_load_after_all_advice(tmp_path: Path) -> None:
+    """Files of NeMo until 1.20: every key is known, and the advice keeps the method."""
+    write(tmp_path, "a", PROMPT_LEARNING)
+    overrides: list[str] = []
+    unknown: list[str] = []
+    for _ in range(3):
+        try:
+            config = load(*overrides, name="a", directory=tmp_path)
+            break
+        except ConfigError as error:
+            unknown += [problem.key for problem in error.problems if "there is no such key" in problem.rule]
+            fixes = " ".join(problem.fix for problem in error.problems).replace("'", "")
+            overrides += fixes.replace("[FILE]", "[a.jsonl]").replace("VALUE", "x").split()
+    else:
+        pytest.fail("the advice does not end")
+    assert not unknown
+    assert config.root.model.peft.peft_scheme == "adapter"
+    assert (config.root.name, gpt(config.root).encoder_seq_length) == ("x", 64)
+    assert config.root.model.data.validation_ds.file_names == ["b.jsonl"]
+
+
+def test_keys_of_a_t5s_prompt_learning_are_known(tmp_path: Path) -> None:
+    keys = {"decoder_starts_with_pad": True, "add_eos_to_decoder_output": True, "add_sentinel_to_input": False}
+    lines = "".join(f"    {key}: {not value}\n" for key, value in keys.items())
+    write(tmp_path, "a", f"model:\n  family: t5\n  data:\n    data_impl: mock\n    ul2_prompt_token: x\n{lines}")
+    found = problems(name="a", directory=tmp_path)
+    assert {path: problem.fix for path, problem in found.items()} == {
+        f"{DATA}.ul2_prompt_token": f"~{DATA}.ul2_prompt_token",
+        **{f"{DATA}.{key}": f"{DATA}.{key}={str(value).lower()}" for key, value in keys.items()},
+    }
+    assert load(*(problem.fix for problem in found.values()), name="a", directory=tmp_path)

@@ -216,7 +216,8 @@ class Draft:
 
     def _origin_at(self, path: str) -> Origin:
         old = self._moved.get(path)
-        if old is None and path in self._moved.values() and dotted_paths.get(self._resolved, path, MISSING) == MISSING:
+        absent = dotted_paths.get(self._resolved, path, self._resolved) is self._resolved
+        if old is None and path in self._moved.values() and absent:
             return DEFAULT_ORIGIN  # the value given here was moved to another key
         path = old or path
         while path:
@@ -283,7 +284,9 @@ class Draft:
                 if row is not None and not acts and (row.state is KeyState.HISTORICAL or row.switch):
                     dotted_paths.put(self._resolved, path, raw)
                 else:
-                    self.problems.append(self._problem(path, raw, f"it {error}", self._reference_suggestion(error)))
+                    self.problems.append(
+                        self._problem(path, raw, f"it {error}", self._reference_suggestion(path, error))
+                    )
                 continue
             unset = found.sources & resolver.unset
             if unset:
@@ -296,9 +299,12 @@ class Draft:
             if row is None:
                 self._used_variables.update(filter(launcher_files.is_variable, found.sources))
 
-    def _reference_suggestion(self, error: InterpolationError) -> str:
+    def _reference_suggestion(self, path: str, error: InterpolationError) -> str:
         if not isinstance(error, MissingKeyError):
             return ""
+        above = dotted_paths.parent_of(error.target)
+        if find_row(error.target, self._family) or find_row(above, self._family):
+            return f"{path}=VALUE"  # the key does not act, and may have been left out as advised
         blocks = schema_blocks(self._family)
         near = [path for path in suggest_keys(error.target, self._family) if path not in blocks]
         return f"did you mean ${{{near[0]}}}?" if near else ""

@@ -13,6 +13,8 @@ from .problems import Problem
 from .schema.key_index import find_key, schema_keys
 
 _SOURCE = "model.data.data_impl"
+_DATASETS = ("model.data.train_ds", "model.data.validation_ds", "model.data.test_ds")
+"""Blocks that are lists of files until NeMo 1.20."""
 _ANY_VALUES = (MISSING, "x", "y1", "1,1,1", [MISSING], ["x"], [1.0], [0.5], 1, 2, 0.5, 0.25, True, False)
 """Values of which each key without a list of choices accepts one or more."""
 
@@ -88,7 +90,8 @@ def missing_value_problems(causes: Mapping[str, Sequence[str]], origin_of: Calla
         rule = "must be given before a run can start" + (f", also for {others}" if others else "")
         key = find_key(path)
         value = "[VALUE]" if key is not None and key.kind.startswith("a list") else "VALUE"
-        yield Problem(path, MISSING, origin_of(path), rule, f"{path}={value}")
+        fix = f"{path}.file_names=[FILE]" if path in _DATASETS else f"{path}={value}"
+        yield Problem(path, MISSING, origin_of(path), rule, fix)
     if variables:
         keys = list(dict.fromkeys(path for name in variables for path in causes[name]))
         listed = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

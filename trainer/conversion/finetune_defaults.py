@@ -19,7 +19,7 @@ from ..config.dotted_paths import MISSING
 from ..config.draft import Draft
 from ..config.interpolation import InterpolationError, has_interpolation
 from ..config.load import load_run_config
-from ..config.nemo.nemo_spellings import has_nemo_file_names
+from ..config.nemo.nemo_spellings import has_example_length, has_nemo_file_names
 from ..config.problems import Problem
 from ..config.run_config import DEFAULT_ORIGIN, Origin, RunConfig
 from ..config.schema.key_index import format_value, schema_keys
@@ -99,6 +99,7 @@ def fill_pretrained_keys(draft: Draft) -> None:
         draft.problems.append(
             Problem(RESTORE_KEY, format_value(location), draft.origin_text(RESTORE_KEY), rule, f"{RESTORE_KEY}=FOLDER")
         )
+        dotted_paths.put(draft.tree, RESTORE_KEY, None)  # `???` is not reported again
         return
     source = "model.data.data_impl"
     if dotted_paths.get(draft.tree, source) is None and not has_nemo_file_names(draft.tree):
@@ -112,7 +113,10 @@ def fill_pretrained_keys(draft: Draft) -> None:
         return
     _fill(draft, "model.family", pretrained.family, pretrained.origin, pretrained.family)
     conflicts: dict[str, tuple[Any, Any]] = {}
+    length_is_given = has_example_length(draft.tree)
     for path, value in pretrained.keys.items():
+        if path == "model.encoder_seq_length" and length_is_given:
+            continue
         name = path.rpartition(".")[2]
         given = dotted_paths.get(draft.tree, path, draft.tree)
         shared = dotted_paths.get(draft.tree, f"model.{name}", draft.tree)  # a T5 key given once for both stacks

@@ -199,9 +199,10 @@ class KeyStates:
     def _move(self, path: str, key: SchemaKey, value: Any) -> str:
         """Return the overrides that move a value to the key that takes it; if it does not take this one, say what.
 
-        Of several values for one key (lengths of training and validation data), the first is moved.
+        Of several values for one key (lengths of training and validation data), the first is moved; none replaces one
+        that was typed.
         """
-        if self._moves.setdefault(key.path, value) != value:
+        if self._is_typed(key.path) or self._moves.setdefault(key.path, value) != value:
             return f"~{path}"
         unsupported = _unsupported(key.path, value)
         if unsupported is not None and unsupported.use:

@@ -19,15 +19,20 @@ _WANDB = "exp_manager.wandb_logger_kwargs"
 _GRAD_SYNC_DTYPE = "model.optim.grad_sync_dtype"
 _MCORE, _NAME, _BLOCK = "model.mcore_customization_config", "model.name", "model.transformer_block_type"
 _FALCON = "megatron_falcon_gpt"
+_EXAMPLE_LENGTH, _LENGTH = f"{_TRAIN}.max_seq_length", "model.encoder_seq_length"
 _RENAMED_KEYS = {
     "run.name": "name",
+    _EXAMPLE_LENGTH: _LENGTH,
     f"{_WANDB}.dir": f"{_WANDB}.save_dir",
     f"{_WANDB}.version": f"{_WANDB}.id",
     _GRAD_SYNC_DTYPE: "model.fsdp_grad_reduce_dtype",
 }
 _ANSWERS = "model.answer_only_loss"
 _SPLITS, _PREFIX, _TYPO = "model.data.splits_string", "model.data.data_prefix", "model.deteministic_mode"
-_NULL_AS_DEFAULT = ("trainer.deterministic", "trainer.enable_progress_bar", "trainer.enable_model_summary")
+_NULL_AS_DEFAULT = (
+    *("trainer.deterministic", "trainer.enable_progress_bar", "trainer.enable_model_summary"),
+    "exp_manager.create_wandb_logger",
+)
 """Keys whose null is the default, in Lightning; in NeMo also blocks of `exp_manager`, and lists empty by default."""
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
 _GATED = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu", "relu": "reglu"}
@@ -146,6 +151,12 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def has_example_length(tree: Tree) -> bool:
+    """Return True if a file that fine-tunes a GPT gives the length of samples by `train_ds.max_seq_length` only."""
+    length, files, given = (dotted_paths.get(tree, path) for path in (_EXAMPLE_LENGTH, _FILES, _LENGTH))
+    return family_of(tree.get("model")) == "gpt" and _is_count(length) and files is not None and given is None
+
+
 def has_nemo_file_names(tree: Tree) -> bool:
     """Return True if `train_ds.file_names` is set without `data_impl`, as in NeMo's fine-tuning files."""
     return dotted_paths.get(tree, _SOURCE) is None and dotted_paths.get(tree, _FILES) is not None
@@ -170,6 +181,8 @@ def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         if theirs == _GRAD_SYNC_DTYPE:
             value = _DTYPES.get(str(value).removeprefix("torch."))
         if value is None or dotted_paths.get(tree, ours) not in (None, value):
+            continue
+        if theirs == _EXAMPLE_LENGTH and not has_example_length(tree):
             continue
         dotted_paths.remove(tree, theirs)
         dotted_paths.put(tree, ours, value)

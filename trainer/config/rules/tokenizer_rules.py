@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ....models.config.key_block import Finding
+from ..schema.trainer_and_data import TokenizerBlock
 from .rule_context import RuleContext, no_effect
 
 
@@ -33,33 +34,39 @@ _TOKENIZER_KEYS: Mapping[str, tuple[str, ...]] = {
 """Libraries for which each key of `model.tokenizer` acts."""
 
 
-def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
-    """Each library needs its own files, except for mock data; other keys have no effect."""
-    keys, is_mock = context.root.model.tokenizer, context.root.model.data.data_impl == "mock"
-    at, library = "model.tokenizer", keys.library
+def _missing_files(at: str, keys: TokenizerBlock) -> Iterator[Finding]:
+    library = keys.library
     needed = {"sentencepiece": ("model",), "megatron": ("vocab_file", "merge_file")}.get(library, ())
-    supported = library != "megatron" or keys.type in (None, "GPT2BPETokenizer")
+    if library == "megatron" and keys.type not in (None, "GPT2BPETokenizer"):  # another type has other files
+        files = "".join(f" {at}.{name}=FILE" for name in needed)
+        yield Finding.error(
+            (f"{at}.type", f"{at}.library"),
+            f"`library: megatron` supports one `type`, GPT2BPETokenizer, not {keys.type}",
+            f"{at}.type=GPT2BPETokenizer{files}, or {at}.library=huggingface {at}.type=FILE_OR_FOLDER, "
+            "of a tokenizer.json",
+        )
+        return
     for name in needed:
-        if supported and getattr(keys, name) is None and not is_mock:
+        if getattr(keys, name) is None:
             yield Finding.error(
                 (f"{at}.{name}", f"{at}.library"),
                 f"`library: {library}` needs `{name}`; stoker does not download tokenizers",
                 f"{at}.{name}=FILE",
             )
-    if library == "huggingface" and (keys.type is None) == (keys.model is None) and not (is_mock and keys.type is None):
+    if library == "huggingface" and (keys.type is None) == (keys.model is None):
         yield Finding.error(
             (f"{at}.type", f"{at}.library", f"{at}.model"),
             "`library: huggingface` needs the path of one tokenizer.json, in `type` or in `model`",
             f"{at}.type=FILE_OR_FOLDER" if keys.type is None else f"~{at}.model",
         )
-    if not supported:
-        files = "" if is_mock else "".join(f" {at}.{name}=FILE" for name in needed)  # another type has other files
-        ours = f"{at}.type=GPT2BPETokenizer{files}"
-        yield Finding.error(
-            (f"{at}.type", f"{at}.library"),
-            f"`library: megatron` supports one `type`, GPT2BPETokenizer, not {keys.type}",
-            f"{ours}, or {at}.library=huggingface {at}.type=FILE_OR_FOLDER, of a tokenizer.json",
-        )
+
+
+def tokenizer_files_are_given(context: RuleContext) -> Iterator[Finding]:
+    """Each library needs its own files, except for mock data, which reads none; other keys have no effect."""
+    keys = context.root.model.tokenizer
+    at, library = "model.tokenizer", keys.library
+    if context.root.model.data.data_impl != "mock":
+        yield from _missing_files(at, keys)
     defaults = type(keys).model_fields
     for name, libraries in _TOKENIZER_KEYS.items():
         if library not in libraries and getattr(keys, name) != defaults[name].default:
