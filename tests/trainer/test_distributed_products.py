@@ -68,6 +68,7 @@ def draw_model(kind: str, rng: Random) -> dict[str, Any]:
         "activation": rng.choice(["gelu", "fast-swiglu"]),
         "transformer_block_type": rng.choice(["pre_ln", "pre_ln", "post_ln", "normformer"]),
         "qk_layernorm": rng.random() < 0.3,
+        "ffn_dropout": 0.1,
     }
     if kind == "bert":
         model["family"] = "bert"
