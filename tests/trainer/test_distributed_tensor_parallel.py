@@ -33,6 +33,7 @@ MOE = NO_BIAS | {
     "model__moe_aux_loss_coeff": 1.0,
     "model__moe_z_loss_coeff": 0.1,
     "model__moe_dropout": 0.1,
+    "model__moe_input_jitter_eps": 0.1,
     "model__moe_shared_expert_intermediate_size": 32,
     "model__activation": "fast-swiglu",
 }
