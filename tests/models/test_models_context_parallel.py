@@ -46,16 +46,16 @@ EXCHANGES = ("a2a", "all_gather", "p2p")
 
 TWO: list[Case] = [
     (GROUPED, "packed", "a2a", 1, 1),
-    (GROUPED, "packed", "all_gather", 1, 1),
-    (GROUPED, "packed", "p2p", 1, 1),
     (WINDOW, "", "all_gather", 1, 1),
-    (WINDOW, "", "p2p", 1, 1),
-    (RELATIVE_T5, "padded", "all_gather", 1, 1),
     ({**BERT, "position_embedding_type": "alibi"}, "padded", "p2p", 1, 1),
-    ({**GROUPED, **DROPOUTS}, "packed", "a2a", 1, 1),
     ({**RELATIVE_T5, **DROPOUTS}, "padded", "all_gather", 1, 1),
     ({**GROUPED, **DROPOUTS}, "", "p2p", 1, 1),
     *extra(
+        (GROUPED, "packed", "all_gather", 1, 1),
+        (GROUPED, "packed", "p2p", 1, 1),
+        (WINDOW, "", "p2p", 1, 1),
+        (RELATIVE_T5, "padded", "all_gather", 1, 1),
+        ({**GROUPED, **DROPOUTS}, "packed", "a2a", 1, 1),
         *((keys | DROPOUTS, samples, exchange, 1, 1)
           for keys, samples in (({}, "restarted"), (T5, "padded"), (BERT, "padded"), ({**UNIFORM, **WINDOW}, ""),
                                 ({f"{RECOMPUTE}_modules": ["core_attention"]}, ""))

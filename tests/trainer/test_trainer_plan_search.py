@@ -151,7 +151,7 @@ def test_changes_say_what_is_needed_and_what_they_replace(capsys):
 def test_what_is_taken_for_granted_is_told(capsys):
     assert main(["plan", LLAMA, "--device", "24GiB", "--json"]) == EXIT_OK
     told = json.loads(capsys.readouterr().out)
-    assert not told["device"]["measured"]
+    assert told["device"]["measured"]
     assert "a memory size alone: this plan is for an NVIDIA H100 80GB HBM3" in told["notes"][0]
     nodes = ["model.fsdp=True", "trainer.devices=8", "trainer.num_nodes=4", "model.global_batch_size=128"]
     assert main(["plan", LLAMA, "--device", "h100", *nodes]) == EXIT_OK

@@ -107,8 +107,7 @@ SHARED_BY_FOUR = [
     SHARED | RING | PADDED,
 ]
 FAST = [
-    recomputing(LLAMA, MODULES) | SEQUENCE, recomputing(T5, CHUNKS) | SEQUENCE, T5 | KEYS, GPT | RING,
-    recomputing(SHARED, CHUNKS) | GATHER,
+    recomputing(T5, CHUNKS) | SEQUENCE, GPT | RING, recomputing(SHARED, CHUNKS) | GATHER,
 ]  # fmt: skip
 
 

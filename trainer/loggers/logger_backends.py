@@ -16,7 +16,6 @@ MLflow logger joins prefix and metric differently.
 from __future__ import annotations
 
 import csv
-import functools
 import importlib.util
 import io
 import json
@@ -190,16 +189,17 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-@functools.cache
 def _silence_event_thread() -> None:
     """Print no traceback of TensorBoard's writing thread: the next call of the writer raises its error again."""
     previous = threading.excepthook
+    if getattr(previous, "__name__", "") == "report_other_threads":
+        return
 
-    def report(failure: threading.ExceptHookArgs) -> None:
+    def report_other_threads(failure: threading.ExceptHookArgs) -> None:
         if type(failure.thread).__name__ != "_AsyncWriterThread":
             previous(failure)
 
-    threading.excepthook = report
+    threading.excepthook = report_other_threads
 
 
 class CSVLogger:

@@ -253,9 +253,10 @@ def _load(definition: str, parsed: dict[str, Any]) -> _Library:
     ids = vocabulary.values()
     if not ids or max(ids) >= MAX_VOCAB_SIZE:
         raise ValueError(f"token ids (largest: {max(ids, default='none')}) must exist and be below {MAX_VOCAB_SIZE:,}")
-    if len(set(ids)) < len(ids):
-        id_ = next(id_ for id_, count in Counter(ids).items() if count > 1)
-        first, second = sorted(token for token, other in vocabulary.items() if other == id_)[:2]
+    own = library.get_vocab(with_added_tokens=False)
+    if len(set(own.values())) < len(own):
+        id_ = next(id_ for id_, count in Counter(own.values()).items() if count > 1)
+        first, second = sorted(token for token, other in own.items() if other == id_)[:2]
         raise ValueError(f"the tokens {first[:40]!r} and {second[:40]!r} have one id, {id_}; give each token its own")
     return _Library(parsed, library, vocabulary, unbounded)
 
