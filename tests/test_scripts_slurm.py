@@ -176,6 +176,7 @@ def test_what_was_cancelled_is_done_or_failed_stays_away(cluster, job, state, en
     assert not any("requeue" in line for line in log_of(cluster))
 
 
+@full_only
 def test_a_run_whose_time_was_over_comes_back(cluster, job):
     assert job(LEFT="00:03", STOKER_STOP_EARLY="1", TAKES="2.2").wait(600) == 0
     assert f"scontrol requeue {os.getpid()}" in log_of(cluster)

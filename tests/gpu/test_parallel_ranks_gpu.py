@@ -35,7 +35,12 @@ MODEL = [
     "model.hidden_dropout=0.1",
     "model.attention_dropout=0.0",
 ]
-EXPERTS = ["model.num_moe_experts=4", "model.moe_router_topk=2", "model.moe_shared_expert_intermediate_size=128"]
+EXPERTS = [
+    "model.num_moe_experts=4",
+    "model.moe_router_topk=2",
+    "model.moe_shared_expert_intermediate_size=128",
+    "model.moe_input_jitter_eps=0.01",
+]
 TENSOR = ["model.tensor_model_parallel_size=2"]
 SEQUENCE = [*TENSOR, "model.sequence_parallel=true"]
 OURS = "model.attention_backend=triton"
@@ -69,6 +74,8 @@ MOE_LAYOUTS: dict[str, list[str]] = {
     "alltoall": expert("alltoall"),
     "allgather": expert("allgather"),
     "alltoall, sequence": [*SEQUENCE, *expert("alltoall")],
+    "all_gather": context("all_gather"),
+    "alltoall, ring": [*context("p2p"), *expert("alltoall")],
 }
 PRECISIONS = {"fp32": (SINGLE, 2e-5), "bf16": (["trainer.precision=bf16-mixed", "model.compile=true"], 2e-2)}
 

@@ -182,6 +182,7 @@ def test_bf16_error_is_that_of_plain_torch():
         assert (ours - exact).norm() <= 1.25 * (theirs - exact).norm()
 
 
+@full_only
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunks_of_16_bits_are_summed_unrounded(monkeypatch, device):
     """The gradient of the weight is rounded once: four chunks are as near to the truth as one."""

@@ -11,7 +11,7 @@ from attention_cases import attend
 from gpt_builder import build_gpt
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import cases, examples, extra, looped
+from tiers import cases, examples, extra, full_only, looped
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -284,6 +284,7 @@ def test_the_mask_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     assert [[one is packed for one in made] for packed in given] == [[True, False]] * 3 + [[False, True]] * 3
 
 
+@full_only
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU Triton needs its interpreter")
 def test_no_mask_is_made_for_a_backend_that_takes_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PackedSequences] = []

@@ -303,6 +303,7 @@ def kept_bytes(model: LanguageModel) -> int:
     return sum(kept.values())
 
 
+@full_only
 def test_less_is_kept_the_more_is_recomputed() -> None:
     """Spec 3.3: full < selective < none, and each layer more of `block` keeps less."""
     long = {"encoder_seq_length": TOKENS, "hidden_size": 16, "ffn_hidden_size": 16, "num_layers": LAYERS}

@@ -379,6 +379,7 @@ def test_no_torch_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
+@full_only
 def test_the_sample_of_a_trained_tokenizer_is_counted_in_bytes(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("\u00e9\u00e9\u00e8\u00e8", encoding="utf-8")
     monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 5)

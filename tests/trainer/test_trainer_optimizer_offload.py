@@ -11,7 +11,7 @@ import torch
 from config_helpers import load
 from optimizer_cases import OPTIMIZER_FACTORIES, WideNet, backward
 from stream_copies import StreamCopies
-from tiers import cases, extra, looped
+from tiers import cases, extra, full_only, looped
 from tiny_run import final_hashes, tiny_config
 
 from stoker.models.model_cost import count_parameters
@@ -341,6 +341,7 @@ def trained(directory: Path, on: bool, steps=8, **changes):
     return final_hashes(directory, steps)
 
 
+@full_only
 @pytest.mark.parametrize("kind", ["adamw", *extra("muon", "sgd", "adafactor")])
 def test_runs_on_and_off_go_on_from_each_other(tmp_path, monkeypatch, kind):
     """Clipped, accumulated, with an average: every checkpoint the same file, whoever writes it and goes on from it."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tiers import examples
+from tiers import examples, full_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -95,6 +95,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Layout, Layout]:
 _ONE_COLUMN = Layout(Partition(1, (Section(1, 1),)), ranks=1, shards=1, copies=2)
 
 
+@full_only
 @examples(80)
 @given(case=cases())
 @example((torch.zeros(1, 1), _ONE_COLUMN, _ONE_COLUMN))  # the second copy saves no row of all columns

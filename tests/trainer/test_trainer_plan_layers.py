@@ -316,6 +316,7 @@ def test_the_backward_pass_as_written_needs_what_is_planned(name, monkeypatch):
     assert planned == pytest.approx(backward_peak_bytes(facts, monkeypatch), rel=0.06)
 
 
+@full_only
 def test_what_is_offloaded_is_where_the_engine_has_it(monkeypatch):
     """On the CPU, with plain operations, which a GPU has in the same form for this model."""
     keys = ["cpu_offloading=True", "cpu_offloading_num_layers=4", "cpu_offloading_weights=False", "num_layers=6"]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiers import full_only
 from tiny_run import tiny_config, tiny_document
 
 from stoker.trainer.callbacks import profiler as profiling
@@ -138,6 +139,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path):
     assert (tmp_path / "times.txt").exists()
 
 
+@full_only
 def test_writing_a_profile_is_no_part_of_a_step(tmp_path, monkeypatch):
     """Neither of the step after which it is written, nor of the next one."""
     late = [0.0]  # seconds by which the clock is ahead: an hour for each of the two

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import full_only
 
 from stoker.models.t5 import T5
 from stoker.trainer.cli import main
@@ -145,6 +146,7 @@ def test_scores_of_answers(trained: Path) -> None:
     assert score_pairs(restored, pairs, 2, limit=2).model.texts == 2
 
 
+@full_only
 def test_evaluate_prints_them(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate = ["evaluate", "--checkpoint", str(trained / "run"), "--device", "cpu"]
     assert main.main([*evaluate, "--split", "test", "--json"]) == 0
