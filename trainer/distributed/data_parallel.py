@@ -18,6 +18,7 @@ from ..config.parameter_layout import DataParallelLayout
 from ..config.schema.root import AnyModelBlock
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, local_shard
+from .process_group import all_gather_single
 
 
 class DataParallel:
@@ -115,7 +116,7 @@ def gather_rows(local: Tensor, rows: int, group: dist.ProcessGroup | None) -> Te
     padded = local.new_zeros(size, *local.shape[1:])
     padded[: local.shape[0]] = local
     whole = local.new_empty(size * shards, *local.shape[1:])
-    dist.all_gather_into_tensor(whole, padded, group=group)
+    all_gather_single(whole, padded, group=group)
     return whole[:rows]
 
 

@@ -24,7 +24,7 @@ from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, chunk_bounds, row_shard
 from .data_parallel import DataParallel, communication_buckets, gather_rows
-from .process_group import DistributedContext
+from .process_group import DistributedContext, all_gather_single, reduce_scatter_single
 
 
 class _Unit(NamedTuple):
@@ -109,7 +109,7 @@ class ReplicatedDataParallel(DataParallel):
             if even:
                 with self._coalesced(ranks):
                     for weight in even:
-                        dist.all_gather_into_tensor(weight, _chunk(weight, ranks), group=ranks.group)
+                        all_gather_single(weight, _chunk(weight, ranks), group=ranks.group)
             for weight in weights:
                 if not _is_even(weight, ranks):
                     weight.copy_(gather_rows(_chunk(weight, ranks), weight.shape[0], ranks.group))
@@ -145,7 +145,7 @@ class ReplicatedDataParallel(DataParallel):
                 for total, is_sharded in zip(sums, sharded, strict=True):
                     if is_sharded:
                         # in place: the output is a slice of the input
-                        dist.reduce_scatter_tensor(_chunk(total, ranks), total, group=ranks.group)
+                        reduce_scatter_single(_chunk(total, ranks), total, group=ranks.group)
         if not all(sharded):
             with self._coalesced(ranks):
                 for total, is_sharded in zip(sums, sharded, strict=True):

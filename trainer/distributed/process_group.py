@@ -23,6 +23,10 @@ from torch._C._distributed_c10d import Store
 
 from ..utils.errors import UserError
 
+# called so since torch 2.13, under which their older names warn
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass
 class DistributedContext:
