@@ -16,6 +16,7 @@ from torch import Tensor
 from stoker.trainer.config.resolved_run import resolve_run
 from stoker.trainer.core import training_state
 from stoker.trainer.data.datasets.samples import batch_tensors
+from stoker.trainer.distributed import ddp
 from stoker.trainer.distributed.data_parallel import grad_reduce_dtype
 from stoker.trainer.distributed.ddp import ReplicatedDataParallel
 from stoker.trainer.distributed.process_group import DistributedContext
@@ -32,7 +33,7 @@ class TwoRanks:
         self.dtypes: set[torch.dtype] = set()
         monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
-        monkeypatch.setattr(dist, "reduce_scatter_tensor", self._reduce_scatter)
+        monkeypatch.setattr(ddp, "reduce_scatter_single", self._reduce_scatter)
 
     def _all_reduce(self, tensor: Tensor, group: object = None) -> None:
         self.dtypes.add(tensor.dtype)
