@@ -1,4 +1,4 @@
-"""What ranks that share a model generate and evaluate; in forked gloo ranks."""
+"""Generation and evaluation on ranks that share a model, in forked gloo ranks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,9 @@ from fork_server import ForkServer
 from tiers import extra, full_only
 from tiny_run import tiny_config
 
+from stoker.trainer.cli.main import main
 from stoker.trainer.train import run_training
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT
 
 MODEL: dict[str, Any] = {
     "trainer__max_steps": 2, "trainer__val_check_interval": 2, "model__num_attention_heads": 4, "model__bias": False,
@@ -47,6 +49,37 @@ def test_ranks_answer_as_one_process(checkpoints: dict[str, Path], forks: ForkSe
         assert two.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-5), name
         assert two.pop("weights") < 0.9 * one.pop("weights"), name
         assert two == one, name
+
+
+@pytest.mark.parametrize(
+    ("variables", "command", "said"),
+    [
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "generate",
+            "RANK (x) must be a number",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "generate", "MASTER_ADDR and MASTER_PORT must name"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "evaluate --tasks arc_easy",
+            "start stoker evaluate without torchrun",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_are_told(
+    checkpoints: dict[str, Path],
+    variables: dict[str, str],
+    command: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    verb, *options = command.split()
+    assert main([verb, str(checkpoints["grouped"]), *options]) == EXIT_BAD_INPUT
+    assert said in capsys.readouterr().err
 
 
 @full_only

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from ..distributed.placement import torchrun_ranks
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from . import evaluate_tasks as tasks
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     path = model_path(args)
     environment.prepare_process()
     if tasks.has_tasks(args):
+        if torchrun_ranks(environment.snapshot())[1] > 1:
+            raise UserError("the tasks of the harness run in one process; start stoker evaluate without torchrun")
         return tasks.run(args, path)
     check_model_path(path)
     from ..conversion.load_model import load_model

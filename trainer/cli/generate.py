@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from ..generation.text_generator import Generator
 
 _MAX_PROBLEMS = 10
-_MAX_PROMPT = 4 << 20
 _MAX_FILE = 256 << 20
+"""Bytes of a file of prompts."""
+_MAX_PROMPT = 4 << 20
 """Characters of a prompt: a tokenizer can need 100 times its size in memory, and minutes for 64 MiB."""
 _TOO_LONG = f"has more than {_MAX_PROMPT:,} characters, the limit of a prompt"
 _MORE_PROMPTS = "and {:,} prompts more"

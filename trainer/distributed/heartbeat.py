@@ -33,7 +33,7 @@ def start_heartbeat(address: tuple[str, int], node: int) -> None:
 
 
 def lost_nodes(address: tuple[str, int], own: int, nodes: int, ranks_per_node: int) -> str:
-    """Return the names of the nodes that are lost, empty if there are none; takes some seconds.
+    """Return the names of nodes that have stopped counting, empty if there are none; takes some seconds.
 
     Args:
         address: host and port of the store.
@@ -45,7 +45,8 @@ def lost_nodes(address: tuple[str, int], own: int, nodes: int, ranks_per_node: i
         store = _connect(address)
         before = [store.add(_count(node), 0) for node in range(nodes)]
         time.sleep(_SILENCE_SECONDS)
-        silent = [node for node in range(nodes) if node != own and store.add(_count(node), 0) == before[node]]
+        after = [store.add(_count(node), 0) for node in range(nodes)]
+        silent = [node for node in range(nodes) if node != own and 0 < before[node] == after[node]]
         return " and ".join(_name(node, store.get(_host(node)).decode(), ranks_per_node) for node in silent)
     except RuntimeError:  # the store is in the first rank
         return "" if own == 0 else _name(0, address[0], ranks_per_node)

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...models.parallel.collectives import TensorParallel
-from ..utils.environment import torchrun_ranks
+from ..utils.environment import snapshot
+from ..utils.errors import UserError
+from .placement import torchrun_ranks
 from .process_group import init_distributed, shutdown_distributed
 
 _TIMEOUT_SECONDS = 1800.0
@@ -22,11 +25,17 @@ def inference_ranks() -> Iterator[TensorParallel | None]:
 
     Yields:
         The ranks that share the model; None for one process.
+
+    Raises:
+        UserError: torchrun's variables are wrong, or there are not as many GPUs.
     """
-    rank, size, local_rank = torchrun_ranks()
+    rank, size, local_rank = torchrun_ranks(snapshot())
     if size == 1:
         yield None
         return
+    gpus = torch.cuda.device_count()
+    if 0 < gpus <= local_rank:
+        raise UserError(f"torchrun started more processes than the {gpus} GPUs here; use --nproc-per-node {gpus}")
     init_distributed(rank, size, local_rank, store=None, timeout=_TIMEOUT_SECONDS)
     group: Any = dist.group.WORLD
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if rank else nullcontext():

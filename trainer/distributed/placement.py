@@ -86,6 +86,19 @@ def resolve_placement(trainer: TrainerBlock, environ: Mapping[str, str]) -> Plac
     return Placement(world, per_node, node, trainer.num_nodes, rendezvous=_address(environ))
 
 
+def torchrun_ranks(environ: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return rank, number of ranks and local rank of a process that torchrun has started; (0, 1, 0) for another.
+
+    Raises:
+        UserError: the variables are not numbers, or there is no rendezvous address.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= environ.keys() or _number(environ, "WORLD_SIZE") == 1:
+        return 0, 1, 0
+    _address(environ)
+    rank = _number(environ, "RANK")
+    return rank, _number(environ, "WORLD_SIZE"), _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else rank
+
+
 def num_local_devices(trainer: TrainerBlock) -> int:
     """Return the processes on this node: `trainer.devices`, where `auto` is one per GPU."""
     if trainer.devices != "auto":

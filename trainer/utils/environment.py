@@ -68,14 +68,6 @@ def has_rendezvous() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def torchrun_ranks() -> tuple[int, int, int]:
-    """Return rank, number of ranks and local rank of a process that torchrun has started; (0, 1, 0) for another."""
-    if not has_rendezvous():
-        return 0, 1, 0
-    rank = int(os.environ["RANK"])
-    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
-
-
 def worker_environment(
     *,
     rank: int,
