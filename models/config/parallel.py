@@ -26,6 +26,21 @@ class ParallelKeys(ConfigBlock):
     """With `ub_tp_comm_overlap`: of all-gathers."""
     tp_comm_overlap_rs: bool = True
     """With `ub_tp_comm_overlap`: of reduce-scatters."""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """Ranks of a pipeline: each has some of the layers, and sends their output to the next (1F1B schedule)."""
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
+    """With pipeline parallelism: stages of each rank, which it runs interleaved, so that the pipeline fills sooner;
+    null: 1."""
+    pipeline_model_parallel_split_rank: int = Field(0, ge=0)
+    """T5 with pipeline parallelism: number of ranks that have the encoder; the others have the decoder."""
+    num_layers_in_first_pipeline_stage: int | None = Field(None, ge=1)
+    """Layers of the first rank of a pipeline; null: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = Field(None, ge=1)
+    """Layers of the last rank of a pipeline; null: as many as the others."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embeddings as a layer when layers are distributed over the ranks of a pipeline."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and the loss as a layer when layers are distributed over the ranks of a pipeline."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that share the tokens of every sequence; they communicate in attention only."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from ...models.dispatch.context_calls import ContextSplit
 from ...models.parallel.layout import ParallelLayout
+from ...models.parallel.stages import PipelineSplit
 from ..utils.errors import UserError
 from .schema.root import AnyModelBlock
 
@@ -86,28 +87,44 @@ def parallel_layout(keys: AnyModelBlock, world_size: int) -> ParallelLayout:
     Raises:
         UserError: the processes do not make up whole replicas of the model.
     """
-    ranks = keys.tensor_model_parallel_size * keys.context_parallel_size
+    ranks = keys.tensor_model_parallel_size * keys.context_parallel_size * keys.pipeline_model_parallel_size
     if world_size % ranks:
         raise UserError(
             f"the number of processes ({world_size}) must be a multiple of the {ranks} that share a model "
-            "(`model.tensor_model_parallel_size` times `model.context_parallel_size`); use "
-            f"trainer.devices={-(-world_size // ranks) * ranks}"
+            "(`model.tensor_model_parallel_size` times `model.context_parallel_size` times "
+            f"`model.pipeline_model_parallel_size`); use trainer.devices={-(-world_size // ranks) * ranks}"
         )
-    if world_size % keys.expert_model_parallel_size:
+    if world_size // keys.pipeline_model_parallel_size % keys.expert_model_parallel_size:
         raise UserError(
-            f"the number of processes ({world_size}) must be a multiple of `model.expert_model_parallel_size` "
-            f"({keys.expert_model_parallel_size}); use model.expert_model_parallel_size="
-            f"{math.gcd(world_size, keys.expert_model_parallel_size)}"
+            f"the number of processes of a pipeline stage ({world_size // keys.pipeline_model_parallel_size}) must be "
+            f"a multiple of `model.expert_model_parallel_size` ({keys.expert_model_parallel_size}); use model.expert_model_parallel_size="
+            f"{math.gcd(world_size // keys.pipeline_model_parallel_size, keys.expert_model_parallel_size)}"
         )
     sequence = keys.sequence_parallel and keys.tensor_model_parallel_size > 1
     return ParallelLayout(
         data=world_size // ranks,
         tensor=keys.tensor_model_parallel_size,
         context=keys.context_parallel_size,
+        pipeline=keys.pipeline_model_parallel_size,
         expert=keys.expert_model_parallel_size,
         sequence=sequence,
         overlap_gather=sequence and keys.ub_tp_comm_overlap and keys.tp_comm_overlap_ag,
         overlap_scatter=sequence and keys.ub_tp_comm_overlap and keys.tp_comm_overlap_rs,
+    )
+
+
+def pipeline_split(keys: AnyModelBlock) -> PipelineSplit | None:
+    """Return how the layers are distributed over the ranks of a pipeline; None for one rank."""
+    if keys.pipeline_model_parallel_size == 1:
+        return None
+    return PipelineSplit(
+        ranks=keys.pipeline_model_parallel_size,
+        chunks=keys.virtual_pipeline_model_parallel_size or 1,
+        encoder_ranks=keys.pipeline_model_parallel_split_rank,
+        first_layers=keys.num_layers_in_first_pipeline_stage,
+        last_layers=keys.num_layers_in_last_pipeline_stage,
+        counts_embedding=keys.account_for_embedding_in_pipeline_split,
+        counts_loss=keys.account_for_loss_in_pipeline_split,
     )
 
 

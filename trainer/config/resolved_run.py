@@ -11,8 +11,9 @@ from ...models.config.model import Family
 from ...models.config.peft import PeftSlice, PromptSlice, peft_slice
 from ...models.dispatch.context_calls import ContextSplit
 from ...models.parallel.layout import ParallelLayout
+from ...models.parallel.stages import PipelineSplit
 from .data_task import Task, batch_spec, task_from_keys
-from .parameter_layout import DataParallelLayout, context_split, layout_from_keys, parallel_layout
+from .parameter_layout import DataParallelLayout, context_split, layout_from_keys, parallel_layout, pipeline_split
 from .run_precision import RunPrecision, resolve_precision
 from .schema.exp_manager import ExpManagerBlock
 from .schema.root import AnyModelBlock, ModelBlock, RootBlock
@@ -70,6 +71,7 @@ class ResolvedRun:
         precision: dtypes of weights and arithmetic.
         mesh: the processes by axis: data, context, tensor and pipeline parallelism.
         context_split: how context-parallel ranks share attention; None for one.
+        pipeline: how the layers are distributed over the ranks of a pipeline; None for one.
         layout: distribution of parameters and optimizer state over the data-parallel ranks; None if there is one.
     """
 
@@ -84,6 +86,7 @@ class ResolvedRun:
     precision: RunPrecision
     mesh: ParallelLayout
     context_split: ContextSplit | None
+    pipeline: PipelineSplit | None
     layout: DataParallelLayout | None
 
     @property
@@ -152,5 +155,6 @@ def resolve_run(
         precision=resolve_precision(root.trainer.precision, keys.megatron_amp_O2, capability),
         mesh=mesh,
         context_split=context_split(keys) if mesh.context > 1 else None,
+        pipeline=pipeline_split(keys) if mesh.pipeline > 1 else None,
         layout=layout_from_keys(keys, mesh, mesh.world_size // root.trainer.num_nodes),
     )

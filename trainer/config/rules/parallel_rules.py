@@ -125,5 +125,6 @@ def _mesh(context: RuleContext) -> ParallelLayout:
         data=num_data_ranks(context),
         tensor=keys.tensor_model_parallel_size,
         context=keys.context_parallel_size,
+        pipeline=keys.pipeline_model_parallel_size,
         expert=keys.expert_model_parallel_size,
     )

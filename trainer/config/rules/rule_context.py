@@ -50,7 +50,8 @@ def num_processes(context: RuleContext) -> int:
 def num_data_ranks(context: RuleContext) -> int:
     """Return the number of data-parallel ranks; with `devices: auto`, or devices that do not suffice, 1."""
     model = context.root.model
-    return max(1, num_processes(context) // (model.tensor_model_parallel_size * model.context_parallel_size))
+    ranks = model.tensor_model_parallel_size * model.context_parallel_size * model.pipeline_model_parallel_size
+    return max(1, num_processes(context) // ranks)
 
 
 def step_limit(context: RuleContext) -> int:
