@@ -30,6 +30,8 @@ from .moe.token_mask import mask_rows_with_label
 from .parallel.collectives import TensorParallel
 from .parallel.context import labels_of_all, whole_sequences
 from .parallel.context_attention import pack_documents
+from .parallel.pipeline import RankStages
+from .parallel.stages import StageInput
 from .stack import Stack, build_stack
 
 
@@ -60,6 +62,8 @@ class BERT(nn.Module):
     """Reason for compiling or not, for the log."""
     tensor_parallel: TensorParallel | None = None
     """The ranks that share each layer and the vocabulary; None for one."""
+    pipeline: RankStages | None = None
+    """Pipeline stages of this rank; None: all of the model."""
 
     def __init__(
         self,
@@ -150,12 +154,15 @@ class BERT(nn.Module):
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
-        routed = None
-        if self._has_experts and not self.training:  # in evaluation, windows and batches may be partial
-            labelled = labels_of_all(labels, self.encoder.shard)
-            routed = mask_rows_with_label(labelled.shape[1], labelled, whole_sequences(padding, self.encoder.shard))
+        routed = self._routed(labels, padding)
+        hidden = self.hidden_states(
+            tokens, token_types=token_types, padding=padding, documents=documents, routed=routed
+        )
+        return self._loss(hidden, labels, denominator)
+
+    def _loss(self, hidden: Tensor, labels: Tensor, denominator: Tensor | float) -> Tensor:
         return token_loss(
-            self.hidden_states(tokens, token_types=token_types, padding=padding, documents=documents, routed=routed),
+            hidden,
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
@@ -169,6 +176,28 @@ class BERT(nn.Module):
         """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
         return self.loss(**batch, denominator=denominator)
 
+    def run_stage(self, at: StageInput, batch: Mapping[str, Tensor], denominator: Tensor | float) -> tuple[Tensor, ...]:
+        """Return the output of a pipeline stage, the input of the next one, or (loss,) of the last stage.
+
+        Args:
+            at: the stage, and what it receives.
+            batch: as in `batch_loss`.
+            denominator: as in `loss`.
+        """
+        inputs = {name: field for name, field in batch.items() if name != "labels"}
+        routed = self._routed(batch["labels"], batch.get("padding"))
+        hidden = self.hidden_states(**inputs, routed=routed, at=at)
+        return (self._loss(hidden, batch["labels"], denominator) if at.stage.last else hidden,)
+
+    def _routed(self, labels: Tensor, padding: Tensor | None) -> Tensor | None:
+        """Return the mask of the tokens of whole sequences that are routed to experts, None for those of `padding`;
+        evaluation windows and batches may be partial.
+        """
+        if self.training or not self._has_experts:
+            return None
+        labelled = labels_of_all(labels, self.encoder.shard)
+        return mask_rows_with_label(labelled.shape[1], labelled, whole_sequences(padding, self.encoder.shard))
+
     def hidden_states(
         self,
         tokens: Tensor,
@@ -177,12 +206,14 @@ class BERT(nn.Module):
         padding: Tensor | None = None,
         documents: Tensor | None = None,
         routed: Tensor | None = None,
+        at: StageInput | None = None,
     ) -> Tensor:
-        """Return the input of the output projection, (batch, tokens, hidden_size).
+        """Return the input of the output projection, (batch, tokens, hidden_size), or the output of a pipeline stage.
 
         Args:
             routed: bool (batch, tokens of whole sequences), True for tokens that are routed to experts; None: those of
                 `padding`.
+            at: the pipeline stage to run in training or evaluation, and what it receives; None: all.
 
         Other arguments as in `forward`.
         """
@@ -194,19 +225,34 @@ class BERT(nn.Module):
             tokens, padding, routed = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False), None
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
         positions, packed = None, None
-        embedded = self.token_embedding(tokens)
+        begins = at is None or at.stage.begins
+        hidden = self.token_embedding(tokens) if begins else at.received[0]
         documents, padding = whole_sequences(documents, shard), whole_sequences(padding, shard)
         if documents is not None and self.batch_spec.reset_position_ids:
             positions = document_position_ids(documents)
             positions = positions if shard is None else shard.local(positions)
         if documents is not None and self.batch_spec.packed:
-            dtype, mask = matmul_dtype(embedded), decision.needs_mask
+            dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        hidden, dropout = self.encoder.drop_embeddings(self._embed(embedded, token_types, positions), self.dropout)
+        if begins:
+            hidden, dropout = self.encoder.drop_embeddings(self._embed(hidden, token_types, positions), self.dropout)
+        else:
+            dropout = self.encoder.draw_dropout(tokens.shape, tokens.device, self.dropout)
+        stage, shape = (None, None) if at is None else (at.stage, tokens.shape)
         with eager_layers(self.compiled and kind == "generation"):
             hidden = self.encoder(
-                hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed, dropout=dropout
+                hidden,
+                kind,
+                positions=positions,
+                packed=packed,
+                padding=padding,
+                routed=routed,
+                dropout=dropout,
+                stage=stage,
+                shape=shape,
             )
+        if stage is not None and not stage.ends:
+            return hidden
         hidden = hidden[:, :length]
         if self.transform is not None and self.transform_norm is not None:
             hidden = self.transform_norm(F.gelu(self.transform(hidden)))

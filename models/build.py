@@ -34,8 +34,10 @@ from .memory.offload_weights import WeightOffload
 from .parallel.collectives import TensorParallel
 from .parallel.context import ContextParallel
 from .parallel.expert import ExpertParallel
+from .parallel.pipeline import PipelineParallel
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
+from .pipeline_parallel import apply_pipeline_parallel
 from .recompute.analysis import modules_with_rng, training_labels
 from .recompute.apply_recompute import apply_recompute
 from .stack import Stack
@@ -82,6 +84,7 @@ def build_model(
     tensor_parallel: TensorParallel | None = None,
     expert_parallel: ExpertParallel | None = None,
     context_parallel: ContextParallel | None = None,
+    pipeline_parallel: PipelineParallel | None = None,
 ) -> LanguageModel:
     """Build a model of any family and initialize its weights.
 
@@ -101,6 +104,7 @@ def build_model(
         tensor_parallel: the ranks that share each layer, of which this process builds one's part; None for one.
         expert_parallel: the ranks that share the experts of each layer; None: every rank has all.
         context_parallel: the ranks that share the tokens of each sequence, in training and evaluation; None for one.
+        pipeline_parallel: the ranks that share the layers, in training and evaluation; None for one.
 
     Raises:
         ValueError: `override_vocab_size` is too small, `compile` is not supported, `peft` selects layers or parameters
@@ -136,6 +140,8 @@ def build_model(
                 apply_peft(model, get_stacks(model), described, peft)
         if expert_parallel is not None:
             apply_expert_parallel(model, expert_parallel)
+        if pipeline_parallel is not None:
+            apply_pipeline_parallel(model, get_stacks(model), pipeline_parallel)
         return model.to(dtype)
 
     if device.type == "meta":

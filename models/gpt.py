@@ -28,6 +28,8 @@ from .moe.token_mask import mask_up_to_last_label
 from .parallel.collectives import TensorParallel
 from .parallel.context import labels_of_all, whole_sequences
 from .parallel.context_attention import pack_documents
+from .parallel.pipeline import RankStages
+from .parallel.stages import StageInput
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
 
@@ -61,6 +63,8 @@ class GPT(nn.Module):
     """Reason for compiling or not, for the log."""
     tensor_parallel: TensorParallel | None = None
     """The ranks that share each layer and the vocabulary; None for one."""
+    pipeline: RankStages | None = None
+    """Pipeline stages of this rank; None: all of the model."""
 
     def __init__(
         self,
@@ -149,8 +153,11 @@ class GPT(nn.Module):
         Returns:
             A scalar in fp32 (fp64 for an fp64 model).
         """
+        return self._loss(self.hidden_states(tokens, documents, self._routed(labels, padding)), labels, denominator)
+
+    def _loss(self, hidden: Tensor, labels: Tensor, denominator: Tensor | float) -> Tensor:
         return token_loss(
-            self.hidden_states(tokens, documents, self._routed(labels, padding)),
+            hidden,
             self.output_weight,
             labels,
             vocab_size=self.vocab_size,
@@ -164,14 +171,33 @@ class GPT(nn.Module):
         """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
         return self.loss(batch["tokens"], batch["labels"], denominator, batch.get("documents"), batch.get("padding"))
 
-    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None, routed: Tensor | None = None) -> Tensor:
-        """Return the output of the final norm, (batch, tokens, hidden_size).
+    def run_stage(self, at: StageInput, batch: Mapping[str, Tensor], denominator: Tensor | float) -> tuple[Tensor, ...]:
+        """Return the output of a pipeline stage, the input of the next one, or (loss,) of the last stage.
+
+        Args:
+            at: the stage, and what it receives.
+            batch: as in `batch_loss`.
+            denominator: as in `loss`.
+        """
+        routed = self._routed(batch["labels"], batch.get("padding"))
+        hidden = self.hidden_states(batch["tokens"], batch.get("documents"), routed, at)
+        return (self._loss(hidden, batch["labels"], denominator) if at.stage.last else hidden,)
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        routed: Tensor | None = None,
+        at: StageInput | None = None,
+    ) -> Tensor:
+        """Return the output of the final norm, (batch, tokens, hidden_size), or of a pipeline stage.
 
         Args:
             tokens: as in `forward`.
             documents: as in `forward`.
             routed: bool (batch, tokens of whole sequences), True for tokens that are routed to experts; None: all, as
                 in generation.
+            at: the pipeline stage to run in training or evaluation, and what it receives; None: all.
         """
         shard, length = self.decoder.shard, tokens.shape[1]
         kind = self._kind_of_call(length if shard is None else shard.whole_length(length), documents)
@@ -182,14 +208,28 @@ class GPT(nn.Module):
             if documents is not None and self.reset_position_ids:
                 positions = document_position_ids(documents)
                 positions = positions if shard is None else shard.local(positions)
-            hidden, dropout = self.decoder.drop_embeddings(self._embed(tokens, positions), self.dropout)
+            if at is None or at.stage.begins:
+                hidden, dropout = self.decoder.drop_embeddings(self._embed(tokens, positions), self.dropout)
+            else:
+                hidden = at.received[0]
+                dropout = self.decoder.draw_dropout(tokens.shape, tokens.device, self.dropout)
             if documents is not None and self.reset_attention_mask:
                 packed = pack_documents(
                     documents, shard, dtype=matmul_dtype(hidden), causal=True, with_mask=decision.needs_mask
                 )
             if self.prompt is not None:
                 routed = self.prompt.extend_routing_mask(routed)
-            hidden = self.decoder(hidden, kind, positions=positions, packed=packed, routed=routed, dropout=dropout)
+            stage, shape = (None, None) if at is None else (at.stage, tokens.shape)
+            hidden = self.decoder(
+                hidden,
+                kind,
+                positions=positions,
+                packed=packed,
+                routed=routed,
+                dropout=dropout,
+                stage=stage,
+                shape=shape,
+            )
             return hidden if self.prompt is None else hidden[:, len(self.prompt) :]
         if length == 1:  # Backends need not support one token: pad by another, which a causal model does not attend to.
             tokens = F.pad(tokens, (0, 1))

@@ -29,6 +29,7 @@ from .memory.recompute import RecomputableModule, run_with_recompute, should_rec
 from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel, shard_tokens, unshard_tokens
 from .parallel.context import SequenceShard
+from .parallel.stages import Stage
 from .parallel.traffic import Collective
 
 
@@ -44,6 +45,7 @@ class Stack(RecomputableModule):
         score_positions: position module that biases attention scores, shared by the layers, or None.
 
     Attributes:
+        num_layers: number of layers of all pipeline stages; `layers` has those of this rank, under their numbers.
         recompute_chunk: number of layers that are recomputed together.
         activation_offload: keeps the saved tensors of the first layers in host memory, or None.
         shard: which tokens of whole sequences the rank has in training and evaluation; None: all.
@@ -67,6 +69,7 @@ class Stack(RecomputableModule):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        self.num_layers = len(self.layers)
         self.final_norm = final_norm
         self.rotary = rotary
         self.score_positions = score_positions
@@ -83,14 +86,27 @@ class Stack(RecomputableModule):
         Returns:
             (batch, tokens, hidden_size), and the `dropout` of `forward`; None outside training or without dropout.
         """
-        if not self.training:
-            return embedded, None
+        dropout = self.draw_dropout(embedded.shape[:2], embedded.device, p)
+        return dropout.of_embeddings().apply(embedded, p) if p and dropout is not None else embedded, dropout
+
+    def draw_dropout(self, shape: Sequence[int], device: torch.device, p: float) -> StackDropout | None:
+        """Draw the keys of the dropouts of embeddings and layers, those of all pipeline stages.
+
+        Args:
+            shape: (batch, tokens) of this rank.
+            device: device of the tokens.
+            p: dropout of the embeddings, in training.
+        """
+        if not self.training or not (p or self.draws_dropout):
+            return None
+        return StackDropout.draw(self.num_layers, token_places(shape, self.shard, device))
+
+    @property
+    def draws_dropout(self) -> bool:
+        """True if layers draw dropout in training, of any pipeline stage if first read with all of them."""
         if self._has_dropout is None:
             self._has_dropout = any(getattr(module, "has_dropout", False) for module in self.modules())
-        if not p and not self._has_dropout:
-            return embedded, None
-        dropout = StackDropout.draw(len(self.layers), token_places(embedded, self.shard))
-        return dropout.of_embeddings().apply(embedded, p) if p else embedded, dropout
+        return self._has_dropout
 
     def forward(
         self,
@@ -103,11 +119,13 @@ class Stack(RecomputableModule):
         routed: Tensor | None = None,
         memory: Memory | None = None,
         dropout: StackDropout | None = None,
+        stage: Stage | None = None,
+        shape: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run all layers.
+        """Run all layers, or those of a pipeline stage.
 
         Args:
-            hidden: (batch, tokens, hidden_size).
+            hidden: (batch, tokens, hidden_size), or the output of the stage before.
             kind: kind of call, which selects the attention backend.
             positions: position ids, int64 (batch, tokens); None counts each row from 0.
             packed: document boundaries of packed samples, for attention within documents.
@@ -117,11 +135,15 @@ class Stack(RecomputableModule):
                 than are attended to; None: those of `padding`.
             memory: encoder output for cross-attention; None in a stack without it.
             dropout: dropouts of this forward (`drop_embeddings`); None outside training or without dropout.
+            stage: the pipeline stage to run; None: all.
+            shape: (batch, tokens) of this rank; None: those of `hidden`.
 
         Returns:
-            (batch, tokens, hidden_size), after the final norm.
+            (batch, tokens, hidden_size), after the final norm; of a stage that does not end the stack the residual
+            stream, with sequence parallelism that of the rank's share of the tokens.
         """
-        tokens = whole = hidden.shape[1]
+        rows, tokens = hidden.shape[:2] if shape is None else shape
+        whole = tokens
         if self.shard is not None:
             whole = self.shard.whole_length(tokens)
             positions = self.shard.positions(tokens, hidden.device) if positions is None else positions
@@ -132,16 +154,18 @@ class Stack(RecomputableModule):
         if ranks is not None:
             ranks.shards_tokens = ranks.sequence and kind != "generation"
             if ranks.shards_tokens:
-                batch, hidden = hidden.shape[0], shard_tokens(hidden, ranks)
+                batch = rows
+                hidden = shard_tokens(hidden, ranks) if stage is None or stage.begins else hidden
                 stream_tokens = None if stream_tokens is None else stream_tokens.chunk(ranks.size)[ranks.rank]
         context = LayerContext(kind, rotary, terms, packed, padding, routed, memory, batch=batch)
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and should_recompute(self):
             activations = self.activation_offload.begin_forward(len(self.layers), context)
         chunk = self.recompute_chunk if self.is_recomputed else 1
-        for first in range(0, len(self.layers), chunk):
-            numbers = range(first, min(first + chunk, len(self.layers)))
-            layers = [cast(Layer, self.layers[number]) for number in numbers]
+        run = range(self.num_layers) if stage is None else stage.layers
+        for first in range(run.start, run.stop, chunk):
+            numbers = range(first, min(first + chunk, run.stop))
+            layers = [cast(Layer, self.layers.get_submodule(str(number))) for number in numbers]
             contexts = [context] * len(layers)
             if dropout is not None and stream_tokens is not None:
                 contexts = [context._replace(dropout=dropout.of_layer(number, stream_tokens)) for number in numbers]
@@ -160,6 +184,8 @@ class Stack(RecomputableModule):
                 weights.post_forward(numbers, hidden)
             if activations is not None:
                 activations.post_forward(numbers, hidden)
+        if stage is not None and not stage.ends:
+            return hidden
         hidden = hidden if self.final_norm is None else self.final_norm(hidden)
         return hidden if ranks is None or batch is None else unshard_tokens(hidden, ranks, batch)
 
@@ -188,7 +214,7 @@ class Stack(RecomputableModule):
             self.tensor_parallel.shards_tokens = False
         rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
         step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _run_layer_cached
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.layers):  # numbers in the caches
             memory = None if memories is None else memories[number]
             context = LayerContext("generation", rotary, terms, memory=memory, cache=caches[number])
             hidden = step(cast(Layer, layer), hidden, context)

@@ -33,6 +33,8 @@ from .moe.token_mask import mask_documents_with_label, mask_rows_with_label
 from .parallel.collectives import TensorParallel
 from .parallel.context import labels_of_all, whole_sequences
 from .parallel.context_attention import pack_cross_documents, pack_documents
+from .parallel.pipeline import RankStages
+from .parallel.stages import StageInput
 from .peft.ptuning import PromptEncoder
 from .stack import Stack, build_stack
 
@@ -84,6 +86,8 @@ class T5(nn.Module):
     """Reason for compiling or not, for the log."""
     tensor_parallel: TensorParallel | None = None
     """The ranks that share each layer and the vocabulary; None for one."""
+    pipeline: RankStages | None = None
+    """Pipeline stages of this rank; None: all of the model."""
 
     def __init__(
         self,
@@ -205,9 +209,11 @@ class T5(nn.Module):
             encoder_routed=self._encoder_routed(
                 encoder_tokens, labels, encoder_padding, encoder_documents, decoder_documents
             ),
-            # Only padding has no label; any kind of sample may have some, for example with a large `seq_length_dec`.
-            decoder_routed=labels_of_all(labels, self.decoder.shard) if self._decoder_has_experts else None,
+            decoder_routed=self._decoder_routed(labels),
         )
+        return self._loss(hidden, labels, denominator)
+
+    def _loss(self, hidden: Tensor, labels: Tensor, denominator: Tensor | float) -> Tensor:
         return token_loss(
             hidden,
             self.output_weight,
@@ -222,6 +228,32 @@ class T5(nn.Module):
     def batch_loss(self, batch: Mapping[str, Tensor], denominator: Tensor | float) -> Tensor:
         """Return the loss of a batch, a mapping of the tensor arguments of `loss`."""
         return self.loss(**batch, denominator=denominator)
+
+    def run_stage(self, at: StageInput, batch: Mapping[str, Tensor], denominator: Tensor | float) -> tuple[Tensor, ...]:
+        """Return the output of a pipeline stage, the input of the next one, or (loss,) of the last stage.
+
+        Decoder stages pass on the encoder's output, whose gradient is the sum of those of all of them.
+
+        Args:
+            at: the stage, and what it receives.
+            batch: as in `batch_loss`.
+            denominator: as in `loss`.
+        """
+        tokens, decoder_tokens, labels = (batch[name] for name in ("encoder_tokens", "decoder_tokens", "labels"))
+        padding, documents = batch.get("encoder_padding"), batch.get("encoder_documents")
+        decoder_documents = batch.get("decoder_documents")
+        lengths = self._whole_lengths(tokens, decoder_tokens)
+        kind = self._kind_of_call(*lengths, padding, documents, decoder_documents)
+        if at.stage.stack == 0:
+            routed = self._encoder_routed(tokens, labels, padding, documents, decoder_documents)
+            return (self._run_encoder(tokens, padding, documents, kind, routed, at).hidden,)
+        self.encoder.draw_dropout(tokens.shape, tokens.device, self.dropouts[0])  # drawn before those of the decoder
+        shard = self.encoder.shard
+        places = token_places(tokens.shape, shard, tokens.device) if self.training else None
+        encoded = EncoderOutput(at.received[-1], whole_sequences(padding, shard), places)
+        routed = self._decoder_routed(labels)
+        hidden = self._run_decoder(decoder_tokens, encoded, documents, decoder_documents, kind, routed, at)
+        return (self._loss(hidden, labels, denominator),) if at.stage.last else (hidden, encoded.hidden)
 
     def hidden_states(
         self,
@@ -243,11 +275,8 @@ class T5(nn.Module):
 
         Other arguments as in `forward`.
         """
-        lengths = [
-            tokens.shape[1] if stack.shard is None else stack.shard.whole_length(tokens.shape[1])
-            for tokens, stack in ((encoder_tokens, self.encoder), (decoder_tokens, self.decoder))
-        ]
-        kind = self._kind_of_call(lengths[0], lengths[1], encoder_padding, encoder_documents, decoder_documents)
+        lengths = self._whole_lengths(encoder_tokens, decoder_tokens)
+        kind = self._kind_of_call(*lengths, encoder_padding, encoder_documents, decoder_documents)
         if kind == "generation":
             return self.decode(decoder_tokens, self.encode(encoder_tokens, encoder_padding))
         encoded = self._run_encoder(encoder_tokens, encoder_padding, encoder_documents, kind, encoder_routed)
@@ -282,6 +311,21 @@ class T5(nn.Module):
         with eager_layers(self.compiled):
             return self._run_decoder(tokens, encoded, None, None, "generation")[:, :length]
 
+    def _whole_lengths(self, encoder_tokens: Tensor, decoder_tokens: Tensor) -> tuple[int, int]:
+        """Return the lengths of whole sequences of encoder and decoder."""
+        pairs = ((encoder_tokens, self.encoder.shard), (decoder_tokens, self.decoder.shard))
+        first, second = (
+            tokens.shape[1] if shard is None else shard.whole_length(tokens.shape[1]) for tokens, shard in pairs
+        )
+        return first, second
+
+    def _decoder_routed(self, labels: Tensor) -> Tensor | None:
+        """Return the mask of decoder tokens that are routed to experts; None without experts.
+
+        Only padding has no label; any kind of sample may have some, for example with a large `seq_length_dec`.
+        """
+        return labels_of_all(labels, self.decoder.shard) if self._decoder_has_experts else None
+
     def _encoder_routed(
         self,
         tokens: Tensor,
@@ -312,10 +356,12 @@ class T5(nn.Module):
         documents: Tensor | None,
         kind: CallKind,
         routed: Tensor | None = None,
+        at: StageInput | None = None,
     ) -> EncoderOutput:
         positions, packed = None, None
         decision = decision_for(self.attention_decisions, f"encoder {kind}")
-        hidden = self.token_embedding(tokens)
+        begins = at is None or at.stage.begins
+        hidden = self.token_embedding(tokens) if begins else at.received[0]
         if self.prompt is not None:
             hidden, padding, routed = (
                 self.prompt(hidden),
@@ -330,13 +376,26 @@ class T5(nn.Module):
             positions = positions if shard is None else shard.local(positions)
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        hidden, dropout = self.encoder.drop_embeddings(
-            add_position_embeddings(hidden, self.encoder_position_embedding, positions, shard), self.dropouts[0]
-        )
+        if begins:
+            hidden, dropout = self.encoder.drop_embeddings(
+                add_position_embeddings(hidden, self.encoder_position_embedding, positions, shard), self.dropouts[0]
+            )
+            shape = hidden.shape[:2]
+        else:
+            shape = tokens.shape
+            dropout = self.encoder.draw_dropout(shape, hidden.device, self.dropouts[0])
         hidden = self.encoder(
-            hidden, kind, positions=positions, packed=packed, padding=padding, routed=routed, dropout=dropout
+            hidden,
+            kind,
+            positions=positions,
+            packed=packed,
+            padding=padding,
+            routed=routed,
+            dropout=dropout,
+            stage=None if at is None else at.stage,
+            shape=shape,
         )
-        return EncoderOutput(hidden, padding, token_places(hidden, shard) if self.training else None)
+        return EncoderOutput(hidden, padding, token_places(shape, shard, tokens.device) if self.training else None)
 
     def _run_decoder(
         self,
@@ -346,11 +405,13 @@ class T5(nn.Module):
         documents: Tensor | None,
         kind: CallKind,
         routed: Tensor | None = None,
+        at: StageInput | None = None,
     ) -> Tensor:
         positions, packed, cross_packed = None, None, None
         decision = decision_for(self.attention_decisions, f"decoder {kind}")
         cross_decision = decision_for(self.attention_decisions, f"cross {kind}")
-        hidden = self.decoder_embedding(tokens)
+        begins = at is None or at.stage.begins
+        hidden = self.decoder_embedding(tokens) if begins else at.received[0]
         shard, encoder_shard = self.decoder.shard, self.encoder.shard
         shards = None if shard is None or encoder_shard is None else (shard, encoder_shard)
         if documents is not None and encoder_documents is not None:
@@ -365,14 +426,28 @@ class T5(nn.Module):
         if self.cross_positions is not None:
             ranks = 1 if shard is None else shard.ranks.size
             terms = self.cross_positions(ranks * tokens.shape[1], ranks * encoded.hidden.shape[1]).distance_bias
-        hidden, dropout = self.decoder.drop_embeddings(
-            add_position_embeddings(hidden, self.decoder_position_embedding, positions, shard), self.dropouts[1]
-        )
+        if begins:
+            hidden, dropout = self.decoder.drop_embeddings(
+                add_position_embeddings(hidden, self.decoder_position_embedding, positions, shard), self.dropouts[1]
+            )
+        else:
+            dropout = self.decoder.draw_dropout(tokens.shape, tokens.device, self.dropouts[1])
         memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms, encoded.tokens)
+        stage = None if at is None else at.stage
         hidden = self.decoder(
-            hidden, kind, positions=positions, packed=packed, routed=routed, memory=memory, dropout=dropout
+            hidden,
+            kind,
+            positions=positions,
+            packed=packed,
+            routed=routed,
+            memory=memory,
+            dropout=dropout,
+            stage=stage,
+            shape=tokens.shape,
         )
-        return hidden if self.output_scale == 1.0 else hidden * self.output_scale
+        if self.output_scale == 1.0 or (stage is not None and not stage.ends):
+            return hidden
+        return hidden * self.output_scale
 
     def _check_length(self, part: str, length: int, longest: int | None) -> None:
         if length < 1 or (longest is not None and length > longest):

@@ -7,6 +7,7 @@ draws the same masks, and a rank passes the places of its tokens, channels and h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -101,16 +102,16 @@ class StackDropout(NamedTuple):
         return LayerDropout(self.keys[1 + number], self.tokens, stream_tokens)
 
 
-def token_places(hidden: Tensor, shard: SequenceShard | None) -> Tensor:
-    """Return the place of each token of (batch, tokens, ...) in the micro batch, int64 (batch * tokens,).
+def token_places(shape: Sequence[int], shard: SequenceShard | None, device: torch.device) -> Tensor:
+    """Return the place of each token of (batch, tokens) in the micro batch, int64 (batch * tokens,).
 
     `shard` says which tokens of whole sequences these are; None: all.
     """
-    batch, tokens = hidden.shape[:2]
+    batch, tokens = shape
     if shard is None:
-        return torch.arange(batch * tokens, device=hidden.device)
-    samples = torch.arange(batch, device=hidden.device)[:, None] * shard.whole_length(tokens)
-    return (samples + shard.positions(tokens, hidden.device)).flatten()
+        return torch.arange(batch * tokens, device=device)
+    samples = torch.arange(batch, device=device)[:, None] * shard.whole_length(tokens)
+    return (samples + shard.positions(tokens, device)).flatten()
 
 
 Drawn = TypeVar("Drawn", LayerDropout, DropoutMask)

@@ -117,6 +117,8 @@ class RankPart:
         replica: data-parallel rank of this process, among the ranks with this part.
         num_replicas: number of data-parallel ranks.
         axis: the ranks share tensors, or experts; data-parallel ranks of experts are others than those of the rest.
+        holder: index of this rank's pipeline stage among those that hold the parameter.
+        holders: number of those; several hold tied embeddings and position biases.
 
     Raises:
         ValueError: the ranks do not fit, or a section has more parts than ranks.
@@ -128,6 +130,8 @@ class RankPart:
     replica: int = 0
     num_replicas: int = 1
     axis: PartAxis = "tensor"
+    holder: int = 0
+    holders: int = 1
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.ranks and 0 <= self.replica < self.num_replicas):

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,25 @@ class Stage:
     begins: bool
     ends: bool
     last: bool
+
+    @property
+    def starts(self) -> bool:
+        """True for the first stage of the model, which receives nothing."""
+        return self.number == 0
+
+
+class StageInput(NamedTuple):
+    """A stage to run, and what it receives.
+
+    Attributes:
+        stage: the stage.
+        received: output of the stage before: the residual stream (B, S, H), or with sequence parallelism the rank's
+            share of it, and in decoder stages of a T5 after the first one also the encoder's output (B, S, H); empty
+            for the first stage.
+    """
+
+    stage: Stage
+    received: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,12 +42,12 @@ def apply_recompute(
         stack.enable_recompute()
     saves_scores = {label for label, decision in decisions.items() if decision.saves_scores}
     with_scores = self_attention in saves_scores, cross_attention in saves_scores
-    for number, module in enumerate(stack.layers):
-        layer = cast(Layer, module)
+    for name, module in stack.layers.named_children():
+        number, layer = int(name), cast(Layer, module)
         if recompute is not None and recompute.chunk == 1 and number < recompute.layers:
             layer.enable_recompute()
-        for name in stack_slice.recomputed_modules(number, offloading=offloads):
-            for part in _parts(layer, name, *with_scores):
+        for kind in stack_slice.recomputed_modules(number, offloading=offloads):
+            for part in _parts(layer, kind, *with_scores):
                 part.enable_recompute()
 
 

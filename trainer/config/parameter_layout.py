@@ -94,11 +94,12 @@ def parallel_layout(keys: AnyModelBlock, world_size: int) -> ParallelLayout:
             "(`model.tensor_model_parallel_size` times `model.context_parallel_size` times "
             f"`model.pipeline_model_parallel_size`); use trainer.devices={-(-world_size // ranks) * ranks}"
         )
-    if world_size // keys.pipeline_model_parallel_size % keys.expert_model_parallel_size:
+    stage, experts = world_size // keys.pipeline_model_parallel_size, keys.expert_model_parallel_size
+    if stage % experts:
         raise UserError(
-            f"the number of processes of a pipeline stage ({world_size // keys.pipeline_model_parallel_size}) must be "
-            f"a multiple of `model.expert_model_parallel_size` ({keys.expert_model_parallel_size}); use model.expert_model_parallel_size="
-            f"{math.gcd(world_size // keys.pipeline_model_parallel_size, keys.expert_model_parallel_size)}"
+            f"the number of processes of a pipeline stage ({stage}) must be a multiple of "
+            f"`model.expert_model_parallel_size` ({experts}); use model.expert_model_parallel_size="
+            f"{math.gcd(stage, experts)}"
         )
     sequence = keys.sequence_parallel and keys.tensor_model_parallel_size > 1
     return ParallelLayout(

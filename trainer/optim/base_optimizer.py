@@ -360,6 +360,8 @@ class Optimizer(torch.optim.Optimizer):
         part = self._part_of(parameter)
         if part is None:
             return [tensor]
+        if part.holder:
+            return []
         replicas = {each.replica for each in part.ranges()} or {part.rank}
         if len(replicas) == 1:
             return [tensor] if replicas == {0} else []

@@ -149,6 +149,7 @@ def row_shard(
         return LocalShard(local, own, num_rows, replica, num_replicas)
     full = part.full_shape((num_rows, *local.shape[1:]) if local.ndim else ())
     ranges = part.ranges()
+    replica, num_replicas = replica * part.holders + part.holder, num_replicas * part.holders
     # Ranks with the same part are replicas of it; ranks with some of its rows only, as of [q | k | v] with fewer key
     # groups than ranks, are not.
     copies = {(each.replica, each.num_replicas) for each in ranges} or {(part.rank, part.ranks)}

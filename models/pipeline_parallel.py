@@ -1,0 +1,130 @@
+"""Pipeline parallelism: the plan that leaves a rank the layers, embeddings and head of its stages.
+
+The whole model is built on the meta device first, so that parameters keep their names and a stack knows all its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from .assemble import LanguageModel
+from .parallel.partition import RankPart, partitions_of, set_partitions
+from .parallel.pipeline import PipelineParallel, RankStages
+from .parallel.stages import Stage
+from .stack import Stack
+from .t5 import T5
+
+
+class OnOtherStage(nn.Module):
+    """Stands for a module that other stages have."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Raise an error.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("this pipeline stage does not have the module that was called")
+
+
+def apply_pipeline_parallel(model: LanguageModel, stacks: Sequence[Stack], ranks: PipelineParallel) -> None:
+    """Remove from a model what the stages of this rank do not have, in place; after all other plans.
+
+    Args:
+        model: model on the meta device, which gets `pipeline` and `partitions` (`partitions_of`).
+        stacks: its stacks in forward order.
+        ranks: the pipeline ranks.
+
+    Raises:
+        ValueError: the layers cannot be distributed so.
+    """
+    stages = ranks.split.stages(*(stack.num_layers for stack in stacks))
+    holders = _holders(model, stacks, stages, ranks)
+    for stack in stacks:
+        _ = stack.draws_dropout  # of all layers
+    for path, found in holders.items():
+        if ranks.rank not in found:
+            _remove(model, path)
+    if getattr(model, "default_partition", None) is None:
+        set_partitions(model, {}, default=RankPart(None, 0, 1, ranks.replica, ranks.num_replicas))
+    several = {path: found for path, found in holders.items() if len(found) > 1}
+    shared: dict[str, tuple[int, ...]] = {}
+    for path, found in several.items():
+        if ranks.rank in found:
+            shared |= _share(model, path, found, ranks.rank)
+    own = tuple(stage for stage in stages if ranks.split.rank_of(stage) == ranks.rank)
+    groups = tuple(sorted(set(several.values())))
+    model.pipeline = RankStages(own, len(stages), shared, groups)
+
+
+def _holders(
+    model: LanguageModel, stacks: Sequence[Stack], stages: Sequence[Stage], ranks: PipelineParallel
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the pipeline ranks that have a module or parameter, by its path, in forward order."""
+
+    def of(chosen: Sequence[Stage]) -> tuple[int, ...]:
+        return tuple(sorted({ranks.split.rank_of(stage) for stage in chosen}))
+
+    found: dict[str, tuple[int, ...]] = {}
+    names = {stack: name for name, stack in model.named_children() if isinstance(stack, Stack)}
+    for name in (
+        *(name for name, _ in model.named_children()),
+        *(name for name, _ in model.named_parameters(recurse=False)),
+    ):
+        if name not in names.values():
+            found[name] = of([stage for stage in stages if _has(model, name, stage)])
+    for index, stack in enumerate(stacks):
+        own = [stage for stage in stages if stage.stack == index]
+        found |= {
+            f"{names[stack]}.layers.{number}": of([s for s in own if number in s.layers])
+            for number in range(stack.num_layers)
+        }
+        if stack.final_norm is not None:
+            found[f"{names[stack]}.final_norm"] = of([stage for stage in own if stage.ends])
+        if stack.score_positions is not None:
+            found[f"{names[stack]}.score_positions"] = of([stage for stage in own if stage.layers])
+    return found
+
+
+def _has(model: LanguageModel, name: str, stage: Stage) -> bool:
+    """Return True if a stage has a module or parameter of the model beside the stacks."""
+    if name in ("head", "head_bias", "transform", "transform_norm"):
+        return stage.last
+    of_decoder = name.startswith("decoder_")
+    if name == "cross_positions":
+        return stage.stack == 1 and len(stage.layers) > 0
+    separate = isinstance(model, T5) and model.decoder_token_embedding is not None
+    if name == ("decoder_token_embedding" if separate else "token_embedding") and stage.last and model.head is None:
+        return True
+    if name == "token_embedding" and not separate:
+        return stage.begins
+    return stage.begins and stage.stack == of_decoder
+
+
+def _remove(model: nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    if isinstance(owner, nn.ModuleList):  # other layers keep their numbers
+        delattr(owner, name)
+    elif name in dict(owner.named_children()):
+        setattr(owner, name, None if isinstance(owner, Stack) else OnOtherStage())
+    else:
+        setattr(owner, name, None)
+
+
+def _share(model: nn.Module, path: str, holders: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+    """State which ranks hold the parameters of a module too; return these ranks by the names of its parameters."""
+    parts, found = partitions_of(model), dict[str, tuple[int, ...]]()
+    for prefix, module in model.get_submodule(path).named_modules(prefix=path):
+        own: dict[str, RankPart] = {}
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}"
+            own[name] = replace(parts[full], holder=holders.index(rank), holders=len(holders))
+            if parameter.requires_grad:
+                found[full] = holders
+        if own:
+            set_partitions(module, {**getattr(module, "partitions", {}), **own})
+    return found
