@@ -130,7 +130,7 @@ def open_run(config: RunConfig, ranks: DistributedContext) -> Iterator[RunContex
         yield RunContext(
             config=config,
             ranks=ranks,
-            mesh=build_mesh(resolved.mesh, resolved.context_split, ranks),
+            mesh=build_mesh(resolved.mesh, resolved.context_split, ranks, resolved.pipeline),
             device=device,
             resolved=resolved,
             model_plan=model_plan,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...models.build import LanguageModel
+from ...models.build import TORCH_DTYPES, LanguageModel
 from ...models.config.model import Family
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.context import shard_batch
@@ -34,7 +34,8 @@ from ..data.dataloader import PrefetchingDataLoader, ShardFields
 from ..data.subsets import validation_subset
 from ..data.tokenizers.tokenizer import tokenizer_state
 from ..distributed.mesh import Mesh
-from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function
+from ..distributed.pipeline import Pipeline, StageShapes
+from ..evaluation.held_out_loss import EvaluationResult, evaluate, loss_function, pipelined_loss_function
 from ..lightning.cuda_graph import CapturedMicroBatches, RunMicroBatch
 from ..lightning.expert_balance import build_expert_balancer
 from ..lightning.lightning_module import LanguageModule
@@ -88,7 +89,7 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
         run.logger,
         run.stop,
         build_throughput(resolved, run.data.vocab_size, run.device),
-        validate=_build_validation(run, state),
+        validate=_build_validation(run, state, module),
         save=_build_save(run, state, module, schedule, saver, limit),
         checkpoint_directory=run.directory.checkpoints,
         consumed_samples=schedule.consumed_samples,
@@ -134,12 +135,34 @@ def _build_module(run: RunContext, state: TrainingState, schedule: BatchSchedule
         step=state.start.step,
         ranks=run.ranks,
         replicas=mesh.replicas,
+        losses=mesh.losses,
         data_parallel=state.data_parallel,
+        pipeline=_build_pipeline(run, state.model),
         graph_capture=_graph_capture(run, state.model),
         expert_balancer=build_expert_balancer(
             keys, state.model, lambda step: schedule.batch_size(step) // keys.micro_batch_size, mesh.data
         ),
     )
+
+
+def _build_pipeline(run: RunContext, model: LanguageModel) -> Callable[[Callable[[], None]], Pipeline] | None:
+    """Return a function that builds the pipeline of this rank, given what to call after each backward pass of a stage;
+    None for one rank.
+    """
+    resolved, own = run.resolved, model.pipeline
+    if own is None or resolved.pipeline is None:
+        return None
+    mesh, spec = resolved.mesh, resolved.batch_spec
+    lengths = [spec.seq_length, spec.decoder_seq_length][: len(resolved.family.stacks)]
+    shapes = StageShapes(
+        micro_batch=resolved.model.micro_batch_size,
+        lengths=tuple(length // mesh.context for length in lengths),
+        hidden_size=resolved.family.stacks[0].hidden_size,
+        dtype=TORCH_DTYPES[resolved.precision.weights],
+        sequence_ranks=mesh.tensor if mesh.sequence else 1,
+    )
+    stages = resolved.pipeline.stages(*(stack.num_layers for stack in resolved.family.stacks))
+    return lambda after_backward: Pipeline(own, stages, shapes, run.mesh.stages, run.device, after_backward)
 
 
 def token_shard(family: Family, mesh: Mesh) -> ShardFields | None:
@@ -196,9 +219,9 @@ def _graph_capture(run: RunContext, model: LanguageModel) -> Callable[[RunMicroB
     return lambda micro_batch: CapturedMicroBatches(micro_batch, model.parameters(), on_failure)
 
 
-def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction | None:
+def _build_validation(run: RunContext, state: TrainingState, module: LanguageModule) -> ValidateFunction | None:
     """Return a function that validates on `trainer.limit_val_batches` of the samples, or None if that is 0."""
-    spec, model = run.resolved.data, state.model
+    spec, model, pipeline = run.resolved.data, state.model, module.pipeline
     limit, size = spec.limit_val_batches, run.resolved.model.micro_batch_size
     if not limit or run.data.validation is None:
         return None
@@ -211,20 +234,24 @@ def _build_validation(run: RunContext, state: TrainingState) -> ValidateFunction
         batches = default_batches if global_batches is None else global_batches
         try:
             return evaluate(
-                loss_function(model, run.resolved.precision, run.device),
+                loss_function(model, run.resolved.precision, run.device)
+                if pipeline is None
+                else pipelined_loss_function(model, pipeline, run.resolved.precision, run.device),
                 samples,
                 token_bytes=run.data.token_byte_counts,
                 batch_size=size,
                 limit_batches=None if batches is None else batches * per_global_batch,
                 device=run.device,
                 ranks=run.mesh.data,
-                replicas=run.mesh.replicas,
-                pads_batches=run.mesh.tensor is not None,
+                replicas=run.mesh.losses,
+                pads_batches=run.mesh.tensor is not None or pipeline is not None,
                 shard=token_shard(run.resolved.data.family, run.mesh),
-                counts_targets=run.mesh.context is None or run.mesh.context.rank == 0,
+                counts_targets=run.mesh.counts_targets,
                 should_stop=should_stop,
             )
         finally:
+            if pipeline is not None:
+                pipeline.finish_forwards()
             if state.data_parallel is not None:
                 state.data_parallel.reshard()
             model.train()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
@@ -21,7 +24,8 @@ from ..device.determinism import attention_flags
 from ..distributed.data_parallel import DataParallel, grad_reduce_dtype
 from ..distributed.ddp import ReplicatedDataParallel
 from ..distributed.fsdp import ShardedDataParallel
-from ..distributed.mesh import Mesh
+from ..distributed.mesh import Mesh, SharedParameters
+from ..distributed.process_group import DistributedContext
 from ..optim import optimizer_factory
 from ..optim.base_optimizer import Optimizer
 from ..optim.ema import EMA
@@ -65,7 +69,7 @@ def build_training_state(run: RunContext) -> TrainingState:
     if resumed is None:
         for line in load_pretrained_weights(resolved, model, run.data.tokenizer, base):
             run.logger.log(line)
-    optimizer = build_optimizer(resolved, model, data_parallel, run.mesh)
+    optimizer = build_optimizer(resolved, model, data_parallel, run.mesh, run.ranks)
     if resumed is not None:
         start = _resume(run, resumed, start, model, optimizer, base)
     ema = build_ema(resolved.exp_manager.ema, model, optimizer, data_parallel)
@@ -114,7 +118,8 @@ def build_data_parallel(run: ResolvedRun, device: torch.device, mesh: Mesh) -> D
     if layout.replicates_weights:
         return ReplicatedDataParallel(layout, device, reduce_dtype, mesh.replicas, mesh.expert_replicas)
     axes = mesh.layout
-    return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, axes.tensor, axes.expert)
+    sizes = {"tensor_ranks": axes.tensor, "expert_ranks": axes.expert, "pipeline_ranks": axes.pipeline}
+    return ShardedDataParallel(layout, device, reduce_dtype, mesh.replicas.timeout, **sizes)
 
 
 def build_model(
@@ -155,6 +160,7 @@ def build_model(
             tensor_parallel=mesh and mesh.tensor,
             context_parallel=mesh and mesh.context,
             expert_parallel=mesh and mesh.expert,
+            pipeline_parallel=mesh and mesh.pipeline,
         )
     except ValueError as error:
         raise UserError(str(error).splitlines()) from None
@@ -165,13 +171,20 @@ def build_optimizer(
     model: LanguageModel,
     data_parallel: DataParallel | None = None,
     mesh: Mesh | None = None,
+    ranks: DistributedContext | None = None,
 ) -> Optimizer:
-    """Build the optimizer of `model.optim` for all parameters of the model."""
-    collectives = {} if data_parallel is None else data_parallel.optimizer_arguments
+    """Build the optimizer of `model.optim` for all parameters of the model; a collective of all ranks of a pipeline."""
+    collectives: dict[str, Any] = {} if data_parallel is None else data_parallel.optimizer_arguments
+    reductions: list[Callable[[Mapping[str, Tensor]], None]] = []
     if mesh is not None and mesh.tensor is not None:
         names = partial_gradients(model, mesh.tensor)
-        reduce = partial(reduce_partial_gradients, partial=names, ranks=mesh.tensor)
-        collectives |= {"sum_over_parts": mesh.tensor.sum, "reduce_gradients": reduce}
+        reductions.append(partial(reduce_partial_gradients, partial=names, ranks=mesh.tensor))
+        collectives["sum_over_parts"] = mesh.tensor.sum
+    if mesh is not None and model.pipeline is not None:
+        reductions.append(SharedParameters(mesh, model.pipeline, ranks or DistributedContext()).reduce)
+        collectives["sum_over_stages"] = mesh.stages.all_reduce_
+    if reductions:
+        collectives["reduce_gradients"] = lambda gradients: [reduce(gradients) for reduce in reductions]
     if mesh is not None and mesh.expert is not None:
         collectives["sum_over_experts"] = mesh.expert.sum
     return optimizer_factory.build_optimizer(
@@ -179,7 +192,7 @@ def build_optimizer(
         model.named_parameters(),
         main_weights=run.precision.main_weights,
         clip_norm=run.trainer.gradient_clip_val,
-        host=optimizer_factory.host_copy_engine(run.model, model.output_weight.device),
+        host=optimizer_factory.host_copy_engine(run.model, next(model.parameters()).device),
         parts=partitions_of(model),
         **collectives,
     )

@@ -64,8 +64,8 @@ class DataParallel:
     def attach(self, model: LanguageModel, optimizer: Optimizer) -> None:
         """Register the model, with its weights loaded, and the optimizer; called once before the first step."""
 
-    def before_micro_batch(self, *, first: bool, last: bool) -> None:
-        """Prepare for the next micro batch of the step."""
+    def before_step(self, micro_batches: int) -> None:
+        """Prepare for the backward passes of so many micro batches."""
 
     def before_update(self) -> None:
         """Wait for pending gradient reductions."""
@@ -120,6 +120,20 @@ def gather_rows(local: Tensor, rows: int, group: dist.ProcessGroup | None) -> Te
     return whole[:rows]
 
 
+def backward_passes(model: LanguageModel) -> dict[nn.Parameter, int]:
+    """Return how many backward passes a micro batch has for a parameter, if there are several: one for each pipeline
+    stage of this rank that shares it.
+    """
+    if model.pipeline is None:
+        return {}
+    found: dict[nn.Parameter, int] = {}
+    for index, stack in enumerate(get_stacks(model)):
+        users = [stage for stage in model.pipeline.stages if stage.stack == index and stage.layers]
+        if stack.score_positions is not None:
+            found |= dict.fromkeys(stack.score_positions.parameters(), len(users))
+    return found
+
+
 def grad_reduce_dtype(keys: AnyModelBlock, weights: torch.dtype) -> torch.dtype | None:
     """Return the gradient reduction dtype for bf16 weights; None (no cast) for other weights."""
     if weights != torch.bfloat16:
@@ -128,13 +142,16 @@ def grad_reduce_dtype(keys: AnyModelBlock, weights: torch.dtype) -> torch.dtype 
 
 
 def communication_buckets(model: LanguageModel) -> list[list[nn.Parameter]]:
-    """Return the trainable parameters in communication buckets: embeddings, each layer, the rest.
+    """Return the trainable parameters in communication buckets: embeddings, each layer, position biases, the rest.
 
-    Experts that ranks share are in buckets of their own, since they are reduced over other ranks.
+    Experts that ranks share are in buckets of their own, since they are reduced over other ranks, and position biases
+    since several pipeline stages of a rank may share them.
     """
     tables = [module for name, module in model.named_children() if name.endswith("embedding")]
     before = [parameter for table in tables for parameter in table.parameters()]
-    layers = [list(layer.parameters()) for stack in get_stacks(model) for layer in stack.layers]
+    stacks = get_stacks(model)
+    layers = [list(layer.parameters()) for stack in stacks for layer in stack.layers]
+    layers += [list(stack.score_positions.parameters()) for stack in stacks if stack.score_positions is not None]
     named = {parameter for unit in (before, *layers) for parameter in unit}
     after = [parameter for parameter in model.parameters() if parameter not in named]
     parts = partitions_of(model)

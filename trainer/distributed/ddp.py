@@ -23,15 +23,22 @@ from ...models.parallel.partition import RankPart, partitions_of
 from ..config.parameter_layout import DataParallelLayout
 from ..optim.base_optimizer import Optimizer
 from ..utils.local_shard import LocalShard, chunk_bounds, row_shard
-from .data_parallel import DataParallel, communication_buckets, gather_rows
+from .data_parallel import DataParallel, backward_passes, communication_buckets, gather_rows
 from .process_group import DistributedContext, all_gather_single, reduce_scatter_single
 
 
 class _Unit(NamedTuple):
-    """Parameters whose gradients are communicated together, and the ranks that hold the same ones."""
+    """Parameters whose gradients are communicated together.
+
+    Attributes:
+        parameters: the parameters.
+        ranks: ranks that hold the same ones.
+        passes: backward passes of a micro batch that have a gradient for them.
+    """
 
     parameters: list[nn.Parameter]
     ranks: DistributedContext
+    passes: int
 
 
 class ReplicatedDataParallel(DataParallel):
@@ -61,7 +68,8 @@ class ReplicatedDataParallel(DataParallel):
         self._units: list[_Unit] = []
         self._pending: list[int] = []
         self._optimizer: Optimizer | None = None
-        self._first = self._last = True
+        self._micro_batches = 1
+        self._passed: list[int] = []
         # Side stream, so that communication overlaps with backward.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -81,15 +89,21 @@ class ReplicatedDataParallel(DataParallel):
         self._optimizer = optimizer
         parts = partitions_of(model)
         part_of = {parameter: parts.get(name) for name, parameter in model.named_parameters()}
-        self._units = [_Unit(bucket, self._ranks_of(part_of[bucket[0]])) for bucket in communication_buckets(model)]
+        passes = backward_passes(model)
+        self._units = [
+            _Unit(bucket, self._ranks_of(part_of[bucket[0]]), passes.get(bucket[0], 1))
+            for bucket in communication_buckets(model)
+        ]
+        self._passed = [0] * len(self._units)
         self._pending = [len(unit.parameters) for unit in self._units]
         for number, unit in enumerate(self._units):
             for parameter in unit.parameters:
                 parameter.register_post_accumulate_grad_hook(self._grad_hook(number))
 
-    def before_micro_batch(self, *, first: bool, last: bool) -> None:
-        """Set the micro batch; gradients are reduced over ranks only in the last one of a step."""
-        self._first, self._last = first, last
+    def before_step(self, micro_batches: int) -> None:
+        """Start a step; gradients are reduced over ranks in the last backward pass only."""
+        self._micro_batches = micro_batches
+        self._passed = [0] * len(self._units)
 
     def before_update(self) -> None:
         """Make the current stream wait for the gradient reductions."""
@@ -119,20 +133,22 @@ class ReplicatedDataParallel(DataParallel):
             self._pending[unit] -= 1
             if self._pending[unit] == 0:
                 self._pending[unit] = len(self._units[unit].parameters)
-                self._on_unit_ready(self._units[unit])
+                self._passed[unit] += 1
+                last = self._passed[unit] == self._micro_batches * self._units[unit].passes
+                self._on_unit_ready(self._units[unit], first=self._passed[unit] == 1, last=last)
 
         return hook
 
     @torch.no_grad()
-    def _on_unit_ready(self, unit: _Unit) -> None:
+    def _on_unit_ready(self, unit: _Unit, *, first: bool, last: bool) -> None:
         """Accumulate and reduce the gradients of a bucket, once all are ready."""
         assert self._optimizer is not None
         same_dtype = self._reduce_dtype in (None, unit.parameters[0].dtype)
-        if self._first and self._last and same_dtype:
+        if first and last and same_dtype:
             gradients = [parameter.grad for parameter in unit.parameters if parameter.grad is not None]
         else:
             gradients = self._optimizer.accumulate(unit.parameters)
-        if self._last and unit.ranks.world_size > 1:
+        if last and unit.ranks.world_size > 1:
             with self._communication_stream():
                 self._sum(gradients, unit.ranks)
 

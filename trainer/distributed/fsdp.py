@@ -26,6 +26,7 @@ class ShardedDataParallel(DataParallel):
     Args:
         reduce_dtype: dtype of gradient reductions; None for the dtype of the gradients.
         timeout: timeout of collectives; None for torch's default.
+        pipeline_ranks: ranks of a pipeline, of which each has other layers.
         tensor_ranks: tensor-parallel ranks that share each layer; neighbouring ranks.
         expert_ranks: ranks that share the experts of each layer; neighbouring ranks.
     """
@@ -38,13 +39,16 @@ class ShardedDataParallel(DataParallel):
         timeout: timedelta | None = None,
         tensor_ranks: int = 1,
         expert_ranks: int = 1,
+        pipeline_ranks: int = 1,
     ) -> None:
-        sizes = (layout.replicas, layout.shards, tensor_ranks)
-        self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(*MESH_DIM_NAMES, "tensor"))[MESH_DIM_NAMES]
+        sizes = (pipeline_ranks, layout.replicas, layout.shards, tensor_ranks)
+        names = ("pipeline", *MESH_DIM_NAMES, "tensor")
+        self.mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)[MESH_DIM_NAMES]
         self.expert_mesh = None
         if expert_ranks > 1:  # ranks with the same experts are other ones than those with the same of the rest
-            sizes = (layout.replicas * layout.shards * tensor_ranks // expert_ranks, expert_ranks)
-            self.expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("edp_shard", "expert"))["edp_shard"]
+            sizes = (pipeline_ranks, layout.replicas * layout.shards * tensor_ranks // expert_ranks, expert_ranks)
+            names = ("pipeline", "edp_shard", "expert")
+            self.expert_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)["edp_shard"]
         groups = [self.mesh.get_group(axis) for axis in MESH_DIM_NAMES]
         groups += [self.expert_mesh.get_group()] if self.expert_mesh is not None else []
         if timeout is not None:  # subgroups do not inherit the timeout of the default group
@@ -71,7 +75,8 @@ class ShardedDataParallel(DataParallel):
             part.set_gradient_divide_factor(1.0)
             # With only a divide factor NCCL would use premul-sum, which gloo does not support.
             part.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(model, "loss")
+        for method in ("loss", "run_stage"):
+            register_fsdp_forward_method(model, method)
 
     def reshard(self) -> None:
         """Free the gathered weights, which the next optimizer step makes stale."""

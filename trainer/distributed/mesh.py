@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ...models.dispatch.context_calls import ContextSplit
 from ...models.parallel.collectives import TensorParallel
@@ -15,6 +16,8 @@ from ...models.parallel.context import ContextParallel
 from ...models.parallel.expert import ExpertParallel
 from ...models.parallel.layout import ParallelLayout
 from ...models.parallel.overlap import devices_share_memory
+from ...models.parallel.pipeline import PipelineParallel, RankStages
+from ...models.parallel.stages import PipelineSplit
 from .process_group import DistributedContext
 
 
@@ -25,32 +28,49 @@ class Mesh:
     Attributes:
         layout: number of ranks on each axis.
         data: ranks with other samples; its rank and size number the micro batches.
-        replicas: ranks that hold the same part of the model: their losses and gradients add up.
+        replicas: ranks that hold the same part of the model: their gradients add up.
+        losses: ranks whose losses add up: `replicas`, and the stages of their pipelines.
         tensor: ranks that share each layer; None for one.
         context: ranks that share the tokens of each sequence; None for one.
         expert: ranks that share the experts of each layer; None if every rank has all.
         expert_replicas: ranks that hold the same experts; None likewise.
+        pipeline: ranks that share the layers; None for one.
+        stages: process group of those.
     """
 
     layout: ParallelLayout
     data: DistributedContext
     replicas: DistributedContext
+    losses: DistributedContext
     tensor: TensorParallel | None = None
     context: ContextParallel | None = None
     expert: ExpertParallel | None = None
     expert_replicas: DistributedContext | None = None
+    pipeline: PipelineParallel | None = None
+    stages: DistributedContext = field(default_factory=DistributedContext)
+
+    @property
+    def counts_targets(self) -> bool:
+        """True on one of the ranks that have the same samples."""
+        return (self.context is None or self.context.rank == 0) and self.stages.rank == 0
 
 
-def build_mesh(layout: ParallelLayout, split: ContextSplit | None, ranks: DistributedContext) -> Mesh:
+def build_mesh(
+    layout: ParallelLayout,
+    split: ContextSplit | None,
+    ranks: DistributedContext,
+    pipeline_split: PipelineSplit | None = None,
+) -> Mesh:
     """Create the process groups of a layout; a collective of all ranks.
 
     Args:
         layout: number of ranks on each axis.
         split: how context-parallel ranks share attention; None for one.
         ranks: all ranks.
+        pipeline_split: how the ranks of a pipeline share the layers; None for one.
     """
     if layout.data == layout.world_size and layout.expert == 1:
-        return Mesh(layout, ranks, ranks)
+        return Mesh(layout, ranks, ranks, ranks)
     place = layout.coordinates(ranks.rank)
     data = ranks if layout.data == layout.world_size else _subgroup(layout.groups("data"), ranks)
     replicas = data if layout.context == 1 else _subgroup(layout.groups("data", "context"), ranks)
@@ -67,8 +87,13 @@ def build_mesh(layout: ParallelLayout, split: ContextSplit | None, ranks: Distri
             data_ranks=replicas.world_size,
         )
     context = None if split is None else _context_parallel(layout, split, place.context, ranks)
+    pipeline, stages, losses = None, DistributedContext(), replicas
+    if pipeline_split is not None:
+        pipeline = PipelineParallel(place.pipeline, pipeline_split, replicas.rank, replicas.world_size)
+        stages = _subgroup(layout.groups("pipeline"), ranks)
+        losses = _subgroup(layout.groups("pipeline", "data", "context"), ranks)
     if layout.expert == 1:
-        return Mesh(layout, data, replicas, tensor, context)
+        return Mesh(layout, data, replicas, losses, tensor, context, pipeline=pipeline, stages=stages)
     expert_replicas = _subgroup(layout.expert_data_groups(), ranks)
     expert = ExpertParallel(
         ranks.rank % layout.expert,
@@ -77,7 +102,40 @@ def build_mesh(layout: ParallelLayout, split: ContextSplit | None, ranks: Distri
         expert_replicas.rank,
         expert_replicas.world_size,
     )
-    return Mesh(layout, data, replicas, tensor, context, expert, expert_replicas)
+    return Mesh(layout, data, replicas, losses, tensor, context, expert, expert_replicas, pipeline, stages)
+
+
+class SharedParameters:
+    """Sums the gradients of parameters that several stages of a pipeline hold; a collective of all ranks.
+
+    Args:
+        mesh: the process groups.
+        stages: stages of this rank.
+        ranks: all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, stages: RankStages, ranks: DistributedContext) -> None:
+        self._shared = stages.shared
+        self._groups: dict[tuple[int, ...], DistributedContext] = {}
+        pipelines = mesh.layout.groups("pipeline")
+        for holders in stages.groups:
+            groups = [tuple(pipeline[stage] for stage in holders) for pipeline in pipelines]
+            if mesh.stages.rank in holders:
+                self._groups[holders] = _subgroup(groups, ranks)
+            else:
+                for members in groups:
+                    dist.new_group(list(members), timeout=ranks.timeout)
+
+    def reduce(self, gradients: Mapping[str, Tensor]) -> None:
+        """Sum gradients over the stages that have the parameter, in place.
+
+        Args:
+            gradients: local gradients by name of the parameter; those of others are left alone.
+        """
+        for holders, group in self._groups.items():
+            for name in sorted(gradients):
+                if self._shared.get(name) == holders:
+                    group.all_reduce_(gradients[name])
 
 
 def layout_on(device: torch.device, layout: ParallelLayout, ranks: DistributedContext) -> tuple[ParallelLayout, str]:

@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...models.parallel.stages import StageInput
 from ..config.run_precision import RunPrecision
 from ..data.dataloader import ShardFields
 from ..data.datasets.samples import IGNORE_INDEX, AnySamples, batch_tensors
 from ..device.precision import autocast_context
+from ..distributed.pipeline import Pipeline
 from ..distributed.process_group import DistributedContext
 from ..utils.errors import UserError
 
@@ -61,6 +63,14 @@ class ScoringModel(Protocol):
         ...
 
 
+class StagedModel(Protocol):
+    """Interface of a model that pipeline stages share; implemented by all families."""
+
+    def run_stage(self, at: StageInput, batch: Mapping[str, Tensor], denominator: Tensor) -> tuple[Tensor, ...]:
+        """Return the output of a stage, (loss,) of the last one."""
+        ...
+
+
 class EvaluationInterruptedError(Exception):
     """An evaluation was interrupted before it had a result."""
 
@@ -71,6 +81,20 @@ def loss_function(model: ScoringModel, precision: RunPrecision, device: torch.de
     def total(**fields: Tensor) -> Tensor:
         with autocast_context(precision, device):
             return model.batch_loss(fields, torch.ones((), device=device))
+
+    return total
+
+
+def pipelined_loss_function(
+    model: StagedModel, pipeline: Pipeline, precision: RunPrecision, device: torch.device
+) -> Callable[..., Tensor]:
+    """Return a function like that of `loss_function`, which is 0 on ranks without the last stage of the pipeline."""
+    one = torch.ones((), device=device)
+
+    def total(**fields: Tensor) -> Tensor:
+        with autocast_context(precision, device):
+            loss = pipeline.forward(lambda at: model.run_stage(at, fields, one))
+        return torch.zeros_like(one) if loss is None else loss
 
     return total
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...models.memory.offload_weights import find_weight_offloads
+from ...models.parallel.stages import StageInput
 from ..config.lr_schedule import Schedule
 from ..config.run_precision import RunPrecision
-from ..data.dataloader import GlobalBatch, PrefetchingDataLoader
+from ..data.dataloader import GlobalBatch, MicroBatch, PrefetchingDataLoader
 from ..device.precision import autocast_context
 from ..distributed.data_parallel import DataParallel
+from ..distributed.pipeline import Pipeline
 from ..distributed.process_group import DistributedContext
 from ..optim.base_optimizer import Optimizer
 from ..utils.async_host_copy import AsyncHostCopy
@@ -41,8 +43,11 @@ class LanguageModule(pl.LightningModule):
         precision: autocast of the forward pass.
         seed: seed of dropout, combined with step and micro batch.
         ranks: all ranks of the run; None for one process.
-        replicas: the ranks whose losses and gradients add up: all with the same part of the model; None: `ranks`.
+        replicas: the ranks with the same part of the model, whose gradients add up; None: `ranks`.
+        losses: the ranks whose losses add up: those, and the stages of their pipelines; None: `replicas`.
         data_parallel: the data-parallel strategy of the model; None for one process.
+        pipeline: builds the pipeline of this rank, given what to call after each backward pass of a stage; None for one
+            rank.
         graph_capture: wraps the function that runs a micro batch, see `cuda_graph.py`; None: eager.
         expert_balancer: called before and after each step; None without experts.
 
@@ -65,7 +70,9 @@ class LanguageModule(pl.LightningModule):
         step: int = 0,
         ranks: DistributedContext | None = None,
         replicas: DistributedContext | None = None,
+        losses: DistributedContext | None = None,
         data_parallel: DataParallel | None = None,
+        pipeline: Callable[[Callable[[], None]], Pipeline] | None = None,
         graph_capture: Callable[[RunMicroBatch], RunMicroBatch] | None = None,
         expert_balancer: ExpertBalancer | None = None,
     ) -> None:
@@ -80,12 +87,15 @@ class LanguageModule(pl.LightningModule):
         self.step = step
         self.ranks = ranks or DistributedContext()
         self.replicas = replicas or self.ranks
+        self.losses = losses or self.replicas
         self.data_parallel = data_parallel
         if data_parallel is not None:
             data_parallel.attach(self.model, optimizer)
         self._run_micro_batch: RunMicroBatch = (
             self._loss_and_gradients if graph_capture is None else graph_capture(self._loss_and_gradients)
         )
+        self._accumulates = False
+        self.pipeline = None if pipeline is None else pipeline(self._accumulate)
         self.expert_balancer = expert_balancer
         self._weight_offloads = find_weight_offloads(model)
         self.lr = schedule(step)
@@ -112,15 +122,18 @@ class LanguageModule(pl.LightningModule):
         if self.expert_balancer is not None:
             self.expert_balancer.before_step(self.step)
         losses: list[Tensor] = []
-        first, last = min(batch.indices), max(batch.indices)
-        accumulates = len(batch.indices) > 1 and not (self.data_parallel and self.data_parallel.accumulates_gradients)
-        for number, fields in batch.micro_batches():
-            seed_generators(micro_batch_seed(self.seed, self.step, number), device)
-            if self.data_parallel is not None:
-                self.data_parallel.before_micro_batch(first=number == first, last=number == last)
-            losses.append(self._run_micro_batch(fields, targets))
-            if accumulates:
-                state.accumulate()
+        if self.data_parallel is not None:
+            self.data_parallel.before_step(len(batch.indices))
+        self._accumulates = len(batch.indices) > 1 and not (
+            self.data_parallel and self.data_parallel.accumulates_gradients
+        )
+        if self.pipeline is not None:
+            losses = self._run_pipeline(self.pipeline, list(batch.micro_batches()), targets)
+        else:
+            for number, fields in batch.micro_batches():
+                seed_generators(micro_batch_seed(self.seed, self.step, number), device)
+                losses.append(self._run_micro_batch(fields, targets))
+                self._accumulate()
         self.lr = self.schedule(self.step)
         state.set_lr(self.lr)
         if self.data_parallel is not None:
@@ -145,6 +158,24 @@ class LanguageModule(pl.LightningModule):
         loss.backward()
         return loss.detach()
 
+    def _accumulate(self) -> None:
+        """Add the gradients of a backward pass to the sums of the step."""
+        if self._accumulates:
+            self.unwrapped_optimizer.accumulate()
+
+    def _run_pipeline(self, pipeline: Pipeline, batches: Sequence[MicroBatch], targets: Tensor) -> list[Tensor]:
+        """Run forward and backward of all micro batches through the stages of this rank; return their losses, which are
+        0 on ranks without the last stage.
+        """
+
+        def run(index: int, at: StageInput) -> tuple[Tensor, ...]:
+            number, fields = batches[index]
+            seed_generators(micro_batch_seed(self.seed, self.step, number), targets.device)
+            with autocast_context(self.precision, targets.device):
+                return self.model.run_stage(at, fields, targets)
+
+        return pipeline.step(len(batches), run) or [torch.zeros_like(targets)]
+
     def read_metrics_async(self) -> Callable[[], list[tuple[float, float]]]:
         """Start copying loss and gradient norm of the steps since the last call to the host, oldest first.
 
@@ -154,7 +185,7 @@ class LanguageModule(pl.LightningModule):
         if not self.pending_metrics:
             return list
         # The loss is a partial sum of each data-parallel rank; the gradient norm is already global.
-        losses = self.replicas.all_reduce_(torch.stack([loss.float() for loss, _ in self.pending_metrics]))
+        losses = self.losses.all_reduce_(torch.stack([loss.float() for loss, _ in self.pending_metrics]))
         norms = torch.stack([norm.float() for _, norm in self.pending_metrics])
         self.pending_metrics.clear()
         values = AsyncHostCopy(torch.stack([losses, norms]))

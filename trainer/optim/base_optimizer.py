@@ -99,6 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         parts: this rank's part of each parameter under tensor or expert parallelism, by name.
         sum_over_parts: all-reduce (sum) of a tensor over the ranks with the other parts.
         sum_over_experts: the same for parts that are experts.
+        sum_over_stages: all-reduce (sum) of a tensor, in place, over the stages of a pipeline.
         reduce_gradients: called before each update with the local gradients by name, to sum in place those of which
             each rank of a tensor-parallel group has computed a part.
         host: copy engine, to keep main weights and state in host memory; None: on the device. Ranks with different
@@ -130,6 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         parts: Mapping[str, RankPart] | None = None,
         sum_over_parts: Callable[[Tensor], Tensor] = no_reduce,
         sum_over_experts: Callable[[Tensor], Tensor] = no_reduce,
+        sum_over_stages: Callable[[Tensor], Tensor] = no_reduce,
         reduce_gradients: Callable[[Mapping[str, Tensor]], None] | None = None,
         host: CopyEngine | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -155,6 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         self.parts_by_name = dict(parts or {})
         self.sum_over_parts = sum_over_parts
         self.sum_over_experts = sum_over_experts
+        self.sum_over_stages = sum_over_stages
         self._reduce_gradients = reduce_gradients
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}
@@ -230,13 +233,14 @@ class Optimizer(torch.optim.Optimizer):
         Applies to parameters with main weights only; other gradients accumulate in `.grad`.
 
         Args:
-            parameters: a subset of the optimizer's parameters; None: all.
+            parameters: a subset of the optimizer's parameters; None: all that have a gradient.
 
         Returns:
             The accumulated gradient of each parameter, from its sum or `.grad`, as used by the next `step`.
         """
         if parameters is None:
-            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            everything = chain.from_iterable(group["params"] for group in self.param_groups)
+            parameters = [parameter for parameter in everything if parameter.grad is not None]
         parameters = list(parameters)
         narrow = [parameter for parameter in parameters if self._has_main_weight(parameter)]
         if narrow:
@@ -303,7 +307,7 @@ class Optimizer(torch.optim.Optimizer):
                     if key == "main" and not self.main_weights:
                         continue
                     if self.is_replicated(key, shard.shape):
-                        named[f"{name}.{key}"] = whole_shard(tensor, *rank_and_world_size())
+                        named[f"{name}.{key}"] = whole_shard(tensor, *_replica(self.parts_by_name.get(name)))
                     elif shard.columns is not None and tensor.ndim < 2:  # of rows, the same for all parts of them
                         of_rows = self.shard_of(parameter, replace(self.parts_by_name[name], partition=None))
                         named[f"{name}.{key}"] = of_rows.with_local(tensor)
@@ -327,13 +331,19 @@ class Optimizer(torch.optim.Optimizer):
         if not self.parts_by_name:
             return global_norm(list(chain.from_iterable(gradients)), self.sum_over_shards)
         counted: dict[PartAxis, list[Tensor]] = {"tensor": [], "expert": []}
+        has_experts = False
         for group, found in zip(self.param_groups, gradients, strict=True):
             for parameter, gradient in zip(group["params"], found, strict=True):
-                counted[self.axis_of(parameter)] += self.counted(parameter, gradient)
-        norm = global_norm(counted["tensor"], lambda total: self.sum_over_ranks(total, "tensor"))
-        if not counted["expert"]:
-            return norm
-        return torch.hypot(norm, global_norm(counted["expert"], lambda total: self.sum_over_ranks(total, "expert")))
+                axis, part = self.axis_of(parameter), self._part_of(parameter)
+                has_experts |= axis == "expert"
+                if part is None or part.holder == 0:  # of several stages with the parameter the first one counts it
+                    counted[axis] += self.counted(parameter, gradient)
+        zero = self.updates.new_zeros(1, dtype=gradients[0][0].dtype)
+        norm = global_norm(counted["tensor"] or [zero], lambda total: self.sum_over_ranks(total, "tensor"))
+        if has_experts:
+            experts = global_norm(counted["expert"] or [zero], lambda total: self.sum_over_ranks(total, "expert"))
+            norm = torch.hypot(norm, experts)
+        return norm if self.sum_over_stages is no_reduce else self.sum_over_stages(norm.square()).sqrt()
 
     def sum_over_ranks(self, tensor: Tensor, axis: PartAxis) -> Tensor:
         """Sum over the ranks with other shards of a parameter, and over those with other parts of it."""
@@ -360,8 +370,6 @@ class Optimizer(torch.optim.Optimizer):
         part = self._part_of(parameter)
         if part is None:
             return [tensor]
-        if part.holder:
-            return []
         replicas = {each.replica for each in part.ranges()} or {part.rank}
         if len(replicas) == 1:
             return [tensor] if replicas == {0} else []
@@ -439,6 +447,14 @@ class Optimizer(torch.optim.Optimizer):
             name = self._names[parameter]
             raise ValueError(f"`{name}` has no gradient; every trainable parameter must contribute to the loss")
         return parameter.grad
+
+
+def _replica(part: RankPart | None) -> tuple[int, int]:
+    """Return index and number of the ranks that hold a parameter, whatever their parts of it."""
+    if part is None:
+        return rank_and_world_size()
+    replica = (part.replica * part.ranks + part.rank) * part.holders + part.holder
+    return replica, part.num_replicas * part.ranks * part.holders
 
 
 def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
