@@ -113,6 +113,7 @@ def _remove(model: nn.Module, path: str) -> None:
         setattr(owner, name, None if isinstance(owner, Stack) else OnOtherStage())
     else:
         setattr(owner, name, None)
+        getattr(owner, "partitions", {}).pop(name, None)
 
 
 def _share(model: nn.Module, path: str, holders: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:

@@ -185,7 +185,7 @@ def _train(directory: Path, ranks: Any, changes: dict[str, Any]) -> dict[str, An
     validation = result.validation
     values = [validation.loss, validation.tokens, validation.bytes] if validation else None
     keys = config.root.model
-    model_ranks = keys.tensor_model_parallel_size * keys.context_parallel_size
+    model_ranks = keys.tensor_model_parallel_size * keys.context_parallel_size * keys.pipeline_model_parallel_size
     return {"steps": steps, "targets": targets, "validation": values, "model_ranks": model_ranks}
 
 

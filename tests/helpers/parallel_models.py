@@ -298,8 +298,8 @@ def _compare_steps(
         for number, batch in enumerate(batches):
             torch.manual_seed(number)
             whole.batch_loss(batch, 100.0).backward()
+        data_parallel.before_step(2)
         for index in range(2):
-            data_parallel.before_micro_batch(first=index == 0, last=index == 1)
             torch.manual_seed(index * layout.data + place.data)
             part.batch_loss(batches[index * layout.data + place.data], 100.0).backward()
         data_parallel.before_update()

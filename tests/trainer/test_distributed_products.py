@@ -56,10 +56,13 @@ class Product(NamedTuple):
 
 def draw_model(kind: str, rng: Random) -> dict[str, Any]:
     """Draw a model of any family with dropout, and its optimizer."""
+    layers = rng.choice([2, 3, 4, 6])
     if kind == "t5":
-        encoder = T5["model"]["encoder"] | {"num_attention_heads": 4}
-        return {"model": T5["model"] | {"encoder": encoder}}
+        encoder = T5["model"]["encoder"] | {"num_attention_heads": 4, "num_layers": layers}
+        decoder = T5["model"]["decoder"] | {"num_layers": rng.choice([1, 2, 6])}
+        return {"model": T5["model"] | {"encoder": encoder, "decoder": decoder}}
     model: dict[str, Any] = {
+        "num_layers": layers,
         "num_attention_heads": 4,
         "position_embedding_type": rng.choice(
             ["rope", "learned_absolute", "alibi", "kerple", "relative", "sandwich", "none"]
@@ -98,7 +101,14 @@ def draw_model(kind: str, rng: Random) -> dict[str, Any]:
 def draw_layout(kind: str, rng: Random) -> tuple[dict[str, Any], int]:
     """Draw the axes of up to 8 ranks, of which several are shared in at least one way."""
     tensor, context, data = rng.choice([1, 2, 2, 4]), rng.choice([1, 2, 2, 4]), rng.choice([1, 2, 2, 4])
-    keys: dict[str, Any] = {"tensor_model_parallel_size": tensor}
+    pipeline = rng.choice([1, 2, 2, 3, 4])
+    keys: dict[str, Any] = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    if pipeline > 1 and kind == "t5":
+        keys["pipeline_model_parallel_split_rank"] = rng.randrange(1, pipeline)
+    elif pipeline > 1:
+        uneven = {"num_layers_in_first_pipeline_stage": 1}
+        counted = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+        keys |= rng.choice([{}, {}, {"virtual_pipeline_model_parallel_size": 2}, uneven, counted])
     if tensor > 1:
         keys["sequence_parallel"] = rng.random() < 0.7
     if context > 1:
@@ -109,7 +119,7 @@ def draw_layout(kind: str, rng: Random) -> tuple[dict[str, Any], int]:
         keys["expert_model_parallel_size"] = rng.choice([1, 2, 4, 8])
         keys["moe_token_dispatcher_type"] = rng.choice(["alltoall", "allgather"])
     of_data = rng.choice(list(LAYOUTS.values())) if data * context > 1 else {}
-    return {f"model__{name}": value for name, value in keys.items()} | of_data, tensor * context * data
+    return {f"model__{name}": value for name, value in keys.items()} | of_data, tensor * context * data * pipeline
 
 
 def is_accepted(product: Product) -> bool:

@@ -74,8 +74,8 @@ def test_gradients_are_summed_in_what_is_asked_for(
     )
     parallel.attach(model, optimizer_of_run)
     fields = batch_tensors(data.train.batch(0, 2))
-    for number in range(micro_batches):
-        parallel.before_micro_batch(first=number == 0, last=number == micro_batches - 1)
+    parallel.before_step(micro_batches)
+    for _ in range(micro_batches):
         model.batch_loss(fields, torch.tensor(16.0)).backward()
     alone.batch_loss(fields, torch.tensor(16.0)).backward()
 

@@ -13,6 +13,7 @@ from tiers import cases
 SEQUENCE = {"model__tensor_model_parallel_size": 2, "model__sequence_parallel": True}
 CONTEXT = {"model__context_parallel_size": 2}
 EXPERT = {"model__expert_model_parallel_size": 2}
+PIPELINE = {"model__pipeline_model_parallel_size": 2}
 ALL_GATHER = {"model__moe_token_dispatcher_type": "allgather"}
 MODEL = (
     NO_BIAS
@@ -49,6 +50,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert-full": (4, EXPERT | FULL | ALL_GATHER),
     "expert-tensor-zero1": (4, EXPERT | SEQUENCE | ZERO1),
     "expert-context": (2, EXPERT | CONTEXT),
+    "pipeline": (2, PIPELINE),
+    "pipeline-expert-zero1": (4, PIPELINE | EXPERT | ZERO1),
+    "pipeline-tensor-full": (4, PIPELINE | SEQUENCE | FULL),
 }
 
 

@@ -5,6 +5,7 @@ The layers accumulate them in training mode only (`models.moe.moe_layer.MoE.stat
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -37,8 +38,12 @@ class ExpertLoadMetrics:
     """Collect the statistics of all MoE layers for the reports of a run.
 
     Args:
-        layers: MoE layers by name (`decoder.layers.3.mlp`).
+        layers: MoE layers of this rank by name (`decoder.layers.3.mlp`).
+        experts: number of experts of each layer of all pipeline stages, by name, in forward order; None: those of
+            `layers`.
         ranks: ranks with other samples; the statistics are summed over them.
+        stages: ranks with other layers, likewise; None: this one has all.
+        device: device of the statistics of other stages; None: CPU.
         per_layer: names of the layers with per-layer metrics.
         load_map: load history file, on rank 0 only.
         state: `sums` to resume from.
@@ -53,7 +58,10 @@ class ExpertLoadMetrics:
         self,
         layers: Mapping[str, MoE],
         *,
+        experts: Mapping[str, int] | None = None,
         ranks: DistributedContext,
+        stages: DistributedContext | None = None,
+        device: torch.device | None = None,
         per_layer: Collection[str] = (),
         load_map: ExpertLoadHistory | None = None,
         state: Sums = (),
@@ -61,12 +69,16 @@ class ExpertLoadMetrics:
     ) -> None:
         self._layers = layers
         self._ranks = ranks
-        self._experts = [len(layer.router.weight) for layer in layers.values()]
+        self._stages = stages or DistributedContext()
+        experts = experts or {name: len(layer.router.weight) for name, layer in layers.items()}
+        self._names = list(experts)
+        self._experts = list(experts.values())
+        self._device = device
         self._load_map = load_map
         self._log = report
         self._can_plot = load_map is not None and has_matplotlib()
         self._next_plot = 0.0
-        self._logged = {index: _label(name, layers) for index, name in enumerate(layers) if name in per_layer}
+        self._logged = {index: _label(name, experts) for index, name in enumerate(experts) if name in per_layer}
         sizes = [experts + len(STATISTIC_NAMES) for experts in self._experts]
         self.sums: Sums = state if [len(sums) for sums in state] == sizes else ()
 
@@ -110,11 +122,15 @@ class ExpertLoadMetrics:
     @torch.no_grad()
     def _send(self) -> AsyncHostCopy:
         """Start copying the concatenated statistics of all layers, summed over ranks; one all-reduce and one copy."""
-        statistics = [layer.statistics for layer in self._layers.values()]
+        sizes = [experts + len(STATISTIC_NAMES) for experts in self._experts]
+        statistics = [
+            self._layers[name].statistics if name in self._layers else torch.zeros(size, device=self._device)
+            for name, size in zip(self._names, sizes, strict=True)
+        ]
         merged = torch.cat(statistics)
         if merged.device.type != "mps":
             merged = merged.double()  # counts summed over ranks may exceed the exact integers of fp32
-        copied = AsyncHostCopy(self._ranks.all_reduce_(merged))
+        copied = AsyncHostCopy(self._stages.all_reduce_(self._ranks.all_reduce_(merged)))
         torch._foreach_zero_(statistics)  # pyright: ignore[reportPrivateImportUsage]
         return copied
 
@@ -191,6 +207,7 @@ def build_expert_load_metrics(
     model: LanguageModel,
     directory: Path | None,
     ranks: DistributedContext,
+    stages: DistributedContext,
     *,
     resumed_at: int,
     state: Sums,
@@ -203,18 +220,39 @@ def build_expert_load_metrics(
         model: the model.
         directory: run directory, to write the load history to; None on ranks other than the first.
         ranks: ranks with other samples.
+        stages: ranks with other layers.
         resumed_at: completed steps when this process starts.
         state: `sums` of the metrics at that step.
         report: prints a message.
     """
     layers = find_moe_layers(model)
-    if not layers:
+    experts = {name: len(layer.router.weight) for name, layer in layers.items()}
+    for text in stages.all_gather_text(json.dumps(experts)):
+        experts |= json.loads(text)
+    if not experts:
         return None
+    experts = dict(sorted(experts.items(), key=lambda item: _place(item[0])))
     load_map = None
     if directory is not None:
-        experts = {name: len(layer.router.weight) for name, layer in layers.items()}
         load_map = ExpertLoadHistory(directory / "expert_load.json", experts, resumed_at=resumed_at)
         if not has_matplotlib():
             report("expert_load.json will hold the expert load; to plot it, pip install 'stoker[plots]'")
-    per_layer = {name for name in layers if stack_keys_of(keys, name).moe_per_layer_logging}
-    return ExpertLoadMetrics(layers, ranks=ranks, per_layer=per_layer, load_map=load_map, state=state, report=report)
+    per_layer = {name for name in experts if stack_keys_of(keys, name).moe_per_layer_logging}
+    return ExpertLoadMetrics(
+        layers,
+        experts=experts,
+        ranks=ranks,
+        stages=stages,
+        device=next(model.parameters()).device,
+        per_layer=per_layer,
+        load_map=load_map,
+        state=state,
+        report=report,
+    )
+
+
+def _place(name: str) -> tuple[bool, int]:
+    """Return the place of a layer in forward order, for sorting: those of an encoder come first."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return match["stack"] != "encoder", int(match["number"])

@@ -104,6 +104,7 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
             state.model,
             run.directory.path if ranks.is_rank_zero else None,
             run.mesh.data,
+            run.mesh.stages,
             resumed_at=start.step,
             state=start.loop.expert_load,
             report=log,
