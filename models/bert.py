@@ -225,8 +225,8 @@ class BERT(nn.Module):
             tokens, padding, routed = F.pad(tokens, (0, 1)), F.pad(real, (0, 1), value=False), None
             token_types = None if token_types is None else F.pad(token_types, (0, 1))
         positions, packed = None, None
-        begins = at is None or at.stage.begins
-        hidden = self.token_embedding(tokens) if begins else at.received[0]
+        received = None if at is None or at.stage.begins else at.received[0]
+        hidden = self.token_embedding(tokens) if received is None else received
         documents, padding = whole_sequences(documents, shard), whole_sequences(padding, shard)
         if documents is not None and self.batch_spec.reset_position_ids:
             positions = document_position_ids(documents)
@@ -234,7 +234,7 @@ class BERT(nn.Module):
         if documents is not None and self.batch_spec.packed:
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        if begins:
+        if received is None:
             hidden, dropout = self.encoder.drop_embeddings(self._embed(hidden, token_types, positions), self.dropout)
         else:
             dropout = self.encoder.draw_dropout(tokens.shape, tokens.device, self.dropout)

@@ -360,8 +360,8 @@ class T5(nn.Module):
     ) -> EncoderOutput:
         positions, packed = None, None
         decision = decision_for(self.attention_decisions, f"encoder {kind}")
-        begins = at is None or at.stage.begins
-        hidden = self.token_embedding(tokens) if begins else at.received[0]
+        received = None if at is None or at.stage.begins else at.received[0]
+        hidden = self.token_embedding(tokens) if received is None else received
         if self.prompt is not None:
             hidden, padding, routed = (
                 self.prompt(hidden),
@@ -376,7 +376,7 @@ class T5(nn.Module):
             positions = positions if shard is None else shard.local(positions)
             dtype, mask = matmul_dtype(hidden), decision.needs_mask
             packed = pack_documents(documents, shard, dtype=dtype, causal=False, with_mask=mask)
-        if begins:
+        if received is None:
             hidden, dropout = self.encoder.drop_embeddings(
                 add_position_embeddings(hidden, self.encoder_position_embedding, positions, shard), self.dropouts[0]
             )
@@ -410,8 +410,8 @@ class T5(nn.Module):
         positions, packed, cross_packed = None, None, None
         decision = decision_for(self.attention_decisions, f"decoder {kind}")
         cross_decision = decision_for(self.attention_decisions, f"cross {kind}")
-        begins = at is None or at.stage.begins
-        hidden = self.decoder_embedding(tokens) if begins else at.received[0]
+        received = None if at is None or at.stage.begins else at.received[0]
+        hidden = self.decoder_embedding(tokens) if received is None else received
         shard, encoder_shard = self.decoder.shard, self.encoder.shard
         shards = None if shard is None or encoder_shard is None else (shard, encoder_shard)
         if documents is not None and encoder_documents is not None:
@@ -426,7 +426,7 @@ class T5(nn.Module):
         if self.cross_positions is not None:
             ranks = 1 if shard is None else shard.ranks.size
             terms = self.cross_positions(ranks * tokens.shape[1], ranks * encoded.hidden.shape[1]).distance_bias
-        if begins:
+        if received is None:
             hidden, dropout = self.decoder.drop_embeddings(
                 add_position_embeddings(hidden, self.decoder_position_embedding, positions, shard), self.dropouts[1]
             )

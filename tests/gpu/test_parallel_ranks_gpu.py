@@ -43,6 +43,7 @@ EXPERTS = [
 ]
 TENSOR = ["model.tensor_model_parallel_size=2"]
 SEQUENCE = [*TENSOR, "model.sequence_parallel=true"]
+PIPELINE = ["model.pipeline_model_parallel_size=2"]
 OURS = "model.attention_backend=triton"
 SINGLE = ["trainer.precision=32", "model.compile=false", OURS]
 """fp32, without TensorFloat-32."""
@@ -66,6 +67,8 @@ LAYOUTS: dict[str, list[str]] = {
     "ring": context("p2p"),
     "all_gather": context("all_gather"),
     "a2a": context("a2a"),
+    "pipeline": PIPELINE,
+    "interleaved": [*PIPELINE, "model.num_layers=4", "model.virtual_pipeline_model_parallel_size=2"],
 }
 MOE_LAYOUTS: dict[str, list[str]] = {
     "data": [],
@@ -76,6 +79,7 @@ MOE_LAYOUTS: dict[str, list[str]] = {
     "alltoall, sequence": [*SEQUENCE, *expert("alltoall")],
     "all_gather": context("all_gather"),
     "alltoall, ring": [*context("p2p"), *expert("alltoall")],
+    "pipeline": PIPELINE,
 }
 PRECISIONS = {"fp32": (SINGLE, 2e-5), "bf16": (["trainer.precision=bf16-mixed", "model.compile=true"], 2e-2)}
 
@@ -93,8 +97,9 @@ def test_two_ranks_train_what_one_rank_trains(
     experts: bool, layout: str, precision: str, alone: dict[tuple[str, ...], list[float]], tmp_path: Path
 ) -> None:
     numbers, tolerance = PRECISIONS[precision]
-    common = [*MODEL, *numbers, *(EXPERTS if experts else [])]
     keys = (MOE_LAYOUTS if experts else LAYOUTS)[layout]
+    layers = [key for key in keys if key.startswith("model.num_layers")]
+    common = [*MODEL, *numbers, *(EXPERTS if experts else []), *layers]
     if tuple(common) not in alone:
         alone[tuple(common)] = losses(tmp_path / "alone", 1, [*common, "trainer.devices=1"])
     together = losses(tmp_path / "together", 2, [*common, *keys, "trainer.devices=2"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -26,12 +27,26 @@ def _done(value: Any) -> Any:
     return _create_work_from_future(future)
 
 
+class _Received(dist.Work):
+    """Tensor that arrives in host memory."""
+
+    def __init__(self, work: Any, host: Tensor, tensor: Tensor) -> None:
+        super().__init__()
+        self._work, self._host, self._tensor = work, host, tensor
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._work.wait()
+        self._tensor.detach().copy_(self._host)
+        return True
+
+
 class HostGroup(_ProcessGroup):
-    """Group for tensors of any device; every operation has ended when it returns."""
+    """Group for tensors of any device; every operation but `recv` and `send` has ended when it returns."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._sent: deque[list[Tensor]] = deque(maxlen=64)
 
     def getBackendName(self) -> str:  # noqa: N802
         return "host"
@@ -110,6 +125,16 @@ class HostGroup(_ProcessGroup):
         self._gloo.alltoall_base(received, own, list(output_sizes), list(input_sizes)).wait()
         output.detach().copy_(received)
         return _done([output])
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        self._sent.append(host)  # gloo reads them until they are received
+        return self._gloo.send(host, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
+        (tensor,) = tensors
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Received(self._gloo.recv([host], rank, tag), host, tensor)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Operations that could be one remain several."""
