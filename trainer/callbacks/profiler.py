@@ -65,6 +65,10 @@ class ProfilerList:
         self._log = log
         self._past_overhead = 0.0
 
+    def add(self, profiler: Profiler) -> None:
+        """Add a profiler, which is called after the others."""
+        self._profilers.append(profiler)
+
     @property
     def overhead_seconds(self) -> float:
         """Total profiling overhead in seconds, to be excluded from step times."""

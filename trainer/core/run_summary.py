@@ -11,6 +11,8 @@ from ...models.build import LanguageModel, get_stacks, num_parameters
 from ...models.config.families import keys_by_stack
 from ...models.config.memory import join_module_names
 from ...models.model_cost import count_parameters
+from ...models.parallel.schedule import bubble_fraction
+from ...models.parallel.stages import PipelineSplit
 from ...models.peft.apply import trainable_parameters
 from ...models.recompute.analysis import ineffective_recompute_messages, memory_saving_recompute, recomputed_for_offload
 from ..checkpoint.run_environment import device_name
@@ -33,6 +35,8 @@ def summarize_run(
         processes = pluralize(mesh.world_size, "process", "processes")
         axes = f" ({mesh.description})" if mesh.data < mesh.world_size else ""
         yield processes + axes + (f", {layout.name}: {layout.description}" if layout else "")
+    if run.pipeline is not None:
+        yield _describe_pipeline(run, run.pipeline)
     yield f"data {data.description}"
     stacks = keys_by_stack(keys)
     *others, last = (stack.num_layers for stack in stacks.values())
@@ -76,7 +80,18 @@ def summarize_run(
         f"{keys.global_batch_size * (form.seq_length + form.decoder_seq_length):,} tokens each"
     )
     if run.trainer.enable_model_summary:
+        if mesh.model_ranks > 1 or mesh.expert > 1:
+            yield "parameters of rank 0:"
         yield from module_table(model)
+
+
+def _describe_pipeline(run: ResolvedRun, split: PipelineSplit) -> str:
+    """Return the line about the stages and the schedule of a pipeline."""
+    stages, batches = split.stages(*(stack.num_layers for stack in run.family.stacks)), run.micro_batches
+    layers = " + ".join(str(len(stage.layers)) for stage in stages)
+    several = f", {split.chunks} on each rank" if split.chunks > 1 else ""
+    bubble = 100 * bubble_fraction(split.ranks, split.chunks, batches)
+    return f"pipeline of {len(stages)} stages{several}: {layers} layers; bubble {bubble:.0f} % if all take as long"
 
 
 def module_table(model: nn.Module) -> Iterator[str]:

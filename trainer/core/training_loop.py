@@ -16,6 +16,7 @@ from ...models.config.model import Family
 from ...models.model_cost import training_flops_per_sample
 from ...models.parallel.context import shard_batch
 from ..callbacks.expert_load import build_expert_load_metrics
+from ..callbacks.pipeline_timer import PipelineTimer
 from ..callbacks.profiler import ProfilerList, build_profilers
 from ..callbacks.reporting import ThroughputFactors
 from ..callbacks.step_limit import StepLimit
@@ -83,6 +84,9 @@ def build_training_loop(run: RunContext, state: TrainingState, seconds: float | 
     profilers = build_profilers(
         resolved.trainer, keys.memory_profile, run.directory.path, run.device, log, ranks.rank, start.step
     )
+    if module.pipeline is not None:
+        directory = run.directory.path if ranks.is_rank_zero else None
+        profilers.add(PipelineTimer(module.pipeline, run.mesh.stages, run.device, directory, log))
     callback = TrainLoopCallback(
         resolved.trainer,
         resolved.exp_manager,

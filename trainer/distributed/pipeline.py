@@ -8,9 +8,10 @@ hidden states and their gradients are sent.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ...models.parallel.pipeline import RankStages
+from ...models.parallel.schedule import PassKind
 from ...models.parallel.stages import Stage, StageInput
+from ..utils.async_host_copy import DeviceTimestamp
 from .process_group import DistributedContext
 
 RunStage = Callable[[int, StageInput], tuple[Tensor, ...]]
@@ -63,6 +66,16 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
+class TimedPass(NamedTuple):
+    """Pass of a micro batch through a stage, and when it ran."""
+
+    stage: int
+    micro_batch: int
+    kind: PassKind
+    start: DeviceTimestamp
+    end: DeviceTimestamp
+
+
 class Pipeline:
     """The stages of this rank.
 
@@ -73,6 +86,9 @@ class Pipeline:
         ranks: ranks of the pipeline.
         device: device of this rank.
         after_backward: called after each backward pass of a stage.
+
+    Attributes:
+        passes: passes of the current step, if they are timed; None if not.
     """
 
     def __init__(
@@ -92,7 +108,8 @@ class Pipeline:
         self._num_stages = len(all_stages)
         self._ranks = ranks
         self._device = device
-        self._after_backward = after_backward
+        self.after_backward = after_backward
+        self.passes: list[TimedPass] | None = None
         self._schedules: dict[int, Any] = {}
         self._run: RunStage | None = None
         self._sends: list[tuple[dist.Work, Tensor]] = []
@@ -139,6 +156,16 @@ class Pipeline:
                 self._sends.append((work, tensor))
         return loss
 
+    @contextmanager
+    def timed(self, stage: int, micro_batch: int, kind: PassKind) -> Iterator[None]:
+        """Context of a pass, which is recorded if passes are timed."""
+        if self.passes is None:
+            yield
+            return
+        start = DeviceTimestamp(self._device, 0.0)
+        yield
+        self.passes.append(TimedPass(stage, micro_batch, kind, start, DeviceTimestamp(self._device, 0.0)))
+
     def finish_forwards(self) -> None:
         """Wait until everything that `forward` has sent is received."""
         self._wait_for_sends()
@@ -163,7 +190,7 @@ class Pipeline:
             for stage in self.stages
         ]
         for stage in stages:
-            stage.after_backward = self._after_backward
+            stage.pipeline = self
         options: dict[str, Any] = {"loss_fn": _loss_of, "scale_grads": False}
         if len(stages) > 1:
             return ScheduleInterleaved1F1B(list(stages), micro_batches, **options)
@@ -204,7 +231,7 @@ class _StageModule(nn.Module):
 class _Stage(PipelineStage):
     """Stage whose receive buffers exist while they are in use: torch's exist for all micro batches of a step."""
 
-    after_backward: Callable[[], None]
+    pipeline: Pipeline
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(*args, **kwargs)
@@ -229,12 +256,18 @@ class _Stage(PipelineStage):
             _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of a micro batch."""
+        with self.pipeline.timed(self.stage_index, fwd_chunk_id, "forward"):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a micro batch; free its buffers."""
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self.pipeline.timed(self.stage_index, bwd_chunk_id, "backward"):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _free(self.args_recv_info[bwd_chunk_id])
         _free(self.grad_recv_info[bwd_chunk_id])
-        self.after_backward()
+        self.pipeline.after_backward()
 
 
 def _buffers(infos: Iterable[Any]) -> list[Any]:
