@@ -35,9 +35,10 @@ from .parallel.collectives import TensorParallel
 from .parallel.context import ContextParallel
 from .parallel.expert import ExpertParallel
 from .parallel.pipeline import PipelineParallel
+from .parallel.relay import Relay
 from .peft.added_parameters import peft_initializers
 from .peft.apply import apply_peft
-from .pipeline_parallel import apply_pipeline_parallel
+from .pipeline_parallel import apply_pipeline_parallel, distribute_layers
 from .recompute.analysis import modules_with_rng, training_labels
 from .recompute.apply_recompute import apply_recompute
 from .stack import Stack
@@ -85,6 +86,7 @@ def build_model(
     expert_parallel: ExpertParallel | None = None,
     context_parallel: ContextParallel | None = None,
     pipeline_parallel: PipelineParallel | None = None,
+    relay: Relay | None = None,
 ) -> LanguageModel:
     """Build a model of any family and initialize its weights.
 
@@ -105,6 +107,7 @@ def build_model(
         expert_parallel: the ranks that share the experts of each layer; None: every rank has all.
         context_parallel: the ranks that share the tokens of each sequence, in training and evaluation; None for one.
         pipeline_parallel: the ranks that share the layers, in training and evaluation; None for one.
+        relay: the ranks that share the layers, in evaluation and generation; None for one.
 
     Raises:
         ValueError: `override_vocab_size` is too small, `compile` is not supported, `peft` selects layers or parameters
@@ -142,6 +145,8 @@ def build_model(
             apply_expert_parallel(model, expert_parallel)
         if pipeline_parallel is not None:
             apply_pipeline_parallel(model, get_stacks(model), pipeline_parallel)
+        if relay is not None:
+            distribute_layers(model, get_stacks(model), relay)
         return model.to(dtype)
 
     if device.type == "meta":

@@ -235,7 +235,7 @@ def _check_slots(name: str, slots: int, longest: int | None) -> None:
 
 
 def _build_cache(stack: Stack, weight: Tensor, rows: int, slots: int) -> KVCache:
-    attention = cast(Layer, stack.layers[0]).attention
+    attention = cast(Layer, next(iter(stack.layers))).attention
     return KVCache(
         len(stack.layers),
         batch_size=rows,

@@ -1,11 +1,11 @@
-"""Pipeline parallelism: the plan that leaves a rank the layers, embeddings and head of its stages.
+"""Pipeline parallelism: the plans that leave a rank the layers, embeddings and head of its stages.
 
 The whole model is built on the meta device first, so that parameters keep their names and a stack knows all its layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .assemble import LanguageModel
 from .parallel.partition import RankPart, partitions_of, set_partitions
 from .parallel.pipeline import PipelineParallel, RankStages
+from .parallel.relay import Relay
 from .parallel.stages import Stage
 from .stack import Stack
 from .t5 import T5
@@ -45,9 +46,7 @@ def apply_pipeline_parallel(model: LanguageModel, stacks: Sequence[Stack], ranks
     holders = _holders(model, stacks, stages, ranks)
     for stack in stacks:
         _ = stack.draws_dropout  # of all layers
-    for path, found in holders.items():
-        if ranks.rank not in found:
-            _remove(model, path)
+    _remove(model, (path for path, found in holders.items() if ranks.rank not in found))
     if getattr(model, "default_partition", None) is None:
         set_partitions(model, {}, default=RankPart(None, 0, 1, ranks.replica, ranks.num_replicas))
     several = {path: found for path, found in holders.items() if len(found) > 1}
@@ -58,6 +57,27 @@ def apply_pipeline_parallel(model: LanguageModel, stacks: Sequence[Stack], ranks
     own = tuple(stage for stage in stages if ranks.split.rank_of(stage) == ranks.rank)
     groups = tuple(sorted(set(several.values())))
     model.pipeline = RankStages(own, len(stages), shared, groups)
+
+
+def distribute_layers(model: LanguageModel, stacks: Sequence[Stack], relay: Relay) -> None:
+    """Remove the layers of other pipeline ranks from a model for inference on the meta device, in place.
+
+    Args:
+        model: model on the meta device.
+        stacks: its stacks, each with at least as many layers as there are ranks.
+        relay: the pipeline ranks.
+    """
+    for stack in stacks:
+        stack.relay = relay
+    _remove(
+        model,
+        (
+            f"{name}.layers.{number}"
+            for name, stack in model.named_children()
+            if isinstance(stack, Stack)
+            for number in set(range(stack.num_layers)).difference(relay.layers(stack.num_layers))
+        ),
+    )
 
 
 def _holders(
@@ -104,16 +124,24 @@ def _has(model: LanguageModel, name: str, stage: Stage) -> bool:
     return stage.begins and stage.stack == of_decoder
 
 
-def _remove(model: nn.Module, path: str) -> None:
-    parent, _, name = path.rpartition(".")
-    owner = model.get_submodule(parent)
-    if isinstance(owner, nn.ModuleList):  # other layers keep their numbers
-        delattr(owner, name)
-    elif name in dict(owner.named_children()):
-        setattr(owner, name, None if isinstance(owner, Stack) else OnOtherStage())
-    else:
-        setattr(owner, name, None)
-        getattr(owner, "partitions", {}).pop(name, None)
+def _remove(model: nn.Module, paths: Iterable[str]) -> None:
+    """Remove modules and parameters that other ranks have (`names_elsewhere`)."""
+    names = _tensor_names(model)
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(owner, nn.ModuleList):  # other layers keep their numbers
+            delattr(owner, name)
+        elif name in dict(owner.named_children()):
+            setattr(owner, name, None if isinstance(owner, Stack) else OnOtherStage())
+        else:
+            setattr(owner, name, None)
+            getattr(owner, "partitions", {}).pop(name, None)
+    model.__dict__["elsewhere"] = names - _tensor_names(model)
+
+
+def _tensor_names(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
 
 
 def _share(model: nn.Module, path: str, holders: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:

@@ -29,6 +29,7 @@ from .memory.recompute import RecomputableModule, run_with_recompute, should_rec
 from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel, shard_tokens, unshard_tokens
 from .parallel.context import SequenceShard
+from .parallel.relay import Relay
 from .parallel.stages import Stage
 from .parallel.traffic import Collective
 
@@ -47,6 +48,7 @@ class Stack(RecomputableModule):
     Attributes:
         num_layers: number of layers of all pipeline stages; `layers` has those of this rank, under their numbers.
         recompute_chunk: number of layers that are recomputed together.
+        relay: the pipeline ranks that share the layers in inference; None for one.
         activation_offload: keeps the saved tensors of the first layers in host memory, or None.
         shard: which tokens of whole sequences the rank has in training and evaluation; None: all.
         tensor_parallel: the ranks that share each layer; None for one.
@@ -57,6 +59,7 @@ class Stack(RecomputableModule):
     activation_offload: ActivationOffload | None = None
     weight_offload: WeightOffload | None = None
     tensor_parallel: TensorParallel | None = None
+    relay: Relay | None = None
     shard: SequenceShard | None = None
 
     def __init__(
@@ -162,7 +165,10 @@ class Stack(RecomputableModule):
         if self.activation_offload is not None and should_recompute(self):
             activations = self.activation_offload.begin_forward(len(self.layers), context)
         chunk = self.recompute_chunk if self.is_recomputed else 1
+        relay = self.relay
         run = range(self.num_layers) if stage is None else stage.layers
+        if relay is not None:
+            run, hidden = relay.layers(self.num_layers), relay.receive(hidden)
         for first in range(run.start, run.stop, chunk):
             numbers = range(first, min(first + chunk, run.stop))
             layers = [cast(Layer, self.layers.get_submodule(str(number))) for number in numbers]
@@ -186,6 +192,7 @@ class Stack(RecomputableModule):
                 activations.post_forward(numbers, hidden)
         if stage is not None and not stage.ends:
             return hidden
+        hidden = hidden if relay is None else relay.share(hidden)
         hidden = hidden if self.final_norm is None else self.final_norm(hidden)
         return hidden if ranks is None or batch is None else unshard_tokens(hidden, ranks, batch)
 
@@ -202,10 +209,10 @@ class Stack(RecomputableModule):
 
         Args:
             hidden: (rows, tokens, hidden_size); one token is a decode step, more are a prefill.
-            caches: KV cache of each layer, whose lengths include these tokens.
+            caches: KV cache of each layer of this rank, whose lengths include these tokens.
             positions: position ids, int64 (rows, tokens), required for a decode step; None counts each row from 0.
             terms: position-dependent terms added to the attention scores.
-            memories: cached cross-attention keys and values of each layer; None in a stack without it.
+            memories: cached cross-attention keys and values of each layer of this rank; None in a stack without it.
 
         Returns:
             (rows, tokens, hidden_size), after the final norm.
@@ -214,10 +221,12 @@ class Stack(RecomputableModule):
             self.tensor_parallel.shards_tokens = False
         rotary = None if self.rotary is None else self.rotary(hidden.shape[1] if positions is None else positions)
         step = self._compiled_step if hidden.shape[1] == 1 and self._compiled_step is not None else _run_layer_cached
+        hidden = hidden if self.relay is None else self.relay.receive(hidden)
         for number, layer in enumerate(self.layers):  # numbers in the caches
             memory = None if memories is None else memories[number]
             context = LayerContext("generation", rotary, terms, memory=memory, cache=caches[number])
             hidden = step(cast(Layer, layer), hidden, context)
+        hidden = hidden if self.relay is None else self.relay.share(hidden)
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
     def compile_decode_step(self) -> None:

@@ -7,7 +7,7 @@ model states in an attribute `default_partition` which ranks replicate all other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -170,6 +170,11 @@ def set_partitions(module: nn.Module, partitions: Mapping[str, RankPart], defaul
         default: the part of all others of the model; for a model only.
     """
     module.__dict__.update(partitions=dict(partitions), default_partition=default)
+
+
+def names_elsewhere(model: nn.Module) -> Set[str]:
+    """Return the names of the parameters and buffers that only other ranks of a pipeline have."""
+    return getattr(model, "elsewhere", frozenset())
 
 
 def partitions_of(model: nn.Module) -> dict[str, RankPart]:

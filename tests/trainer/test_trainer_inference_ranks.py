@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,22 +14,55 @@ from fork_server import ForkServer
 from tiers import extra, full_only
 from tiny_run import tiny_config
 
+from stoker.models.parallel.layout import ParallelLayout
 from stoker.trainer.cli.main import main
+from stoker.trainer.conversion.load_model import load_model
 from stoker.trainer.train import run_training
-from stoker.trainer.utils.errors import EXIT_BAD_INPUT
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, UserError
 
 MODEL: dict[str, Any] = {
     "trainer__max_steps": 2, "trainer__val_check_interval": 2, "model__num_attention_heads": 4, "model__bias": False,
-    "model__hidden_dropout": 0.0, "model__attention_dropout": 0.0,
+    "model__num_layers": 3, "model__hidden_dropout": 0.0, "model__attention_dropout": 0.0,
 }  # fmt: skip
+STACK = {
+    "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "bias": False,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "trainer__max_steps": 2,
+    "trainer__val_check_interval": 2,
+    "model": {
+        "family": "t5",
+        "seq_length": 16,
+        "encoder": STACK,
+        "decoder": STACK | {"num_layers": 2, "num_query_groups": 2},
+        "micro_batch_size": 2,
+        "global_batch_size": 4,
+        "data": {"data_impl": "mock", "seq_length_dec": 12},
+        "optim": {"lr": 1e-2, "sched": {"max_steps": 100, "warmup_steps": 2}},
+    },
+}
 GROUPED = {"model__num_query_groups": 1, "model__position_embedding_type": "rope", "model__activation": "fast-swiglu"}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": MODEL | GROUPED,
+    "t5": T5,
     **dict(
         extra(
-            ("experts", MODEL | {"model__num_moe_experts": 4, "model__position_embedding_type": "kerple"}),
+            (
+                "experts",
+                MODEL
+                | {
+                    "model__num_moe_experts": 4,
+                    "model__moe_layer_freq": [0, 0, 1],
+                    "model__moe_expert_capacity_factor": 1.0,
+                    "model__position_embedding_type": "kerple",
+                },
+            ),
             ("alibi", MODEL | {"model__position_embedding_type": "alibi", "model__logits_soft_cap": 4.0}),
+            ("relative", MODEL | {"model__position_embedding_type": "relative"}),
+            ("bert", MODEL | {"model__family": "bert"}),
             ("lora", MODEL | {"model__peft__peft_scheme": "lora"}),
+            ("ptuning", MODEL | {"model__peft__peft_scheme": "ptuning"}),
         )
     ),
 }
@@ -42,13 +76,53 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in MODELS}
 
 
-def test_ranks_answer_as_one_process(checkpoints: dict[str, Path], forks: ForkServer, tmp_path: Path) -> None:
-    paths = [str(path) for path in checkpoints.values()]
-    alone, together = (forks.call("inference_ranks_runs", "results", str(tmp_path), paths, size) for size in (1, 2))
-    for name, one, two in zip(checkpoints, alone, together, strict=True):
-        assert two.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-5), name
-        assert two.pop("weights") < 0.9 * one.pop("weights"), name
-        assert two == one, name
+@pytest.fixture(scope="module")
+def alone(checkpoints: dict[str, Path], forks: ForkServer) -> dict[str, dict[str, Any]]:
+    return answers(forks, Path(), checkpoints)
+
+
+def answers(
+    forks: ForkServer, folder: Path, models: dict[str, Path], ranks: int = 1, stages: int = 1, *, ema: bool = False
+) -> dict[str, dict[str, Any]]:
+    paths = [str(path) for path in models.values()]
+    found = forks.call("inference_ranks_runs", "results", str(folder), paths, ranks, stages, ema)
+    return dict(zip(models, found, strict=True))
+
+
+def check_equal(together: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
+    for name, found in together.items():
+        wanted = dict(alone[name])
+        assert found.pop("loss") == pytest.approx(wanted.pop("loss"), rel=1e-5), name
+        assert found.pop("weights") < 0.9 * wanted.pop("weights"), name
+        assert found == wanted, name
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (2, 2), *extra((4, 2))])
+def test_ranks_answer_as_one_process(
+    checkpoints: dict[str, Path],
+    alone: dict[str, dict[str, Any]],
+    forks: ForkServer,
+    tmp_path: Path,
+    ranks: int,
+    stages: int,
+) -> None:
+    check_equal(answers(forks, tmp_path, checkpoints, ranks, stages), alone)
+
+
+@full_only
+def test_stages_load_folders_adapters_and_averages(forks: ForkServer, tmp_path: Path) -> None:
+    from adapter_runs import base_folder, finetune
+
+    averaged = ["exp_manager.ema.enable=true", "exp_manager.ema.decay=0.5", "trainer.max_steps=3"]
+    base = base_folder("llama", tmp_path / "llama")
+    finetune(base, tmp_path / "adapter", *averaged, "model.peft.lora_tuning.row_init_method=normal")
+    finetune(base, tmp_path / "whole", *averaged, peft=None)
+    runs = {name: tmp_path / name for name in ("adapter", "whole")}
+    plain = {**runs, "llama": base}
+    for models, ema in ((plain, False), (runs, True)):
+        folder = tmp_path / f"ranks-{ema}"
+        folder.mkdir()
+        check_equal(answers(forks, folder, models, 2, 2, ema=ema), answers(forks, folder, models, ema=ema))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +139,8 @@ def test_ranks_answer_as_one_process(checkpoints: dict[str, Path], forks: ForkSe
             "evaluate --tasks arc_easy",
             "start stoker evaluate without torchrun",
         ),
+        ({}, "generate --pipeline-parallel 2", "--pipeline-parallel 2 must divide the number of processes (1); start"),
+        ({}, "evaluate --tasks arc_easy --pipeline-parallel 2", "leave it out with --tasks"),
     ],
 )
 def test_ranks_that_cannot_be_are_told(
@@ -82,14 +158,27 @@ def test_ranks_that_cannot_be_are_told(
     assert said in capsys.readouterr().err
 
 
+def test_stages_have_layers(checkpoints: dict[str, Path]) -> None:
+    ranks: Any = SimpleNamespace(layout=ParallelLayout(pipeline=3))
+    with pytest.raises(
+        UserError, match=r"--pipeline-parallel 3 must be at most 2, the layers of a stack of checkpoint"
+    ):
+        load_model(checkpoints["t5"], "cpu", ranks=ranks)
+
+
 @full_only
 def test_torchrun_starts_them(checkpoints: dict[str, Path]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     given = [str(checkpoints["grouped"]), "--device", "cpu"]
+    several = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     for verb in (["generate", "--prompt", "To be", "--temperature", "0", "--max-new-tokens", "8"], ["evaluate"]):
         command = ["-m", "stoker", verb[0], *given, *verb[1:]]
         alone = subprocess.run([sys.executable, *command], capture_output=True, check=True)
-        several = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-        together = subprocess.run([*several, *command], capture_output=True, check=True)
-        assert together.stdout == alone.stdout
+        for stages in ("1", "2"):
+            added = ["--pipeline-parallel", stages]
+            together = subprocess.run([*several, *command, *added], capture_output=True, check=True)
+            assert together.stdout == alone.stdout
+    wrong = [*several, "-m", "stoker", "generate", *given, "--pipeline-parallel", "3"]
+    refused = subprocess.run(wrong, capture_output=True, text=True, check=False)
+    assert "--pipeline-parallel 3 must divide the number of processes (2)" in refused.stderr

@@ -21,7 +21,7 @@ checkpoints and applies retention.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ...models.config.key_block import ConfigBlock
 from ...models.moe.moe_layer import find_moe_layers
+from ...models.parallel.partition import names_elsewhere
 from ...models.peft.added_parameters import peft_parameter_names
 from ...models.peft.apply import trainable_parameters
 from ..optim.base_optimizer import Optimizer
@@ -199,28 +200,32 @@ class Checkpoint:
         """
         tensors = trainable_tensors(model) if self.is_adapter else base_tensors(model)
         shards = local_shards(model, tensors)
-        self._fill(ADAPTER if self.is_adapter else WEIGHTS, shards, cast=cast)
+        elsewhere = names_elsewhere(model)
+        self._fill(ADAPTER if self.is_adapter else WEIGHTS, shards, elsewhere, cast=cast)
         if self.uses_ema:
-            self._fill(
-                EMA_WEIGHTS, {name: shards[name] for name in self._averaged_names() if name in shards}, cast=cast
-            )
+            averaged = {name: shards[name] for name in self._averaged_names() if name in shards}
+            self._fill(EMA_WEIGHTS, averaged, elsewhere, cast=cast)
 
-    def load_optimizer(self, optimizer: Optimizer) -> None:
+    def load_optimizer(self, optimizer: Optimizer, elsewhere: Set[str] = frozenset()) -> None:
         """Load main weights and state into an optimizer of a model with the same parameters.
+
+        Args:
+            optimizer: the optimizer.
+            elsewhere: names of the parameters that other ranks have (`names_elsewhere`).
 
         Raises:
             UserError: the tensors do not match the optimizer; lists the differences.
         """
-        self._fill(OPTIMIZER, optimizer.local_shards())
+        self._fill(OPTIMIZER, optimizer.local_shards(), elsewhere)
         optimizer.step_count = self.state.step if self.state.updates is None else self.state.updates
 
-    def load_ema(self, ema: Mapping[str, LocalShard]) -> None:
-        """Load the moving average of the weights.
+    def load_ema(self, ema: Mapping[str, LocalShard], elsewhere: Set[str] = frozenset()) -> None:
+        """Load the moving average of the weights; `elsewhere` as in `load_optimizer`.
 
         Raises:
             UserError: the tensors do not match; lists the differences.
         """
-        self._fill(EMA_WEIGHTS, ema)
+        self._fill(EMA_WEIGHTS, ema, elsewhere)
 
     def _averaged_names(self) -> list[str]:
         try:
@@ -229,10 +234,12 @@ class Checkpoint:
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
 
-    def _fill(self, kind: str, destination: Mapping[str, LocalShard], *, cast: bool = False) -> None:
+    def _fill(
+        self, kind: str, destination: Mapping[str, LocalShard], elsewhere: Set[str], *, cast: bool = False
+    ) -> None:
         try:
             with torch.no_grad():
-                read_shards(self._tensor_files(kind), destination, cast=cast)
+                read_shards(self._tensor_files(kind), destination, cast=cast, elsewhere=elsewhere)
         except DamagedFileError as error:
             raise UserError(f"checkpoint {self.path} cannot be used: {error}") from None
         except ValueError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,13 +82,16 @@ class _FilePart(NamedTuple):
     columns: tuple[int, int] | None
 
 
-def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, cast: bool = False) -> None:
+def read_shards(
+    paths: Collection[Path], shards: Mapping[str, LocalShard], *, cast: bool = False, elsewhere: Set[str] = frozenset()
+) -> None:
     """Load every local shard in place from the files that hold its rows.
 
     Args:
         paths: all files of a kind.
         shards: local shards by name; the files together must hold exactly these tensors, in full.
         cast: convert values of other dtypes instead of raising.
+        elsewhere: names of parameters that other ranks read, with all their tensors (`NAME` and `NAME.KEY`).
 
     Raises:
         DamagedFileError: a file is not safetensors, or a part of a tensor is missing or duplicated.
@@ -96,7 +99,8 @@ def read_shards(paths: Collection[Path], shards: Mapping[str, LocalShard], *, ca
     """
     with ExitStack() as stack:
         found, described = _read_headers(paths, stack)
-        problems = _differences(described, shards, cast)
+        own = {name: each for name, each in described.items() if elsewhere.isdisjoint((name, name.rpartition(".")[0]))}
+        problems = _differences(own, shards, cast)
         if problems:
             raise ValueError("\n".join(problems))
         for name, shard in shards.items():

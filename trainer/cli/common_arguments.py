@@ -65,6 +65,18 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ema", action="store_true", help="use the moving average of the weights (exp_manager.ema)")
 
 
+def add_pipeline_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--pipeline-parallel`, of verbs whose processes share a model under torchrun."""
+    parser.add_argument(
+        "--pipeline-parallel",
+        metavar="P",
+        type=positive_int,
+        default=1,
+        help="under torchrun: distribute the layers over P stages, a part of the processes each; the processes of a "
+        "stage share each of its layers (default: 1)",
+    )
+
+
 def model_path(args: argparse.Namespace) -> Path:
     """Return the model path, given as the positional argument or with --checkpoint.
 

@@ -12,7 +12,7 @@ from ..distributed.placement import torchrun_ranks
 from ..utils import environment
 from ..utils.errors import EXIT_OK, UserError
 from . import evaluate_tasks as tasks
-from .common_arguments import add_checkpoint_arguments, model_path, positive_int
+from .common_arguments import add_checkpoint_arguments, add_pipeline_argument, model_path, positive_int
 from .early_checks import check_model_path
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stoker evaluate`."""
     add_checkpoint_arguments(parser)
+    add_pipeline_argument(parser)
     parser.add_argument(
         "--split",
         choices=["validation", "test"],
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from ..conversion.load_model import load_model
     from ..distributed.inference_ranks import inference_ranks
 
-    with inference_ranks() as ranks:
+    with inference_ranks(args.pipeline_parallel) as ranks:
         return _evaluate(args, load_model(path, args.device, args.base, ema=args.ema, ranks=ranks))
 
 

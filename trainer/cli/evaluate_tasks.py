@@ -42,6 +42,8 @@ def has_tasks(args: argparse.Namespace) -> bool:
     task_options = {"--tasks-dir": args.tasks_dir, "--num-fewshot": args.num_fewshot, "--limit-docs": args.limit_docs}
     task_options["--apply-chat-template"] = args.apply_chat_template or None
     data_options = {"--data-path": args.data_path, "--limit-batches": args.limit_batches}
+    if args.tasks is not None and args.pipeline_parallel > 1:
+        data_options["--pipeline-parallel"] = args.pipeline_parallel
     unused = task_options if args.tasks is None else data_options
     if wrong := [name for name, value in unused.items() if value is not None]:
         needs = "needs --tasks" if args.tasks is None else "applies to the run's own data; leave it out with --tasks"

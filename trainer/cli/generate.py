@@ -16,6 +16,7 @@ from ..utils.errors import EXIT_OK, UserError
 from ..utils.text import truncate_lines
 from .common_arguments import (
     add_checkpoint_arguments,
+    add_pipeline_argument,
     model_path,
     number_type,
     parse_float,
@@ -57,6 +58,7 @@ _number = number_type(parse_float, math.isfinite, "a finite number")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stoker generate`."""
     add_checkpoint_arguments(parser)
+    add_pipeline_argument(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument(
         "--prompt",
@@ -154,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     from ..conversion.load_model import load_model
     from ..distributed.inference_ranks import inference_ranks
 
-    with inference_ranks() as ranks:
+    with inference_ranks(args.pipeline_parallel) as ranks:
         return _generate(args, prompts, load_model(path, args.device, args.base, ema=args.ema, ranks=ranks))
 
 

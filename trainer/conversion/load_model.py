@@ -17,7 +17,8 @@ from ...models.build import TORCH_DTYPES, LanguageModel, build_model
 from ...models.config.families import keys_by_stack
 from ...models.config.t5 import T5Keys
 from ...models.model_cost import count_parameters
-from ...models.parallel.collectives import TensorParallel
+from ...models.parallel.layout import ONE_RANK
+from ...models.parallel.relay import Relay
 from ..checkpoint.hf_files import is_hf_folder, is_peft_folder
 from ..checkpoint.reader import RunState, find_checkpoint
 from ..config.resolved_run import ResolvedRun
@@ -25,6 +26,7 @@ from ..config.run_config import RunConfig
 from ..config.run_precision import RunPrecision, resolve_precision
 from ..data.tokenizers.tokenizer import Tokenizer
 from ..device.choose_device import compute_capability, device_from_option
+from ..distributed.mesh import Mesh
 from ..utils.errors import UserError
 from ..utils.host_memory import host_memory
 from .adapter_weights import find_base_of_adapter, load_with_base
@@ -80,7 +82,7 @@ def load_model(
     base: Path | None = None,
     *,
     ema: bool = False,
-    ranks: TensorParallel | None = None,
+    ranks: Mesh | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -93,7 +95,8 @@ def load_model(
         ranks: ranks that share the model, of which this process loads one's part; None for one process.
 
     Raises:
-        UserError: there is no usable model or no such device, or the base weights of an adapter are missing.
+        UserError: there is no usable model or no such device, it has fewer layers than stages, or the base weights of
+            an adapter are missing.
     """
     device = device_from_option(device_name)
     if is_hf_folder(path) and not is_peft_folder(path):
@@ -118,9 +121,14 @@ def load_model(
             keys = keys.model_copy(update={name: stack.model_copy(update=defaults) for name, stack in stacks.items()})
         else:
             keys = keys.model_copy(update=defaults)
+    layout, layers = ONE_RANK if ranks is None else ranks.layout, min(stack.num_layers for stack in run.family.stacks)
+    if layout.pipeline > layers:
+        raise UserError(
+            f"--pipeline-parallel {layout.pipeline} must be at most {layers}, the layers of a stack of {saved.name}"
+        )
     vocab_size = keys.override_vocab_size or tokenizer.vocab_size
     needed, available = (
-        count_parameters(keys, vocab_size, run.batch_spec) * precision.weights_itemsize // (ranks.size if ranks else 1),
+        count_parameters(keys, vocab_size, run.batch_spec) * precision.weights_itemsize // layout.model_ranks,
         host_memory(),
     )
     if available is not None and needed > available:
@@ -140,7 +148,10 @@ def load_model(
             compute_dtype=TORCH_DTYPES[precision.compute],
             kinds=("evaluation", "generation"),
             peft=run.peft,
-            tensor_parallel=ranks,
+            tensor_parallel=None if ranks is None else ranks.tensor,
+            relay=None
+            if ranks is None or layout.pipeline == 1
+            else Relay(ranks.stages.rank, layout.pipeline, ranks.stages.group),
         )
     except ValueError as error:
         raise UserError([f"{saved.name} cannot run here:", *str(error).splitlines()]) from None

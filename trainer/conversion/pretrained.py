@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...models.model_cost import count_parameters
+from ...models.parallel.partition import names_elsewhere
 from ..checkpoint.hf_files import check_pretrained_path, is_hf_folder
 from ..checkpoint.reader import WEIGHTS, BaseRecord, Checkpoint, base_tensors, find_checkpoint, read_manifest
 from ..checkpoint.sharded_safetensors import open_full_tensors, shard_files
@@ -195,7 +196,8 @@ def hf_tokenizer_keys(path: Path) -> dict[str, Any]:
 
 def _fill(path: Path, found: TensorSource, model: nn.Module) -> None:
     wanted = local_shards(model, base_tensors(model))
-    problems = describe_differences(found.specs, {name: shard.shape for name, shard in wanted.items()})
+    own = {name: spec for name, spec in found.specs.items() if name not in names_elsewhere(model)}
+    problems = describe_differences(own, {name: shard.shape for name, shard in wanted.items()})
     if problems:
         raise UserError(
             [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...models.build import TORCH_DTYPES, LanguageModel, ModelPlan
 from ...models.build import build_model as build_from_keys
-from ...models.parallel.partition import partitions_of
+from ...models.parallel.partition import names_elsewhere, partitions_of
 from ...models.peft.apply import trainable_parameters
 from ...models.tensor_parallel import partial_gradients, reduce_partial_gradients
 from ..checkpoint.reader import BaseRecord, Checkpoint, RunState
@@ -75,7 +75,7 @@ def build_training_state(run: RunContext) -> TrainingState:
     ema = build_ema(resolved.exp_manager.ema, model, optimizer, data_parallel)
     if ema is not None and resumed is not None:
         if resumed.has_ema:
-            resumed.load_ema(ema.local_shards())
+            resumed.load_ema(ema.local_shards(), names_elsewhere(model))
         else:
             run.logger.log(f"warning: {resumed.path} holds no EMA weights; the EMA starts from the current weights")
     return TrainingState(model, optimizer, ema, data_parallel, start)
@@ -94,7 +94,7 @@ def _resume(
     load_resumed_weights(resumed, model, base, run.config.root)
     for warning in changes:  # logged only after the weights fit
         run.logger.log(f"warning: {warning}")
-    resumed.load_optimizer(optimizer)
+    resumed.load_optimizer(optimizer, names_elsewhere(model))
     state = resumed.state
     run.logger.log(f"resuming from {resumed.path}, {pluralize(state.consumed_samples, 'sample')} consumed")
     progress = ("step", "consumed_samples", "loop", "metrics")

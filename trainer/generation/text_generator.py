@@ -273,6 +273,7 @@ class Generator:
     ) -> DecodeLoop:
         longest = max(map(len, read))
         most, ranks = self._most(limits), self._model.tensor_parallel
+        alone = ranks is None and get_stacks(self._model)[-1].relay is None
         with self._within():
             decoder = self._decoder(rows, longest, most)
         return DecodeLoop(
@@ -283,7 +284,7 @@ class Generator:
             device=self._device,
             autocast=self._within,
             decoder_start_id=self._start,
-            cuda_graph=self._device.type == "cuda" and ranks is None and not _synchronizes(self._model),
+            cuda_graph=self._device.type == "cuda" and alone and not _synchronizes(self._model),
         )
 
     def _pieces(
