@@ -199,9 +199,19 @@ class Pipeline:
         return Schedule1F1B(stages[0], micro_batches, **options)
 
     def run_stage(self, stage: Stage, received: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
-        """Run a stage of the current step."""
+        """Run a stage of the current step; return contiguous tensors of the shapes that the next stage expects.
+
+        Raises:
+            RuntimeError: the output has other shapes, which the next stage would read as garbage.
+        """
         assert self._run is not None
-        return self._run(micro_batch, StageInput(stage, received))
+        output = self._run(micro_batch, StageInput(stage, received))
+        found, expected = (
+            [(tuple(each.shape), each.dtype) for each in which] for which in (output, self._outputs[stage.number])
+        )
+        if not stage.last and found != expected:
+            raise RuntimeError(f"pipeline stage {stage.number} has the output {found}, not {expected}")
+        return tuple(map(Tensor.contiguous, output))
 
 
 def _loss_of(output: Any, target: Tensor) -> Tensor:
