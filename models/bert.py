@@ -238,7 +238,7 @@ class BERT(nn.Module):
             hidden, dropout = self.encoder.drop_embeddings(self._embed(hidden, token_types, positions), self.dropout)
         else:
             dropout = self.encoder.draw_dropout(tokens.shape, tokens.device, self.dropout)
-        stage, shape = (None, None) if at is None else (at.stage, tokens.shape)
+        shape = None if at is None else tokens.shape
         with eager_layers(self.compiled and kind == "generation"):
             hidden = self.encoder(
                 hidden,
@@ -248,10 +248,10 @@ class BERT(nn.Module):
                 padding=padding,
                 routed=routed,
                 dropout=dropout,
-                stage=stage,
+                at=at,
                 shape=shape,
             )
-        if stage is not None and not stage.ends:
+        if at is not None and not at.stage.ends:
             return hidden
         hidden = hidden[:, :length]
         if self.transform is not None and self.transform_norm is not None:

@@ -173,8 +173,18 @@ def build_model(
     }
     model = assembled(plan.decisions, backends)
     make_copies = copy_engine_factory(device) if "training" in kinds else None
-    for stack_slice, stack, labels in zip(described.stacks, get_stacks(model), training_labels(described), strict=True):
-        apply_recompute(stack, stack_slice, plan.decisions, *labels, offloads=make_copies is not None)
+    stages = () if model.pipeline is None else model.pipeline.stages
+    described_stacks = zip(described.stacks, get_stacks(model), training_labels(described), strict=True)
+    for index, (stack_slice, stack, labels) in enumerate(described_stacks):
+        apply_recompute(
+            stack,
+            stack_slice,
+            plan.decisions,
+            *labels,
+            offloads=make_copies is not None,
+            stages=[stage for stage in stages if stage.stack == index],
+            pipeline=pipeline_parallel,
+        )
     if context_parallel is not None:
         apply_context_parallel(model, context_parallel)
     model.compiled, model.compile_reason = plan.compiled, plan.compile_reason

@@ -219,7 +219,7 @@ class GPT(nn.Module):
                 )
             if self.prompt is not None:
                 routed = self.prompt.extend_routing_mask(routed)
-            stage, shape = (None, None) if at is None else (at.stage, tokens.shape)
+            shape = None if at is None else tokens.shape
             hidden = self.decoder(
                 hidden,
                 kind,
@@ -227,7 +227,7 @@ class GPT(nn.Module):
                 packed=packed,
                 routed=routed,
                 dropout=dropout,
-                stage=stage,
+                at=at,
                 shape=shape,
             )
             return hidden if self.prompt is None else hidden[:, len(self.prompt) :]

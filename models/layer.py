@@ -123,7 +123,7 @@ class Layer(RecomputableModule):
         Returns:
             The new residual stream (batch, tokens, hidden_size), and the router statistics for `update_statistics`.
         """
-        if self.is_recomputed:
+        if self.is_recomputed or context.recompute:
             return run_with_recompute(self._run, self.preserve_rng_state, hidden, context)
         return self._run(hidden, context)
 

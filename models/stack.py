@@ -30,7 +30,7 @@ from .moe.moe_layer import MoE
 from .parallel.collectives import TensorParallel, shard_tokens, unshard_tokens
 from .parallel.context import SequenceShard
 from .parallel.relay import Relay
-from .parallel.stages import Stage
+from .parallel.stages import Stage, StageInput
 from .parallel.traffic import Collective
 
 
@@ -52,11 +52,14 @@ class Stack(RecomputableModule):
         activation_offload: keeps the saved tensors of the first layers in host memory, or None.
         shard: which tokens of whole sequences the rank has in training and evaluation; None: all.
         tensor_parallel: the ranks that share each layer; None for one.
+        recomputes_stage: returns True if a micro batch recomputes all layers of a pipeline stage, given the stage, the
+            index of the micro batch in the step, and their number; None: none does.
         weight_offload: keeps the weights of the first layers in host memory between uses, or None.
     """
 
     recompute_chunk: int = 1
     activation_offload: ActivationOffload | None = None
+    recomputes_stage: Callable[[Stage, int, int], bool] | None = None
     weight_offload: WeightOffload | None = None
     tensor_parallel: TensorParallel | None = None
     relay: Relay | None = None
@@ -122,7 +125,7 @@ class Stack(RecomputableModule):
         routed: Tensor | None = None,
         memory: Memory | None = None,
         dropout: StackDropout | None = None,
-        stage: Stage | None = None,
+        at: StageInput | None = None,
         shape: Sequence[int] | None = None,
     ) -> Tensor:
         """Run all layers, or those of a pipeline stage.
@@ -138,7 +141,7 @@ class Stack(RecomputableModule):
                 than are attended to; None: those of `padding`.
             memory: encoder output for cross-attention; None in a stack without it.
             dropout: dropouts of this forward (`drop_embeddings`); None outside training or without dropout.
-            stage: the pipeline stage to run; None: all.
+            at: the pipeline stage to run; None: all.
             shape: (batch, tokens) of this rank; None: those of `hidden`.
 
         Returns:
@@ -146,6 +149,7 @@ class Stack(RecomputableModule):
             stream, with sequence parallelism that of the rank's share of the tokens.
         """
         rows, tokens = hidden.shape[:2] if shape is None else shape
+        stage = None if at is None else at.stage
         whole = tokens
         if self.shard is not None:
             whole = self.shard.whole_length(tokens)
@@ -161,6 +165,8 @@ class Stack(RecomputableModule):
                 hidden = shard_tokens(hidden, ranks) if stage is None or stage.begins else hidden
                 stream_tokens = None if stream_tokens is None else stream_tokens.chunk(ranks.size)[ranks.rank]
         context = LayerContext(kind, rotary, terms, packed, padding, routed, memory, batch=batch)
+        if self.recomputes_stage is not None and at is not None and should_recompute(self):
+            context = context._replace(recompute=self.recomputes_stage(at.stage, at.micro_batch, at.micro_batches))
         weights, activations = self.weight_offload, None
         if self.activation_offload is not None and should_recompute(self):
             activations = self.activation_offload.begin_forward(len(self.layers), context)

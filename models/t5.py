@@ -392,7 +392,7 @@ class T5(nn.Module):
             padding=padding,
             routed=routed,
             dropout=dropout,
-            stage=None if at is None else at.stage,
+            at=at,
             shape=shape,
         )
         return EncoderOutput(hidden, padding, token_places(shape, shard, tokens.device) if self.training else None)
@@ -433,7 +433,6 @@ class T5(nn.Module):
         else:
             dropout = self.decoder.draw_dropout(tokens.shape, tokens.device, self.dropouts[1])
         memory = Memory(encoded.hidden, encoded.padding, cross_packed, terms, encoded.tokens)
-        stage = None if at is None else at.stage
         hidden = self.decoder(
             hidden,
             kind,
@@ -442,10 +441,10 @@ class T5(nn.Module):
             routed=routed,
             memory=memory,
             dropout=dropout,
-            stage=stage,
+            at=at,
             shape=tokens.shape,
         )
-        if self.output_scale == 1.0 or (stage is not None and not stage.ends):
+        if self.output_scale == 1.0 or (at is not None and not at.stage.ends):
             return hidden
         return hidden * self.output_scale
 

@@ -29,7 +29,13 @@ class MemoryKeys(MoEKeys):
     """With `full`: recompute all layers, in chunks of which only the input is saved (`uniform`), or the first layers,
     each individually (`block`)."""
     activations_checkpoint_num_layers: int | None = Field(None, ge=0)
-    """`uniform`: layers per chunk. `block`: number of first layers. 0: none."""
+    """`uniform`: layers per chunk. `block`: number of first layers, of each stage of a pipeline. 0: none."""
+    num_micro_batches_with_partial_activation_checkpoints: int | None = Field(None, ge=0)
+    """With `block` in a pipeline: of the micro batches that a rank has in flight, as many recompute the first layers
+    only, the others all layers; null: none does."""
+    activations_checkpoint_layers_per_pipeline: float | None = Field(None, ge=0)
+    """With `block` in a pipeline: rank r recomputes int(r times this) first layers fewer, since later ranks have fewer
+    micro batches in flight; null: 0."""
     activations_checkpoint_modules: Annotated[list[RecomputeModule], Field(min_length=1)] | None = extension_field(None)
     """Modules to recompute in each layer that is not recomputed as a whole: `norm` and `mlp_activation` (cheap: no
     GEMM runs twice), `core_attention`, `moe` (same as `moe_layer_recompute`)."""
@@ -54,13 +60,18 @@ class RecomputeSlice:
 
     Attributes:
         chunk: layers that are recomputed together; only the input of the first is saved.
-        layers: number of first layers that are recomputed as a whole; 0 for none.
+        layers: number of first layers, of each stage of a pipeline, that are recomputed as a whole; 0 for none.
         modules: modules that are recomputed in each of the other layers.
+        partial_micro_batches: in a pipeline, number of the micro batches in flight that recompute only these layers,
+            while the others recompute all (`models/recompute/per_stage.py`); None: all recompute these.
+        fewer_per_rank: rank r of a pipeline recomputes int(r * fewer_per_rank) layers fewer.
     """
 
     chunk: int
     layers: int
     modules: frozenset[RecomputeModule]
+    partial_micro_batches: int | None = None
+    fewer_per_rank: float = 0.0
 
     @property
     def description(self) -> str:
@@ -69,6 +80,21 @@ class RecomputeSlice:
         whole = [f"{self.layers} {'layers' if self.layers > 1 else 'layer'}{together}"] if self.layers else []
         parts = join_module_names(self.modules)
         return "; ".join([*whole, *([f"{parts} of {'the others' if whole else 'every layer'}"] if parts else [])])
+
+    @property
+    def pipeline_description(self) -> str:
+        """The same, of the ranks of a pipeline."""
+        found = [f"{self.description} of each stage" if self.layers else self.description]
+        if self.fewer_per_rank:
+            found.append(f"rank r int(r * {self.fewer_per_rank:g}) layers fewer")
+        if self.partial_micro_batches is not None:
+            found.append(f"all layers but in {self.partial_micro_batches} of the micro batches in flight")
+        return "; ".join(filter(None, found))
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True if some micro batches recompute some layers as a whole."""
+        return bool(self.layers) or self.partial_micro_batches is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +126,17 @@ def recompute_slice(keys: MemoryKeys, *, with_experts: tuple[bool, ...]) -> Reco
         with_experts: True for each layer with experts; () for a dense stack.
     """
     chunk, layers = full_recompute_layers(keys)
-    shared = keys.moe_shared_expert_intermediate_size is not None
+    shared, (partial, fewer) = keys.moe_shared_expert_intermediate_size is not None, partial_recompute(keys)
     acting = effective_modules(
-        with_experts[layers:], shared_expert=shared, post_ln=keys.transformer_block_type == "post_ln"
+        with_experts if fewer else with_experts[layers:],
+        shared_expert=shared,
+        post_ln=keys.transformer_block_type == "post_ln",
     )
-    modules = selected_modules(keys) & acting if layers < keys.num_layers else frozenset()
-    return RecomputeSlice(chunk=chunk, layers=layers, modules=modules) if layers or modules else None
+    modules = selected_modules(keys) & acting if layers < keys.num_layers or fewer else frozenset()
+    found = RecomputeSlice(
+        chunk=chunk, layers=layers, modules=modules, partial_micro_batches=partial, fewer_per_rank=fewer
+    )
+    return found if found.recomputes_layers or modules else None
 
 
 def join_module_names(modules: frozenset[RecomputeModule]) -> str:
@@ -135,10 +166,22 @@ def effective_modules(
 def full_recompute_layers(keys: MemoryKeys) -> tuple[int, int]:
     """Return layers per chunk and the number of first layers that are recomputed as a whole (0 for none)."""
     number, method = keys.activations_checkpoint_num_layers, keys.activations_checkpoint_method
-    if keys.activations_checkpoint_granularity != "full" or method is None or not number:
+    if keys.activations_checkpoint_granularity != "full" or method is None or number is None:
+        return 1, 0
+    if method == "block" and keys.num_micro_batches_with_partial_activation_checkpoints == 0:
+        return 1, keys.num_layers
+    if number == 0:
         return 1, 0
     number = min(number, keys.num_layers)
     return (number, keys.num_layers) if method == "uniform" else (1, number)
+
+
+def partial_recompute(keys: MemoryKeys) -> tuple[int | None, float]:
+    """Return `partial_micro_batches` and `fewer_per_rank` of `RecomputeSlice`."""
+    partial = keys.num_micro_batches_with_partial_activation_checkpoints
+    if keys.activations_checkpoint_granularity != "full" or keys.activations_checkpoint_method != "block":
+        return None, 0.0
+    return (None, 0.0) if partial == 0 else (partial, keys.activations_checkpoint_layers_per_pipeline or 0.0)
 
 
 def last_chunk_start(keys: MemoryKeys) -> int:

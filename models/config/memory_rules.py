@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .key_block import Finding
-from .memory import MemoryKeys, full_recompute_layers, last_chunk_start, num_offloaded_layers, selected_modules
+from .memory import (
+    MemoryKeys,
+    full_recompute_layers,
+    last_chunk_start,
+    num_offloaded_layers,
+    partial_recompute,
+    selected_modules,
+)
 from .moe import has_experts, layers_with_experts
 
 _GRANULARITY = "activations_checkpoint_granularity"
@@ -13,6 +20,8 @@ _METHOD = "activations_checkpoint_method"
 _NUMBER = "activations_checkpoint_num_layers"
 _MODULES = "activations_checkpoint_modules"
 _MOE = "moe_layer_recompute"
+_PARTIAL = "num_micro_batches_with_partial_activation_checkpoints"
+_FEWER = "activations_checkpoint_layers_per_pipeline"
 
 _SWITCH = "cpu_offloading"
 _FIRST = "cpu_offloading_num_layers"
@@ -68,7 +77,7 @@ def number_is_within_num_layers(keys: MemoryKeys) -> Iterator[Finding]:
     number, layers = keys.activations_checkpoint_num_layers, keys.num_layers
     if keys.activations_checkpoint_granularity != "full" or keys.activations_checkpoint_method is None:
         return
-    if number == 0:
+    if number == 0 and partial_recompute(keys)[0] is None and full_recompute_layers(keys)[1] == 0:
         yield Finding.warning(
             (_NUMBER, _GRANULARITY),
             f"`{_NUMBER}` (0) recomputes no layer, as in Megatron; NeMo's older models read it as 1.",
@@ -85,8 +94,17 @@ def number_is_within_num_layers(keys: MemoryKeys) -> Iterator[Finding]:
 def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
     """Modules are recomputed in layers that have them and are not recomputed as a whole."""
     modules = selected_modules(keys)
-    _, layers = full_recompute_layers(keys)
-    if layers == keys.num_layers:
+    (_, layers), (partial, fewer) = full_recompute_layers(keys), partial_recompute(keys)
+    if partial is not None and modules:
+        name = _MOE if keys.activations_checkpoint_modules is None else _MODULES
+        yield Finding.error(
+            (name, _PARTIAL),
+            f"`{name}` ({_shown(keys, name)}) cannot be combined with `{_PARTIAL}` ({partial}): some micro batches "
+            "recompute all layers as a whole.",
+            f"use {name}={'false' if name == _MOE else 'null'}",
+        )
+        return
+    if layers == keys.num_layers and not fewer:
         if keys.moe_layer_recompute and has_experts(keys):
             yield Finding.error(
                 (_MOE, _GRANULARITY),
@@ -103,7 +121,7 @@ def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
             )
         return
     with_experts = layers_with_experts(keys) if has_experts(keys) else ()
-    rest = with_experts[layers:]
+    rest = with_experts if fewer else with_experts[layers:]
     shared = keys.moe_shared_expert_intermediate_size is not None
     scope = "layer that is not recomputed as a whole" if layers else "layer"
     if "moe" in modules and not any(rest) and (any(with_experts) or not keys.moe_layer_recompute):
@@ -127,6 +145,34 @@ def modules_have_an_effect(keys: MemoryKeys) -> Iterator[Finding]:
             "outputs of the norms are the residual stream, which is saved anyway.",
             "use transformer_block_type=pre_ln",
         )
+
+
+def partial_recompute_needs_blocks(keys: MemoryKeys) -> Iterator[Finding]:
+    """Some micro batches and ranks recompute fewer layers with `full` and `block` only, as in NeMo."""
+    granularity, method = keys.activations_checkpoint_granularity, keys.activations_checkpoint_method
+    partial, fewer = getattr(keys, _PARTIAL), getattr(keys, _FEWER)
+    if granularity == "full" and method != "uniform":
+        if partial == 0 and keys.activations_checkpoint_num_layers is not None:
+            also = "" if not fewer else f" and `{_FEWER}` ({fewer:g})"
+            yield Finding.warning(
+                (_PARTIAL, _NUMBER),
+                f"`{_PARTIAL}` (0) lets every micro batch recompute all layers, whatever `{_NUMBER}` "
+                f"({keys.activations_checkpoint_num_layers}){also} says.",
+                f"use {_PARTIAL}=null",
+            )
+        return
+    for name, value in ((_PARTIAL, partial), (_FEWER, fewer)):
+        if value is None or (name == _FEWER and not value):
+            continue
+        lacking = f"`{_METHOD}` ({method})" if granularity == "full" else f"`{_GRANULARITY}` ({granularity or 'null'})"
+        needed = f"needs `{_GRANULARITY}` (full) and `{_METHOD}` (block)"
+        text, fix = f"`{name}` ({value:g}) has no effect with {lacking}: it {needed}.", f"use {name}=null"
+        if granularity is None and name == _PARTIAL and value:
+            yield Finding.error((name, _GRANULARITY), f"`{name}` ({value}) {needed}, not {lacking}.", fix)
+        elif value:
+            yield Finding.warning((name, _GRANULARITY), text, fix)
+        else:  # in NVIDIA's files
+            yield Finding.info((name, _GRANULARITY), text, fix)
 
 
 def modules_replace_selective_default(keys: MemoryKeys) -> Iterator[Finding]:
@@ -153,6 +199,7 @@ RECOMPUTE_RULES: tuple[Callable[[MemoryKeys], Iterator[Finding]], ...] = (
     method_and_number_need_full,
     number_is_within_num_layers,
     modules_have_an_effect,
+    partial_recompute_needs_blocks,
     modules_replace_selective_default,
 )
 

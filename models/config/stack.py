@@ -61,14 +61,19 @@ class StackSlice:
     recompute: RecomputeSlice | None
     offload: OffloadSlice | None
 
-    def recomputed_modules(self, layer: int, *, offloading: bool) -> frozenset[RecomputeModule]:
+    def recomputed_modules(
+        self, layer: int, *, offloading: bool, whole: bool | None = None
+    ) -> frozenset[RecomputeModule]:
         """Return the modules of a layer that are recomputed; none if the layer is recomputed as a whole.
 
         Args:
             layer: 0-based index of the layer.
             offloading: CPU offloading is active, which needs a GPU.
+            whole: the layer is recomputed as a whole; None: as one of a model without a pipeline.
         """
-        if self.recompute is not None and layer < self.recompute.layers:
+        if whole is None:
+            whole = self.recompute is not None and layer < self.recompute.layers
+        if whole:
             return frozenset()
         modules = frozenset[RecomputeModule]() if self.recompute is None else self.recompute.modules
         if not offloading or self.offload is None or layer >= self.offload.layers:

@@ -52,6 +52,7 @@ class LayerContext(NamedTuple):
         cache: KV cache of the layer. Several tokens are a prefill, which fills it; one token is a decode step, which is
             appended and attends to all of it. None without.
         dropout: dropouts of the layer in this forward; None outside training or without dropout.
+        recompute: this forward recomputes the layer as a whole, also if others do not.
     """
 
     kind: CallKind
@@ -64,3 +65,4 @@ class LayerContext(NamedTuple):
     cache: LayerKVCache | None = None
     batch: int | None = None
     dropout: LayerDropout | None = None
+    recompute: bool = False

@@ -48,10 +48,14 @@ class StageInput(NamedTuple):
         received: output of the stage before: the residual stream (B, S, H), or with sequence parallelism the rank's
             share of it, and in decoder stages of a T5 after the first one also the encoder's output (B, S, H); empty
             for the first stage.
+        micro_batch: 0-based index of the micro batch in the step.
+        micro_batches: micro batches of the step.
     """
 
     stage: Stage
     received: tuple[Tensor, ...] = ()
+    micro_batch: int = 0
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

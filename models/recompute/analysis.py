@@ -51,7 +51,7 @@ def recompute_uses_rng(model: FamilySlice, decisions: Mapping[str, BackendSelect
     """Return True if recomputed modules use the RNG, so that the generator state must be saved and restored."""
     recomputes = effective_recompute(model, decisions)
     return any(
-        recompute is not None and bool(drawn if recompute.layers else drawn & recompute.modules)
+        recompute is not None and bool(drawn if recompute.recomputes_layers else drawn & recompute.modules)
         for drawn, recompute in zip(modules_with_rng(model, decisions), recomputes, strict=True)
     )
 
@@ -86,7 +86,7 @@ def _without(recompute: RecomputeSlice | None, modules: frozenset[RecomputeModul
     if recompute is None:
         return None
     others = recompute.modules - modules
-    return replace(recompute, modules=others) if recompute.layers or others else None
+    return replace(recompute, modules=others) if recompute.recomputes_layers or others else None
 
 
 def activation_recompute_saves_nothing(stack: StackSlice, peft: PeftSlice | None, *, compiled: bool) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from ...kernels.attention.dispatch import BackendSelection
 from ..config.memory import RecomputeModule
 from ..config.stack import StackSlice
 from ..layer import Layer
-from ..memory.recompute import RecomputableModule
+from ..memory.recompute import RecomputableModule, uses_rng
 from ..moe.moe_layer import MoE
+from ..parallel.pipeline import PipelineParallel
+from ..parallel.stages import Stage
 from ..stack import Stack
+from .per_stage import StageRecompute
 
 
 def apply_recompute(
@@ -22,6 +25,8 @@ def apply_recompute(
     cross_attention: str | None = None,
     *,
     offloads: bool,
+    stages: Sequence[Stage] = (),
+    pipeline: PipelineParallel | None = None,
 ) -> None:
     """Enable the recompute of a stack that has not run yet.
 
@@ -35,8 +40,17 @@ def apply_recompute(
         self_attention: label of the stack's self-attention in training.
         cross_attention: label of its cross-attention in training; None without.
         offloads: CPU offloading is active, which requires a GPU.
+        stages: pipeline stages of this rank with layers of the stack.
+        pipeline: the pipeline ranks; None for one.
     """
     recompute = stack_slice.recompute
+    rank = None
+    if recompute is not None and pipeline is not None:
+        rank = StageRecompute(recompute, pipeline.split, pipeline.rank)
+        stack.recomputes_stage = rank.covers_stage if recompute.partial_micro_batches is not None else None
+    whole = set(range(recompute.layers)) if recompute is not None else set[int]()
+    if rank is not None:
+        whole = {number for stage in stages for number in stage.layers[: rank.first_layers(stage)]}
     if recompute is not None and recompute.chunk > 1:  # chunks cover all layers
         stack.recompute_chunk = recompute.chunk
         stack.enable_recompute()
@@ -44,9 +58,11 @@ def apply_recompute(
     with_scores = self_attention in saves_scores, cross_attention in saves_scores
     for name, module in stack.layers.named_children():
         number, layer = int(name), cast(Layer, module)
-        if recompute is not None and recompute.chunk == 1 and number < recompute.layers:
+        if recompute is not None and recompute.chunk == 1 and number in whole:
             layer.enable_recompute()
-        for kind in stack_slice.recomputed_modules(number, offloading=offloads):
+        elif stack.recomputes_stage is not None:
+            layer.preserve_rng_state = uses_rng(layer)
+        for kind in stack_slice.recomputed_modules(number, offloading=offloads, whole=number in whole):
             for part in _parts(layer, kind, *with_scores):
                 part.enable_recompute()
 

@@ -69,3 +69,19 @@ def test_every_mode_in_every_layout(runs, layout, mode):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_in_every_layout(runs, layout, mode):
     check_same(runs, layout, mode, **EXPERTS)
+
+
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_stages_train_alike_whatever_micro_batches_recompute(runs, virtual):
+    stages = {"model__pipeline_model_parallel_size": 2, "model__virtual_pipeline_model_parallel_size": virtual}
+    changes = BASE | EXPERTS | stages | {"model__num_layers": 4}
+    partial = {"model__num_micro_batches_with_partial_activation_checkpoints": 1}
+    modes = {
+        "plain": {},
+        "some": full("block", 1) | partial | {"model__activations_checkpoint_layers_per_pipeline": 1},
+        "none or all": full("block", 0) | partial,
+    }
+    plain, *others = (runs.run(f"stages-{virtual}-{mode}", 2, **changes, **keys) for mode, keys in modes.items())
+    for ours in others:
+        for kind in ("model", "optimizer"):
+            assert difference(plain / "checkpoints" / "step-2", ours / "checkpoints" / "step-2", kind) == 0, kind

@@ -37,6 +37,7 @@ from tests.helpers.resolved import build_model as build_model_of_run
 AT = "activations_checkpoint_"
 BASE: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "encoder_seq_length": 8}
 EXPERTS = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
+PARTIAL, FEWER = "num_micro_batches_with_partial_activation_checkpoints", f"{AT}layers_per_pipeline"
 BLOCK = {f"{AT}granularity": "full", f"{AT}method": "block"}
 UNIFORM = {f"{AT}granularity": "full", f"{AT}method": "uniform"}
 LAST_ONLY = BLOCK | {f"{AT}num_layers": 3, f"{AT}modules": ["core_attention"], "moe_layer_freq": [0, 0, 0, 1]}
@@ -63,6 +64,11 @@ def sliced(chunk: int, layers: int, *modules: Any) -> RecomputeSlice:
         (UNIFORM | {f"{AT}num_layers": 3}, sliced(3, 4)),
         (UNIFORM | {f"{AT}num_layers": 9}, sliced(4, 4)),
         (UNIFORM | {f"{AT}num_layers": 0}, None),
+        (BLOCK | {f"{AT}num_layers": 1, PARTIAL: 0}, sliced(1, 4)),
+        (BLOCK | {f"{AT}num_layers": 1, PARTIAL: 2}, replace(sliced(1, 1), partial_micro_batches=2)),
+        (BLOCK | {f"{AT}num_layers": 0, PARTIAL: 1}, replace(sliced(1, 0), partial_micro_batches=1)),
+        (BLOCK | {f"{AT}num_layers": 4, FEWER: 1.5}, replace(sliced(1, 4), fewer_per_rank=1.5)),
+        (UNIFORM | {f"{AT}num_layers": 1, PARTIAL: 2, FEWER: 1}, sliced(1, 4)),
         (BLOCK | {f"{AT}num_layers": 1}, sliced(1, 1)),
         (BLOCK | {f"{AT}num_layers": 9}, sliced(1, 4)),
         (BLOCK | {f"{AT}num_layers": 0}, None),
@@ -104,6 +110,17 @@ def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | No
         ({f"{AT}granularity": "selective", f"{AT}method": "block"}, "info", f"{AT}method", "every layer"),
         (BLOCK | {f"{AT}num_layers": 0}, "warning", f"{AT}num_layers", "older models read it as 1"),
         (UNIFORM | {f"{AT}num_layers": 0}, "warning", f"{AT}num_layers", "recomputes no layer"),
+        (BLOCK | {f"{AT}num_layers": 2, PARTIAL: 0}, "warning", PARTIAL, "every micro batch recompute all layers"),
+        ({PARTIAL: 1}, "error", PARTIAL, r"needs `activations_checkpoint_granularity` \(full\)"),
+        ({PARTIAL: 0}, "info", PARTIAL, "has no effect with `activations_checkpoint_granularity` .null"),
+        ({f"{AT}granularity": "selective", PARTIAL: 1}, "warning", PARTIAL, r"granularity` \(selective\)"),
+        (UNIFORM | {f"{AT}num_layers": 1, FEWER: 0.5}, "warning", FEWER, r"\(0.5\) has no effect with .* \(uniform\)"),
+        (
+            BLOCK | {f"{AT}num_layers": 1, PARTIAL: 1, f"{AT}modules": ["norm"]},
+            "error",
+            f"{AT}modules",
+            "cannot be combined with `num_micro_batches",
+        ),
         (BLOCK | {f"{AT}num_layers": 5}, "warning", f"{AT}num_layers", r"`num_layers` \(4\)"),
         (
             UNIFORM | {f"{AT}num_layers": 1, f"{AT}modules": ["norm"]},
@@ -152,6 +169,9 @@ def test_one_line_for_each_contradiction(given: dict[str, Any], level: str, firs
     [
         UNIFORM | {f"{AT}num_layers": 1},
         BLOCK | {f"{AT}num_layers": 2, f"{AT}modules": ["norm", "mlp_activation", "core_attention"]},
+        BLOCK | {f"{AT}num_layers": 0, PARTIAL: 1},
+        BLOCK | {f"{AT}num_layers": 4, FEWER: 1, f"{AT}modules": ["norm"]},
+        {FEWER: 0},
         {f"{AT}granularity": "selective"},
         {f"{AT}granularity": "selective", f"{AT}modules": ["core_attention", "norm"]},
         EXPERTS | {"moe_layer_recompute": True},
@@ -179,15 +199,6 @@ def test_the_lines_of_nemos_documents_run_verbatim() -> None:
     assert isinstance(found, T5Keys)
     assert found.encoder.activations_checkpoint_granularity == "selective"
     assert found.decoder.activations_checkpoint_granularity is None
-
-
-def test_what_needs_pipelines_is_not_yet() -> None:
-    name = "model.num_micro_batches_with_partial_activation_checkpoints"
-    for none in ("null", 0):
-        assert load(f"{name}={none}", "model.activations_checkpoint_layers_per_pipeline=0").root
-    for value in (1, 2):
-        (problem,) = problems(f"{name}={value}", "model.activations_checkpoint_granularity=selective").values()
-        assert problem.rule.startswith("not yet")
 
 
 # ---------------------------------------------------------------- where the backend keeps no scores

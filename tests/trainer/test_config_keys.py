@@ -157,8 +157,6 @@ def test_what_is_off_loads(overrides: list[str]) -> None:
 @looped(
     "override",
     [
-        "model.pipeline_model_parallel_size=2",
-        "model.num_micro_batches_with_partial_activation_checkpoints=2",
         "model.fp8=True",
         "exp_manager.create_fault_tolerance_callback=True",
         "model.data.add_fim=True",

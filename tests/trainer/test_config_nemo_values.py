@@ -218,7 +218,7 @@ def test_a_wrong_value_of_the_block_named_like_its_family_is_named() -> None:
 def test_a_ramp_up_waits_for_the_number_of_devices_and_the_global_batch() -> None:
     ramp, batch = "model.rampup_batch_size=[16,7,1000]", ["model.micro_batch_size=3", "model.global_batch_size=100"]
     sizes = [ramp, *batch, "trainer.devices=16"]
-    assert list(problems(*sizes, "model.pipeline_model_parallel_size=2")) == ["model.pipeline_model_parallel_size"]
+    assert list(problems(*sizes, "model.pipeline_model_parallel_size=0")) == ["model.pipeline_model_parallel_size"]
     found = problems(ramp.replace("16,7", "48,48"), *sizes[1:])
     assert [problem.fix for problem in found.values()] == ["model.global_batch_size=96"]
 

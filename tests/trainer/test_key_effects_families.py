@@ -39,6 +39,7 @@ FULL = {
     "activations_checkpoint_method": "block",
     "activations_checkpoint_num_layers": 1,
 }
+BLOCK = FULL | {"activations_checkpoint_method": "block"}
 
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "num_layers": (2, {}),
@@ -86,6 +87,8 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
     "activations_checkpoint_granularity": ("selective", {}),
     "activations_checkpoint_method": ("uniform", {"num_layers": 2} | FULL),
     "activations_checkpoint_num_layers": (2, {"num_layers": 2} | FULL),
+    "num_micro_batches_with_partial_activation_checkpoints": (1, {"num_layers": 2} | BLOCK),
+    "activations_checkpoint_layers_per_pipeline": (1, {"num_layers": 2} | BLOCK),
     "activations_checkpoint_modules": (["norm"], {}),
     "cpu_offloading": (True, {"num_layers": 3}),
     "cpu_offloading_num_layers": (1, {"num_layers": 3, "cpu_offloading": True}),

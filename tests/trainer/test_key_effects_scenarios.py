@@ -54,6 +54,8 @@ from stoker.models.build import decide_compile
 from stoker.models.dispatch.context_calls import ContextSplit
 from stoker.models.layers.dropout import DropoutMask
 from stoker.models.parallel.layout import ParallelLayout
+from stoker.models.parallel.stages import PipelineSplit
+from stoker.models.recompute.per_stage import StageRecompute
 from stoker.trainer.callbacks import profiler
 from stoker.trainer.callbacks.divergence import DivergedError, LossMonitor
 from stoker.trainer.callbacks.early_stopping import EarlyStopping
@@ -63,7 +65,7 @@ from stoker.trainer.checkpoint.reader import find_checkpoint
 from stoker.trainer.cli import main
 from stoker.trainer.cli.rank_entry import train_as_rank
 from stoker.trainer.config.dataset_names import BUILT_IN_DATASETS, PAIR_SOURCES
-from stoker.trainer.config.resolved_run import resolve_run
+from stoker.trainer.config.resolved_run import ResolvedRun, resolve_run
 from stoker.trainer.config.run_config import RunConfig
 from stoker.trainer.config.schema.exp_manager import EarlyStoppingParams
 from stoker.trainer.config.schema.root import RootBlock
@@ -167,6 +169,61 @@ def ranks_share_a_replica(harness: ConfigHarness) -> None:
     root = harness.root({TRAINER + "devices": 4, **{MODEL + name: value for name, value in keys.items()}})
     assert resolve_run(root, world_size=4).context_split == ContextSplit(4, "a2a+p2p", 2)
     assert resolve_run(root).context_split is None
+
+
+@story(
+    "model.pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size",
+    "model.pipeline_model_parallel_split_rank",
+    "model.num_layers_in_first_pipeline_stage",
+    "model.num_layers_in_last_pipeline_stage",
+    "model.account_for_embedding_in_pipeline_split",
+    "model.account_for_loss_in_pipeline_split",
+    "model.num_micro_batches_with_partial_activation_checkpoints",
+    "model.activations_checkpoint_layers_per_pipeline",
+)
+def ranks_share_the_layers(harness: ConfigHarness) -> None:
+    def run(ranks: int = 2, **keys: Any) -> ResolvedRun:
+        keys = {"num_layers": 4, "pipeline_model_parallel_size": ranks, **keys}
+        changes = {TRAINER + "devices": 4, **{MODEL + name: value for name, value in keys.items()}}
+        return resolve_run(harness.root(changes), world_size=4)
+
+    def split(resolved: ResolvedRun) -> PipelineSplit:
+        assert resolved.pipeline is not None
+        return resolved.pipeline
+
+    def layers(ranks: int = 2, **keys: Any) -> list[int]:
+        resolved = run(ranks, **keys)
+        return [len(stage.layers) for stage in split(resolved).stages(resolved.family.stacks[0].num_layers)]
+
+    def recomputed(rank: int, **keys: Any) -> list[int]:
+        """Layers of a rank that are recomputed in each of four micro batches."""
+        block = {"granularity": "full", "method": "block", "num_layers": 1}
+        resolved = run(**{f"activations_checkpoint_{name}": value for name, value in block.items()}, **keys)
+        stage, recompute = split(resolved).stages(4)[rank], resolved.family.stacks[0].recompute
+        assert recompute is not None
+        decision = StageRecompute(recompute, split(resolved), rank)
+        return [decision.layers(stage, micro_batch, 4) for micro_batch in range(4)]
+
+    assert run(1).pipeline is None
+    assert run().mesh == ParallelLayout(data=2, pipeline=2)
+    assert layers() == [2, 2]
+    assert layers(4) == layers(virtual_pipeline_model_parallel_size=2) == [1, 1, 1, 1]
+    assert layers(num_layers_in_first_pipeline_stage=1) == [1, 3]
+    assert layers(num_layers_in_last_pipeline_stage=1) == [3, 1]
+    assert layers(num_layers=3, account_for_embedding_in_pipeline_split=True) == [1, 2]
+    assert layers(num_layers=3, account_for_loss_in_pipeline_split=True) == [2, 1]
+    t5 = load(
+        "model=t5_tiny",
+        "data=mock",
+        "model.pipeline_model_parallel_size=2",
+        "model.pipeline_model_parallel_split_rank=1",
+        "trainer.devices=2",
+    )
+    assert split(resolve_run(t5.root, world_size=2)) == PipelineSplit(ranks=2, encoder_ranks=1)
+    assert recomputed(0) == recomputed(1) == [1, 1, 1, 1]
+    assert recomputed(1, activations_checkpoint_layers_per_pipeline=1) == [0, 0, 0, 0]
+    assert recomputed(0, num_micro_batches_with_partial_activation_checkpoints=1) == [1, 2, 1, 2]
 
 
 @story("trainer.process_timeout")

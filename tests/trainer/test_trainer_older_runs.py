@@ -68,6 +68,13 @@ def test_its_configuration_is_valid_as_it_is(run: Path, name: str) -> None:
     newer |= {"model.ub_tp_comm_overlap": False}
     newer |= {f"model.tp_comm_overlap_{part}": True for part in ("ag", "rs")}
     newer["model.hierarchical_context_parallel_sizes"] = None
+    newer |= {"model.pipeline_model_parallel_size": 1, "model.pipeline_model_parallel_split_rank": 0}
+    newer |= {f"model.account_for_{part}_in_pipeline_split": False for part in ("embedding", "loss")}
+    newer |= {f"model.num_layers_in_{end}_pipeline_stage": None for end in ("first", "last")}
+    others = ("virtual_pipeline_model_parallel_size", "activations_checkpoint_layers_per_pipeline")
+    newer |= dict.fromkeys(
+        f"model.{name}" for name in (*others, "num_micro_batches_with_partial_activation_checkpoints")
+    )
     assert found == newer, "keys that are newer have no effect on it"
 
 

@@ -66,8 +66,9 @@ def summarize_run(
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
     saving = memory_saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
     for at, recompute in zip(stacks, saving, strict=True):
-        if recompute is not None:
-            yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{recompute.description}"
+        text = recompute and (recompute.description if run.pipeline is None else recompute.pipeline_description)
+        if text:
+            yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{text}"
     for note in ineffective_recompute_messages(described, model.attention_decisions, peft, compiled=model.compiled):
         yield f"warning: {note}"
     yield from describe_offload(run, model, device)

@@ -112,6 +112,7 @@ class Pipeline:
         self.passes: list[TimedPass] | None = None
         self._schedules: dict[int, Any] = {}
         self._run: RunStage | None = None
+        self._micro_batches = 1
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
     def step(self, micro_batches: int, run: RunStage) -> list[Tensor]:
@@ -122,7 +123,7 @@ class Pipeline:
         """
         if micro_batches not in self._schedules:
             self._schedules[micro_batches] = self._build_schedule(micro_batches)
-        self._run = run
+        self._run, self._micro_batches = run, micro_batches
         losses: list[Tensor] = []
         target = torch.zeros(micro_batches) if self.stages[-1].last else None
         try:
@@ -205,7 +206,7 @@ class Pipeline:
             RuntimeError: the output has other shapes, which the next stage would read as garbage.
         """
         assert self._run is not None
-        output = self._run(micro_batch, StageInput(stage, received))
+        output = self._run(micro_batch, StageInput(stage, received, micro_batch, self._micro_batches))
         found, expected = (
             [(tuple(each.shape), each.dtype) for each in which] for which in (output, self._outputs[stage.number])
         )

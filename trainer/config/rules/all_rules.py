@@ -27,6 +27,7 @@ from . import (
     optim_rules,
     parallel_rules,
     peft_rules,
+    pipeline_rules,
     process_rules,
     task_rules,
     tokenizer_rules,
@@ -40,6 +41,7 @@ Rule = Callable[[RuleContext], Iterator[Finding]]
 _MODULES = (
     process_rules,
     parallel_rules,
+    pipeline_rules,
     offload_key_rules,
     optim_rules,
     model_key_rules,

@@ -8,7 +8,16 @@ from dataclasses import replace
 from ....models.config.families import keys_by_stack
 from ....models.config.key_block import Finding
 from ....models.parallel.layout import ParallelLayout
-from ....models.parallel.rules import COMM_TYPE, CONTEXT, EXPERT, TENSOR, SplitModel, parallel_rules, world_rules
+from ....models.parallel.rules import (
+    COMM_TYPE,
+    CONTEXT,
+    EXPERT,
+    PIPELINE,
+    TENSOR,
+    SplitModel,
+    parallel_rules,
+    world_rules,
+)
 from ..data_task import task_from_keys
 from .rule_context import RuleContext, no_effect, num_data_ranks, unused
 
@@ -62,13 +71,15 @@ def overlap_needs_sequence_parallel(context: RuleContext) -> Iterator[Finding]:
 def parts_of_models_split(context: RuleContext) -> Iterator[Finding]:
     """Some parts of a model are not supported on several ranks."""
     keys = context.root.model
-    ranks, scheme = keys.context_parallel_size, keys.peft.peft_scheme
-    if ranks > 1 and scheme in ("ptuning", "prompt"):
-        message = (
-            f"`context_parallel_size` ({ranks}) does not support soft prompts (`peft_scheme`: {scheme}), which "
-            "lengthen sequences after the ranks have shared them"
-        )
-        yield Finding.error((CONTEXT, "model.peft.peft_scheme"), message, f"{CONTEXT}=1")
+    scheme = keys.peft.peft_scheme
+    for path, why in ((CONTEXT, "after the ranks have shared them"), (PIPELINE, "inside the first stage")):
+        name = path.removeprefix("model.")
+        if getattr(keys, name) > 1 and scheme in ("ptuning", "prompt"):
+            message = (
+                f"`{name}` ({getattr(keys, name)}) does not support soft prompts (`peft_scheme`: {scheme}), which "
+                f"lengthen sequences {why}"
+            )
+            yield Finding.error((path, "model.peft.peft_scheme"), message, f"{path}=1")
     if keys.expert_model_parallel_size > 1 and keys.fsdp and keys.fsdp_sharding_strategy == "hybrid":
         yield Finding.error(
             ("model.fsdp_sharding_strategy", EXPERT),

@@ -12,7 +12,7 @@ PARALLEL_SIZE_KEYS = frozenset(
     f"model.{kind}_parallel_size"
     for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 )
-"""NeMo's model-parallel sizes. Values other than 1 are refused; they would reduce the data-parallel size."""
+"""NeMo's model-parallel sizes: with a wrong one the number of data-parallel ranks is unknown."""
 
 
 def mps_uses_one_process(context: RuleContext) -> Iterator[Finding]:
@@ -93,8 +93,15 @@ def _devices(context: RuleContext) -> tuple[str, ...]:
     """Return the keys that determine the number of data-parallel ranks."""
     if num_processes(context) == 1:
         return ()
-    names = ("tensor_model_parallel_size", "context_parallel_size")
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     return ("trainer.devices", *(f"model.{name}" for name in names if getattr(context.root.model, name) > 1))
+
+
+def _interleaved_ranks(context: RuleContext) -> int:
+    """Return the ranks of a pipeline with virtual stages, which must divide the micro batches of a step; else 1."""
+    model = context.root.model
+    interleaves = (model.virtual_pipeline_model_parallel_size or 1) > 1 and model.family != "t5"
+    return model.pipeline_model_parallel_size if interleaves else 1
 
 
 def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
@@ -103,17 +110,21 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
     if not model.rampup_batch_size:
         return
     start, increment, samples = model.rampup_batch_size
-    unit = model.micro_batch_size * num_data_ranks(context)
+    stages = _interleaved_ranks(context)
+    unit = model.micro_batch_size * num_data_ranks(context) * stages
     path = "model.rampup_batch_size"
     whole = [unit * max(1, round(value / unit)) for value in (start, increment)]
+    first, step = min(whole[0], max(unit, model.global_batch_size // unit * unit)), whole[1]
+    step = unit if (model.global_batch_size - first) % step else step
     ranks = "processes" if num_data_ranks(context) == num_processes(context) else "data-parallel ranks"
+    ranks += " and, with virtual stages, those of a pipeline" if stages > 1 else ""
     for what, value in (("start", start), ("increment", increment)):
         if value % unit:
             yield Finding.error(
                 (path, "model.micro_batch_size", *_devices(context)),
                 f"the {what} of `rampup_batch_size` ({value}) must be a multiple of `micro_batch_size` times the "
                 f"{ranks} ({unit})",
-                f"{path}=[{whole[0]},{whole[1]},{samples}]",
+                f"{path}=[{first},{step},{samples}]",
             )
     if whole != [start, increment] or model.global_batch_size % unit:  # another error
         return
@@ -132,18 +143,24 @@ def rampup_batch_size_divides(context: RuleContext) -> Iterator[Finding]:
 
 
 def batch_sizes_divide(context: RuleContext) -> Iterator[Finding]:
-    """`global_batch_size` must be a multiple of `micro_batch_size` times the number of devices."""
+    """`global_batch_size` must be a multiple of `micro_batch_size` times the number of devices.
+
+    With virtual stages a rank runs as many micro batches of each in turn as a pipeline has ranks, as in Megatron.
+    """
     model = context.root.model
-    devices = num_data_ranks(context)
+    devices, stages = num_data_ranks(context), _interleaved_ranks(context)
     name = "devices" if devices == num_processes(context) else "data-parallel ranks"
     micro_batch, global_batch = model.micro_batch_size, model.global_batch_size
-    if global_batch % (micro_batch * devices):
+    unit = micro_batch * devices * stages
+    if global_batch % unit:
         times_devices = "" if devices == 1 else f" * {name} ({devices})"
-        unit = micro_batch * devices
+        times_devices += f" * pipeline ranks ({stages}), with virtual stages" if stages > 1 else ""
         nearest = max(unit, round(global_batch / unit) * unit)
-        per_device = global_batch // devices if global_batch % devices == 0 else global_batch
-        best = max(size for size in divisors(per_device) if size <= micro_batch)
-        other = f", or model.micro_batch_size={best}" if global_batch % devices == 0 else ""
+        samples, rest = divmod(global_batch, devices * stages)
+        best = max((size for size in divisors(samples) if size <= micro_batch), default=1) if rest == 0 else 0
+        other = f", or model.micro_batch_size={best}" if best else ""
+        if global_batch % (micro_batch * devices) == 0:
+            other = ", or model.virtual_pipeline_model_parallel_size=null"
         yield Finding.error(
             ("model.global_batch_size", "model.micro_batch_size", *_devices(context)),
             f"`global_batch_size` ({global_batch}) must be a multiple of `micro_batch_size` ({micro_batch})"
