@@ -10,7 +10,7 @@ from parallel_models import on_ranks
 
 
 def results(directory: str, checkpoints: list[str], size: int, stages: int, ema: bool) -> list[dict[str, Any]]:
-    """Return for each checkpoint the tokens, the loss of evaluation, and the number of weights."""
+    """Return for each checkpoint the tokens, the loss of evaluation, and the number of weights of layers."""
     if size == 1:
         return [_answers(Path(checkpoint), None, ema) for checkpoint in checkpoints]
     run = partial(_of_rank, stages=stages, ema=ema)
@@ -39,7 +39,8 @@ def _answers(checkpoint: Path, ranks: Any, ema: bool) -> dict[str, Any]:
     from stoker.trainer.generation.text_generator import Generator, StoppingCriteria
 
     loaded = load_model(checkpoint, "cpu", ema=ema, ranks=ranks)
-    found: dict[str, Any] = {"weights": sum(parameter.numel() for parameter in loaded.model.parameters()), "loss": 0.0}
+    weights = sum(each.numel() for name, each in loaded.model.named_parameters() if ".layers." in name)
+    found: dict[str, Any] = {"weights": weights, "loss": 0.0}
     if not is_hf_folder(checkpoint):  # which has no data
         data = build_data(loaded.run.data, loaded.tokenizer)
         assert data.validation is not None

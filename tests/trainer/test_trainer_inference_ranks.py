@@ -62,7 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
             ("relative", MODEL | {"model__position_embedding_type": "relative"}),
             ("bert", MODEL | {"model__family": "bert"}),
             ("lora", MODEL | {"model__peft__peft_scheme": "lora"}),
-            ("ptuning", MODEL | {"model__peft__peft_scheme": "ptuning"}),
+            ("ptuning", MODEL | {"model__peft__peft_scheme": "ptuning", "model__max_position_embeddings": 32}),
         )
     ),
 }
@@ -89,10 +89,11 @@ def answers(
     return dict(zip(models, found, strict=True))
 
 
-def check_equal(together: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]]) -> None:
+def check_equal(together: dict[str, dict[str, Any]], alone: dict[str, dict[str, Any]], rel: float = 0.0) -> None:
+    """Compare answers; those of stages alone are equal in every bit."""
     for name, found in together.items():
         wanted = dict(alone[name])
-        assert found.pop("loss") == pytest.approx(wanted.pop("loss"), rel=1e-5), name
+        assert found.pop("loss") == pytest.approx(wanted.pop("loss"), rel=rel, abs=0.0), name
         assert found.pop("weights") < 0.9 * wanted.pop("weights"), name
         assert found == wanted, name
 
@@ -106,7 +107,8 @@ def test_ranks_answer_as_one_process(
     ranks: int,
     stages: int,
 ) -> None:
-    check_equal(answers(forks, tmp_path, checkpoints, ranks, stages), alone)
+    rel = 0.0 if ranks == stages else 1e-5
+    check_equal(answers(forks, tmp_path, checkpoints, ranks, stages), alone, rel)
 
 
 @full_only
@@ -138,6 +140,11 @@ def test_stages_load_folders_adapters_and_averages(forks: ForkServer, tmp_path: 
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
             "evaluate --tasks arc_easy",
             "start stoker evaluate without torchrun",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "generate --pipeline-parallel 3",
+            "--pipeline-parallel 3 must divide the number of processes (2); start",
         ),
         ({}, "generate --pipeline-parallel 2", "--pipeline-parallel 2 must divide the number of processes (1); start"),
         ({}, "evaluate --tasks arc_easy --pipeline-parallel 2", "leave it out with --tasks"),
@@ -172,13 +179,9 @@ def test_torchrun_starts_them(checkpoints: dict[str, Path]) -> None:
         port = server.getsockname()[1]
     given = [str(checkpoints["grouped"]), "--device", "cpu"]
     several = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    for verb in (["generate", "--prompt", "To be", "--temperature", "0", "--max-new-tokens", "8"], ["evaluate"]):
+    generate = ["generate", "--prompt", "To be", "--temperature", "0", "--max-new-tokens", "8"]
+    for verb, stages in ((generate, "1"), (["evaluate"], "2")):
         command = ["-m", "stoker", verb[0], *given, *verb[1:]]
         alone = subprocess.run([sys.executable, *command], capture_output=True, check=True)
-        for stages in ("1", "2"):
-            added = ["--pipeline-parallel", stages]
-            together = subprocess.run([*several, *command, *added], capture_output=True, check=True)
-            assert together.stdout == alone.stdout
-    wrong = [*several, "-m", "stoker", "generate", *given, "--pipeline-parallel", "3"]
-    refused = subprocess.run(wrong, capture_output=True, text=True, check=False)
-    assert "--pipeline-parallel 3 must divide the number of processes (2)" in refused.stderr
+        shared = [*several, *command, "--pipeline-parallel", stages]
+        assert subprocess.run(shared, capture_output=True, check=True).stdout == alone.stdout
