@@ -368,6 +368,13 @@ def test_other_names_of_nemos_are_read_as_ours() -> None:
     without = [finding.fix for finding in config.findings if "has no effect with one process" in finding.message]
     assert without == ["~model.optim.grad_sync_dtype"]
     assert list(problems(f"{WANDB}.dir=/a", f"{WANDB}.save_dir=/b")) == [f"{WANDB}.dir"]
+    both = ["model.fsdp_grad_reduce_dtype=32", "model.optim.grad_sync_dtype=bf16"]
+    config = load(*both)  # NeMo reads the first with FSDP only
+    assert config.root.model.fsdp_grad_reduce_dtype == "bf16"
+    assert any("in place of 32" in finding.message for finding in config.findings if finding.level == "warning")
+    assert "model.optim.grad_sync_dtype" in problems(*both, "model.fsdp=true")
+    state = load("model.optim.dtype=bf16", "model.optim.name=mcore_distributed_optim").findings
+    assert any("`dtype` (bf16) has no effect" in finding.message for finding in state)
 
 
 def test_historical_keys_of_the_command_line_are_all_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from config_helpers import write
 from tiers import cases, full_only
 
 from stoker.trainer.cli.main import main
-from stoker.trainer.utils.errors import EXIT_OK
+from stoker.trainer.utils.errors import EXIT_BAD_INPUT, EXIT_OK
 
 RUN = """\
 defaults:
@@ -48,6 +49,9 @@ exp_manager:
   log_step_timing: True
   step_timing_kwargs: {sync_cuda: True, buffer_size: 5}
 """
+SENTENCEPIECE = """\
+{library: sentencepiece, type: null, model: '${data_dir}/256k.model', delimiter: null, vocab_file: null,
+                merge_file: null, sentencepiece_legacy: false}"""
 MODEL = """\
   transformer_engine: True, make_vocab_size_divisible_by: 128, pre_process: True, post_process: True,
   megatron_amp_O2: True, grad_allreduce_chunk_size_mb: 125, gradient_as_bucket_view: True,
@@ -94,6 +98,28 @@ LLAMA = (
    tokenizer: {library: huggingface, type: meta-llama/Meta-Llama-3-8B, use_fast: true},
 """
 )
+MIXTRAL = (
+    LLAMA.replace("true, eod", "False, eod").replace("position_ids: true", "position_ids: False")
+    + """\
+   moe_grouped_gemm: false, moe_router_topk: 2, num_moe_experts: 8, rotary_base: 1000000.0, reduce_amax: true,
+   ub_tp_comm_overlap_cfg: null, use_emha: false, seq_len_interpolation_factor: null, precision: bf16,
+   get_attention_mask_from_fusion: true,
+   mcore_customization_config: {new_decoder_architecture: false, parallel_attention: false},
+"""
+)
+NEMOTRON = (
+    LLAMA.replace("position_ids: true", "position_ids: False")
+    .replace("attention_mask: true", "attention_mask: False")
+    .replace("normalization: rmsnorm", "normalization: layernorm1p, layernorm_zero_centered_gamma: True")
+    .replace("fast-swiglu", "squared-relu")
+    .replace("mcore_distributed_optim,", "mcore_distributed_optim, grad_sync_dtype: bf16, dtype: bf16,")
+    .replace("rotary_percentage: 1.0", "rotary_percentage: 0.5")
+    .replace("{library: huggingface, type: meta-llama/Meta-Llama-3-8B, use_fast: true}", SENTENCEPIECE)
+    + """\
+   fsdp: False, fsdp_sharding_strategy: full, fsdp_grad_reduce_dtype: 32, fsdp_sharded_checkpoint: False,
+   enable_vboost: True, deteministic_mode: False, sharp: False, fp8_wgrad: True,
+"""
+)
 STACK = """{num_layers: 24, hidden_size: 2048, ffn_hidden_size: 5120, num_attention_heads: 32, kv_channels: 64,
     init_method_std: 0.015, hidden_dropout: 0.1, attention_dropout: 0.1, position_embedding_type: learned_absolute,
     relative_attention_num_buckets: 32, relative_attention_max_distance: 128,
@@ -121,6 +147,7 @@ T5 = (
            index_mapping_dir: null, data_prefix: [1.0, '${data_dir}/a_text_document']},
 """
 )
+WIDE = "num_layers: 24, hidden_size: 4096, ffn_hidden_size: 10240, num_attention_heads: 64"
 FILES = {
     "llama3_8b": (
         16,
@@ -161,6 +188,59 @@ FILES = {
         "max_position_embeddings: '${.encoder_seq_length}', num_layers: 48, hidden_size: 8192,"
         "num_attention_heads: 64, init_method_std: 0.007, ub_tp_comm_overlap: True",
     ),
+    "gpt3_175b": (
+        128,
+        GPT3,
+        "micro_batch_size: 1, global_batch_size: 2048, tensor_model_parallel_size: 4, pipeline_model_parallel_size: 8,"
+        "virtual_pipeline_model_parallel_size: 12, sequence_parallel: True, encoder_seq_length: 2048,"
+        "max_position_embeddings: 2048, num_layers: 96, hidden_size: 12288, num_attention_heads: 96,"
+        "init_method_std: 0.006, activations_checkpoint_granularity: selective, activations_checkpoint_method: block,"
+        "activations_checkpoint_num_layers: 0, overlap_p2p_comm: True, batch_p2p_comm: False, ub_tp_comm_overlap: True",
+    ),
+    "llama3_70b": (
+        128,
+        LLAMA,
+        "micro_batch_size: 1, global_batch_size: 2048, tensor_model_parallel_size: 4, pipeline_model_parallel_size: 4,"
+        "virtual_pipeline_model_parallel_size: 5, context_parallel_size: 2, sequence_parallel: true,"
+        "encoder_seq_length: 8192, max_position_embeddings: 8192, num_layers: 80, hidden_size: 8192,"
+        "ffn_hidden_size: 28672, num_attention_heads: 64, num_query_groups: 8, init_method_std: 0.008944,"
+        "defer_embedding_wgrad_compute: true, wgrad_deferral_limit: 22, overlap_p2p_comm: true, batch_p2p_comm: false,"
+        "ub_tp_comm_overlap: true",
+    ),
+    "mixtral_8x7b": (
+        8,
+        MIXTRAL,
+        "micro_batch_size: 1, global_batch_size: 256, tensor_model_parallel_size: 1, pipeline_model_parallel_size: 4,"
+        "expert_model_parallel_size: 8, virtual_pipeline_model_parallel_size: 8, sequence_parallel: true,"
+        "encoder_seq_length: 4096, max_position_embeddings: 32768, num_layers: 32, hidden_size: 4096,"
+        "ffn_hidden_size: 14336, num_attention_heads: 32, num_query_groups: 8, init_method_std: 0.02,"
+        "moe_token_dispatcher_type: alltoall, moe_pad_expert_input_to_capacity: True, moe_expert_capacity_factor: 1.0,"
+        "moe_aux_loss_coeff: 0.01, overlap_p2p_comm: true, batch_p2p_comm: false, ub_tp_comm_overlap: false",
+    ),
+    "nemotron_340b": (
+        768,
+        NEMOTRON,
+        "micro_batch_size: 1, global_batch_size: 2304, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 8,"
+        "virtual_pipeline_model_parallel_size: 12, context_parallel_size: 1, sequence_parallel: true,"
+        "encoder_seq_length: 4096, max_position_embeddings: 4096, num_layers: 96, hidden_size: 18432,"
+        "ffn_hidden_size: '${multiply:4, ${.hidden_size}}', num_attention_heads: 96, num_query_groups: 8,"
+        "init_method_std: 0.0063, defer_embedding_wgrad_compute: True, wgrad_deferral_limit: 22,"
+        "overlap_p2p_comm: True, batch_p2p_comm: False, ub_tp_comm_overlap: True",
+    ),
+    "mixtral_8x22b": (
+        48,
+        MIXTRAL,
+        "micro_batch_size: 1, global_batch_size: 1, tensor_model_parallel_size: 8, pipeline_model_parallel_size: 2,"
+        "virtual_pipeline_model_parallel_size: null, sequence_parallel: true, encoder_seq_length: 65536,"
+        "max_position_embeddings: 65536, num_layers: 56, hidden_size: 6144, ffn_hidden_size: 16384,"
+        "num_attention_heads: 48, num_query_groups: 8, init_method_std: 0.02, use_flash_attention: false",
+    ),
+    "t5_11b": (
+        20,
+        T5.replace("num_layers: 24, hidden_size: 2048, ffn_hidden_size: 5120, num_attention_heads: 32", WIDE),
+        "micro_batch_size: 24, global_batch_size: 1920, tensor_model_parallel_size: 4,"
+        "pipeline_model_parallel_size: 1, seq_length: 512",
+    ),
     "t5_3b": (
         20,
         T5,
@@ -176,6 +256,11 @@ LAYOUTS = {
     "gpt3_20b": (512, {"data": 256, "tensor": 2, "sequence": True, "overlap_gather": True, "overlap_scatter": True}),
     "gpt3_5b_32k": (16, {"data": 2, "tensor": 8}),
     "gpt3_40b_32k": (128, {"data": 8, "tensor": 8, "context": 2, "sequence": True}),
+    "gpt3_175b": (1024, {"data": 32, "tensor": 4, "pipeline": 8, "sequence": True}),
+    "llama3_70b": (1024, {"data": 32, "tensor": 4, "pipeline": 4, "context": 2, "sequence": True}),
+    "mixtral_8x7b": (64, {"data": 16, "pipeline": 4, "expert": 8}),
+    "nemotron_340b": (6144, {"data": 96, "tensor": 8, "pipeline": 8, "sequence": True}),
+    "t5_11b": (160, {"data": 40, "tensor": 4}),
     "t5_3b": (160, {"data": 80, "tensor": 2}),
 }
 """Number of processes, and sizes of the mesh."""
@@ -185,6 +270,8 @@ STEPS = (
     " model.override_vocab_size=512 model.global_batch_size=8"
 )
 WIDTH = "model.num_layers=2 model.hidden_size=64 model.num_attention_heads=8 model.encoder_seq_length=32"
+STAGES = " model.pipeline_model_parallel_size=2 model.virtual_pipeline_model_parallel_size=2"
+DEEP = WIDTH.replace("num_layers=2", "num_layers=4") + STAGES
 STACKS = "".join(
     f" model.{stack}.{key}"
     for stack in ("encoder", "decoder")
@@ -196,6 +283,20 @@ SMALL = {
     "gpt3_20b": (4, WIDTH),
     "gpt3_5b_32k": (8, WIDTH),
     "gpt3_40b_32k": (4, f"{WIDTH} model.tensor_model_parallel_size=2"),
+    "gpt3_175b": (4, f"{DEEP} model.tensor_model_parallel_size=2"),
+    "llama3_70b": (
+        8,
+        f"{DEEP} model.tensor_model_parallel_size=2 model.ffn_hidden_size=128 model.num_query_groups=2",
+    ),
+    "mixtral_8x7b": (
+        4,
+        f"{DEEP} model.expert_model_parallel_size=2 model.ffn_hidden_size=128 model.num_query_groups=2",
+    ),
+    "nemotron_340b": (4, f"{DEEP} model.tensor_model_parallel_size=2"),
+    "t5_11b": (
+        4,
+        f"model.micro_batch_size=4 model.seq_length=32 model.data.seq_length=32 model.data.seq_length_dec=16{STACKS}",
+    ),
     "t5_3b": (
         2,
         f"model.micro_batch_size=4 model.seq_length=32 model.data.seq_length=32 model.data.seq_length_dec=16{STACKS}",
@@ -207,13 +308,15 @@ SMALL = {
 def arguments(name: str, folder: Path) -> list[str]:
     """Write the file where the launcher has it, and return the arguments that choose it, with mock data."""
     nodes, shared, own = FILES[name]
+    for key in re.findall(r"(\w+): ", own):
+        shared = re.sub(rf"(?<!\w){key}: [^,{{]+, *", "", shared)
     head = RUN.replace("NAME", name).replace("NODES", str(nodes))
     write(folder, f"training/{name}", f"{head}model: {{\n{MODEL}{shared}{own}}}\n")
     mock = ["data_dir=/data", f"base_results_dir={folder}", "model.data.data_impl=mock", "~model.data.data_prefix"]
     return ["--config-dir", str(folder / "training"), "--config-name", name, *mock]
 
 
-@pytest.mark.parametrize("name", cases(FILES, fast=4))
+@pytest.mark.parametrize("name", cases(LAYOUTS, fast=4))
 def test_config_and_plan_accept_the_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments(name, tmp_path)
     assert main(["config", *given]) == EXIT_OK, capsys.readouterr().err
@@ -224,8 +327,18 @@ def test_config_and_plan_accept_the_file(name: str, tmp_path: Path, capsys: pyte
     assert (plan["processes"], plan["mesh"]) == (processes, plan["mesh"] | mesh)
 
 
+def test_a_batch_that_no_ranks_can_share_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in NeMo, a global batch of one sample suits no 24 data-parallel ranks."""
+    assert main(["config", *arguments("mixtral_8x22b", tmp_path)]) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    assert "`global_batch_size` (1) must be a multiple of `micro_batch_size` (1) * data-parallel ranks (24)" in told
+    assert "fix: model.global_batch_size=24" in told
+    assert "1 error in the configuration" in told
+    assert main(["config", *arguments("mixtral_8x22b", tmp_path), "model.global_batch_size=24"]) == EXIT_OK
+
+
 @full_only
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_the_file_trains_when_shrunk(name: str, tmp_path: Path) -> None:
     processes, width = SMALL[name]
     overrides = [*STEPS.split(), *width.split(), f"trainer.devices={processes}"]

@@ -69,6 +69,7 @@ def apply_nemo_aliases(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
         yield from _answer_only_loss(tree)
     yield from _infer_jsonl(tree, moved)
     yield from _renamed_keys(tree, moved)
+    yield from _dtype_of_optimizer_state(tree)
     keys = schema_keys(family)
     for path in (f"{stack}.{name}" for stack in STACKS[family] for name in _CASE_INSENSITIVE):
         value = dotted_paths.get(tree, path)
@@ -180,14 +181,34 @@ def _renamed_keys(tree: Tree, moved: dict[str, str]) -> Iterator[Finding]:
             continue
         if theirs == _GRAD_SYNC_DTYPE:
             value = _DTYPES.get(str(value).removeprefix("torch."))
-        if value is None or dotted_paths.get(tree, ours) not in (None, value):
+        other = dotted_paths.get(tree, ours)
+        # NeMo reads the keys of FSDP with `fsdp` only.
+        inert = theirs == _GRAD_SYNC_DTYPE and not dotted_paths.get(tree, "model.fsdp")
+        if value is None or not (inert or other in (None, value)):
             continue
         if theirs == _EXAMPLE_LENGTH and not has_example_length(tree):
             continue
         dotted_paths.remove(tree, theirs)
         dotted_paths.put(tree, ours, value)
         moved[ours] = theirs
+        if inert and _DTYPES.get(str(other)) not in (None, value):
+            rule = (
+                f"`{theirs}` ({value}) is read as `{ours}`, in place of {format_value(other)}, which NeMo reads with "
+            )
+            yield Finding.warning((ours,), f"{rule}`model.fsdp` only", f"~{theirs} {ours}={format_value(value)}")
+            continue
         yield Finding.info((ours,), f"`{theirs}` is read as `{ours}`", f"{ours}={format_value(value)}")
+
+
+def _dtype_of_optimizer_state(tree: Tree) -> Iterator[Finding]:
+    """Drop `optim.dtype`, which NeMo reads with its older distributed optimizer only."""
+    path, name = "model.optim.dtype", dotted_paths.get(tree, "model.optim.name")
+    value = dotted_paths.get(tree, path)
+    if value is not None and name == "mcore_distributed_optim":
+        dotted_paths.remove(tree, path)
+        if _DTYPES.get(str(value)) != "fp32":
+            rule = f"`dtype` ({value}) has no effect with `name` ({name}), as in NeMo: the optimizer's state is fp32"
+            yield Finding.warning((path, "model.optim.name"), rule, f"~{path}")
 
 
 def _gated_linear_unit(tree: Tree, stack: str) -> Iterator[Finding]:
