@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from hf_folders import random_model, tensors_of
 from safetensors.torch import load_file, save_file
 from tiers import extra
 
+from stoker.models.parallel.layout import ParallelLayout
+from stoker.trainer.conversion.adapter_weights import load_pretrained_adapter
 from stoker.trainer.conversion.convert_adapters import convert_adapter
 from stoker.trainer.conversion.load_model import load_model
+from stoker.trainer.distributed.process_group import DistributedContext
 from stoker.trainer.utils.errors import UserError
 
 pytestmark = pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
@@ -144,7 +148,16 @@ def test_their_adapter_is_the_same_model_here(name: str, fields: dict[str, Any],
     wanted = their_logits(model, tokens)
     torch.testing.assert_close(our_logits(load_model(tmp_path / "ours", "cpu"), tokens), wanted, atol=2e-4, rtol=1e-4)
     run = finetune(base, tmp_path / "run", f"model.peft.restore_from_path={folder}", "model.optim.lr=1e-12", peft=None)
-    torch.testing.assert_close(our_logits(load_model(run.directory, "cpu"), tokens), wanted, atol=2e-4, rtol=1e-4)
+    loaded = load_model(run.directory, "cpu")
+    torch.testing.assert_close(our_logits(loaded, tokens), wanted, atol=2e-4, rtol=1e-4)
+    ranks: Any = SimpleNamespace(layout=ParallelLayout(pipeline=2), tensor=None, stages=DistributedContext(1, 2))
+    part, whole = load_model(run.directory, "cpu", ranks=ranks).model, dict(loaded.model.named_parameters())
+    own = {parameter_name: each for parameter_name, each in part.named_parameters() if each.requires_grad}
+    for parameter in own.values():
+        parameter.data.fill_(7.0)
+    list(load_pretrained_adapter(loaded.run, part, loaded.tokenizer, None))
+    for parameter_name, parameter in own.items():
+        torch.testing.assert_close(parameter, whole[parameter_name])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...models.hf.config_fields import format_value
+from ...models.parallel.partition import names_elsewhere
 from ..checkpoint.hf_files import is_peft_folder
 from ..checkpoint.reader import BaseRecord, Checkpoint, find_checkpoint, trainable_tensors
 from ..config.resolved_run import ResolvedRun
@@ -120,7 +121,7 @@ def _check_base_name(folder: PeftFolder, base: PretrainedWeights | None) -> Iter
 def _load_peft_folder(folder: PeftFolder, run: ResolvedRun, model: nn.Module, tokenizer: Tokenizer) -> None:
     trainable = local_shards(model, trainable_tensors(model))
     shapes = {name: shard.shape for name, shard in trainable.items()}
-    found = convert_adapter_tensors(folder, run, tokenizer, shapes)
+    found = convert_adapter_tensors(folder, run, tokenizer, shapes, names_elsewhere(model))
     with torch.no_grad():
         for name, shard in trainable.items():
             shard.copy_from_full(found[name])

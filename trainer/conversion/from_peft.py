@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,13 +153,18 @@ def peft_config_keys(folder: PeftFolder, run: ResolvedRun, tokenizer: Tokenizer)
 
 
 def convert_adapter_tensors(
-    folder: PeftFolder, run: ResolvedRun, tokenizer: Tokenizer, shapes: Mapping[str, tuple[int, ...]]
+    folder: PeftFolder,
+    run: ResolvedRun,
+    tokenizer: Tokenizer,
+    shapes: Mapping[str, tuple[int, ...]],
+    elsewhere: Set[str] = frozenset(),
 ) -> dict[str, Tensor]:
     """Convert an adapter to the trainable parameters of a model.
 
     Args:
         run: configuration of the model, including `model.peft`.
         shapes: names and shapes of the trainable parameters.
+        elsewhere: names of the parameters that other ranks have (`names_elsewhere`).
 
     Raises:
         UserError: the adapter does not match; lists the differences.
@@ -170,6 +175,7 @@ def convert_adapter_tensors(
             f"{folder.path} holds {folder.kind}, but `model.peft.peft_scheme` is {run.model.peft.peft_scheme}"
         )
     targets, geometry = _fitting(folder, run, tokenizer)
+    targets = [target for target in targets if target.placed.parameter not in elsewhere]
     if isinstance(peft, LoRASlice):
         return _lora(folder, peft, targets, geometry, shapes)
     return _factors(folder, targets, geometry, shapes)
