@@ -127,11 +127,12 @@ def build_model(
             )
     if context_parallel is not None:
         check_parts(peft, context_parallel.size)
-        if "generation" in kinds:
-            raise ValueError(
-                f"`kinds` ({', '.join(kinds)}) must be training and evaluation in a model of {context_parallel.size} "
-                "context-parallel ranks; build another one for generation."
-            )
+    if "generation" in kinds and (context_parallel is not None or pipeline_parallel is not None):
+        axis = "context-parallel" if pipeline_parallel is None else "pipeline"
+        raise ValueError(
+            f"`kinds` ({', '.join(kinds)}) must be training and evaluation in a model of {axis} ranks; build another "
+            "one for generation."
+        )
 
     def assembled(decisions: Mapping[str, BackendSelection], backends: Mapping[str, Backends]) -> LanguageModel:
         """Build the modules of the model on the meta device, split over the ranks, and those of PEFT."""

@@ -121,6 +121,7 @@ def build(
     experts: Any = None,
     context: Any = None,
     samples: str = "",
+    pipeline: Any = None,
 ) -> Any:
     from stoker.kernels.attention.flags import AttentionFlags
     from stoker.models.build import ALL_CALL_KINDS, build_model
@@ -142,10 +143,11 @@ def build(
             reset_position_ids=samples in ("packed", "restarted"),
             padded=samples == "padded",
         ),
-        kinds=ALL_CALL_KINDS if context is None else ("training", "evaluation"),
+        kinds=ALL_CALL_KINDS if context is None and pipeline is None else ("training", "evaluation"),
         tensor_parallel=ranks,
         expert_parallel=experts,
         context_parallel=context,
+        pipeline_parallel=pipeline,
         sharding=sharding,
         peft=peft_slice(PeftKeys.model_validate(changes.get("peft", {}))),
     ).train()

@@ -49,8 +49,11 @@ def choose_attention(run: ResolvedRun, device: torch.device) -> ModelPlan:
 
 
 def call_kinds(run: ResolvedRun) -> tuple[CallKind, ...]:
-    """Return the kinds of call that the model of a run is built for; context-parallel ranks cannot generate."""
-    return ALL_CALL_KINDS if run.mesh.context == 1 else ("training", "evaluation")
+    """Return the kinds of call that the model of a run is built for.
+
+    Ranks that share sequences or layers cannot generate.
+    """
+    return ALL_CALL_KINDS if run.mesh.context == run.mesh.pipeline == 1 else ("training", "evaluation")
 
 
 def attention_warnings(model_plan: ModelPlan) -> list[str]:
