@@ -76,20 +76,22 @@ class RecomputeSlice:
     @property
     def description(self) -> str:
         """Human-readable description for logs."""
-        together = f" in chunks of {self.chunk}" if self.chunk > 1 else ""
-        whole = [f"{self.layers} {'layers' if self.layers > 1 else 'layer'}{together}"] if self.layers else []
-        parts = join_module_names(self.modules)
-        return "; ".join([*whole, *([f"{parts} of {'the others' if whole else 'every layer'}"] if parts else [])])
+        return "; ".join(self._parts(self.layers, ""))
 
-    @property
-    def pipeline_description(self) -> str:
-        """The same, of the ranks of a pipeline."""
-        found = [f"{self.description} of each stage" if self.layers else self.description]
+    def describe_stages(self, stage_layers: int) -> str:
+        """Return the same description for a pipeline whose stages have up to `stage_layers` layers of the stack."""
+        found = self._parts(min(self.layers, stage_layers), " of each stage")
         if self.fewer_per_rank:
             found.append(f"rank r int(r * {self.fewer_per_rank:g}) layers fewer")
         if self.partial_micro_batches is not None:
-            found.append(f"all layers but in {self.partial_micro_batches} of the micro batches in flight")
-        return "; ".join(filter(None, found))
+            found.append(f"all layers except in {self.partial_micro_batches} of the micro batches in flight")
+        return "; ".join(found)
+
+    def _parts(self, layers: int, of: str) -> list[str]:
+        together = f" in chunks of {self.chunk}" if self.chunk > 1 else ""
+        whole = [f"{layers} {'layers' if layers > 1 else 'layer'}{of}{together}"] if layers else []
+        parts = join_module_names(self.modules)
+        return [*whole, *([f"{parts} of {'the others' if whole else 'every layer'}"] if parts else [])]
 
     @property
     def recomputes_layers(self) -> bool:

@@ -94,6 +94,14 @@ def test_what_is_recomputed(given: dict[str, Any], expected: RecomputeSlice | No
     assert stack(**given).recompute == expected
 
 
+def test_what_ranks_of_a_pipeline_recompute_is_told() -> None:
+    block = replace(sliced(1, 2, "norm"), fewer_per_rank=1.5)
+    assert block.describe_stages(3) == "2 layers of each stage; norm of the others; rank r int(r * 1.5) layers fewer"
+    partial = replace(sliced(1, 0), partial_micro_batches=1)
+    assert partial.describe_stages(3) == "all layers except in 1 of the micro batches in flight"
+    assert sliced(2, 8).describe_stages(3) == "3 layers of each stage in chunks of 2"
+
+
 # ---------------------------------------------------------------- rules
 
 

@@ -65,8 +65,11 @@ def summarize_run(
     yield f"attention {attention} (reasons in run.log)"
     yield f"layers {'compiled' if model.compiled else 'not compiled'}: {model.compile_reason}"
     saving = memory_saving_recompute(described, model.attention_decisions, peft, compiled=model.compiled)
-    for at, recompute in zip(stacks, saving, strict=True):
-        text = recompute and (recompute.description if run.pipeline is None else recompute.pipeline_description)
+    counts = [stack.num_layers for stack in described.stacks]
+    stages = () if run.pipeline is None else run.pipeline.stages(*counts)
+    for index, (at, recompute) in enumerate(zip(stacks, saving, strict=True)):
+        most = max((len(stage.layers) for stage in stages if stage.stack == index), default=0)
+        text = recompute and (recompute.describe_stages(most) if most else recompute.description)
         if text:
             yield f"recompute {f'in the {at[:-1]}: ' if at else ''}{text}"
     for note in ineffective_recompute_messages(described, model.attention_decisions, peft, compiled=model.compiled):
