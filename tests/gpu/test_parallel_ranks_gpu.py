@@ -35,6 +35,11 @@ MODEL = [
     "model.hidden_dropout=0.1",
     "model.attention_dropout=0.0",
 ]
+T5 = [
+    "model=t5_tiny",
+    *(key for key in MODEL[1:] if not key.startswith("model.")),
+    *("model.seq_length=512", "model.data.seq_length_dec=128", "model.micro_batch_size=2", "model.global_batch_size=4"),
+]
 EXPERTS = [
     "model.num_moe_experts=4",
     "model.moe_router_topk=2",
@@ -81,6 +86,7 @@ MOE_LAYOUTS: dict[str, list[str]] = {
     "alltoall, ring": [*context("p2p"), *expert("alltoall")],
     "pipeline": PIPELINE,
 }
+T5_PIPELINE = [*PIPELINE, "model.pipeline_model_parallel_split_rank=1"]
 PRECISIONS = {"fp32": (SINGLE, 2e-5), "bf16": (["trainer.precision=bf16-mixed", "model.compile=true"], 2e-2)}
 
 
@@ -105,3 +111,12 @@ def test_two_ranks_train_what_one_rank_trains(
     together = losses(tmp_path / "together", 2, [*common, *keys, "trainer.devices=2"])
     assert together == pytest.approx(alone[tuple(common)], rel=tolerance)
     assert "has no effect" not in (tmp_path / "together" / "run.log").read_text()
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_encoder_and_decoder_on_two_ranks_train_what_one_rank_trains(precision: str, tmp_path: Path) -> None:
+    numbers, tolerance = PRECISIONS[precision]
+    common = [*T5, *(key for key in numbers if key != OURS)]
+    alone = losses(tmp_path / "alone", 1, [*common, "trainer.devices=1"])
+    together = losses(tmp_path / "together", 2, [*common, *T5_PIPELINE, "trainer.devices=2"])
+    assert together == pytest.approx(alone, rel=tolerance)
