@@ -220,6 +220,5 @@ def _saved_in_experts(stack: StackSlice, tokens: int, first: int = 0) -> int:
 
 def _mask_bytes(plan: ModelPlan) -> int:
     """Return the bytes of the attention masks of packed documents; 0 if the attention backends need none."""
-    return sum(
-        max(plan.decisions[planned.label(kind)].mask_bytes for kind in planned.calls) for planned in plan.attentions
-    )
+    labels = ([planned.label(kind) for kind in planned.calls] for planned in plan.attentions)
+    return sum(max(plan.decisions[label].mask_bytes for label in found if label in plan.decisions) for found in labels)
