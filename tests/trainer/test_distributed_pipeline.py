@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +49,15 @@ def compare(
     together = runs.run(f"{model}-{number}", ranks, **MODELS[model], **changes, **layout)
     averaged = ("ema",) if "exp_manager__ema" in changes else ()
     check_equal(together, alone, changes.get("trainer__max_steps", 3), kinds=("model", "optimizer", *averaged))
+    for mine, expected in zip(expert_load(together), expert_load(alone), strict=True):
+        assert mine == pytest.approx(expected, rel=1e-6)
+
+
+def expert_load(directory: Path) -> list[dict[str, float]]:
+    """Return what metrics.jsonl says about the experts of all layers."""
+    names = ("load_balancing_loss", "z_loss", "load_cv", "expert_share_min", "expert_share_max", "router_entropy")
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in names if name in line} for line in lines]
 
 
 @full_only
